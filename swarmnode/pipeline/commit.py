@@ -160,7 +160,7 @@ class Participant:
 # What the head does next.
 @dataclass(frozen=True)
 class Decided:
-    """Send commit, or abort with the reason, to `stages`; none of them where the decision is not for sending."""
+    """Send commit, or abort with the reason, to `stages`: all, or the one that asks again."""
 
     attempt: int
     refused: RefusalReason | None
@@ -177,8 +177,9 @@ class Coordinator:
     attempt: int = 0
     norms: dict[int, float] = field(default_factory=dict)
     """Squared norms of the present attempt, by stage."""
+    decision: Decided | None = None
+    """For all stages, of the present attempt or of the last one: they may ask again for it whatever is done since."""
     _done: set[int] = field(default_factory=set)
-    _decision: Decided | None = None
     _open: bool = False
 
     def begin(self) -> int:
@@ -188,15 +189,15 @@ class Coordinator:
         self.attempt += 1
         self.norms.clear()
         self._done.clear()
-        self._decision, self._open = None, True
+        self.decision, self._open = None, True
         return self.attempt
 
     def acknowledged(self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float) -> Decided | None:
         """A decision for all where this one makes it; the old decision for a stage that asks again."""
         if attempt != self.attempt or not 0 <= stage < self.stages:
             return None
-        if self._decision is not None:
-            return Decided(attempt, self._decision.refused, self._decision.squared_norm, (stage,))
+        if self.decision is not None:
+            return Decided(attempt, self.decision.refused, self.decision.squared_norm, (stage,))
         if not self._open:
             return None
         if refused is not None:
@@ -214,13 +215,18 @@ class Coordinator:
         """Stages that have not said that they took the step of the present attempt."""
         return frozenset(range(self.stages)) - self._done
 
+    @property
+    def over(self) -> bool:
+        """Whether the present attempt is aborted, or all stages have said that they took the step."""
+        return self.decision is not None and (self.decision.refused is not None or not self.unfinished)
+
     def give_up(self, reason: RefusalReason) -> Decided | None:
         """Abort, where nothing is decided yet."""
         return self._decide(reason) if self._open else None
 
     def done(self, stage: int, attempt: int) -> bool:
         """Whether the head may now take its own step: the first other stage has. A head without others commits alone."""
-        if attempt != self.attempt or self._decision is None or self._decision.refused is not None:
+        if attempt != self.attempt or self.decision is None or self.decision.refused is not None:
             return False
         first = not self._done - {0} and stage != 0
         self._done.add(stage)
@@ -229,5 +235,5 @@ class Coordinator:
     def _decide(self, refused: RefusalReason | None) -> Decided:
         self._open = False
         norm = sum(self.norms.values()) if refused is None else 0.0
-        self._decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
-        return self._decision
+        self.decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
+        return self.decision

@@ -70,14 +70,6 @@ class BatchState:
     failed: RefusalReason | None = None
 
 
-@dataclass
-class StepState:
-    """The present step, or the last one: stages may ask again for its decision whatever is done since."""
-
-    learning_rate: float = 0.0
-    decided: Decided | None = None
-
-
 class Head(StageWorker):
     """Stage 0. One of `generate`, `score` and `update` at a time. `seconds` bounds the time in which nothing arrives."""
 
@@ -94,7 +86,8 @@ class Head(StageWorker):
         self._blame = Blame(self.stages)
         self._numbers = numbers
         self._batch = BatchState()
-        self._step = StepState()
+        self._learning_rate = 0.0
+        """Of the present step, or the last one."""
 
     @property
     def usable(self) -> bool:
@@ -165,8 +158,7 @@ class Head(StageWorker):
         if len(pieces) > frames.MICRO_BATCHES:
             raise ValueError(f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}")
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
-        batch, step = BatchState(tokens_of), StepState(learning_rate)
-        self._batch, self._step = batch, step
+        batch = self._batch = BatchState(tokens_of)
         attempt = self.coordinator.begin()
         try:
             with self.waiting.deadline():
@@ -179,21 +171,20 @@ class Head(StageWorker):
                 count = sum(s.tokens for s in sums)
                 effective = effective_share(sum(s.weights for s in sums), sum(s.squares for s in sums), count)
                 factor = rate_factor(cfg.options, effective)
-                step.learning_rate *= factor
+                self._learning_rate = learning_rate * factor
                 if batch.failed is not None:
                     self._send_decision(self.coordinator.give_up(batch.failed))
                 else:
                     for stage in range(self.stages):
                         self.links.send(stage, frames.Propose(self.place, attempt, tuple(sorted(pieces))))
-                over = lambda: step.decided is not None and (step.decided.refused is not None or not self.coordinator.unfinished)
-                await self.waiting.until(over)
+                await self.waiting.until(lambda: self.coordinator.over)
         except PeerError as error:
             if isinstance(error, PeerTimeout):
                 self._judge(self._blame.silent(self.coordinator.silent))
             self._send_decision(self.coordinator.give_up("timeout" if isinstance(error, PeerTimeout) else "gone"))
             if not isinstance(error, PeerTimeout):
                 raise
-        decided = step.decided
+        decided = self.coordinator.decision
         if decided is not None and decided.refused is None and self.coordinator.unfinished:
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
@@ -272,7 +263,6 @@ class Head(StageWorker):
     def _send_decision(self, decided: Decided | None) -> None:
         if decided is None:
             return
-        self._step.decided = decided
         for stage in decided.stages:
             if decided.refused is not None:
                 self.links.send(stage, frames.Abort(self.place, decided.attempt, decided.refused))
@@ -280,8 +270,8 @@ class Head(StageWorker):
                 self._send_commit(stage)
 
     def _send_commit(self, stage: int) -> None:
-        step = self._step
-        assert step.decided is not None
-        norm = math.sqrt(step.decided.squared_norm)
+        decided = self.coordinator.decision
+        assert decided is not None
+        norm = math.sqrt(decided.squared_norm)
         clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self.links.send(stage, frames.Commit(self.place, step.decided.attempt, norm, clip, float(step.learning_rate)))
+        self.links.send(stage, frames.Commit(self.place, decided.attempt, norm, clip, float(self._learning_rate)))
