@@ -28,6 +28,10 @@ class Packing:
     shape: tuple[int, int, int, int]
     """Q, P, N, T."""
 
+    @property
+    def rows(self) -> int:
+        return len(self.prompts[0]) + len(self.completions[0])
+
     def pack(self, prompts: torch.Tensor, completions: torch.Tensor | None) -> torch.Tensor:
         """(Q, P, H) and (N, T − 1, H), None where T is 1 → (R, H)."""
         head = prompts[self.prompts]

@@ -106,7 +106,6 @@ class StageRuntime:
     def learn(self, batch: Batch, x: torch.Tensor | None, temperature: float, loss: Loss, part: Part = "all") -> torch.Tensor | None:
         """Last stage: forward, loss and backward in one → gradient of `x`, None where this is the only stage."""
         self.worked += 2
-        self.tokens += _rows(batch, x)
         inputs = None if x is None else x.detach().requires_grad_()
         loss(*self.logprobs(batch, inputs, temperature, part)).backward()
         return None if inputs is None else inputs.grad
@@ -115,7 +114,6 @@ class StageRuntime:
     def score(self, batch: Batch, x: torch.Tensor | None, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Last stage, without gradient: log-probabilities and entropies, (N, T) each."""
         self.worked += 1
-        self.tokens += _rows(batch, x)
         return self.logprobs(batch, x, temperature)
 
     @torch.no_grad()
@@ -182,6 +180,7 @@ class StageRuntime:
     def logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float, part: Part = "all") -> tuple[torch.Tensor, torch.Tensor]:
         """As `score`, with gradient."""
         where = packing(batch)
+        self.tokens += where.rows
         first, later = self._both(batch, where, x, keep=1, part=part)
         row = torch.arange(len(batch.completion_ids), device=first.device)
         column = torch.zeros_like(row)
@@ -193,13 +192,6 @@ class StageRuntime:
         chosen, spread = token_logprobs(torch.cat(logits), batch.completion_ids[row, column], temperature)
         zeros = torch.zeros(batch.completion_ids.shape, device=chosen.device)
         return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
-
-
-def _rows(batch: Batch, x: torch.Tensor | None) -> int:
-    """Packed rows of a batch: those of `x`, or as `packing` lays them out."""
-    if x is not None:
-        return len(x)
-    return int(batch.prompt_mask.sum()) + int(batch.completion_mask.sum()) - len(batch.completion_ids)
 
 
 def _shallow(module: Any) -> Any:
