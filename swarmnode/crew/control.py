@@ -29,7 +29,7 @@ from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
 from swarmnode.crew.detector import Signs, slowness_at
 from swarmnode.crew.events import Settings
-from swarmnode.crew.founding import LEAST_SECONDS, MOST_SECONDS, Point, Waits, is_behind, plan_crew
+from swarmnode.crew.founding import LEAST_SECONDS, MOST_SECONDS, Point, is_behind, plan_crew
 from swarmnode.crew.messages import WITHOUT, Offer, Refuse, Status
 from swarmnode.crew.plan import stage_memory
 from swarmnode.crew.record import (
@@ -326,10 +326,6 @@ class _Turn:
     @property
     def _waited(self) -> float:
         return self.now - (self.state.free_since or 0.0)
-
-    @property
-    def _waits(self) -> Waits:
-        return Waits(self.settings.exact_seconds, self.settings.lost_seconds)
 
     def _is_out(self, peer: str) -> bool:
         return self.now < self._peer(peer).barred_until or not self.means.trusts(peer)
@@ -692,7 +688,7 @@ class _Turn:
         offers = {peer: offer for peer, offer in _offers(state, self.now, settings).items() if self.means.trusts(peer)}
         offers[state.me] = self._own_offer()
         plan = plan_crew(
-            state.me, offers, offering.cost, settings.stages, self._waited, self._waits,
+            state.me, offers, offering.cost, settings, self._waited,
             {peer: 1 - known.worked + math.ceil(max(0.0, known.debt - settings.bar_seconds)) for peer, known in state.peers.items()},
             {peer: known.seconds for peer, known in state.peers.items() if known.seconds is not None},
         )  # fmt: skip
@@ -778,7 +774,7 @@ class _Turn:
         point = Point(record.lineage, record.step, record.previous, record.taken)
         others = [known.offer for peer in peers if peer != state.me and (known := self._peer(peer)).offer is not None]
         vouchers = sum(point.is_of(offer.copies) for offer in others if offer is not None)
-        if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self._waits):
+        if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self.settings):
             return "behind"
         reserved = state.reserved
         promised = reserved is not None and self.now < reserved.until and reserved.proposer != proposer

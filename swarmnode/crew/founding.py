@@ -24,6 +24,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
+from swarmnode.crew.events import Settings
 from swarmnode.crew.messages import Offer
 from swarmnode.crew.plan import MEMBERS, Capacity, ModelCost, plan_apart, stage_memory
 from swarmnode.crew.record import NO_HASH, NONCE_BYTES, Copy, Member, Record, Taken, peers_of
@@ -56,14 +57,6 @@ does nothing there is found out last. Not more than a neighbour's copy costs: no
 
 Block = tuple[int, int]
 """(first, last) layer, the last one not included."""
-
-
-@dataclass(frozen=True)
-class Waits:
-    """Seconds after which less than everything will do; see above."""
-
-    exact: float
-    lost: float
 
 
 @dataclass(frozen=True)
@@ -116,21 +109,21 @@ def newest(copies: Iterable[Copy]) -> Copy | None:
     return max(own, key=lambda copy: (copy.step, copy.hash), default=None)
 
 
-def is_behind(own: Iterable[Copy], point: Point, vouchers: int, members: int, waited: float, waits: Waits) -> bool:
+def is_behind(own: Iterable[Copy], point: Point, vouchers: int, members: int, waited: float, settings: Settings) -> bool:
     """Whether who has `own` copies does not sign a record that goes on from `point`: it would give up what it has learnt, or has only the
     word of too few. `vouchers`: others of the record's `members` who have been there; `waited`: seconds without a crew."""
     own = tuple(own)
     mine = newest(own)
     if mine is not None:
-        if point.lineage != mine.lineage and waited < waits.lost:
+        if point.lineage != mine.lineage and waited < settings.lost_seconds:
             return True
-        if point.step < mine.step and waited < 2 * waits.exact:
+        if point.step < mine.step and waited < 2 * settings.exact_seconds:
             return True
     if point.step == 0 or point.is_of(own) or (mine is not None and mine.lineage == point.lineage and point.step <= mine.step):
         return False
-    if waited >= 4 * waits.exact and _is_near(point, mine):  # what one node alone still has would be lost
+    if waited >= 4 * settings.exact_seconds and _is_near(point, mine):  # what one node alone still has would be lost
         return vouchers < 1
-    far = mine is not None and point.step > mine.step + PLAUSIBLE and waited < waits.lost
+    far = mine is not None and point.step > mine.step + PLAUSIBLE and waited < settings.lost_seconds
     return vouchers < (2 if far else min(2, members - 1))
 
 
@@ -140,14 +133,14 @@ def _is_near(point: Point, mine: Copy | None) -> bool:
 
 
 def plan_crew(
-    me: str, offers: Mapping[str, Offer], cost: ModelCost, stages: int, waited: float, waits: Waits,
+    me: str, offers: Mapping[str, Offer], cost: ModelCost, settings: Settings, waited: float,
     ranks: Mapping[str, int] = MappingProxyType({}), distances: Mapping[str, float] = MappingProxyType({}),
 ) -> Plan | None:  # fmt: skip
     """What to propose now; None where nothing can be founded yet. Whoever has the same offers plans the same crew.
 
-    `offers` by peer, our own included; `waited`: seconds since this node has been free; `stages`: of a crew that begins, 0 for any number;
-    `ranks`: of two that would do equally well the lower one is taken, and the base is begun with the lowest that can. `distances`: seconds
-    to a peer, one way, as this node has measured them.
+    `offers` by peer, our own included; `waited`: seconds since this node has been free; `ranks`: of two that would do equally well the
+    lower one is taken, and the base is begun with the lowest that can. `distances`: seconds to a peer, one way, as this node has measured
+    them.
     """
     model = offers[me].model
     able = {peer: offer for peer, offer in offers.items() if offer.model == model and offer.memory > 0 and offer.speed > 0}
@@ -158,16 +151,16 @@ def plan_crew(
     mine = newest(able[me].copies)
     lineages = [mine.lineage] if mine is not None else sorted({copy.lineage for _, copy in copies if copy.step > 0})
     choice = _Choice(me, able, copies, model, cost, ranks, distances)
-    found = [plan for lineage in lineages if (plan := _continue(choice, lineage, waited, waits)) is not None]
+    found = [plan for lineage in lineages if (plan := _continue(choice, lineage, waited, settings)) is not None]
     best = max(found, key=lambda plan: (plan.record.step, plan.record.lineage), default=None)
     if best is not None:
         return best
-    begins = not learnt or waited >= waits.lost
-    if not begins and (mine is not None or any(_continue(choice, lineage, math.inf, waits) for lineage in lineages)):
+    begins = not learnt or waited >= settings.lost_seconds
+    if not begins and (mine is not None or any(_continue(choice, lineage, math.inf, settings) for lineage in lineages)):
         return None  # soon there is something better than the base
     fresh = able if begins else {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
     for most in sorted({ranks.get(peer, 0) for peer in fresh}):
-        record = _begin(choice, [peer for peer in fresh if ranks.get(peer, 0) <= most], stages)
+        record = _begin(choice, [peer for peer in fresh if ranks.get(peer, 0) <= most], settings.stages)
         if record is not None:
             return Plan(record, exact=False)
     return None
@@ -208,7 +201,7 @@ def _apart(one: float, other: float, exact: bool) -> float:
     return max(one, other) if exact else 0.75 * abs(one - other) + 0.25 * (one + other)
 
 
-def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> Plan | None:
+def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings) -> Plan | None:
     """The newest point of `lineage` that may be gone on from after `waited` seconds."""
     me, able, cost = choice.me, choice.able, choice.cost
     mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
@@ -222,28 +215,28 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, waits: Waits) -> P
         if cut is None:
             continue
         if own is not None and point not in backed and (
-            point.step <= own.step or is_behind(able[me].copies, point, len(sayers[point]), len(cut), waited, waits)
+            point.step <= own.step or is_behind(able[me].copies, point, len(sayers[point]), len(cut), waited, settings)
         ):  # we would not sign it
             continue
         exact = sum(_exact(point, mine, block) for block in cut)
         if exact == len(cut):
-            wait = 0.0 if point.step >= newest_step else 2 * waits.exact
+            wait = 0.0 if point.step >= newest_step else 2 * settings.exact_seconds
         else:
-            wait = waits.exact
+            wait = settings.exact_seconds
             if not {copy.layers for _, copy in mine} >= set(cut):  # nobody has some of them: then at least half of the layers, as they are
                 layers = sum(last - start for start, last in cut if _exact(point, mine, (start, last)))
                 ours = any(peer == me and copy.where != "neighbour" and _has(point, copy) for peer, copy in mine)
                 if 2 * layers < len(cost.layers) or not ours:
                     continue
-                wait = 4 * waits.exact
+                wait = 4 * settings.exact_seconds
         if waited < wait:
             continue
-        behind = {peer for peer, offer in able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, waits)}
+        behind = {peer for peer, offer in able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, settings)}
         holders = _place(point, cut, [(peer, copy) for peer, copy in mine if peer not in behind], choice, behind)
         if holders is None:
             continue
         vouchers = sayers[point] & set(holders)
-        if not any(is_behind(able[peer].copies, point, len(vouchers - {peer}), len(cut), waited, waits) for peer in holders):
+        if not any(is_behind(able[peer].copies, point, len(vouchers - {peer}), len(cut), waited, settings) for peer in holders):
             members = tuple(Member(peer, last - start) for peer, (start, last) in zip(holders, cut, strict=True))
             record = Record(lineage, choice.model, point.hash, point.step, point.taken, members, bytes(NONCE_BYTES))
             return Plan(record, exact=wait == 0.0)

@@ -1,15 +1,17 @@
 """Which crew is founded from which offers: the newest step that copies cover, never the base while something newer can be had."""
 
 import msgspec
+from msgspec.structs import replace
 
-from swarmnode.crew.founding import PLAUSIBLE, Point, Waits, is_behind, newest, plan_crew
+from swarmnode.crew.events import Settings
+from swarmnode.crew.founding import PLAUSIBLE, Point, is_behind, newest, plan_crew
 from swarmnode.crew.messages import Offer
 from swarmnode.crew.plan import ModelCost, Part
 from swarmnode.crew.record import NO_HASH, Copy, Taken, peers_of
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0))
-WAITS = Waits(exact=10.0, lost=100.0)
+WAITS = Settings(exact_seconds=10.0, lost_seconds=100.0)
 TAKEN = Taken(1, 0.5, 1e-3)
 
 
@@ -26,7 +28,7 @@ def offer(*copies, memory=1.0, speed=1.0) -> Offer:
 
 
 def plan(offers, waited=0.0, me="a", **more):
-    return plan_crew(me, offers, COST, 4, waited, WAITS, **more)
+    return plan_crew(me, offers, COST, replace(WAITS, stages=4), waited, **more)
 
 
 def four(*steps, where="memory"):
@@ -94,8 +96,8 @@ def test_one_who_was_cut_off_for_long_brings_everything_back():
 
 def test_the_base_comes_last():
     offers = {name: offer(copy(0, 9), memory=4.0) for name in "ab"}
-    assert plan_crew("a", offers, COST, 1, 99.0, WAITS) is None
-    assert plan_crew("a", offers, COST, 1, 101.0, WAITS).record.step == 0
+    assert plan_crew("a", offers, COST, replace(WAITS, stages=1), 99.0) is None
+    assert plan_crew("a", offers, COST, replace(WAITS, stages=1), 101.0).record.step == 0
 
 
 def test_nobody_believes_a_single_other_node():
@@ -193,7 +195,7 @@ def test_who_was_cut_off_for_long_proposes_what_it_would_sign():
     cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0))
     far = 9 + PLAUSIBLE + 1
     offers = {"a": offer(copy(0, far, "disk"), copy(1, far, "neighbour")), "b": offer(copy(1, 9), copy(0, 9, "neighbour"))}
-    step = lambda me, waited: plan_crew(me, offers, cost, 2, waited, WAITS).record.step
+    step = lambda me, waited: plan_crew(me, offers, cost, replace(WAITS, stages=2), waited).record.step
     assert step("b", 99.0) == 9
     assert step("b", 101.0) == step("a", 101.0) == far
 
@@ -248,7 +250,7 @@ def test_the_newest_of_a_node_is_its_own():
 def begins(distances, *, me="a", names="abcdefgh", crossings=100.0, hops=()):
     cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 8, Part(0.0, 0.0), crossings=crossings)
     offers = {name: Offer(MODEL, 4.0, 1.0, dict(hops).get(name, 0.0)) for name in names}
-    return plan_crew(me, offers, cost, 0, 0.0, WAITS, distances=distances)
+    return plan_crew(me, offers, cost, WAITS, 0.0, distances=distances)
 
 
 def test_a_crew_is_begun_with_those_nearby_and_no_more_of_them_than_pays():
@@ -272,7 +274,7 @@ def test_one_that_answers_late_or_claims_a_slow_line_moves_nobody_but_itself():
 def test_those_in_one_place_are_neighbours():
     cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0), crossings=1.0)
     offers = {name: offer() for name in "abcd"}
-    found = plan_crew("a", offers, cost, 4, 0.0, WAITS, distances={"b": 0.064, "c": 0.001, "d": 0.064})
+    found = plan_crew("a", offers, cost, replace(WAITS, stages=4), 0.0, distances={"b": 0.064, "c": 0.001, "d": 0.064})
     order = peers_of(found.record)
     assert abs(order.index("a") - order.index("c")) == 1 == abs(order.index("b") - order.index("d"))
 
