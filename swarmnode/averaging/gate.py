@@ -185,7 +185,8 @@ class AveragingGate:
             return refuse("own_not_finite")
         if refusal := _not_usable(theirs):
             return refuse(refusal)
-        tau, medians = self.tau(mine, own, moved), self._medians(mine)
+        medians = self.medians(mine)
+        tau = threshold(medians, own, moved)
         known = None not in medians.values()
         distances = _by_block(theirs, mine)
         other, distance = norm(theirs), math.hypot(*distances.values())
@@ -228,14 +229,8 @@ class AveragingGate:
         with self._lock:
             self._ended(peer, outcome, now)
 
-    def tau(self, names: Iterable[str], own: float, moved: float) -> float:
-        """Length up to which a difference of these tensors is taken whole. own: their norm."""
-        medians = self._medians(names).values()
-        known = [median for median in medians if median is not None]
-        return max(CLIP * (math.hypot(*known) if len(known) == len(medians) else moved), LEAST_TAU * own)
-
-    def _medians(self, names: Iterable[str]) -> dict[int, float | None]:
-        """By block; None where too little of it was accepted."""
+    def medians(self, names: Iterable[str]) -> dict[int, float | None]:
+        """Distance of what was accepted of these tensors, by block; None where that was too little."""
         with self._lock:
             windows = {block: [d for _, d in self._distances.get(block, ())] for block in map(block_of, names)}
         return {block: statistics.median(window) if len(window) >= FIRST else None for block, window in windows.items()}
@@ -263,6 +258,12 @@ class AveragingGate:
         self._outcomes[outcome] += 1
         self._records.note(peer, outcome, now)
         return GateDecision(outcome, mean)
+
+
+def threshold(medians: Mapping[int, float | None], own: float, moved: float) -> float:
+    """τ, the length up to which a difference of tensors is taken whole. medians: as `AveragingGate.medians`; own: their norm."""
+    known = [median for median in medians.values() if median is not None]
+    return max(CLIP * (math.hypot(*known) if len(known) == len(medians) else moved), LEAST_TAU * own)
 
 
 def norm(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] | None = None) -> float:
