@@ -54,8 +54,6 @@ PARTNERS: Final = "partners.json"
 PARTNERS_KEPT: Final = 256
 SLOW_STEPS: Final = 4.0
 """A trainer that has work and does none for so many times its slow step (99th percentile) hangs."""
-PROOF: Final = 10.0
-"""Standing that bytes cost which are no message, and signatures that are none."""
 BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds of `StagesStatistics.recovery_counts`, in seconds."""
 
@@ -321,7 +319,7 @@ class StageService:
                 messages.check_signature(message.record, peer, received, signed_by)
             answer = received
         except BadMessage as error:
-            self._network.rejected(peer, "stages_signature" if error.reason == "signature" else "stages_malformed", PROOF)
+            self._network.rejected(peer, "stages_signature" if error.reason == "signature" else "stages_malformed")
             log.info("%s answered with no message: %s", peer, error)
         except PeerError as error:
             foreign = isinstance(error, Incompatible)
@@ -339,13 +337,13 @@ class StageService:
             message = messages.decode_request(data)
         except BadMessage:
             self._counts.malformed += 1
-            self._network.rejected(peer, "stages_malformed", PROOF)
+            self._network.rejected(peer, "stages_malformed")
             raise
         if isinstance(message, Founded):
             try:
                 check_founded(message, signed_by)
             except BadMessage:
-                self._network.rejected(peer, "stages_signature", PROOF)
+                self._network.rejected(peer, "stages_signature")
                 raise
         answer = self._handle(ev.Received(peer, message))
         if answer is None:

@@ -54,8 +54,6 @@ CONNECTIONS: Final = 64
 STREAMS: Final = 32
 STREAMS_PER_PEER: Final = 6
 """Incoming ones, at a time: two kinds, those of the crew before, and as many on their way."""
-PROOF: Final = 10.0
-"""Standing that a StreamOpen costs which is none."""
 Key = tuple[int, Kind]
 """The other stage, and what the stream is for."""
 
@@ -88,7 +86,7 @@ class StreamProxy:
 
     def __init__(
         self, streams: Streams, data_dir: Path, lost: Callable[[str, bytes], None], *, allows: Callable[[str], bool] = lambda choice: True,
-        rejected: Callable[[str, str, float], None] = lambda peer, reason, cost: None,
+        rejected: Callable[[str, str], None] = lambda peer, reason: None,
     ) -> None:  # fmt: skip
         self.path = socket_file(data_dir)
         self._streams = streams
@@ -250,7 +248,7 @@ class StreamProxy:
                         ours, stream = stream, None
                         return ours
             except BadMessage as error:
-                self._rejected(peers.members[stage], "stages_malformed", PROOF)
+                self._rejected(peers.members[stage], "stages_malformed")
                 log.info("no stream to stage %d: %s", stage, error)
             except PeerError as error:
                 log.debug("no stream to stage %d yet: %s", stage, error)
@@ -289,7 +287,7 @@ class StreamProxy:
                 reason = refusal(self._peers, stream.peer, opened)
         except BadMessage as error:
             reason = "malformed"
-            self._rejected(stream.peer, "stages_malformed", PROOF)
+            self._rejected(stream.peer, "stages_malformed")
             log.info("%s opened no stream: %s", stream.peer, error)
         except PeerError as error:
             log.debug("%s: %s", stream.peer, error)

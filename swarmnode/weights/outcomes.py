@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
-PROOF: Final = 10.0
+from swarmnode.p2p.reputation import COST
+
+PROOF: Final = COST
 INSISTENCE: Final = 25.0
 """Cost for a peer that three strikes have made unwelcome at the gate, and that goes on."""
 VANISHED: Final = 2.0
