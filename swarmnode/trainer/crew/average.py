@@ -14,7 +14,6 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -42,15 +41,6 @@ SEEK_SECONDS = 30.0
 """For another crew to be found."""
 FETCH_SECONDS = 240.0
 """For its state to come: less than the five minutes after which the others give up a stage that makes no progress."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A state of another crew, by names in the whole model."""
-
-    phi: dict[str, torch.Tensor]
-    outer: dict[str, torch.Tensor]
-    """For `StageAveraging.begin`."""
 
 
 class StageAveraging(Observer):
@@ -140,8 +130,8 @@ class StageAveraging(Observer):
         """From now on it is φ and δ of somebody else that are waited for; say so to the network process."""
         self._seeking = queue.SimpleQueue()
 
-    async def fetch(self) -> Fetched:
-        """What was found. Raises PeerError when that is nothing, in time or at all."""
+    async def fetch(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """φ of another crew, by names in the whole model, and what `begin` is given with it. Raises PeerError when nothing was found."""
         assert self._seeking is not None
         seeking = self._seeking
         try:
@@ -157,7 +147,7 @@ class StageAveraging(Observer):
         if read.outcome:
             raise PeerError(f"the state of {message.peer}: {read.outcome}")
         clocks = torch.tensor([message.outer_step] * len(self._counters.outer_clocks))
-        return Fetched(read.tensors, {**unmoved(read.tensors), CLOCKS: clocks})
+        return read.tensors, {**unmoved(read.tensors), CLOCKS: clocks}
 
     def _mark(self) -> None:
         self._marked = True

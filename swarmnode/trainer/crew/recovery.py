@@ -168,10 +168,10 @@ class StageRecovery:
         """R1. Raises PeerError."""
         averaging.seek()
         self._asked()
-        found = await averaging.fetch()
+        phi, outer = await averaging.fetch()
         spec, weights = stage.runtime.spec, {n: host_copy(t) for n, t in trained(stage.runtime).items()}  # what is not averaged stays
-        weights |= {name: tensor for whole, tensor in found.phi.items() if (name := spec.local(whole)) is not None}
-        return Replica(weights, outer=found.outer)
+        weights |= {name: tensor for whole, tensor in phi.items() if (name := spec.local(whole)) is not None}
+        return Replica(weights, outer=outer)
 
     def attach(self, assigned: Assigned, worker: StageWorker) -> None:
         """The stage is in order; `worker` has not begun."""
