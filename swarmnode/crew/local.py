@@ -136,6 +136,9 @@ class Released(msgspec.Struct, frozen=True, tag="stages_released"):
 
 # ---- over the Unix socket of stream_proxy.py --------------------------------------------------------------------------------------
 
+Kind = Literal["frames", "state"]
+"""What a stream is for."""
+
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Trainer → network, the first and only message of a connection: `u32be length ‖ msgpack`. What follows is the stream itself, both
@@ -145,7 +148,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crew: bytes
     stage: int
     """The other one's."""
-    kind: Literal["frames", "state"]
+    kind: Kind
 
 
 FromTrainer = Offering | StageStatus | Blames

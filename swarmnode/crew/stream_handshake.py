@@ -6,12 +6,12 @@ Each first message is `u32be length ‖ canonical msgpack`; what follows it on t
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import trio
 
-from swarmnode.crew.local import Open
+from swarmnode.crew.local import Kind, Open
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import PeerStream
 from swarmnode.wire import headed, strict
@@ -21,7 +21,6 @@ OPEN_BYTES: Final = 512
 REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
 """Why an incoming stream is reset."""
 
-Kind = Literal["frames", "state"]
 M = TypeVar("M", bound=msgspec.Struct)
 
 

@@ -24,8 +24,8 @@ from typing import Final
 import msgspec
 import trio
 
-from swarmnode.crew.local import Open, socket_file
-from swarmnode.crew.stream_handshake import Kind, StreamOpen, StreamPeers, StreamReady, read_first, read_open, refusal
+from swarmnode.crew.local import Kind, Open, socket_file
+from swarmnode.crew.stream_handshake import StreamOpen, StreamPeers, StreamReady, read_first, read_open, refusal
 from swarmnode.crew.uplink import Uplink
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.files import socket_address

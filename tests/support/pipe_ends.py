@@ -8,7 +8,8 @@ import msgspec
 import trio
 
 from swarmnode.crew import local
-from swarmnode.crew.stream_handshake import Kind, StreamPeers
+from swarmnode.crew.local import Kind
+from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.crew.stream_proxy import StreamProxy
 
 

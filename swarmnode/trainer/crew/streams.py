@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import trio
 
-from swarmnode.crew.local import Assigned, Open
+from swarmnode.crew.local import Assigned, Kind, Open
 from swarmnode.errors import PeerError
 from swarmnode.files import socket_address
+from swarmnode.wire import headed
 
 CONNECT_SECONDS = 10.0
 """To a socket on this machine; the network process may be on its way back."""
@@ -27,10 +26,6 @@ class Gate:
     def __init__(self) -> None:
         self._event = trio.Event()
         self._event.set()
-
-    @property
-    def open(self) -> bool:
-        return self._event.is_set()
 
     def shut(self) -> None:
         if self._event.is_set():
@@ -64,14 +59,14 @@ class GatedStream(trio.abc.Stream):
         await self._inner.aclose()
 
 
-async def connect(assigned: Assigned, stage: int, kind: Literal["frames", "state"]) -> trio.abc.Stream:
+async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream:
     """A stream to the trainer of `stage`; it need not be there yet. Raises PeerError when our network process is not."""
-    body = msgspec.msgpack.encode(Open(assigned.crew, stage, kind))
+    opened = headed.pack(Open(assigned.crew, stage, kind))
     with trio.move_on_after(CONNECT_SECONDS):
         while True:
             address, directory = socket_address(Path(assigned.socket))
             try:
-                return await _opened(await trio.open_unix_socket(address), len(body).to_bytes(4, "big") + body)
+                return await _opened(await trio.open_unix_socket(address), opened)
             except (OSError, trio.BrokenResourceError):
                 await trio.sleep(RETRY_SECONDS)
             finally:
@@ -89,12 +84,12 @@ async def _opened(stream: trio.abc.Stream, data: bytes) -> trio.abc.Stream:
     return stream
 
 
-async def connect_all(assigned: Assigned, kind: Literal["frames", "state"], gate: Gate) -> dict[int, trio.abc.Stream]:
-    """To every other stage that has a holder. Raises PeerError."""
+async def connect_all(assigned: Assigned, kind: Kind, gate: Gate) -> dict[int, trio.abc.Stream]:
+    """To every other stage. Raises PeerError."""
     streams: dict[int, trio.abc.Stream] = {}
     try:
-        for stage, peer in enumerate(assigned.members):
-            if stage != assigned.stage and peer:
+        for stage in range(len(assigned.members)):
+            if stage != assigned.stage:
                 streams[stage] = GatedStream(await connect(assigned, stage, kind), gate)
     except BaseException:
         await close_all(streams)
