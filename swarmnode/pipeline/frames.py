@@ -236,10 +236,6 @@ def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> byt
     return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
 
 
-def pack_frame(frame: Frame, body: bytes = b"") -> bytes:
-    return headed.pack(frame, body)
-
-
 async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
     """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason of FRAME_REASONS."""
     frame: Frame | None = await headed.read_header(stream, lambda data: strict.decode(data, Frame), HEADER_BYTES)

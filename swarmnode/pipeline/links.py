@@ -20,7 +20,8 @@ from typing import Final
 import trio
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.frames import CHUNK_BYTES, Frame, FrameLimits, pack_frame, read_frame
+from swarmnode.pipeline.frames import CHUNK_BYTES, Frame, FrameLimits, read_frame
+from swarmnode.wire import headed
 
 INBOX: Final = 64
 """Frames received and not yet handled, all neighbours together."""
@@ -112,7 +113,7 @@ class Links:
             return
         if stage not in self.queued:
             return
-        data = pack_frame(frame, body)
+        data = headed.pack(frame, body)
         try:
             self._out[stage][0].send_nowait(data)
         except trio.WouldBlock:

@@ -24,7 +24,7 @@ from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.schedule import Schedule
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.wire import strict
+from swarmnode.wire import headed, strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
@@ -172,7 +172,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(links.run)
         for number in range(20):
-            await theirs.send_all(frames.pack_frame(*forward(number, "score")))
+            await theirs.send_all(headed.pack(*forward(number, "score")))
         await quiet()
         assert links.frames_received == 2
         got = [(await links.inbox.take()).frame.micro_batch for _ in range(20)]

@@ -24,11 +24,10 @@ from swarmnode.pipeline.frames import (
     Propose,
     activation_bytes,
     body_bytes,
-    pack_frame,
     read_frame,
 )
 from swarmnode.pipeline.work import Loss, MicroBatch, Questions, read_micro_batch, read_questions
-from swarmnode.wire import strict
+from swarmnode.wire import headed, strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 LIMITS = FrameLimits(hidden=8, vocab=50, tokens=64)
@@ -65,7 +64,7 @@ async def test_frames_go_there_and_back_one_after_the_other():
         (Decode(PLACE, SESSION, PRINT, "int8", 2), b"x" * (8 + 2 * 8 + 2 * 4)),
     ]
     for frame, body in sent:
-        await left.send_all(pack_frame(frame, body))
+        await left.send_all(headed.pack(frame, body))
     await left.aclose()
     assert [await read_frame(right, LIMITS) for _ in sent] == sent
     assert await read_frame(right, LIMITS) is None
@@ -85,7 +84,7 @@ async def test_frames_go_there_and_back_one_after_the_other():
     ],
 )  # fmt: skip
 async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, reason):
-    data = pack_frame(frame)
+    data = headed.pack(frame)
     assert await reason_of(data + b"\0" * 10_000) == (reason, len(data))
 
 
@@ -94,7 +93,7 @@ async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, rea
     [
         (b"\xff\xff\xff\xff" + b"\0" * 100, "oversize"), (b"\0\0\0\0", "oversize"), (b"\0\0", "truncated"), (b"\0\0\0\x05abc", "truncated"),
         (b"\0\0\0\x01\xc1", "malformed"), (b"\0\0\0\x01\x90", "schema"),
-        (pack_frame(Backward(PLACE, 5, "int8", 3), b"x" * 11), "truncated"),
+        (headed.pack(Backward(PLACE, 5, "int8", 3), b"x" * 11), "truncated"),
     ],
 )  # fmt: skip
 async def test_bytes_that_are_no_frame(data, reason):
@@ -114,7 +113,7 @@ async def test_a_second_encoding_and_an_unknown_field_are_refused():
 async def test_flipped_bytes_never_raise_anything_else():
     rng = random.Random(4)
     kinds = [(Backward(PLACE, 5, "int8", 2), b"y" * 24), (Propose(PLACE, 2, (1, 4)), b""), (Commit(PLACE, 1, 2.0, 1.0, 0.1), b"")]
-    honest = [pack_frame(frame, body) for frame, body in kinds]
+    honest = [headed.pack(frame, body) for frame, body in kinds]
     refused = 0
     for _ in range(3000):
         data = bytearray(rng.choice(honest))
@@ -137,7 +136,7 @@ async def test_a_body_is_read_in_chunks(autojump_clock):
     receive = right.receive_some
     right.receive_some = lambda n=None: asked.append(n) or receive(n)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(left.send_all, pack_frame(Backward(PLACE, 1, "bfloat16", 1024), body))
+        nursery.start_soon(left.send_all, headed.pack(Backward(PLACE, 1, "bfloat16", 1024), body))
         assert (await read_frame(right, limits))[1] == body
     assert max(asked) == frames.CHUNK_BYTES
 
