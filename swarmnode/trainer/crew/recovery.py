@@ -72,7 +72,8 @@ class StageRecovery:
         self._begun: dict[bytes, Begun] = {}
         """As `LocalStage.begun`: the next crew goes on with it."""
         self._recorder: SnapshotRecorder | None = None
-        self._peer: StatePeer | None = None
+        self.peer: StatePeer | None = None
+        """Our end of the state streams, while there is a crew."""
         self._holders: tuple[str, ...] = ()
         """Our ring neighbours, when they were last given our state."""
 
@@ -123,7 +124,7 @@ class StageRecovery:
                 self._recorder, self._store, base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
                 begun=self._begun,
             )  # fmt: skip
-            self._peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
+            self.peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
             self._recorder.sharing = peer.sharing
             async with trio.open_nursery() as nursery:
                 await nursery.start(peer.run)
@@ -132,7 +133,7 @@ class StageRecovery:
                 yield
                 nursery.cancel_scope.cancel()
         finally:
-            self._peer = self._recorder.sharing = None
+            self.peer = self._recorder.sharing = None
             if averaging is not None:
                 averaging.probe.close()
             with trio.CancelScope(shield=True):
@@ -140,11 +141,11 @@ class StageRecovery:
 
     async def restore(self, stage: Stage, assigned: Assigned, notify: Notify) -> tuple[str, float | None]:
         """Fill `stage`: (source, KL of the probe). Raises Refused where no source is left, PeerError where somebody is lost meanwhile."""
-        assert self._peer is not None
+        assert self.peer is not None
         averaging = self._averaging()
         met = averaging is not None and averaging.met()
         restored = await recovery.restore(
-            self._peer, step=assigned.step, hash=assigned.hash, run=self._model.run, journal=self._journal, base=self._base(stage),
+            self.peer, step=assigned.step, hash=assigned.hash, run=self._model.run, journal=self._journal, base=self._base(stage),
             replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
             notify=lambda phase, kind: notify(phase, f"R{int(kind)}"),
         )  # fmt: skip
@@ -175,21 +176,21 @@ class StageRecovery:
 
     def attach(self, assigned: Assigned, worker: StageWorker) -> None:
         """The stage is in order; `worker` has not begun."""
-        assert self._peer is not None
-        self._peer.attach(worker)
+        assert self.peer is not None
+        self.peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         lacking = holders != self._holders or (self._store is not None and self._store.get(assigned.stage) is None)
         if lacking and self._settings.keeps_copies(worker.runtime.spec):
-            self._peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
+            self.peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
     def progress(self) -> int:
         """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
-        return self._peer.channel.progress if self._peer is not None else 0
+        return self.peer.channel.progress if self.peer is not None else 0
 
     def facts(self, step: int) -> dict[str, int]:
         """Fields of StageStatus about copies: shadow_step, shadow_age_steps, and `more`."""
-        kept = dict(self._peer.sharing.stored) if self._peer is not None else {}
+        kept = dict(self.peer.sharing.stored) if self.peer is not None else {}
         if not kept:  # its loss would cost all steps; in a crew of one nobody is there to keep a copy
             return {"shadow_age_steps": step, **self._more(step)} if self._holders else self._more(step)
         newest = max(kept.values())
@@ -197,12 +198,7 @@ class StageRecovery:
 
     def refused(self) -> dict[str, int]:
         """What others sent on state streams that is not what it has to be, and what they asked for and did not get, by reason."""
-        return dict(self._peer.channel.refused) if self._peer is not None else {}
-
-    @property
-    def peer(self) -> StatePeer | None:
-        """Our end of the state streams, while there is a crew."""
-        return self._peer
+        return dict(self.peer.channel.refused) if self.peer is not None else {}
 
     def close(self) -> None:
         """Writes the last step of our stage: the trainer ends."""

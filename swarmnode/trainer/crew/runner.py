@@ -129,10 +129,9 @@ class StageRunner:
 
     def head(self) -> Head | None:
         """The member that may begin something now: of stage 0, active, not suspended."""
-        session, stage = self._session, self.stage
-        if session is None or stage is None or session.phase != "active" or not session.resumed or not isinstance(stage.worker, Head):
-            return None
-        return stage.worker if stage.worker.usable else None
+        stage = self.stage
+        member = stage.worker if stage is not None and self.averages else None
+        return member if isinstance(member, Head) and member.usable else None
 
     def leads(self) -> bytes | None:
         """The lineage whose first stage we hold, or are about to; None otherwise."""

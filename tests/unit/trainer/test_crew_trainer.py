@@ -201,7 +201,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
         for step in range(6):
             if step == 3 and rung:
                 outer = [trainer._averaging.tensors() for trainer in trainers]
-                assert all(t._averaging.probe._peer is t._recovery._peer is not None for t in trainers), "averages can be judged"
+                assert all(t._averaging.probe._peer is t._recovery.peer is not None for t in trainers), "averages can be judged"
                 for stage in (1, 2):
                     trainers[stage].stop()
                 await until(lambda: not any(network.nodes[stage].connected for stage in (1, 2)))
