@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import stat
 import sys
 import tempfile
@@ -82,6 +83,26 @@ def socket_address(path: Path) -> tuple[str, int | None]:
         raise Unavailable(f"{path} is too deep for a Unix socket: choose a data directory that keeps it under {SOCKET_PATH_BYTES} bytes")
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return f"/proc/self/fd/{directory}/{path.name}", directory
+
+
+@contextmanager
+def listening(path: Path, backlog: int, name: str) -> Iterator[socket.socket]:
+    """A Unix socket that listens at `path`, to this user alone. Raises Unavailable, with its `name`, where it cannot be made."""
+    address, directory = socket_address(path)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            with suppress(FileNotFoundError):
+                os.unlink(address)  # of an earlier process: the data directory's lock is held by our supervisor
+            try:
+                listener.bind(address)
+                os.chmod(address, 0o600)
+                listener.listen(backlog)
+            except OSError as error:
+                raise Unavailable(f"{name}: {error.strerror}") from None
+            yield listener
+    finally:
+        if directory is not None:
+            os.close(directory)
 
 
 def check_format(data_dir: Path) -> None:

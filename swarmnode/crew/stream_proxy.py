@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ import trio
 from swarmnode.crew.local import Kind, Open, socket_file
 from swarmnode.crew.stream_handshake import StreamOpen, StreamPeers, StreamReady, read_first, read_open, refusal
 from swarmnode.crew.uplink import Uplink
-from swarmnode.errors import BadMessage, PeerError, Unavailable
-from swarmnode.files import socket_address
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.files import listening
 from swarmnode.p2p.api import PeerStream, Streams
 from swarmnode.wire import headed, ids
 
@@ -110,28 +109,17 @@ class StreamProxy:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
-        address, directory = socket_address(self.path)
-        listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address)  # of an earlier process: the data directory's lock is held by our supervisor
-            try:
-                await listener.bind(address)
-                os.chmod(address, 0o600)
-                listener.listen(CONNECTIONS)
-            except OSError as error:
-                raise Unavailable(f"stage socket {self.path}: {error.strerror}") from None
+        with listening(self.path, CONNECTIONS, f"stage socket {self.path}") as made:
+            listener = trio.socket.from_stdlib_socket(made)
             self._streams.serve(ids.STAGE_STREAM_PROTOCOL, self._accept, concurrent=STREAMS, per_peer=STREAMS_PER_PEER)
-            async with trio.open_nursery() as self._nursery:
-                task_status.started()
-                while True:
-                    connection = await _accepted(listener)
-                    self._nursery.start_soon(self._connected, trio.SocketStream(connection))
-        finally:
-            self.release()
-            listener.close()
-            if directory is not None:
-                os.close(directory)
+            try:
+                async with trio.open_nursery() as self._nursery:
+                    task_status.started()
+                    while True:
+                        connection = await _accepted(listener)
+                        self._nursery.start_soon(self._connected, trio.SocketStream(connection))
+            finally:
+                self.release()
 
     def assign(self, peers: StreamPeers) -> None:
         """Streams are of this crew from now on; all others end."""

@@ -15,6 +15,8 @@ from swarmnode.files import socket_address
 from swarmnode.link.messages import FRAME_BYTES, ToNetwork, ToTrainer
 
 Message = TypeVar("Message")
+SOCKET = "run/link.sock"
+"""Below the data directory."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -28,7 +30,7 @@ class FrameError(Exception):
 
 def socket_path(data_dir: Path) -> tuple[str, int | None]:
     """Address of the link's socket, and a descriptor to close when done with it. Raises Unavailable; see `files.socket_address`."""
-    return socket_address(data_dir / "run" / "link.sock")
+    return socket_address(data_dir / SOCKET)
 
 
 def pack(message: ToNetwork | ToTrainer) -> bytes:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +11,8 @@ import structlog
 import trio
 
 from swarmnode.crew import local as stages
-from swarmnode.errors import Unavailable
-from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
+from swarmnode.files import listening
+from swarmnode.link.frames import SOCKET, FrameError, Unpacker, pack, to_network
 from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, ToNetwork, Welcome
 from swarmnode.weights import local
 
@@ -65,17 +62,8 @@ class LinkServer:
         Raises:
             Unavailable: the socket cannot be made.
         """
-        path, directory = socket_path(self._data_dir)
-        listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of an earlier process: the data directory's lock is held by our supervisor
-            try:
-                await listener.bind(path)
-                os.chmod(path, 0o600)
-                listener.listen(4)
-            except OSError as error:
-                raise Unavailable(f"link socket in {self._data_dir}: {error.strerror}") from None
+        with listening(self._data_dir / SOCKET, 4, f"link socket in {self._data_dir}") as made:
+            listener = trio.socket.from_stdlib_socket(made)
             task_status.started()
             async with trio.open_nursery() as nursery:
                 while True:
@@ -83,10 +71,6 @@ class LinkServer:
                     if self._current is not None:
                         self._current.cancel()
                     nursery.start_soon(self._serve, trio.SocketStream(connection))
-        finally:
-            listener.close()
-            if directory is not None:
-                os.close(directory)
 
     def send_to_trainer(self, message: Unasked) -> bool:
         """Queue what the trainer did not ask for; False when there is no trainer, or it does not read."""
