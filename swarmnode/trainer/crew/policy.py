@@ -106,7 +106,7 @@ class CrewPolicy:
             return self.generate(prompts, sampling, rng)
         taken = self._participant()
         at = taken.step, taken.hash
-        self._runner.call(lambda: copy.follow(stage.layers, at))
+        self._runner.thread.call(lambda: copy.follow(stage.layers, at))
         samples = copy.sample(at[0], prompts, sampling, rng)
         return samples if samples is not None else self.generate(prompts, sampling, rng)
 
@@ -166,7 +166,7 @@ class CrewPolicy:
         while True:
             head = self._head()
             try:
-                return self._runner.call(lambda head=head: work(head))  # type: ignore[misc]
+                return self._runner.thread.call(lambda head=head: work(head))  # type: ignore[misc]
             except PeerError as error:
                 failed[id(head)] = failed.get(id(head), 0) + 1
                 log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))

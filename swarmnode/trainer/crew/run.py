@@ -96,8 +96,8 @@ class CrewTrainer:
             )  # fmt: skip
             stack.callback(self._recovery.close)
             stack.enter_context(self._link)
-            self._runner.start()
-            stack.callback(self._runner.stop)
+            self._runner.thread.start()
+            stack.callback(self._runner.thread.stop)
             self._wait_and_lead()
             self._link.flush(2.0)
 

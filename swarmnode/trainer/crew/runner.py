@@ -5,7 +5,7 @@
     Suspended   the gate is shut: nothing is begun, nothing that others send is acted on
     Released    the session ends; weights and optimizer stay in memory, and others are told what is there
 
-The thread's state is read by others through `wait`, and only the head's calls come from outside (`call`).
+The thread's state is read by others through `wait`, and only the head's calls come from outside (`thread.call`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -89,7 +89,7 @@ class StageRunner:
         self._progress = progress
         self._changed = threading.Condition()
         self._waiting: deque[local.ToTrainer] = deque()
-        self._thread = TrioThread("crew", self._run, self._notify_all)
+        self.thread = TrioThread("crew", self._run, self._notify_all)
         self._session: StageSession | None = None
         self.stage: Stage | None = None
         self._shown = -1
@@ -100,17 +100,7 @@ class StageRunner:
         """From the link's thread; returns at once."""
         with self._changed:
             self._waiting.append(message)
-        self._thread.wake()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, seconds: float = 10.0) -> None:
-        self._thread.stop(seconds)
-
-    def check(self) -> None:
-        """Raises what ended the thread, if anything did."""
-        self._thread.check()
+        self.thread.wake()
 
     def wait(self, what: Callable[[], T | None], seconds: float) -> T | None:
         """The first true value of `what()`, which is asked at each change; None after `seconds`. Raises what ended the thread."""
@@ -121,10 +111,10 @@ class StageRunner:
                 got = what()
                 if got:
                     found.append(got)
-                return bool(got) or self._thread.death is not None
+                return bool(got) or self.thread.death is not None
 
             self._changed.wait_for(look, seconds)
-        self.check()
+        self.thread.check()
         return found[0] if found else None
 
     def head(self) -> Head | None:
@@ -141,10 +131,6 @@ class StageRunner:
     def leads_no_more(self, lineage: bytes) -> bool:
         """Whether there is a crew in which we do not hold the first stage of `lineage`; between two crews there is none."""
         return self._session is not None and self.leads() != lineage
-
-    def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """As `TrioThread.call`."""
-        return self._thread.call(work)
 
     def finished(self, limit: int) -> bool:
         """Whether `limit` steps are taken (0 is none to take), and nobody needs our stage for what comes after the last one, such as the
@@ -191,10 +177,10 @@ class StageRunner:
     async def _run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._beat)
-            while not self._thread.ending:
+            while not self.thread.ending:
                 while self._waiting:
                     await self._handle(self._waiting.popleft(), nursery)
-                await self._thread.woken()
+                await self.thread.woken()
             self._send_status()  # where it stopped
             await self._leave("stopping")
             nursery.cancel_scope.cancel()

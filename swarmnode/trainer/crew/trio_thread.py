@@ -35,7 +35,7 @@ class TrioThread:
         self._thread.start()
         self._begun.wait()
 
-    def stop(self, seconds: float) -> None:
+    def stop(self, seconds: float = 10.0) -> None:
         self.ending = True
         self.wake()
         self._thread.join(seconds)

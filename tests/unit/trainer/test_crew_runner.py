@@ -48,14 +48,14 @@ def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):
         raise error("not this one")
 
     runner = StageRunner(build, NoRecovery(), send, lambda what: None)
-    runner.start()
+    runner.thread.start()
     try:
         runner.receive(assigned_to())
         assert failed.wait(10)
         assert said[-1].reason == "not this one"
-        runner.check()
+        runner.thread.check()
     finally:
-        runner.stop()
+        runner.thread.stop()
 
 
 class Restoring(NoRecovery):
@@ -105,21 +105,21 @@ def test_what_the_device_cannot_do_fails_the_stage_and_not_the_process(where, er
             failed.set()
 
     runner = StageRunner(*where(error), send, lambda what: None, lacked=lacked.append)
-    runner.start()
+    runner.thread.start()
     try:
         assigned = assigned_to(step=5)
         runner.receive(assigned)
         assert failed.wait(10)
         assert (said[-1].reason, lacked, runner.stage) == (reason, [assigned] * short, None)
-        runner.check()
+        runner.thread.check()
     finally:
-        runner.stop()
+        runner.thread.stop()
 
 
 @pytest.mark.parametrize("where", [raising, restoring])
 def test_a_defect_of_our_own_ends_the_process(where):
     runner = StageRunner(*where(ZeroDivisionError("a bug")), lambda status: None, lambda what: None)
-    runner.start()
+    runner.thread.start()
     runner.receive(assigned_to(step=5))
     with pytest.raises(BaseExceptionGroup):
         runner.wait(lambda: None, 10)
@@ -149,7 +149,7 @@ def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_th
     runner = StageRunner(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None)
     runner._session = seat = StageSession(assigned_to(), phase="probation")
     seat.over.set()
-    runner.start()
+    runner.thread.start()
     try:
         for phase, message, averages in (
             ("probation", Resumed(CREW), False), ("active", Resumed(CREW), True), ("active", Suspended("a member is in doubt"), False),
@@ -157,10 +157,10 @@ def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_th
         ):  # fmt: skip
             seat.phase = phase
             runner.receive(message)
-            runner.call(trio.lowlevel.checkpoint)
+            runner.thread.call(trio.lowlevel.checkpoint)
             assert runner.wait(lambda averages=averages: runner.averages == averages and not runner._waiting, 10)
     finally:
-        runner.stop()
+        runner.thread.stop()
 
 
 def test_a_suspended_stage_gives_nothing_away():
@@ -186,14 +186,14 @@ def test_a_trainer_that_is_released_says_what_it_has_and_leads_nothing():
     assert runner.leads() == b"l" * 32
     assert not runner.leads_no_more(b"l" * 32)
     assert runner.leads_no_more(b"m" * 32)
-    runner.start()
+    runner.thread.start()
     try:
         runner.receive(Released("a member left"))
         assert runner.wait(lambda: offered == [None] and runner.status() is None, 10)
         assert runner.leads() is None
         assert not runner.leads_no_more(b"l" * 32), "between two crews nobody else leads"
     finally:
-        runner.stop()
+        runner.thread.stop()
 
 
 class Waiting(Restoring):
@@ -211,7 +211,7 @@ def test_a_member_stays_after_the_last_step_until_the_crew_is_over_or_goes_on():
     stage = SimpleNamespace(step=2, worker=None, is_of=lambda other: False)
     runner = StageRunner(lambda assigned: stage, Waiting(), lambda status: None, lambda what: None)
     assert not runner.finished(3), "no stage yet"
-    runner.start()
+    runner.thread.start()
     try:
         runner.receive(assigned_to(stage=1, step=2))
         assert runner.wait(lambda: runner.stage, 10)
@@ -224,7 +224,7 @@ def test_a_member_stays_after_the_last_step_until_the_crew_is_over_or_goes_on():
         assert runner.wait(lambda: runner.finished(3), 10)
         assert not runner.finished(4), "the next crew takes it"
     finally:
-        runner.stop()
+        runner.thread.stop()
 
 
 def test_while_weights_arrive_the_crew_is_shown_progress():
