@@ -87,7 +87,7 @@ class Head(StageWorker):
         self._numbers = numbers
         self._batch = BatchState()
         self._learning_rate = 0.0
-        """Of the present step, or the last one."""
+        """What the present step, or the last one, is taken with."""
 
     @property
     def usable(self) -> bool:
