@@ -426,7 +426,7 @@ def main() -> None:
             parser.error(f'"{name}" needs the bytes of {missing}: name it too')
 
     print(heading("sapo: does sharing rollouts help?"))
-    settings = f"N = {size.nodes}, B = {B}, G = {G}, learning rate {size.learning_rate:g}, {args.seeds} seeds, AdamW, clip 0.2/0.28, no KL"
+    settings = f"N = {size.nodes}, B = {B}, G = {G}, learning rate {size.learning_rate:g}, {args.seeds} seeds, AdamW, clip 0.2/1, no KL"
     print(settings + "\n", flush=True)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     results: dict[str, list[dict[str, Any]]] = {"arms": [], "attacks": []}

@@ -373,7 +373,7 @@ class Node:
         self.step += 1
         self.replay.keep(fresh, self.step)
         if isinstance(self.split, AdaptiveSplit):
-            self.split.replayable = len(self.replay)
+            self.split.replayable = self.replay.spares
         self.split.observe(sum(is_useful(group.rewards) for group in external))
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:

@@ -184,7 +184,7 @@ class TrainingConfig(Section):
     measuring, or lockstep for answers of at most 32 tokens), `tis` (the default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or
     `sequence_icepop` (what corrects own completions for the policy that sampled them, by token or by sequence),
     `curriculum` (ask where a signal is likely, by own groups and peers'; a swarm founded with it lets members choose), `train_once` (no
-    group of an earlier step is trained on again while useful ones are rare)."""
+    group of an earlier step is trained on again)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"

@@ -2,6 +2,7 @@
 
     own group        ids and log-probabilities as sampled here     ratio 1, each token corrected for how far the sampler is
     external group   what `judge` has made of a peer's             ratio 1, weight in [0, 1] by how far the peer's policy is
+    either, again    the same, some steps later (`replay`)         ratio against what was recorded, and clipped by it
 
 Ratio 1, since one step is taken on a batch: the old policy is the one that the step begins with.
 """

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import structlog
 
 from swarmnode.config import SharingConfig, TrainingConfig
+from swarmnode.rl.objectives import CLIPS_TOKENS
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import is_useful
@@ -55,7 +56,8 @@ class StepPlan:
         self._split = AdaptiveSplit(self._configured, counters.useful_per_step, counters.external_scale)
         self._split.resize(self.groups)
         self._guard = UtilityGuard(counters.external_scale)
-        self._replay = ReplayBuffer(USES if self._shares and "train_once" not in training.options else 0)
+        again = self._shares and training.loss_type in CLIPS_TOKENS and "train_once" not in training.options
+        self._replay = ReplayBuffer(USES if again else 0)
 
     @property
     def groups(self) -> int:
@@ -90,7 +92,7 @@ class StepPlan:
         self._counters.useful_per_step = self._split.smoothed
         self._replay.sampled(sampled)
         self._replay.keep(fresh, self._counters.step)
-        self._split.replayable = len(self._replay)
+        self._split.replayable = self._replay.spares
 
     def measured(
         self, reward_own: float | None, agreement: float | None, external_share: float, reward_held_out: float | None = None

@@ -1,15 +1,15 @@
-"""Experience replay: while useful groups are rare, a batch that lacks some is filled with those of the last steps.
+"""Experience replay: a batch that lacks useful groups is filled with those of the last steps.
 
-Where nearly everything that is sampled fails, a group that says something is dear. It still says it a few updates later: its ratios, and a
-peer's corrections, are against what was recorded, so that what the policy has become since then is accounted for as for a peer's. What can
-be trained on again leaves room for sampling less (`rl.split`). Once a signal is found this ends: measured, the start takes a fraction of
-the tokens, but who goes on so learns less, from as many tokens too (benchmarks/RESULTS.md, "sapo: groups that are trained on again").
+Where nearly everything that is sampled fails, a group that says something is dear. It still says it a few updates later: its ratios are
+against what was recorded when it was sampled, so that the objective's clip ends what has moved far enough. Without that the same
+completions are pushed on and on, and a policy learns less for good. While useful groups are rare, what can be trained on again leaves room
+for sampling less (`rl.split`). All of it was measured: benchmarks/RESULTS.md, "sapo: groups that are trained on again".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.trainer.batch import TrainingGroup
@@ -19,7 +19,7 @@ USES = 4
 STEPS = 8
 """How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under corrections: 0.2 where tokens are corrected."""
 RARE = 0.35
-"""Useful share of sampled groups from which on they are not rare: nothing is trained on again until the trainer is started anew."""
+"""Useful share of sampled groups from which on they are not rare: no fewer are sampled until the trainer is started anew."""
 SMOOTHING = 0.05
 """Weight of the newest sampled group in that share."""
 TOKENS = 1_000_000
@@ -41,24 +41,30 @@ class ReplayBuffer:
         self._uses = uses
         self._useful = 0.0
         """Share of what was sampled that was useful, smoothed."""
+        self._rare = True
         self._kept: list[Kept] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def spares(self) -> int:
+        """How many groups the next step need not sample for what it can train on again."""
+        return len(self._kept) if self._rare else 0
+
     def take(self, count: int) -> list[TrainingGroup]:
-        """At most `count` groups for the present step, those that were used least and the newest first."""
+        """At most `count` groups for the present step, those that were used least and the newest first. Their ratios are against what was
+        recorded, a group's own sampler included: it is no sample of the present policy any more."""
         taken = sorted(self._kept, key=lambda kept: (kept.uses, -kept.step))[: max(0, count)]
         for kept in taken:
             kept.uses += 1
-        return [kept.group for kept in taken]
+        return [replace(kept.group, sampler_logprobs=[]) for kept in taken]
 
     def sampled(self, groups: Sequence[TrainingGroup]) -> None:
         """Take what a step has sampled, useful or not: whether a useful group is still rare."""
         for group in groups:
             self._useful += SMOOTHING * (is_useful(group.rewards) - self._useful)
-        if self._useful >= RARE:
-            self._uses, self._kept = 0, []
+        self._rare = self._rare and self._useful < RARE
 
     def keep(self, groups: Sequence[TrainingGroup], step: int) -> None:
         """After a step: what it has learnt from for the first time; and nothing that cannot be used at the next."""

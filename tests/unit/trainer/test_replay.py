@@ -1,11 +1,19 @@
 """Useful groups of the last steps, and when they are trained on again."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from swarmnode.config import SharingConfig, TrainingConfig
+from swarmnode.rl.corrections import against_sampler, own_correction
+from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.trainer import replay
-from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.batch import TrainingGroup, assemble
+from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.replay import RARE, SMOOTHING, STEPS, USES, ReplayBuffer, lacking
+from swarmnode.trainer.state import Counters
 
 
 def group(name, *rewards, tokens=4, peer=""):
@@ -70,27 +78,53 @@ def test_a_buffer_of_no_uses_keeps_nothing():
     assert len(kept) == 0
 
 
-def test_once_useful_groups_are_not_rare_nothing_is_trained_on_again():
+def test_once_useful_groups_are_not_rare_no_fewer_are_sampled():
     kept = ReplayBuffer()
     useful, useless = [group(1)], [group(2, 0.0, 0.0)]
     for _ in range(100):
         kept.sampled(9 * useless + useful)
         kept.keep(useful, step=0)
-    assert len(kept) == 100, "one in ten is rare"
+    assert kept.spares == 100, "one in ten is rare"
     for _ in range(100):
-        kept.sampled(2 * useless + useful)
-    assert len(kept) == 0
+        kept.sampled(useless + 2 * useful)
+    assert kept.spares == 0
     kept.sampled(100 * useless)
     kept.keep(useful, step=1)
-    assert kept.take(8) == [], "nor where everything fails, or succeeds, later on"
+    assert kept.spares == 0, "nor where everything fails, or succeeds, later on"
+    assert len(kept.take(8)) == 8, "a batch is filled as before"
 
 
 def test_one_lucky_group_at_the_start_is_rare():
     kept = ReplayBuffer()
     kept.sampled([group(1)])
     kept.keep([group(1)], step=0)
-    assert len(kept) == 1
+    assert kept.spares == 1
     assert SMOOTHING < RARE
+
+
+def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
+    """Of two completions one is to become likelier and one less likely; what has moved beyond the bound teaches nothing more."""
+    mine = replace(group(1, 1.0, 0.0), sampler_logprobs=[[-1.0] * 4] * 2)
+    kept = ReplayBuffer()
+    kept.keep([mine], step=0)
+    rows = assemble(kept.take(1), "grpo")
+    mask, options = torch.ones(2, 4), own_correction([])
+    pulls = []
+    for moved in (0.0, 0.1, 0.5, 1.0):  # nats
+        logprobs = torch.tensor([[-1.0 + moved] * 4, [-1.0 - moved] * 4], requires_grad=True)
+        recorded = torch.tensor([rows.recorded(i) for i in range(2)])
+        sampled = torch.tensor([rows.is_sampled(i) for i in range(2)])
+        old, weights = against_sampler(logprobs, recorded, sampled, rows.weights, mask, *options)
+        policy_loss(logprobs, old, rows.advantages, mask, Objective(), 1.0, weights=weights).loss.backward()
+        pulls.append([bool(row.any()) for row in logprobs.grad])
+    assert pulls == [[True, True], [True, True], [True, False], [False, False]]
+
+
+@pytest.mark.parametrize(("loss_type", "again"), [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("gspo", 0), ("cispo", 0)])
+def test_only_an_objective_that_ends_how_far_a_token_moves_trains_on_anything_again(loss_type, again):
+    plan = StepPlan(TrainingConfig(loss_type=loss_type, groups_per_step=4), SharingConfig(), Counters())
+    plan.learnt([group(1)], [group(1)])
+    assert len(plan.again([group(2)])) == again
 
 
 def test_a_batch_lacks_what_is_not_useful():
