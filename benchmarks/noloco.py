@@ -27,7 +27,7 @@ from benchmarks.replicas import LAYERS, Parameters, Text, batches, initial, lear
 from benchmarks.report import heading, spread, table, write_json
 from benchmarks.sparse import ErrorFeedback, sparse_bytes
 from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
-from swarmnode.averaging.gate import AveragingGate, norm
+from swarmnode.averaging.gate import AveragingGate, norm, threshold
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import EMBEDDING, END, block_of, cut, due
 from swarmnode.weights.layout import RELATIVE, Codec, Layout, elements, make_layout
@@ -301,7 +301,7 @@ class Swarm:
         if self.arm.hostile == "flip":
             return {n: -t for n, t in host_copy(self.views[HOSTILE], mine).items()}
         length = norm(moved)
-        tau = self.gates[me].tau(mine, norm(mine), length)
+        tau = threshold(self.gates[me].medians(mine), norm(mine), length)
         return {n: t - moved[n] * (0.99 * tau / max(length, 1e-12)) for n, t in mine.items()}
 
     def _probe(self, me: int, tensors: Tensors) -> float:

@@ -179,11 +179,11 @@ async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
         lost.averaging.seek()
         lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
         with trio.fail_after(30):
-            found = await lost.averaging.fetch()
+            found, outer = await lost.averaging.fetch()
         sources = [phi_of(holder) for holder in (first, second)]
-        assert any(all(torch.equal(found.phi[n], phi[n].to(torch.bfloat16).float()) for n in phi) for phi in sources)
-        assert {f"phi.{n}" for n in found.phi} | {f"delta.{n}" for n in found.phi} | {CLOCKS} == set(found.outer)
-        lost.averaging.begin(found.outer)
+        assert any(all(torch.equal(found[n], phi[n].to(torch.bfloat16).float()) for n in phi) for phi in sources)
+        assert {f"phi.{n}" for n in found} | {f"delta.{n}" for n in found} | {CLOCKS} == set(outer)
+        lost.averaging.begin(outer)
         assert lost.averaging.facts().outer_steps == first.averaging.facts().outer_steps
         assert not lost.averaging.facts().fresh
 

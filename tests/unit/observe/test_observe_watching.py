@@ -125,7 +125,7 @@ def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Termin
     terminal.resize(80, 200)
     assert "╰" in terminal.until("q ends"), "everything fits now"
     terminal.press(b"q")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(60) == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before
 
 
@@ -142,7 +142,7 @@ def test_keys_are_obeyed_while_the_node_does_not_answer(node: Node, terminal: Te
 def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
     terminal.until("below")
     terminal.process.send_signal(2)
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(60) == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before
 
 
