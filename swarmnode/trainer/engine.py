@@ -42,6 +42,11 @@ from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.wire.messages import SwarmManifest
 
 
+CPU_TOKENS = 4096
+"""Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few hundred, and with more a layer only
+takes longer until it says that it goes on."""
+
+
 class EngineGone(Exception):
     """Raised by an engine that this node does not train any more, as when another has become the head of its crew. Not an error."""
 
@@ -150,7 +155,7 @@ def make_whole_policy(
     """
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
     optim = config.policy.optim
-    memory = Memory.of(affordable(policy, training.per_device_train_tokens, optim), alive)
+    memory = Memory.of(affordable(policy, training.per_device_train_tokens, optim), policy.device.type, alive)
     reference = policy.reference() if training.beta > 0 else None
     updater = Updater(policy, training, memory.training, reference, memory.external, optim)
     report_layers(policy.base, alive)
@@ -190,8 +195,9 @@ class Memory:
     """For rows whose lengths others have chosen."""
 
     @classmethod
-    def of(cls, tokens: int, alive: Callable[[], None]) -> Memory:
-        return cls(MicroBatcher(tokens, alive), MicroBatcher(tokens, alive), MicroBatcher(tokens, alive))
+    def of(cls, tokens: int, device: str, alive: Callable[[], None]) -> Memory:
+        scored = min(tokens, CPU_TOKENS) if device == "cpu" else tokens
+        return cls(MicroBatcher(scored, alive), MicroBatcher(tokens, alive), MicroBatcher(scored, alive))
 
 
 class WholePolicy:

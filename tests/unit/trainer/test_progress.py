@@ -50,6 +50,26 @@ def test_generation_scoring_and_an_update_say_that_they_go_on(engine):
     assert len(calls) >= 2 * scoring - 1, "backward as well as forward"
 
 
+def test_a_head_that_is_run_in_pieces_says_so_after_every_piece(engine, monkeypatch):
+    """With a vocabulary of 152,000 it takes longer than all layers: silent, it was ended as hung in its first step."""
+    engine, calls = engine
+    (sample,) = engine.generate([PROMPT], Sampling(8, 8), engine.random_generator(0))
+    group = own_group(sample, [1.0, *[0.0] * 7])
+    calls.clear()
+    engine.update(assemble([group], "grpo"))
+    whole = len(calls)
+    pieces = -(-sum(len(c.ids) for c in sample.completions) // 2)
+    monkeypatch.setattr("swarmnode.policy.logprobs.logits_tokens", lambda vocabulary, device: 2)
+    calls.clear()
+    engine.update(assemble([group], "grpo"))
+    assert len(calls) >= whole + 2 * (pieces - 1), "forward, and computed again or backward"
+
+
+def test_a_cpu_trains_in_small_pieces_and_samples_in_large_ones(engine):
+    engine, _ = engine
+    assert engine.statistics().micro_batch_tokens == 4096 < engine.statistics().generation_tokens
+
+
 def test_an_evaluation_says_that_it_goes_on(engine):
     engine, calls = engine
     with Scorer() as scorer:
