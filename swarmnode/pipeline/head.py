@@ -41,6 +41,9 @@ from swarmnode.wire import strict
 SCORES: Final = 2
 """Micro-batches that are scored at a time, for each stage: one that is computed, one that is on its way."""
 
+TOO_MUCH: Final = "frame"
+"""The reason of a stage whose device cannot do a piece of work, as when memory runs out."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -68,6 +71,14 @@ class BatchState:
     learnt: dict[int, frames.Learnt] = field(default_factory=dict)
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     failed: RefusalReason | None = None
+
+
+class CannotScore(PeerError):
+    """Raised when a stage refuses to score. `too_much`: with fewer tokens at a time it may be able to."""
+
+    def __init__(self, reason: RefusalReason) -> None:
+        super().__init__(f"the crew cannot score: {reason}")
+        self.too_much = reason == TOO_MUCH
 
 
 class Head(StageWorker):
@@ -121,10 +132,13 @@ class Head(StageWorker):
                 self.generation.end(session)
         return waves
 
-    async def score(self, rows: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[tuple[list[float], list[float]]]:
-        """(log-probabilities, entropies) at the completion tokens of each (prompt, completion). Raises PeerError, PeerTimeout."""
-        lengths = [len(p) + len(c) for p, c in rows]
-        pieces = {self._numbers.next(): piece for piece in micro_batches(lengths, self.links.limits.tokens)}
+    async def score(
+        self, rows: Sequence[tuple[list[int], list[int]]], temperature: float, tokens: int | None = None
+    ) -> list[tuple[list[float], list[float]]]:
+        """(log-probabilities, entropies) at the completion tokens of each (prompt, completion). tokens: of a micro-batch, padded; as many
+        as the crew allows. Raises PeerError, CannotScore, PeerTimeout."""
+        lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
+        pieces = {self._numbers.next(): piece for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))}
         batch = self._batch = BatchState({number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()})
         with self.waiting.deadline():
             for begun, (number, piece) in enumerate(pieces.items()):
@@ -135,7 +149,7 @@ class Head(StageWorker):
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
             await self.waiting.until(lambda: batch.scores.keys() >= pieces.keys() or batch.failed is not None)
         if batch.failed is not None:
-            raise PeerError(f"the crew cannot score: {batch.failed}")
+            raise CannotScore(batch.failed)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
             (logprobs, entropies), at = batch.scores[number], 0

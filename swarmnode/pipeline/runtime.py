@@ -9,6 +9,8 @@ In a swapped run (`routes.py`) an end stage also runs its embedding, its layers 
 
 Backward needs nothing but what the stage was given: it runs forward again with gradient. So a stage keeps inputs, not graphs, and whoever
 holds its weights can serve a backward that another began (as hivemind and Petals do; a third more compute, a fraction of the memory).
+What its layers compute on the way would not fit beside a real model: then completions are run one by one, and each layer keeps its input
+only. Logits are made of as many tokens at a time as in `policy.logprobs`, and only of those that are wanted.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from swarmnode.pipeline.packing import Packing, packing
 from swarmnode.pipeline.routes import Part
 from swarmnode.pipeline.sessions import Prompts, Sessions
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.policy.logprobs import Batch, token_logprobs
+from swarmnode.policy.footprint import logits_tokens
+from swarmnode.policy.logprobs import Batch, checkpointed, in_pieces, needs_checkpointing
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probabilities (N, T), entropies (N, T)) → scalar."""
@@ -37,15 +40,21 @@ class StageRuntime:
     def __init__(self, spec: StageSpec, model: Any, *, dtype: torch.dtype = torch.float32) -> None:
         self.spec = spec
         self.model = model
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        """The transformers model; an adapter, if any, is in its layers."""
         self.dtype = dtype
         self.device = next(model.parameters()).device
         self.hidden_size = int(model.config.hidden_size)
         self.sessions = Sessions()
         self.worked = 0
-        """Forwards, backwards and steps of decoding that were begun."""
+        """Forwards, backwards and steps of decoding that were begun, and whatever else `works` was told."""
         self.tokens = 0
         """Tokens that were run forward: in training, for scores, in prompts and one by one."""
         self._layers: Any = None
+
+    def works(self) -> None:
+        """A sign that a piece of work goes on, for `policy.layers.report_layers`: of a real model one takes minutes on a CPU."""
+        self.worked += 1
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trained ones."""
@@ -70,7 +79,7 @@ class StageRuntime:
         mask (N, everything up to and with L) is 1 on tokens; positions (N, L).
         """
         whole = part == "all"
-        inputs = {"input_ids": x} if self.spec.has_embedding and whole else {"inputs_embeds": x.to(self.model.dtype)}
+        inputs = {"inputs_embeds": x.to(self.model.dtype)} if x.is_floating_point() else {"input_ids": x}
         if self.spec.has_head and whole:
             inputs["logits_to_keep"] = keep  # type: ignore[assignment]
         model = self.model if whole else self._without_ends()
@@ -81,10 +90,14 @@ class StageRuntime:
     def _without_ends(self) -> Any:
         """The same layers in a model that lacks norm and head."""
         if self._layers is None:
-            self._layers, inner = _shallow(self.model), _shallow(self.model.model)
+            self._layers, inner = _shallow(self._base), _shallow(self._base.model)
             inner.norm = self._layers.lm_head = torch.nn.Identity()
             self._layers.model = inner
         return self._layers
+
+    @property
+    def _lora_rank(self) -> int:
+        return max((config.r for config in getattr(self.model, "peft_config", {}).values()), default=0)
 
     @torch.no_grad()
     def forward(self, batch: Batch, x: torch.Tensor | None, part: Part = "all") -> torch.Tensor:
@@ -151,19 +164,44 @@ class StageRuntime:
             embed = self.model.get_input_embeddings()
             with self._autocast():
                 return where.pack(embed(batch.prompt_ids), embed(batch.completion_ids[:, :-1])).float()
-        return where.pack(*self._both(batch, where, x, keep=0, part=part)).float()
+        return where.pack(*self._both(batch, where, x, part)).float()
 
-    def _both(
-        self, batch: Batch, where: Packing, x: torch.Tensor | None, keep: int, part: Part = "all"
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Prompts once, then the completions on their keys and values: outputs (Q, keep or P, …) and (N, T − 1, …)."""
+    def _both(self, batch: Batch, where: Packing, x: torch.Tensor | None, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of the prompts (Q, P, H) and of the completions (N, T − 1, H), None where T is 1."""
         prompts, later = where.unpack(x) if x is not None else (batch.prompt_ids, batch.completion_ids[:, :-1])
+        if part == "head":
+            return prompts, later
+        if torch.is_grad_enabled() and needs_checkpointing(self._base, self.dtype, self._lora_rank, batch):
+            with checkpointed(self._base):
+                return self._one_by_one(batch, prompts, later, part)
+        return self._prompts_once(batch, prompts, later, part)
+
+    def _one_by_one(
+        self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `_both`: each completion behind a prompt of its own, without a cache, so that layers can be run again in the backward pass."""
+        first: dict[int, torch.Tensor] = {}
+        rest = []
+        for row, owner in enumerate(batch.prompt_of.tolist()):
+            real, count = batch.prompt_mask[owner].bool(), int(batch.completion_mask[row].sum()) - 1
+            asked = prompts[owner][real]
+            ids = asked if later is None else torch.cat([asked, later[row, :count]])  # (L,) or (L, H)
+            positions = torch.arange(len(ids), device=ids.device)[None]
+            out = self.run(ids[None], torch.ones_like(positions), positions, part=part)[0]  # (L, H)
+            if owner not in first:
+                padding = out.new_zeros(len(real) - len(asked), out.shape[1])
+                first[owner] = torch.cat([padding, out[: len(asked)]])
+            if later is not None:
+                rest.append(torch.cat([out[len(asked) :], out.new_zeros(later.shape[1] - count, out.shape[1])]))
+        return torch.stack([first[owner] for owner in range(len(prompts))]), torch.stack(rest) if rest else None
+
+    def _prompts_once(
+        self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `_both`: prompts, then the completions on their keys and values."""
         positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
         cache = DynamicCache(config=self.model.config)
-        if part == "head":
-            assert x is not None
-            return self._head(prompts[:, -1:]), None if later is None or batch.completion_ids.shape[1] == 1 else self._head(later)
-        first = self.run(prompts, batch.prompt_mask, positions, cache, keep, part)
+        first = self.run(prompts, batch.prompt_mask, positions, cache, part=part)
         if batch.completion_ids.shape[1] == 1:
             return first, None
         assert later is not None
@@ -175,21 +213,22 @@ class StageRuntime:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._autocast():
-            return self.model.lm_head(self.model.model.norm(hidden.to(self.model.dtype)))
+            return self._base.lm_head(self._base.model.norm(hidden.to(self.model.dtype)))
 
     def logprobs(self, batch: Batch, x: torch.Tensor | None, temperature: float, part: Part = "all") -> tuple[torch.Tensor, torch.Tensor]:
         """As `score`, with gradient."""
         where = packing(batch)
         self.tokens += where.rows
-        first, later = self._both(batch, where, x, keep=1, part=part)
+        first, later = self._both(batch, where, x, "head" if part == "head" else "layers")
         row = torch.arange(len(batch.completion_ids), device=first.device)
         column = torch.zeros_like(row)
-        logits = [first[:, -1][batch.prompt_of]]  # (N, V), they predict the first tokens
+        states = [first[:, -1][batch.prompt_of]]  # (N, H), they predict the first tokens
         if later is not None:
-            logits.append(later[where.completions])
+            states.append(later[where.completions])
             row = torch.cat([row, where.completions[0]])
             column = torch.cat([column, where.completions[1] + 1])
-        chosen, spread = token_logprobs(torch.cat(logits), batch.completion_ids[row, column], temperature)
+        piece = logits_tokens(self.model.config.vocab_size, self.device.type)
+        chosen, spread = in_pieces(self._head, torch.cat(states), batch.completion_ids[row, column], temperature, piece)
         zeros = torch.zeros(batch.completion_ids.shape, device=chosen.device)
         return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
 

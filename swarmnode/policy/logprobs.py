@@ -117,7 +117,7 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
     piece = logits_tokens(policy.base.config.get_text_config().vocab_size, ids.device.type)
     split = len(row) > piece and splits_head(policy)
     with _head_inputs(policy.base) if split else contextlib.nullcontext():
-        if torch.is_grad_enabled() and needs_checkpointing(policy, batch):
+        if torch.is_grad_enabled() and needs_checkpointing(policy.base, policy.dtype, policy.lora_rank, batch):
             with checkpointed(policy.base):
                 outputs = _row_by_row(policy, batch, later, place)
         elif fits_one_pass(policy, batch):
@@ -128,11 +128,8 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
             outputs = _packed(policy, batch, later, place)
         else:
             outputs = _two_passes(policy, batch, later, place)
-    if len(row) > piece:
-        head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
-        chosen, spread = _in_pieces(head, outputs, ids[row, column], temperature, piece)
-    else:
-        chosen, spread = token_logprobs(outputs, ids[row, column], temperature)
+    head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
+    chosen, spread = in_pieces(head, outputs, ids[row, column], temperature, piece)
     zeros = torch.zeros(ids.shape, device=chosen.device)
     return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
 
@@ -176,12 +173,12 @@ def packs(batch: Batch) -> list[tuple[int, list[int]]]:
     return [(owner, rows) for owner, packed in found.items() for rows in packed]
 
 
-def needs_checkpointing(policy: Policy, batch: Batch) -> bool:
+def needs_checkpointing(model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch) -> bool:
     """Whether what the backward pass needs of all layers would not fit beside what is there already."""
-    spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(policy.base)
+    spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(model)
     if spare is None or shape is None:
         return False
-    method = Method(batch.prompt_ids.device.type, str(policy.dtype).removeprefix("torch."), lora_rank=policy.lora_rank)
+    method = Method(batch.prompt_ids.device.type, str(dtype).removeprefix("torch."), lora_rank=lora_rank)
     return token_bytes(shape, method) * batch.padded_tokens > SPARE_SHARE * spare
 
 
@@ -283,10 +280,12 @@ def head_logits(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _in_pieces(
+def in_pieces(
     head: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor, tokens: torch.Tensor, temperature: float, piece: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time, each piece computed again in the backward pass."""
+    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time. Where there are more, each is computed again in the backward pass."""
+    if len(tokens) <= piece:
+        return token_logprobs(head(outputs), tokens, temperature)
 
     def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(head(states), chosen.to(states.device), temperature)

@@ -151,7 +151,7 @@ class MicroBatcher:
             some = None if groups is None else [groups[row] for row in left]
             waiting = [[left[i] for i in batch] for batch in micro_batches([lengths[row] for row in left], self.tokens, some)]
             largest = 0
-        self._passed(largest)
+        self.passed(largest)
         return done
 
     def generate(self, policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator) -> list[GroupSample]:
@@ -177,6 +177,10 @@ class MicroBatcher:
         """`logprobs.score` in micro-batches."""
         return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
+    def cut(self, lengths: Sequence[int], groups: Sequence[int] | None = None) -> int:
+        """Padded tokens of the largest micro-batch of rows of these lengths."""
+        return max((_padded(rows, lengths) for rows in micro_batches(lengths, self.tokens, groups)), default=0)
+
     def ran_out(self, failed: int) -> None:
         """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
@@ -186,7 +190,7 @@ class MicroBatcher:
             self._raised, self._patience = False, min(2 * self._patience, LONGEST_PATIENCE)
         free_memory()
 
-    def _passed(self, largest: int) -> None:
+    def passed(self, largest: int) -> None:
         """A pass went through whose largest micro-batch had so many padded tokens."""
         if self._longest is None and self.tokens >= self._most:
             return

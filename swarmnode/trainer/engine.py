@@ -41,7 +41,6 @@ from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.wire.messages import SwarmManifest
 
-
 CPU_TOKENS = 4096
 """Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few hundred, and with more a layer only
 takes longer until it says that it goes on."""

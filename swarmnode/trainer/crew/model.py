@@ -30,6 +30,7 @@ from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import Chat, PolicyText
 from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
@@ -119,7 +120,9 @@ class CrewModel:
             stage = adapt(stage, lora_settings(self.policy))
             if self.terms.frozen_a:
                 freeze_a({spec.whole(name): p for name, p in stage.named_parameters()}, A_SEED)
-        return StageRuntime(spec, stage, dtype=self.placement.dtype)
+        runtime = StageRuntime(spec, stage, dtype=self.placement.dtype)
+        report_layers(stage, runtime.works)
+        return runtime
 
 
 def fits_whole(

@@ -21,13 +21,14 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.commit import Participant
-from swarmnode.pipeline.head import Head, StepResult
+from swarmnode.pipeline.head import TOO_MUCH, CannotScore, Head, StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PolicyText
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
@@ -61,6 +62,8 @@ class CrewPolicy:
         averaging: Callable[[], StageAveraging | None] = lambda: None, copy: WholeCopy | None = None,
     ) -> None:  # fmt: skip
         self._training = training
+        self._memory = MicroBatcher(training.per_device_train_tokens)
+        """How much all stages can compute at a time, as far as is known: each of them has refused more."""
         self._wait_seconds = wait_seconds
         self._model = model
         self._runner = runner
@@ -78,7 +81,8 @@ class CrewPolicy:
         device = self._model.placement.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         dtype = str(self._model.placement.dtype).removeprefix("torch.")
-        return EngineStatistics(str(device), dtype, peak, *2 * (self._training.per_device_train_tokens,), 0)
+        memory = self._memory.statistics()
+        return EngineStatistics(str(device), dtype, peak, *2 * (memory.tokens,), memory.oom_retries)
 
     def random_generator(self, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)
@@ -119,7 +123,17 @@ class CrewPolicy:
         return [GroupSample(prompt, [sampled(q * size + k) for k in range(size)]) for q, prompt in enumerate(wave.prompts)]
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        return self._ask(lambda head: head.score(rows, temperature)) if rows else []
+        lengths = [len(p) + len(c) for p, c in rows]
+
+        async def work(head: Head) -> list[Scored]:
+            try:
+                return await head.score(rows, temperature, self._memory.tokens)
+            except CannotScore as error:
+                if error.too_much:
+                    self._memory.ran_out(self._memory.cut(lengths))
+                raise
+
+        return self._ask(work) if rows else []
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
         """As `Updater.update`; how far own and external gradients agree is not measured, since no node has them all."""
@@ -136,24 +150,31 @@ class CrewPolicy:
         return replace(done, effective_own=None) if external else done  # nobody says of whose tokens it is
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
-        cfg = self._training
-        before = self._participant().step
+        cfg, memory = self._training, self._memory
+        lengths, groups = [len(row.prompt_ids) + len(row.completion_ids) for row in learn], [row.group for row in learn]
+        before, refusals = self._participant().step, 0
 
         async def work(head: Head) -> StepResult | None:
             if head.participant.step > before:
                 return None  # it was decided when the crew came apart, and has been taken since
-            return await head.update(learn, cfg, divisor, rate)
+            return await head.update(learn, cfg.model_copy(update={"per_device_train_tokens": memory.tokens}), divisor, rate)
 
-        for _ in range(REFUSALS):
+        while refusals < REFUSALS:
             result = self._ask(work)
             if result is None:
                 return UpdateStatistics(stepped=True)
+            largest = memory.cut(lengths, groups)
             if result.refused is None:
+                memory.passed(largest)
                 return UpdateStatistics(
                     True, result.loss, result.clip_fraction, None, result.entropy, result.grad_norm,
                     effective_own=result.effective, rate_factor=result.rate_factor,
                 )  # fmt: skip
-            log.warning("no step", reason=result.refused)
+            log.warning("no step", reason=result.refused, tokens=largest)
+            if result.refused == TOO_MUCH and largest > max(lengths):
+                memory.ran_out(largest)
+                continue
+            refusals += 1
             if result.refused == "not_finite":
                 break  # these rows will not become finite
         return UpdateStatistics(stepped=False)

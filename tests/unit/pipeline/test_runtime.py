@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage, Unavailable
@@ -90,14 +91,21 @@ def compare(embedded, model, layers):
         assert torch.allclose(gradients[name], gradient, atol=1e-5 * max(1.0, float(gradient.abs().max()))), name
 
 
+@pytest.fixture(params=["as it fits", "one by one", "in pieces"])
+def memory(request, monkeypatch):
+    """Nothing is short; layers' activations do not fit; logits do not fit."""
+    monkeypatch.setattr("swarmnode.pipeline.runtime.needs_checkpointing", lambda *given: request.param == "one by one")
+    monkeypatch.setattr("swarmnode.pipeline.runtime.logits_tokens", lambda *given: 2 if request.param == "in pieces" else 10**6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_the_whole_models(models, embedded, kind):
+def test_gradients_are_the_whole_models(models, embedded, kind, memory):
     for layers in SPLITS:
         compare(embedded, models[kind], layers)
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
-def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind):
+def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind, memory):
     torch.manual_seed(9)
     settings = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(copy.deepcopy(models[kind]), settings).eval()
@@ -107,6 +115,50 @@ def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind
                 parameter.normal_(0, 0.1)
     compare(embedded, model, [1, 2, 1])
     assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))  # frozen: nothing to sum
+
+
+class Largest(TorchDispatchMode):
+    """Largest number of rows of any tensor whose last dimension is `width`."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.rows = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.width:
+                self.rows = max(self.rows, tensor.numel() // self.width)
+        return out
+
+
+def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
+    """4,000 tokens of a vocabulary of 152,000 are 2.4 GB, several times over: no member could hold the last stage."""
+    monkeypatch.setattr("swarmnode.pipeline.runtime.logits_tokens", lambda *given: 40)
+    last = chain(models["llama"], [2, 2])[1]
+    batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)]), ([5, 6, 7], [9, 10])], 0)
+    x = torch.randn(packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
+    with Largest(61) as seen:
+        last.learn(batch, x, 1.0, lambda logprobs, entropy: logprobs.sum())
+        last.score(batch, x, 1.0)
+    assert seen.rows == 40  # and the head's own gradient has 32
+
+
+def test_layers_keep_their_input_only_where_what_they_compute_would_not_fit(models, monkeypatch):
+    stage = chain(models["llama"], [1, 3])[1]
+    batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)])] * 2, 0)
+    x = torch.randn(packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
+
+    def kept(spare):
+        """Bytes that the graph holds before its backward pass."""
+        sizes = {}
+        monkeypatch.setattr("swarmnode.policy.logprobs.spare_bytes", lambda device: spare)
+        note = lambda tensor: sizes.setdefault(tensor.data_ptr(), tensor.numel() * 4) and tensor
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            stage.hidden(batch, x.clone().requires_grad_(), "layers")
+        return sum(sizes.values())
+
+    assert kept(2**10) < 0.5 * kept(2**40)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ def naive(policy, row, temperature):
 def passes(request, monkeypatch):
     """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two passes."""
     monkeypatch.setattr(logprobs, "stands_alone", lambda batch: request.param == "row by row")
-    monkeypatch.setattr(logprobs, "needs_checkpointing", lambda policy, batch: request.param == "checkpointed")
+    monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given: request.param == "checkpointed")
     monkeypatch.setattr(logprobs, "logits_tokens", lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6)
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
     monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0 if request.param == "packed" else 10**6)
@@ -195,7 +195,7 @@ def test_layers_are_run_again_only_where_their_activations_would_not_fit(embedde
     batch = collate([([5] * 100, [30] * 1500)], embedded.pad_id)
     for spare, needed in ((None, False), (64 * 2**30, False), (2**20, True)):
         monkeypatch.setattr(logprobs, "spare_bytes", lambda device, spare=spare: spare)
-        assert logprobs.needs_checkpointing(embedded, batch) is needed
+        assert logprobs.needs_checkpointing(embedded.base, embedded.dtype, 0, batch) is needed
 
 
 def test_checkpointing_keeps_less_and_leaves_the_model_as_it_was(policies, monkeypatch):
@@ -203,7 +203,7 @@ def test_checkpointing_keeps_less_and_leaves_the_model_as_it_was(policies, monke
     batch = collate([([5] * 8, [30] * 100)], policy.pad_id)
     kept: dict[bool, dict[int, torch.Tensor]] = {}
     for checkpointed in (False, True):
-        monkeypatch.setattr(logprobs, "needs_checkpointing", lambda policy, batch, checkpointed=checkpointed: checkpointed)
+        monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given, checkpointed=checkpointed: checkpointed)
         sizes = kept.setdefault(checkpointed, {})
         keep = lambda t, sizes=sizes: sizes.update({t.data_ptr(): t}) or t
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):

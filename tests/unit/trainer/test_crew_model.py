@@ -9,9 +9,11 @@ from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import Refused
+from swarmnode.pipeline.packing import packing
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import local_directory
+from swarmnode.policy.logprobs import collate
 from swarmnode.trainer.crew.average import averaged
 from swarmnode.trainer.crew.model import check_trainable, is_untrained
 from swarmnode.trainer.crew.recovery import recovery_settings
@@ -88,6 +90,20 @@ def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
         check_trainable(PolicyConfig(), TrainingConfig(beta=0.1))
 
 
+def assert_it_says_that_it_goes_on(runtime):
+    """After every layer, forward and backward: a piece of work takes minutes where a real model is on a CPU."""
+    batch = collate([([5, 6], [7, 8, 9])], 0)
+    x = None if runtime.spec.has_embedding else torch.randn(packing(batch).rows, runtime.hidden_size)
+    before = runtime.worked
+    out = runtime.forward(batch, x, "layers" if x is not None else "all")
+    assert runtime.worked - before > 2 * runtime.spec.layers, "prompt and completion"
+    before = runtime.worked
+    runtime.backward(batch, x, torch.zeros_like(out), "layers" if x is not None else "all")
+    assert runtime.worked - before > 3 * runtime.spec.layers
+    for parameter in runtime.parameters():
+        parameter.grad = None
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(tmp_path, rank):
     path = write_deep_model(tmp_path / "model", layers=4)
@@ -104,6 +120,7 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
             for index in range(len(cut)):
                 stage = stage_of(model, cut, index)
                 mine = averaged(stage)
+                assert_it_says_that_it_goes_on(stage.runtime)
                 blocks = {block_of(name) for name in mine}
                 assert not held & blocks
                 held |= blocks

@@ -187,6 +187,42 @@ def some_rows(policy, seed):
     return assemble(groups, "grpo")
 
 
+async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_smaller_pieces(tmp_path, model, monkeypatch):
+    Idle(monkeypatch)
+    configs = make(tmp_path, model, 3)
+    policy = whole(model)
+    updater = Updater(policy, configs[0].training, MicroBatcher(16384))
+    async with crew(tmp_path, configs, [1, 2, 1]) as (_, trainers):
+        engine, short = engine_of(trainers[0]), trainers[1]._runner.stage.runtime
+        least, computed = 40, []
+
+        def limited(real):
+            def run(batch, *args):
+                if batch.padded_tokens > least:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                computed.append(batch.padded_tokens)
+                return real(batch, *args)
+
+            return run
+
+        monkeypatch.setattr(short, "forward", limited(short.forward))
+        monkeypatch.setattr(short, "backward", limited(short.backward))
+        rows = some_rows(policy, 0)
+        assert MicroBatcher(16384).cut([len(p) + len(c) for p, c in rows.rows]) > least
+        expected, got = updater.update(rows), await in_thread(engine.update, rows)
+        assert got.stepped
+        assert got.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert engine.statistics().micro_batch_tokens < 16384
+        assert engine.statistics().oom_retries >= 1
+        tried = len(computed)
+        await in_thread(engine.update, some_rows(policy, 1))  # what has been learnt is kept
+        assert engine.statistics().oom_retries <= 3
+        assert len(computed) > tried
+        least = 30  # and what is only scored is
+        scored = await in_thread(engine.score, rows.rows, 1.0)
+        assert len(scored) == len(rows.rows)
+
+
 @pytest.mark.parametrize("rung", ["", "R0", "R2"])
 async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path, model, monkeypatch, rung):
     """Two adjacent stages at once: from their own disks, or from shadows at the others; exactly."""
