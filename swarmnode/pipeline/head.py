@@ -109,15 +109,16 @@ class Head(StageWorker):
         self, prompts: Sequence[list[int]], num_generations: int, max_tokens: int, temperature: float, top_p: float, ends: frozenset[int],
         rng: random.Random,
     ) -> list[Wave]:  # fmt: skip
-        """Completions for each prompt, in waves that in their order hold the prompts in theirs. Temperature 0 is greedy.
+        """Completions for each prompt, in waves that in their order hold the prompts in theirs. Temperature 0 is greedy. A wave of fewer
+        than `num_generations` completions has some of its prompt's, and the others are in those beside it.
 
-        Raises PeerError when a stage is gone, PeerTimeout, and ValueError for a prompt that no wave can hold.
+        Raises PeerError when a stage is gone, PeerTimeout, and ValueError for a completion that no wave can hold.
         """
         name = self._numbers.session
         pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
         waves = [
-            Wave(name(), [prompts[i] for i in piece], num_generations, max_tokens, temperature, top_p, rng.getrandbits(63), ends)
-            for piece in pieces
+            Wave(name(), [prompts[i] for i in piece], each, max_tokens, temperature, top_p, rng.getrandbits(63), ends)
+            for piece, each in pieces
         ]
         later, open_now = list(reversed(waves)), self.generation.open
         try:

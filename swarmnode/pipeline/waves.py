@@ -62,21 +62,28 @@ class Wave:
         )
 
 
-def cut(prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int) -> list[list[int]]:
-    """Indices of `prompts` in at least `waves` waves where there are so many prompts, each of at most `tokens` padded tokens.
+def cut(
+    prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """(indices of `prompts`, completions of each) for at least `waves` waves where there are so many prompts, each of at most `tokens`
+    padded tokens. The completions of a prompt for which one wave is too small are in several, one behind the other.
 
-    Raises ValueError when one prompt alone is more.
+    Raises ValueError when one completion alone is more.
     """
     size = -(-len(prompts) // waves)
-    out: list[list[int]] = []
+    out: list[tuple[list[int], int]] = []
     longest = 0
     for index, prompt in enumerate(prompts):
         longest = max(longest, len(prompt))
-        if num_generations * (len(prompt) + max_tokens) > tokens:
-            raise ValueError(f"a wave holds {tokens} tokens, and one prompt needs {num_generations * (len(prompt) + max_tokens)}")
-        if out and len(out[-1]) < size and (len(out[-1]) + 1) * num_generations * (longest + max_tokens) <= tokens:
-            out[-1].append(index)
+        fits = tokens // (len(prompt) + max_tokens)
+        if not fits:
+            raise ValueError(f"a wave holds {tokens} tokens, and one completion needs {len(prompt) + max_tokens}")
+        if fits < num_generations:
+            out += [([index], min(fits, num_generations - done)) for done in range(0, num_generations, fits)]
+            longest = tokens  # nobody else's completions go there
+        elif out and len(out[-1][0]) < size and (len(out[-1][0]) + 1) * num_generations * (longest + max_tokens) <= tokens:
+            out[-1][0].append(index)
         else:
-            out.append([index])
+            out.append(([index], num_generations))
             longest = len(prompt)
     return out

@@ -40,6 +40,8 @@ from swarmnode.swarm.manifest_store import stored
 
 TOKENS = 16384
 """Padded tokens of a micro-batch or wave in any crew: what a member is ready to receive."""
+WAVES = 4
+"""That are under way at a time, about: as many as stages."""
 PROMPT_TOKENS = 64
 """A question's length, about: it says how much the caches of a step's waves take."""
 WAYS_OF_AN_UPDATE = 4
@@ -231,6 +233,11 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
     """Raises Refused for what only a whole policy can do."""
     if training.beta > 0:
         raise Refused("a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to 0, or stages.mode to off")
+    if training.max_completion_length + PROMPT_TOKENS > TOKENS:
+        raise Refused(
+            f"a crew computes {TOKENS} tokens at a time, and an answer may have {training.max_completion_length}: set "
+            f"training.max_completion_length to {TOKENS - 1024} or lower, or stages.mode to off"
+        )
     if policy.quantization != "none":
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")
     if policy.optim != "adamw":
@@ -249,7 +256,7 @@ def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, pl
 
 def cached_tokens(cfg: TrainingConfig) -> int:
     """In the caches of a step's samples."""
-    return min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), TOKENS)
+    return min(cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length), WAVES * TOKENS)
 
 
 def copy_memory(policy: PolicyConfig, training: TrainingConfig, hf: PretrainedConfig) -> float:

@@ -18,7 +18,7 @@ import structlog
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.commit import Participant
 from swarmnode.pipeline.head import TOO_MUCH, CannotScore, Head, StepResult
@@ -93,12 +93,24 @@ class CrewPolicy:
         if not prompts:
             return []
         heads = [self.text.encode_prompt(prompt) for prompt in prompts]
+        longest, room = max(map(len, heads)), self._model.limits().tokens
+        if longest + sampling.max_tokens > room:
+            raise DeviceError(
+                f"an answer of {sampling.max_tokens} tokens to a question of {longest} tokens, and a crew computes {room} at a time: set "
+                f"training.max_completion_length lower, or leave the question out of the dataset"
+            )
         seed = int(torch.randint(2**62, (1,), generator=rng))
         ends, s = self.text.eos_ids, sampling
         waves = self._ask(
             lambda head: head.generate(heads, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, random.Random(seed))
         )
-        return [group for wave in waves for group in self._groups(wave)]
+        groups: list[GroupSample] = []
+        for group in (group for wave in waves for group in self._groups(wave)):
+            if groups and len(groups[-1].completions) < s.num_generations:
+                groups[-1].completions.extend(group.completions)
+            else:
+                groups.append(group)
+        return groups
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
         return Lockstep(lambda prompts: self._sample(prompts, sampling, rng))

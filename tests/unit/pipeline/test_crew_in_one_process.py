@@ -18,7 +18,7 @@ from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow, describe
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.waves import Wave
+from swarmnode.pipeline.waves import Wave, cut
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import trainable
 from swarmnode.policy.logprobs import score
@@ -512,6 +512,28 @@ async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
     drawn = texts(waves)
     assert len({tuple(ids) for ids in drawn}) == 4
     assert all(len(set(ids)) > 4 for ids in drawn)
+
+
+def test_waves_are_as_many_as_stages_and_as_large_as_a_member_receives():
+    short, long = [1] * 10, [1] * 200
+    assert cut([short] * 8, 4, 20, 4, 10_000) == [([0, 1], 4), ([2, 3], 4), ([4, 5], 4), ([6, 7], 4)]
+    assert cut([short] * 3, 4, 20, 1, 250) == [([0, 1], 4), ([2], 4)]
+    assert cut([short, long, short], 4, 300, 1, 1300) == [([0], 4), ([1], 2), ([1], 2), ([2], 4)]
+    assert cut([long], 8, 4000, 4, 16_384) == [([0], 3), ([0], 3), ([0], 2)]
+    with pytest.raises(ValueError, match="one completion needs 320"):
+        cut([long], 8, 120, 4, 300)
+
+
+async def test_answers_too_long_for_one_wave_come_in_several_and_greedy_ones_are_the_same(models):
+    model = models["qwen3"]
+    runtimes = lambda: [StageRuntime(spec, stage) for spec, stage in split_model(model, [2, 2])]
+    got = []
+    for tokens in (4096, 30):  # four completions of 3 + 8 tokens each are 44
+        async with open_crew(runtimes(), EXACT, limits_of(model, tokens)) as crew:
+            waves = await crew.head.generate([[5, 6, 7], [8, 9]], 4, 8, 0.0, 1.0, ENDS, random.Random(1))
+            assert all(len(wave.ids) * (len(wave.prompts[0]) + 8) <= tokens for wave in waves)
+            got.append([ids for wave in waves for ids in wave.ids])
+    assert got[0] == got[1]
 
 
 async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):

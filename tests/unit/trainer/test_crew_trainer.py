@@ -223,6 +223,19 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
         assert len(scored) == len(rows.rows)
 
 
+async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(tmp_path, model, monkeypatch):
+    Idle(monkeypatch)
+    monkeypatch.setattr("swarmnode.trainer.crew.model.TOKENS", 100)
+    async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
+        engine = engine_of(trainers[0])
+        groups = await in_thread(engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1))
+        with pytest.raises(DeviceError, match=r"a question of .* tokens, and a crew computes 100 at a time"):
+            await in_thread(engine.generate, ["12 " * 60], Sampling(8, 8, 1.0, 1.0), engine.random_generator(1))
+    assert [len(group.completions) for group in groups] == [8, 8]
+    assert [group.prompt_ids for group in groups] == [whole(model).encode_prompt(prompt) for prompt in PROMPTS[:2]]
+    assert len({tuple(c.ids) for c in groups[0].completions}) > 4, "each wave draws by itself"
+
+
 @pytest.mark.parametrize("rung", ["", "R0", "R2"])
 async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path, model, monkeypatch, rung):
     """Two adjacent stages at once: from their own disks, or from shadows at the others; exactly."""
