@@ -41,7 +41,7 @@ from swarmnode.swarm.manifest_store import stored
 TOKENS = 16384
 """Padded tokens of a micro-batch or wave in any crew: what a member is ready to receive."""
 WAVES = 4
-"""That are under way at a time, about: as many as stages."""
+"""Waves that are under way at a time, about: as many as stages."""
 PROMPT_TOKENS = 64
 """A question's length, about: it says how much the caches of a step's waves take."""
 WAYS_OF_AN_UPDATE = 4
