@@ -182,13 +182,17 @@ class MicroBatcher:
         return max((_padded(rows, lengths) for rows in micro_batches(lengths, self.tokens, groups)), default=0)
 
     def ran_out(self, failed: int) -> None:
+        """Memory did. `failed`: padded tokens of what was tried."""
+        self.shrink(failed)
+        self._retries += 1
+        free_memory()
+
+    def shrink(self, failed: int) -> None:
         """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
-        self._retries += 1
         self._calm = 0
         if self._raised:
             self._raised, self._patience = False, min(2 * self._patience, LONGEST_PATIENCE)
-        free_memory()
 
     def passed(self, largest: int) -> None:
         """A pass went through whose largest micro-batch had so many padded tokens."""

@@ -63,7 +63,7 @@ class CrewPolicy:
     ) -> None:  # fmt: skip
         self._training = training
         self._memory = MicroBatcher(training.per_device_train_tokens)
-        """How much all stages can compute at a time, as far as is known: each of them has refused more."""
+        """How much all stages can compute at a time, and in time, as far as is known."""
         self._wait_seconds = wait_seconds
         self._model = model
         self._runner = runner
@@ -144,6 +144,9 @@ class CrewPolicy:
                 if error.too_much:
                     self._memory.ran_out(self._memory.cut(lengths))
                 raise
+            except PeerTimeout:
+                self._memory.shrink(self._memory.cut(lengths))
+                raise
 
         return self._ask(work) if rows else []
 
@@ -183,8 +186,8 @@ class CrewPolicy:
                     effective_own=result.effective, rate_factor=result.rate_factor,
                 )  # fmt: skip
             log.warning("no step", reason=result.refused, tokens=largest)
-            if result.refused == TOO_MUCH and largest > max(lengths):
-                memory.ran_out(largest)
+            if result.refused in (TOO_MUCH, "timeout") and largest > max(lengths):  # a slow stage answers sooner of less
+                (memory.ran_out if result.refused == TOO_MUCH else memory.shrink)(largest)
                 continue
             refusals += 1
             if result.refused == "not_finite":

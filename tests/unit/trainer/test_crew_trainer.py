@@ -4,6 +4,7 @@ import contextlib
 import math
 import shutil
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -104,6 +105,10 @@ def engine_of(trainer):
     return CrewPolicy(*told, copy=trainer.copy)
 
 
+def runtime_of(trainer):
+    return trainer._runner.stage.runtime
+
+
 async def in_thread(work, *args):
     return await trio.to_thread.run_sync(lambda: work(*args))
 
@@ -171,7 +176,7 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
             assert b == pytest.approx(d, abs=1e-3)
         state = {}
         for trainer in trainers:
-            runtime = trainer._runner.stage.runtime
+            runtime = runtime_of(trainer)
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=1e-4), name
@@ -193,7 +198,7 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
     policy = whole(model)
     updater = Updater(policy, configs[0].training, MicroBatcher(16384))
     async with crew(tmp_path, configs, [1, 2, 1]) as (_, trainers):
-        engine, short = engine_of(trainers[0]), trainers[1]._runner.stage.runtime
+        engine, short = engine_of(trainers[0]), runtime_of(trainers[1])
         least, computed = 40, []
 
         def limited(real):
@@ -221,6 +226,27 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
         least = 30  # and what is only scored is
         scored = await in_thread(engine.score, rows.rows, 1.0)
         assert len(scored) == len(rows.rows)
+
+
+async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(tmp_path, model, monkeypatch):
+    """No deadline fires for ever on work that only takes long."""
+    Idle(monkeypatch)
+    monkeypatch.setattr("swarmnode.trainer.crew.stage.HEAD_SECONDS", 1.5)
+    monkeypatch.setattr("swarmnode.pipeline.blame.IMPATIENCE", 50)
+    policy = whole(model)
+    async with crew(tmp_path, make(tmp_path, model, 3), [1, 2, 1]) as (_, trainers):
+        engine, slow = engine_of(trainers[0]), runtime_of(trainers[1])
+        real = slow.forward
+
+        def forward(batch, *args):
+            time.sleep(0.02 * batch.padded_tokens)
+            return real(batch, *args)
+
+        monkeypatch.setattr(slow, "forward", forward)
+        got = await in_thread(engine.update, some_rows(policy, 0))
+        assert got.stepped
+        assert engine.statistics().oom_retries == 0
+        assert engine.statistics().micro_batch_tokens < 100
 
 
 async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(tmp_path, model, monkeypatch):
@@ -276,7 +302,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
                 await until(lambda step=step: all(n.status.shadow_step == step + 1 for n in network.nodes), seconds=60)
         state = {}
         for trainer in trainers:
-            runtime = trainer._runner.stage.runtime
+            runtime = runtime_of(trainer)
             state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
         for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
@@ -319,7 +345,7 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
         parts = lambda: {
             f"{t._runner.stage.index} {n}": p.detach().clone()
             for t in trainers
-            for n, p in t._runner.stage.runtime.model.named_parameters()
+            for n, p in runtime_of(t).model.named_parameters()
             if p.requires_grad
         }
         before = parts()
