@@ -1,7 +1,6 @@
 """Is a slow node left alone? `python -m benchmarks.slow [--minutes 60] [--answer 64]`: a whole node, with a model of a real shape.
 
-Qwen2.5-0.5B's shape with random weights, all of them trained in float32 by one core: a pass takes seconds to minutes, an evaluation
-minutes. Its task rewards long answers, so that there is something to train on; all that is not named here is as a node has it.
+Qwen2.5-0.5B's shape with random weights, trained in float32 by one core: a pass takes seconds to minutes, an evaluation minutes. Its task rewards long answers, so that there is something to train on; all that is not named here is as a node has it.
 The supervisor ends a process that says nothing for 30 s, or for four of its longest steps. Whoever is ended so starts again from its
 last state, and is ended again at the same place: the node learns nothing for ever. Nothing may be started again here.
 
@@ -37,7 +36,7 @@ def length(prompts, completions, **columns):
 """
 
 
-def node_of(directory: Path, shape: str, answer: int) -> DemoNode:
+def node_of(directory: Path, shape: str, answer: int, rank: int) -> DemoNode:
     model = build(shape, load_policy(PolicyConfig(device="cpu")).tokenizer, directory / "model")
     (directory / "rows.jsonl").write_text(ROWS)
     (directory / "slow_reward.py").write_text(REWARD)
@@ -45,6 +44,7 @@ def node_of(directory: Path, shape: str, answer: int) -> DemoNode:
         "swarm": {"name": "slow"},
         "network": {"mdns": False},
         "policy": {"model": model, "device": "cpu", "threads": 1},
+        "policy.lora": {"r": rank},
         "task": {"names": ["data/long"]},
         'task.datasets."data/long"': {"source": str(directory / "rows.jsonl"), "verifier": "slow_reward:length"},
         "training": {"max_completion_length": answer, "learning_rate": 1e-6, "eval_every": 2, "eval_budget": 1.0},
@@ -99,10 +99,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--answer", type=int, default=64, help="tokens, at most")
+    parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0 trains all weights, which takes 20 GB")
     asked = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="slow-"))
     try:
-        node = node_of(directory, asked.shape, asked.answer)
+        node = node_of(directory, asked.shape, asked.answer, asked.rank)
         watched, code = run(node, asked.minutes), node.exit_code()
         counted = node.directory / "run" / "supervisor.json"
         processes = json.loads(counted.read_text())["processes"] if counted.exists() else {}
