@@ -1,8 +1,9 @@
 """Is a slow node left alone? `python -m benchmarks.slow [--minutes 60] [--answer 64]`: a whole node, with a model of a real shape.
 
-Qwen2.5-0.5B's shape with random weights, trained in float32 by one core: a pass takes seconds to minutes, an evaluation minutes. Its task rewards long answers, so that there is something to train on; all that is not named here is as a node has it.
-The supervisor ends a process that says nothing for 30 s, or for four of its longest steps. Whoever is ended so starts again from its
-last state, and is ended again at the same place: the node learns nothing for ever. Nothing may be started again here.
+Qwen2.5-0.5B's shape with random weights, trained in float32 by one core: a pass takes seconds to minutes, an evaluation minutes. Its
+task rewards long answers, so that there is something to train on; all that is not named here is as a node has it. The supervisor ends a
+process that says nothing for 30 s, or for four of its longest steps. Whoever is ended so starts again from its last state, and is ended
+again at the same place: the node learns nothing for ever. Nothing may be started again here.
 
 The exit code is 1 if anything was, or if the node did not end by itself when it was asked to.
 """
