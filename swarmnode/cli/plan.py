@@ -48,7 +48,7 @@ def plan(
     """
     if not 1 <= length <= LONGEST or not 1 <= rank <= 1024:
         raise ConfigError(f"command line: --length is 1 to {LONGEST} tokens, --rank 1 to 1024")
-    from swarmnode.policy.footprint import averaging_bytes
+    from swarmnode.policy.footprint import averaging_bytes, saving_bytes, trained_parameters
     from swarmnode.policy.plan import best, choices, settings
     from swarmnode.policy.published import published_shape
 
@@ -62,7 +62,8 @@ def plan(
         "choices": [
             {"name": c.name, "optim": c.method.optim, "checkpointing": c.method.checkpointing, "need_bytes": c.row.total,
              "micro_batch_tokens": c.micro_batch, "card_gb": c.card, "set": settings(c), **asdict(c.row),
-             "averaging_host_bytes": sum(averaging_bytes(shape, c.method))}
+             "averaging_host_bytes": sum(averaging_bytes(trained_parameters(shape, c.method))),
+             "saving_host_bytes": saving_bytes(trained_parameters(shape, c.method), c.method.optim)}
             for c in found
         ],
     }  # fmt: skip
@@ -74,10 +75,13 @@ def plan(
         "",
         f"A completion that is being sampled keeps {_size(shape.cache_bytes * length)} of keys and values at {length:,} tokens.",
     ]
-    averaged = {c.name.split(",")[0]: averaging_bytes(shape, c.method) for c in found}
+    trained = {c.name.split(",")[0]: trained_parameters(shape, c.method) for c in found}
+    averaged = {name: averaging_bytes(count) for name, count in trained.items()}
     lines.append("Averaging with others keeps in host memory: " + "; ".join(
         f"{name}: {_size(always)}, {_size(always + more)} during an exchange" for name, (always, more) in averaged.items()
     ) + ".")  # fmt: skip
+    saved = "; ".join(f"{name}: {_size(saving_bytes(count))}" for name, count in trained.items())
+    lines.append(f"Saving takes there, while the state is written: {saved}.")
     lines.append(f"In a crew, a whole copy to sample from (stages.keep_policy = memory) takes {_size(shape.parameters)} beside the stage.")
     if room is not None:
         chosen = best(found)

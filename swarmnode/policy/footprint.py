@@ -187,14 +187,18 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
     )
 
 
-def averaging_bytes(shape: Shape, method: Method, fragments: int = 4) -> tuple[int, int]:
-    """Host memory that averaging the trained weights takes: (always, and at most more while an exchange is under way).
+def averaging_bytes(trained: int, fragments: int = 4) -> tuple[int, int]:
+    """Host memory that averaging so many trained weights takes: (always, and at most more while an exchange is under way).
 
     Always: φ, δ and the base weights that differences are relative to, float32. From an exchange to the next held-out reward, weights, φ
     and δ of one fragment as they were; during one, its copy, the partner's, their average, and the new φ and δ.
     """
-    trained = trained_parameters(shape, method)
     return 12 * trained, (12 + 20) * trained // fragments
+
+
+def saving_bytes(trained: int, optim: Optim = "adamw") -> int:
+    """Host memory that the state takes while it is written: copies of weights and moments."""
+    return int((4 + OPTIMIZER_BYTES[optim]) * trained)
 
 
 def micro_batch(shape: Shape, method: Method, room: float) -> int:

@@ -17,13 +17,14 @@ import torch
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.averaging.probe import LossProbe
-from swarmnode.config import Config, LoraSettings, PolicyConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, WeightsConfig
+from swarmnode.errors import DeviceError
 from swarmnode.link.messages import WeightsReport
-from swarmnode.policy.device import shape_of, spare_bytes
+from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.footprint import Method, Optim, footprint, micro_batch
+from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, averaging_bytes, footprint, micro_batch, saving_bytes
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
@@ -151,7 +152,9 @@ def make_whole_policy(
     """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called all the while that it computes.
 
     counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the network process, from any thread.
+    Raises DeviceError where the machine's memory is too small for averaging and saving.
     """
+    check_host_memory(config.policy, config.weights, sum(p.numel() for p in policy.trainable_parameters()), policy.device)
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
     optim = config.policy.optim
     memory = Memory.of(affordable(policy, training.per_device_train_tokens, optim), policy.device.type, alive)
@@ -167,6 +170,24 @@ def make_whole_policy(
         replica = Replica(tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter)
     owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
     return WholePolicy(policy, updater, memory, replica, probe, owner, training.options)
+
+
+def check_host_memory(cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device) -> None:
+    """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free of the machine's memory, on a CPU beside
+    gradients and moments. The kernel would end the process in the midst of it, again and again."""
+    optim, free = cfg.optim, free_bytes(torch.device("cpu"))
+    always, more = averaging_bytes(trained, weights.fragments) if weights.rule != "off" else (0, 0)
+    saving, here = saving_bytes(trained, optim), (4 + OPTIMIZER_BYTES[optim]) * trained if device.type == "cpu" else 0
+    need = here + always + max(more, saving)
+    if free is None or need <= free:
+        return
+    remedies = [*(["weights.rule to off"] if always else []), *(["policy.lora.r to 16"] if not cfg.lora.r else [])]
+    parts = f"{here / 1e9:.1f} GB to train, " * bool(here) + f"{always / 1e9:.1f} GB to average, " * bool(always)
+    raise DeviceError(
+        f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory ({parts}{max(more, saving) / 1e9:.1f} GB while an "
+        f"average is made or the state is saved), and {free / 1e9:.1f} GB are free: set {' or '.join(remedies) or 'policy.model smaller'}; "
+        f"`swarmnode plan` says what each takes"
+    )
 
 
 def affordable(policy: Policy, configured: int, optim: Optim) -> int:

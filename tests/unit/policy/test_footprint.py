@@ -149,6 +149,7 @@ def test_the_command_says_what_fits(model_dir, capsys):
     assert "parameters; rows of 512 tokens in bfloat16, on a GPU" in out
     assert "Fits: all weights, micro-batches of up to" in out
     assert "Averaging with others keeps in host memory: all weights: " in out
+    assert "Saving takes there, while the state is written: all weights: " in out
     assert run(["plan", str(directory), "--length", "512", "--memory", "100MB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"] == published_shape(str(directory)).parameters
@@ -163,11 +164,10 @@ def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
     from swarmnode.weights.rule import make_rule
 
     layers = {f"layers.{i}.w": torch.nn.Parameter(torch.randn(64, 64)) for i in range(4)}
-    shape = Shape(4, 64, 64, 64, 64, 64, False, 4 * 64 * 64, 0, 0)
     averaged, outer = AveragedTensors(layers, "int8", 4, threading.Lock()), OuterState(layers, make_rule())
     size = lambda tensors: sum(t.nbytes for t in tensors.values())
     anchors = size(host_copy(layers))  # `AveragedTensors` keeps one, and does not show it
-    always, more = averaging_bytes(shape, Method("cpu", "float32"), 4)
+    always, more = averaging_bytes(4 * 64 * 64, 4)
     assert size(outer.tensors()) + anchors == always
     copy = averaged.copy(0)
     prepared = prepare(outer.rule, outer.slow(averaged.names(0)), copy)

@@ -1,0 +1,45 @@
+"""What averaging and saving take of the machine's memory is asked for before it is taken: the kernel ends who takes too much."""
+
+import pytest
+import torch
+
+from swarmnode.config import Config
+from swarmnode.errors import DeviceError
+from swarmnode.trainer import engine
+
+HALF_A_BILLION = 494_032_768
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def free(monkeypatch):
+    return lambda gigabytes: monkeypatch.setattr(engine, "free_bytes", lambda device: None if gigabytes is None else gigabytes * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "enough"),
+    [
+        ({}, CPU, 18),  # 5.9 of gradients and moments, 5.9 of φ, δ and base, 5.9 of a state that is written
+        ({}, CUDA, 12),
+        ({"weights": {"rule": "off"}}, CPU, 12),
+        ({"weights": {"rule": "off"}}, CUDA, 6),
+        ({"weights": {"fragments": 1}}, CUDA, 22),  # all of it is exchanged at once
+        ({"policy": {"optim": "adamw_8bit"}}, CUDA, 10),
+    ],
+)
+def test_a_machine_with_too_little_memory_is_told_what_is_needed_and_what_to_set(free, sections, device, enough):
+    config = Config.model_validate(sections)
+    free(enough)
+    engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)
+    free(enough - 1)
+    with pytest.raises(DeviceError, match=r"494,032,768 trained weights need .* GB are free: set .*policy\.lora\.r to 16") as told:
+        engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)
+    assert ("weights.rule to off" in str(told.value)) == (config.weights.rule != "off")
+    free(None)
+    engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)
+
+
+def test_an_adapter_fits_where_all_weights_do_not(free):
+    free(2)
+    config = Config.model_validate({"policy": {"lora": {"r": 16}}})
+    engine.check_host_memory(config.policy, config.weights, 8_798_208, CPU)
