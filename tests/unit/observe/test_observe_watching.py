@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -36,7 +37,10 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm-256color"}
         for size in ("COLUMNS", "LINES"):
             env.pop(size, None)
-        self.process = subprocess.Popen(command, stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, env=env, start_new_session=True)
+        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where a suite runs in the background it is ignored
+        self.process = subprocess.Popen(
+            command, stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, env=env, start_new_session=True, preexec_fn=heard
+        )
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
