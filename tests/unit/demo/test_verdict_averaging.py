@@ -22,6 +22,8 @@ def finding(kills=(), **fields):
     [
         ([0.01, 0.02, 0.005], 3, True), ([0.01, 0.02], 3, False), ([], 0, False), ([0.02, 0.01], 0, False),
         ([0.01, 0.02, 0.01, 0.005, 0.004, 0.004, 0.02], 7, True), ([0.012, 0.014, 0.016, 0.018, 0.02, 0.022, 0.024], 7, False),
+        ([0.015, *[0.01] * 6, 0.005, 0.005, 0.004, 0.014, 0.013], 12, True),  # twice with one that has just come back
+        ([0.001 * i for i in range(1, 22)], 21, False),
     ],
 )
 def test_replicas_must_have_come_together_again(distances, exchanges, ok):
