@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage, Unavailable
@@ -16,6 +15,7 @@ from swarmnode.pipeline.sessions import Prompts
 from swarmnode.pipeline.spec import stage_specs
 from swarmnode.pipeline.split import load_stage
 from swarmnode.policy.logprobs import collate, completion_logprobs
+from tests.support.largest import Largest
 from tests.support.split_models import load_whole_state, split_model, whole_state
 
 KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
@@ -115,21 +115,6 @@ def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind
                 parameter.normal_(0, 0.1)
     compare(embedded, model, [1, 2, 1])
     assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))  # frozen: nothing to sum
-
-
-class Largest(TorchDispatchMode):
-    """Largest number of rows of any tensor whose last dimension is `width`."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.width, self.rows = width, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.width:
-                self.rows = max(self.rows, tensor.numel() // self.width)
-        return out
 
 
 def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from swarmnode.config import LoraSettings, PolicyConfig
 from swarmnode.policy import footprint, load, logprobs
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
+from tests.support.largest import Largest
 
 LONG = [5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
 ROWS = [([5, 9, 20], [30, 31, 1]), (LONG, [11, 12, 13, 14, 1]), ([7], [40]), ([5, 9, 20], [1]), (LONG, [12, 1])]  # groups apart
@@ -133,21 +133,6 @@ def test_rows_are_packed_where_their_lengths_are_unlike(embedded, policies):
 def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
     rows = [([5] * 20, [30] * 400)] * 5 + [([6] * 20, [30] * 2000), ([7] * 2000, [30]), ([7] * 2000, [31]), ([5] * 20, [30])]
     assert logprobs.packs(collate(rows, 0)) == [(0, [0, 1]), (0, [2, 3]), (0, [4, 8]), (1, [5]), (2, [6]), (2, [7])]
-
-
-class Largest(TorchDispatchMode):
-    """Watches what is computed for the largest tensor as wide as the vocabulary, weights apart."""
-
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.vocabulary, self.rows = vocabulary, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.vocabulary:
-                self.rows = max(self.rows, tensor.numel() // self.vocabulary)
-        return out
 
 
 @pytest.mark.parametrize("lora", [0, 4])
