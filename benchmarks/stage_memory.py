@@ -1,7 +1,8 @@
 """What a micro-batch takes in the last stage of a crew, beside its weights: `python -m benchmarks.stage_memory [--length 2000]`.
 
 Qwen2.5-0.5B's shape cut in two, one completion, in float32 and on one core: `all at once` is all logits and all layers' activations
-together, `head in pieces` what is done where those fit, and `layers again` what is done where they do not. Each in a process of its own.
+together, `head in pieces` what is done where those fit, and `layers again` what is done where they do not. Each in a process of its own;
+`the plan` is what the members' memory is asked for.
 rank: of an adapter; 0 trains all weights, and then the gradient of the head, which each piece adds to, is there three times.
 """
 
@@ -21,14 +22,17 @@ from transformers import AutoConfig
 
 from benchmarks.report import heading, table
 from benchmarks.shapes import build
-from swarmnode.config import PolicyConfig
+from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig
+from swarmnode.crew.plan import model_cost, stage_memory
 from swarmnode.pipeline import runtime as module
 from swarmnode.pipeline.packing import packing
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
+from swarmnode.policy.device import TRAINED_BYTES, probe, set_up
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate
+from swarmnode.trainer.crew.model import cached_tokens, cost_of
 
 SHAPE, LAYERS, PROMPT = "qwen2.5-0.5b", (12, 12), 64
 ARMS = {"all at once": (False, False), "head in pieces": (True, False), "layers again": (True, True)}
@@ -41,9 +45,16 @@ def peak_bytes() -> int:
     return int(found[1]) * 1024
 
 
+def learn(runtime: StageRuntime, length: int) -> None:
+    batch = collate([([5] * PROMPT, [7 + i % 90 for i in range(length)])], 0)
+    x = torch.randn(packing(batch).rows, runtime.hidden_size, generator=torch.Generator().manual_seed(0))
+    runtime.learn(batch, x, 1.0, lambda logprobs, entropy: logprobs.sum())
+
+
 def measure(directory: Path, arm: str, length: int, rank: int) -> tuple[float, float]:
     """(bytes at the peak above what was there before, seconds) of one `learn`."""
     torch.set_num_threads(1)
+    set_up(torch.device("cpu"))
     pieces, again = ARMS[arm]
     module.needs_checkpointing = lambda *given: again
     if not pieces:
@@ -53,12 +64,21 @@ def measure(directory: Path, arm: str, length: int, rank: int) -> tuple[float, f
     runtime = StageRuntime(spec, adapt(stage, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")) if rank else stage)
     for parameter in runtime.parameters():
         parameter.grad = torch.ones_like(parameter)  # zeros would be no memory until something is added
-    batch = collate([([5] * PROMPT, [7 + i % 90 for i in range(length)])], 0)
-    x = torch.randn(packing(batch).rows, runtime.hidden_size, generator=torch.Generator().manual_seed(0))
+    learn(runtime, 2)  # weights are mapped from their file until something is computed with them
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
     before, began = peak_bytes(), time.perf_counter()
-    runtime.learn(batch, x, 1.0, lambda logprobs, entropy: logprobs.sum())
+    learn(runtime, length)
     return peak_bytes() - before, time.perf_counter() - began
+
+
+def planned_bytes(directory: str, length: int, rank: int) -> float:
+    """What a crew's plan counts for it: all that the stage needs, but the weights and what is trained of them, and the caches."""
+    config, placement = AutoConfig.from_pretrained(directory), probe(PolicyConfig(device="cpu"))
+    training = TrainingConfig(max_completion_length=length)
+    cost = cost_of(training, LoraSettings(r=rank), config, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4
+    weights = model_cost(config, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=4, trained_bytes=trained)
+    return stage_memory(cost, LAYERS, 1) - stage_memory(weights, LAYERS, 1)
 
 
 def main() -> None:
@@ -78,6 +98,7 @@ def main() -> None:
             child = [sys.executable, "-m", "benchmarks.stage_memory", *sizes, "--arm", arm, model]
             taken, seconds = subprocess.run(child, capture_output=True, text=True, check=True).stdout.split()
             rows.append([arm, f"{float(taken) / 1e9:.2f}", f"{float(seconds):.0f}"])
+        rows.append(["the plan", f"{planned_bytes(model, asked.length, asked.rank) / 1e9:.2f}", ""])
     print(heading("crew: what a micro-batch takes in the last stage"))
     print(table(["way", "GB beside weights and gradients", "s"], rows))
 

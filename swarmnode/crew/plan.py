@@ -28,7 +28,7 @@ class Part:
     """What one layer, the embedding or the head costs whoever holds it."""
 
     memory: float
-    """Bytes: weights, gradients, optimizer, and the cache of its share of the waves in flight."""
+    """Bytes: weights, gradients, optimizer, the cache of its share of the waves in flight, and what a micro-batch leaves in it."""
     work: float
     """What a micro-batch takes, forward and backward; in units of which a member does `speed` per second."""
 
@@ -41,6 +41,8 @@ class ModelCost:
     """Norm and head; with tied embeddings it holds the embedding a second time."""
     batch_bytes: float = 0.0
     """What a stage sends of a micro-batch: activations to the next one, gradients to the one before."""
+    stage: float = 0.0
+    """Bytes that any stage needs besides, however many layers it holds: while one of them is computed."""
     crossings: float = 0.0
     """How often, for each micro-batch of a step, everybody waits for the way through all stages and back: once for each token that is
     sampled, and while the pipeline fills and drains."""
@@ -71,7 +73,7 @@ class Plan:
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
     """Bytes that whoever holds `stage` of these blocks needs."""
     start = sum(layers[:stage])
-    memory = sum(part.memory for part in model.layers[start : start + layers[stage]])
+    memory = model.stage + sum(part.memory for part in model.layers[start : start + layers[stage]])
     memory += model.embedding.memory if stage == 0 else 0.0
     return memory + (model.head.memory if stage == len(layers) - 1 else 0.0)
 
@@ -88,7 +90,7 @@ def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) ->
     search = _Search(model, members)
     found = search.within(sys.float_info.max, stages)
     if found is None:
-        need = model.embedding.memory + search.memory[-1] + model.head.memory
+        need = model.stage + model.embedding.memory + search.memory[-1] + model.head.memory
         have = sum(member.memory for member in members)
         raise Refused(f"{len(members)} members with {have:.3g} bytes together cannot hold the model's {need:.3g} in blocks of layers")
     too_fast = 0.0  # nothing is known to be faster than this
@@ -186,7 +188,7 @@ class _Search:
     def seconds(self, index: int, start: int, end: int) -> float:
         """What a micro-batch takes in layers [start, end) at this member; infinite where they do not fit."""
         member, last = self.members[index], end == self.count
-        memory, work = self.memory[end] - self.memory[start], self.work[end] - self.work[start]
+        memory, work = self.model.stage + self.memory[end] - self.memory[start], self.work[end] - self.work[start]
         if start == 0:
             memory, work = memory + self.model.embedding.memory, work + self.model.embedding.work
         if last:
@@ -196,7 +198,7 @@ class _Search:
     def _reach(self, index: int, start: int, most: int, bound: float) -> int:
         """How far this member can go on from `start`, at most to `most`, which is not the end; `start` where it cannot take a layer."""
         member, first = self.members[index], self.model.embedding if start == 0 else Part(0.0, 0.0)
-        room = self.memory[start] + member.memory - first.memory
+        room = self.memory[start] + member.memory - self.model.stage - first.memory
         time = self.work[start] + (bound - member.hop_seconds) * member.speed - first.work
         end = min(bisect.bisect_right(self.memory, room), bisect.bisect_right(self.work, time)) - 1
         end = max(start, min(end, most))  # but for rounding

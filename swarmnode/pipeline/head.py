@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -71,6 +71,8 @@ class BatchState:
     learnt: dict[int, frames.Learnt] = field(default_factory=dict)
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     failed: RefusalReason | None = None
+    divisible: bool = False
+    """Whether the largest of them holds more than its longest row: in smaller ones a device with little memory may do."""
 
 
 class CannotScore(PeerError):
@@ -140,7 +142,8 @@ class Head(StageWorker):
         as the crew allows. Raises PeerError, CannotScore, PeerTimeout."""
         lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
         pieces = {self._numbers.next(): piece for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))}
-        batch = self._batch = BatchState({number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()})
+        tokens_of = {number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()}
+        batch = self._batch = BatchState(tokens_of, divisible=_divisible(pieces.values(), lengths))
         with self.waiting.deadline():
             for begun, (number, piece) in enumerate(pieces.items()):
                 room = begun - SCORES * self.stages
@@ -173,7 +176,7 @@ class Head(StageWorker):
         if len(pieces) > frames.MICRO_BATCHES:
             raise ValueError(f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}")
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
-        batch = self._batch = BatchState(tokens_of)
+        batch = self._batch = BatchState(tokens_of, divisible=_divisible(cuts, lengths))
         attempt = self.coordinator.begin()
         try:
             with self.waiting.deadline():
@@ -235,7 +238,8 @@ class Head(StageWorker):
                     self.waiting.gone = why
             case frames.Failed():
                 batch.failed = frame.reason
-                self._judge(self._blame.refused(sender, frame.reason))
+                if frame.reason != TOO_MUCH or not batch.divisible:
+                    self._judge(self._blame.refused(sender, frame.reason))
             case frames.Acknowledge():
                 step_is_ours = frame.place.step == self.participant.step
                 if step_is_ours and frame.refused is not None and frame.attempt == self.coordinator.attempt:
@@ -290,3 +294,7 @@ class Head(StageWorker):
         norm = math.sqrt(decided.squared_norm)
         clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self.links.send(stage, frames.Commit(self.place, decided.attempt, norm, clip, float(self._learning_rate)))
+
+
+def _divisible(batches: Iterable[Sequence[int]], lengths: Sequence[int]) -> bool:
+    return max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0) > max(lengths, default=0)

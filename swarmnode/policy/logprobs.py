@@ -283,15 +283,20 @@ def head_logits(policy: Policy, states: torch.Tensor) -> torch.Tensor:
 def in_pieces(
     head: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor, tokens: torch.Tensor, temperature: float, piece: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time. Where there are more, each is computed again in the backward pass."""
+    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time. Where there are more, each is computed again in the backward pass.
+
+    That is a backward pass of its own, so that a trained head's gradient is added to in place: within one, its sum is made anew for each
+    piece, and there are three of the size of the head at once.
+    """
     if len(tokens) <= piece:
         return token_logprobs(head(outputs), tokens, temperature)
 
     def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(head(states), chosen.to(states.device), temperature)
 
+    run = functools.partial(checkpoint, one, use_reentrant=outputs.requires_grad, preserve_rng_state=False)
     parts = [
-        checkpoint(one, states, chosen, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else one(states, chosen)
+        (run if torch.is_grad_enabled() else one)(states, chosen)
         for states, chosen in zip(outputs.split(piece), tokens.split(piece), strict=True)
     ]
     return torch.cat([chosen for chosen, _ in parts]), torch.cat([spread for _, spread in parts])

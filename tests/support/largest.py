@@ -1,9 +1,12 @@
-"""Whether something is ever there at once: the largest tensor of a width that torch makes."""
+"""What is ever there at once: the largest tensor of a width that torch makes, and all that it makes together."""
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Largest(TorchDispatchMode):
@@ -19,3 +22,27 @@ class Largest(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == self.width:
                 self.rows = max(self.rows, tensor.numel() // self.width)
         return out
+
+
+class Alive(TorchDispatchMode):
+    """Bytes at the peak of all that was made and not let go of; what was there before, weights say, does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = self._now = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in {*given, *self._seen}:
+                self._seen.add(storage.data_ptr())
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.data_ptr(), storage.nbytes())
+        self.peak = max(self.peak, self._now)
+        return out
+
+    def _gone(self, place, size):
+        self._seen.discard(place)
+        self._now -= size

@@ -30,6 +30,7 @@ from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+from swarmnode.policy.footprint import ITEM_BYTES, LOGITS_COPIES, Method, Shape, layer_bytes, logits_tokens
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import Chat, PolicyText
@@ -147,7 +148,7 @@ def fits_whole(
         check_model_type(hf)
     except ConfigError as error:
         raise DeviceError(f"{reason}, and {error}") from None
-    layer = cost_of(training, policy.lora, hf, placement).layers[0].memory * HEADROOM
+    layer = least(cost_of(training, policy.lora, hf, placement)) * HEADROOM
     if layer > room:
         raise DeviceError(f"{reason}, and one layer alone needs {layer / 2**30:.1f} GiB")
     return False
@@ -245,13 +246,38 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
 
 
 def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, placement: Placement) -> ModelCost:
-    """What the parts of the model cost as this swarm trains it."""
+    """What the parts of the model cost as this swarm trains it.
+
+    Activations are those of the smallest micro-batch that there can be, the longest row alone: the head halves larger ones where they do
+    not fit. Layers keep their input and are run again one by one, see `pipeline.runtime`.
+    """
     lora = adapter.r > 0
     tokens = min(cfg.per_device_train_tokens, TOKENS)
-    return model_cost(
+    cost = model_cost(
         hf, batch_tokens=tokens, cached_tokens=cached_tokens(cfg), weight_bytes=placement.dtype.itemsize if lora else 4,
         trained_bytes=0 if lora else TRAINED_BYTES - 4,
     )  # fmt: skip
+    kind, shape = placement.device.type, Shape.of_config(hf.to_dict())
+    method = Method(kind, str(placement.dtype).removeprefix("torch."), adapter.r, checkpointing=True)
+    longest = PROMPT_TOKENS + cfg.max_completion_length
+    state = 4.0 * shape.hidden * longest
+    """Bytes of hidden states as one stage gives them to the next."""
+    gradients = ITEM_BYTES[method.dtype] * (2 * shape.hidden + 3 * shape.intermediate)
+    layer = (layer_bytes(shape, method) + gradients) * longest
+    # the gradient of a trained embedding, or of a piece of tokens in the head, is made before it is added to the one that is there
+    table = 0.0 if lora else 4.0 * shape.vocabulary * shape.hidden
+    head = 4.0 * shape.vocabulary * LOGITS_COPIES * min(longest, logits_tokens(shape.vocabulary, kind)) + table
+    return replace(
+        cost, stage=layer + WAVES * state,
+        embedding=replace(cost.embedding, memory=cost.embedding.memory + max(0.0, table - layer)),  # not at once with a layer's
+        layers=tuple(replace(part, memory=part.memory + state) for part in cost.layers),
+        head=replace(cost.head, memory=cost.head.memory + max(0.0, head - layer)),
+    )  # fmt: skip
+
+
+def least(cost: ModelCost) -> float:
+    """Bytes of a stage with one layer."""
+    return cost.stage + cost.layers[0].memory
 
 
 def cached_tokens(cfg: TrainingConfig) -> int:
@@ -268,7 +294,7 @@ def copy_memory(policy: PolicyConfig, training: TrainingConfig, hf: PretrainedCo
 
 def beside_copy(memory: float, copy: float, cost: ModelCost) -> float:
     """Bytes that a copy leaves for a stage. Raises DeviceError where that is less than a layer."""
-    left, layer = memory - copy * HEADROOM, cost.layers[0].memory * HEADROOM
+    left, layer = memory - copy * HEADROOM, least(cost) * HEADROOM
     if left < layer:
         raise DeviceError(
             f"stages.keep_policy: a copy in memory needs {copy * HEADROOM / 2**30:.1f} GiB and one layer to train {layer / 2**30:.1f} GiB, "

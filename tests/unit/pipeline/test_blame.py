@@ -9,7 +9,7 @@ def test_who_refuses_every_step_is_blamed_after_a_bound():
     blame = Blame(3)
     for _ in range(PATIENCE - 1):
         assert blame.refused(1, "not_finite") is None
-    assert blame.refused(1, "not_finite") == (1, f"refused {PATIENCE} steps in a row: not_finite")
+    assert blame.refused(1, "not_finite") == (1, "refused step after step: not_finite")
 
 
 def test_who_refuses_now_and_then_or_in_turn_is_not():
@@ -20,6 +20,17 @@ def test_who_refuses_now_and_then_or_in_turn_is_not():
     for _ in range(4 * PATIENCE):
         assert blame.refused(1, "rows") is None
         assert blame.taken({}) is None
+
+
+@pytest.mark.parametrize("spoil", [lambda blame: blame.refused(1, "frame"), lambda blame: blame.silent({1, 2})])
+def test_who_lets_one_step_pass_of_five_is_found_all_the_same(spoil):
+    """Each refusal halves the crew's micro-batches, and each silence is a deadline: one step that is taken must not buy four more."""
+    blame = Blame(3)
+    blame.taken({})
+    verdicts = []
+    for step in range(2 * PATIENCE):
+        verdicts.append(blame.taken({}) if step % PATIENCE == PATIENCE - 1 else spoil(blame))
+    assert next(verdict[0] for verdict in verdicts if verdict) == 1
 
 
 @pytest.mark.parametrize(("silent", "whose"), [({2}, 2), ({1, 2}, 1)])
@@ -48,7 +59,7 @@ def test_a_norm_that_takes_everybody_else_s_part_of_the_step_away_is_blamed():
         assert blame.taken(norms()) is None
     verdicts = [blame.taken(norms({1})) for _ in range(PATIENCE)]
     assert verdicts[:-1] == [None] * (PATIENCE - 1)
-    assert verdicts[-1] == (1, f"{PATIENCE} steps in a row with an absurd norm")
+    assert verdicts[-1] == (1, "an absurd norm step after step")
 
 
 @pytest.mark.parametrize("absurd", [{0, 1, 2}, {0, 1}, set()])

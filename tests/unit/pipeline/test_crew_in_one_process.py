@@ -13,6 +13,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.activations import encode
+from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.frames import FrameLimits
@@ -319,6 +320,21 @@ async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models)
         assert not crew.members[1].runtime.sessions
         crew.head.waiting.gone = None
         assert len(await crew.head.score([([5, 6], [7, 8])], 1.0)) == 1
+
+
+async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_much(models, policy):
+    """From 16,384 tokens to a short row it is nine halvings, each of them a refusal, and five spoilt steps cost a member its place."""
+    _, rows = grpo(policy("llama"))
+    longest = max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        with fails(crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")):
+            for _ in range(2 * PATIENCE):
+                assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+            assert crew.head.blamed is None
+            for _ in range(PATIENCE):
+                row_by_row = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
+                assert (await crew.head.update(rows, row_by_row, 10.0, 1e-3)).refused == "frame"
+            assert crew.head.blamed == (1, "refused step after step: frame")
 
 
 async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from swarmnode.config import LoraSettings, PolicyConfig
 from swarmnode.policy import footprint, load, logprobs
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
-from tests.support.largest import Largest
+from tests.support.largest import Alive, Largest
 
 LONG = [5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
 ROWS = [([5, 9, 20], [30, 31, 1]), (LONG, [11, 12, 13, 14, 1]), ([7], [40]), ([5, 9, 20], [1]), (LONG, [12, 1])]  # groups apart
@@ -54,11 +55,26 @@ def test_equal_to_one_row_at_a_time(policies, kind, passes):
 def test_gradient_equals_that_of_one_row_at_a_time(policies, kind, passes):
     policy = policies[kind].clone()
     chosen, _ = completion_logprobs(policy, collate(ROWS, policy.pad_id), 1.0)
-    together = torch.autograd.grad(chosen.sum(), policy.trainable_parameters())
+    chosen.sum().backward()
+    together = [parameter.grad for parameter in policy.trainable_parameters()]
     separate = torch.autograd.grad(sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters())
     assert any(g.abs().max() > 0.1 for g in together)
     for a, b in zip(together, separate, strict=True):
         assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_a_trained_head_s_gradient_is_added_to_in_place():
+    """A real head has half a gigabyte and more: of its pieces' gradients there is one at a time, beside the sum that is kept."""
+    head = nn.Linear(256, 20_000, bias=False)
+    head.weight.grad = torch.zeros_like(head.weight)
+    outputs, tokens = torch.randn(100, 256, requires_grad=True), torch.arange(100)
+    with Alive() as alive:
+        logprobs.in_pieces(head, outputs, tokens, 1.0, 4)[0].sum().backward()
+    together = head.weight.grad.clone()
+    assert alive.peak < 1.5 * head.weight.nbytes
+    head.weight.grad = None
+    logprobs.in_pieces(head, outputs.detach(), tokens, 1.0, 4)[0].sum().backward()  # nothing but the head is trained
+    assert torch.allclose(together, head.weight.grad, atol=1e-5)
 
 
 def test_entropy_carries_no_gradient(embedded):

@@ -2,25 +2,31 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
-from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.crew.local import Assigned
+from swarmnode.crew.plan import model_cost, stage_memory
 from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import Refused
 from swarmnode.pipeline.packing import packing
-from swarmnode.pipeline.spec import StageSpec
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.spec import StageSpec, stage_specs
+from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.policy.device import TRAINED_BYTES, probe
 from swarmnode.policy.load import local_directory
 from swarmnode.policy.logprobs import collate
 from swarmnode.trainer.crew.average import averaged
-from swarmnode.trainer.crew.model import check_trainable, is_untrained
+from swarmnode.trainer.crew.model import cached_tokens, check_trainable, cost_of, is_untrained
 from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
 from tests.support.crew_models import opened
+from tests.support.largest import Alive
 
 
 def config_of(tmp_path, **stages) -> Config:
@@ -129,3 +135,34 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
                 names = {stage.runtime.spec.whole(n): p for n, p in stage.runtime.model.named_parameters() if A_MARK in n}
                 assert all(torch.equal(p, seeded[n]) for n, p in names.items())
             assert held == {block_of(name) for name in trained} - {EMBEDDING}  # tied: both ends hold it, and neither averages it
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, rank):
+    """A stage's memory is asked for before anything is computed: what its layers and its head take of one row is in it, not ten times."""
+    shape = LlamaConfig(
+        vocab_size=5000, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
+    monkeypatch.setattr("swarmnode.pipeline.runtime.needs_checkpointing", lambda *given: True)
+    monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
+    training, placement = TrainingConfig(max_completion_length=700), probe(PolicyConfig(device="cpu"))
+    cost, cut = cost_of(training, LoraSettings(r=rank), shape, placement), (2, 2)
+    kept = model_cost(
+        shape, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=4, trained_bytes=0 if rank else TRAINED_BYTES - 4
+    )
+    planned = stage_memory(cost, cut, index) - stage_memory(kept, cut, index)
+    stage = load_stage(tmp_path, stage_specs(shape, cut)[index])
+    adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    runtime = StageRuntime(stage_specs(shape, cut)[index], adapt(stage, adapter) if rank else stage)
+    for parameter in runtime.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batch = collate([([5] * 64, [7 + i % 90 for i in range(700)])], 0)
+    states = torch.randn(packing(batch).rows, runtime.hidden_size)
+    with Alive() as alive:
+        if index:
+            runtime.learn(batch, states, 1.0, lambda logprobs, entropy: logprobs.sum())
+        else:
+            runtime.backward(batch, None, states)
+    assert alive.peak < planned < 2 * alive.peak, (alive.peak, planned)
