@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from benchmarks.report import heading, table
 from benchmarks.shapes import build
-from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig
+from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.crew.plan import model_cost, stage_memory
 from swarmnode.pipeline import runtime as module
 from swarmnode.pipeline.packing import packing
@@ -32,7 +32,7 @@ from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import TRAINED_BYTES, probe, set_up
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate
-from swarmnode.trainer.crew.model import cached_tokens, cost_of
+from swarmnode.trainer.crew.model import cached_tokens, cost_of, kept_bytes
 
 SHAPE, LAYERS, PROMPT = "qwen2.5-0.5b", (12, 12), 64
 ARMS = {"all at once": (False, False), "head in pieces": (True, False), "layers again": (True, True)}
@@ -75,8 +75,8 @@ def planned_bytes(directory: str, length: int, rank: int) -> float:
     """What a crew's plan counts for it: all that the stage needs, but the weights and what is trained of them, and the caches."""
     config, placement = AutoConfig.from_pretrained(directory), probe(PolicyConfig(device="cpu"))
     training = TrainingConfig(max_completion_length=length)
-    cost = cost_of(training, LoraSettings(r=rank), config, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4
+    cost = cost_of(training, LoraSettings(r=rank), WeightsConfig(), config, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(WeightsConfig())
     weights = model_cost(config, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=4, trained_bytes=trained)
     return stage_memory(cost, LAYERS, 1) - stage_memory(weights, LAYERS, 1)
 

@@ -201,6 +201,13 @@ def saving_bytes(trained: int, optim: Optim = "adamw") -> int:
     return int((4 + OPTIMIZER_BYTES[optim]) * trained)
 
 
+def host_bytes(trained: int, fragments: int = 0, optim: Optim = "adamw") -> tuple[int, int]:
+    """Host memory beside training: (always, and at most more at times), where so many trained weights are saved and, in `fragments`,
+    averaged. 0 fragments: they are not averaged."""
+    always, more = averaging_bytes(trained, fragments) if fragments else (0, 0)
+    return always, max(more, saving_bytes(trained, optim))
+
+
 def micro_batch(shape: Shape, method: Method, room: float) -> int:
     """Tokens of the largest micro-batch that an update can have within `room` bytes; 0 where nothing fits."""
     fixed = footprint(shape, method, 1)

@@ -24,7 +24,7 @@ from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, averaging_bytes, footprint, micro_batch, saving_bytes
+from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, footprint, host_bytes, micro_batch
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
@@ -176,15 +176,15 @@ def check_host_memory(cfg: PolicyConfig, weights: WeightsConfig, trained: int, d
     """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free of the machine's memory, on a CPU beside
     gradients and moments. The kernel would end the process in the midst of it, again and again."""
     optim, free = cfg.optim, free_bytes(torch.device("cpu"))
-    always, more = averaging_bytes(trained, weights.fragments) if weights.rule != "off" else (0, 0)
-    saving, here = saving_bytes(trained, optim), (4 + OPTIMIZER_BYTES[optim]) * trained if device.type == "cpu" else 0
-    need = here + always + max(more, saving)
+    always, more = host_bytes(trained, weights.fragments if weights.rule != "off" else 0, optim)
+    here = (4 + OPTIMIZER_BYTES[optim]) * trained if device.type == "cpu" else 0
+    need = here + always + more
     if free is None or need <= free:
         return
     remedies = [*(["weights.rule to off"] if always else []), *(["policy.lora.r to 16"] if not cfg.lora.r else [])]
     parts = f"{here / 1e9:.1f} GB to train, " * bool(here) + f"{always / 1e9:.1f} GB to average, " * bool(always)
     raise DeviceError(
-        f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory ({parts}{max(more, saving) / 1e9:.1f} GB while an "
+        f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory ({parts}{more / 1e9:.1f} GB while an "
         f"average is made or the state is saved), and {free / 1e9:.1f} GB are free: set {' or '.join(remedies) or 'policy.model smaller'}; "
         f"`swarmnode plan` says what each takes"
     )

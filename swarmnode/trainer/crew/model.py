@@ -30,7 +30,7 @@ from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
-from swarmnode.policy.footprint import ITEM_BYTES, LOGITS_COPIES, Method, Shape, layer_bytes, logits_tokens
+from swarmnode.policy.footprint import ITEM_BYTES, LOGITS_COPIES, Method, Shape, host_bytes, layer_bytes, logits_tokens
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import Chat, PolicyText
@@ -129,7 +129,7 @@ class CrewModel:
 
 
 def fits_whole(
-    policy: PolicyConfig, stages: StagesConfig, training: TrainingConfig, directory: Path, placement: Placement
+    policy: PolicyConfig, stages: StagesConfig, training: TrainingConfig, weights: WeightsConfig, directory: Path, placement: Placement
 ) -> bool:  # fmt: skip
     """Whether this node trains the policy by itself. Raises DeviceError, ConfigError where it can be trained neither way."""
     mode = stages.mode
@@ -138,7 +138,7 @@ def fits_whole(
         check_model_type(hf)
         return False
     room = capacity(stages.capacity, placement)
-    need = whole_bytes(policy, hf, placement)
+    need = whole_bytes(policy, weights, hf, placement)
     if mode == "off" or room is None or need <= room:
         return True
     if placement.device.type == "cuda" and policy.device == "auto" and not stages.capacity and torch.cuda.device_count() > 1:
@@ -148,7 +148,7 @@ def fits_whole(
         check_model_type(hf)
     except ConfigError as error:
         raise DeviceError(f"{reason}, and {error}") from None
-    layer = least(cost_of(training, policy.lora, hf, placement)) * HEADROOM
+    layer = least(cost_of(training, policy.lora, weights, hf, placement)) * HEADROOM
     if layer > room:
         raise DeviceError(f"{reason}, and one layer alone needs {layer / 2**30:.1f} GiB")
     return False
@@ -162,15 +162,31 @@ def capacity(limit: int, placement: Placement) -> int | None:
     return limit if measured is None else min(limit, measured)
 
 
-def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement) -> int:
-    """To train all of it here."""
+def whole_bytes(policy: PolicyConfig, weights: WeightsConfig, hf: PretrainedConfig, placement: Placement) -> int:
+    """To train all of it here; on a CPU with what it takes to save and to average it, which is host memory too."""
     parameters, edges = count_parameters(hf)
-    return needed_bytes(parameters, policy.lora.r * edges, placement.dtype, optim=policy.optim)
+    adapter = policy.lora.r * edges
+    beside = kept_bytes(weights) * (adapter or parameters) if placement.device.type == "cpu" else 0
+    return needed_bytes(parameters, adapter, placement.dtype, optim=policy.optim) + beside
+
+
+def kept_bytes(weights: WeightsConfig) -> int:
+    """Host memory for each trained weight, beside training: to save it, and to average it."""
+    parts = weights.fragments
+    return sum(host_bytes(parts, parts if weights.rule != "off" else 0)) // parts
+
+
+def on_host(memory: float, adapter: LoraSettings, weights: WeightsConfig, placement: Placement) -> float:
+    """Bytes of a stage's device, less where the machine's own memory could not keep what is saved and averaged of so much."""
+    free = free_bytes(torch.device("cpu"))
+    if adapter.r or free is None or placement.device.type == "cpu":
+        return memory
+    return min(memory, free * TRAINED_BYTES / kept_bytes(weights))
 
 
 @contextlib.contextmanager
 def open_model(
-    cfg: PolicyConfig, stages: StagesConfig, training: TrainingConfig, terms: CrewTerms, data_dir: Path,
+    cfg: PolicyConfig, stages: StagesConfig, training: TrainingConfig, weights: WeightsConfig, terms: CrewTerms, data_dir: Path,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[CrewModel]:  # fmt: skip
     """The model as a CrewModel, for as long as the context is open. terms: `crew_terms` of the same sections.
@@ -200,9 +216,10 @@ def open_model(
         opened = stored(data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
-        cost = over_lines(cost_of(training, cfg.lora, hf, placement), training, int(hf.hidden_size), terms)
+        cost = over_lines(cost_of(training, cfg.lora, weights, hf, placement), training, int(hf.hidden_size), terms)
         room = capacity(stages.capacity, placement)
-        memory = float(room if room is not None else whole_bytes(cfg, hf, placement))
+        memory = float(room if room is not None else whole_bytes(cfg, weights, hf, placement))
+        memory = on_host(memory, cfg.lora, weights, placement)
         if stages.keep_policy in ("memory", "both"):
             memory = beside_copy(memory, copy_memory(cfg, training, hf), cost)
         offering = Offering(terms.hash(identity), Capacity(memory / HEADROOM, measure_speed(placement)), cost)
@@ -245,17 +262,20 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
         raise Refused("stages keep Adam's moments in 32 bits: set policy.optim to adamw, or stages.mode to off")
 
 
-def cost_of(cfg: TrainingConfig, adapter: LoraSettings, hf: PretrainedConfig, placement: Placement) -> ModelCost:
-    """What the parts of the model cost as this swarm trains it.
+def cost_of(
+    cfg: TrainingConfig, adapter: LoraSettings, weights: WeightsConfig, hf: PretrainedConfig, placement: Placement
+) -> ModelCost:  # fmt: skip
+    """What the parts of the model cost as this swarm trains it, and on a CPU saves and averages it.
 
     Activations are those of the smallest micro-batch that there can be, the longest row alone: the head halves larger ones where they do
     not fit. Layers keep their input and are run again one by one, see `pipeline.runtime`.
     """
     lora = adapter.r > 0
     tokens = min(cfg.per_device_train_tokens, TOKENS)
+    beside = kept_bytes(weights) if placement.device.type == "cpu" else 0
     cost = model_cost(
         hf, batch_tokens=tokens, cached_tokens=cached_tokens(cfg), weight_bytes=placement.dtype.itemsize if lora else 4,
-        trained_bytes=0 if lora else TRAINED_BYTES - 4,
+        trained_bytes=0 if lora else TRAINED_BYTES - 4 + beside,
     )  # fmt: skip
     kind, shape = placement.device.type, Shape.of_config(hf.to_dict())
     method = Method(kind, str(placement.dtype).removeprefix("torch."), adapter.r, checkpointing=True)

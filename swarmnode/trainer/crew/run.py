@@ -56,7 +56,7 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
     if config.stages.mode == "off":
         return Trainer(config, progress)
     with config_directory(config.policy) as directory:
-        whole = fits_whole(config.policy, config.stages, config.training, directory, probe(config.policy))
+        whole = fits_whole(config.policy, config.stages, config.training, config.weights, directory, probe(config.policy))
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
 
@@ -82,7 +82,7 @@ class CrewTrainer:
         with contextlib.ExitStack() as stack:
             c = self._config
             terms = crew_terms(c.stages, c.policy.lora, c.weights, c.training)
-            self._model = stack.enter_context(open_model(c.policy, c.stages, c.training, terms, c.node.data_dir, self._loading))
+            self._model = stack.enter_context(open_model(c.policy, c.stages, c.training, c.weights, terms, c.node.data_dir, self._loading))
             settings = recovery_settings(c.stages, c.network.upload_bytes_per_second)
             directory = c.node.data_dir / "trainer"
             more: Callable[[int], dict[str, int]] = lambda step: self.copy.facts(step) if self.copy is not None else {}

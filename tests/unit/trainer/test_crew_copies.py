@@ -35,7 +35,7 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("node")
     c = Config.model_validate({"node": {"data_dir": directory}, "policy": {"device": "cpu"}, "stages": {"mode": "always"}})
     terms = crew_terms(c.stages, LoraSettings(), c.weights, c.training)
-    with open_model(c.policy, c.stages, c.training, terms, directory) as opened:
+    with open_model(c.policy, c.stages, c.training, c.weights, terms, directory) as opened:
         yield opened
 
 

@@ -6,7 +6,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
-from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.plan import model_cost, stage_memory
 from swarmnode.crew.record import NO_HASH, Taken
@@ -16,11 +16,11 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.policy.device import TRAINED_BYTES, probe
+from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
 from swarmnode.policy.logprobs import collate
 from swarmnode.trainer.crew.average import averaged
-from swarmnode.trainer.crew.model import cached_tokens, check_trainable, cost_of, is_untrained
+from swarmnode.trainer.crew.model import cached_tokens, check_trainable, cost_of, is_untrained, kept_bytes, on_host
 from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.engine import open_policy
@@ -148,10 +148,10 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     monkeypatch.setattr("swarmnode.pipeline.runtime.needs_checkpointing", lambda *given: True)
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
     training, placement = TrainingConfig(max_completion_length=700), probe(PolicyConfig(device="cpu"))
-    cost, cut = cost_of(training, LoraSettings(r=rank), shape, placement), (2, 2)
-    kept = model_cost(
-        shape, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=4, trained_bytes=0 if rank else TRAINED_BYTES - 4
-    )
+    weights, cut = WeightsConfig(), (2, 2)
+    cost = cost_of(training, LoraSettings(r=rank), weights, shape, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(weights)
+    kept = model_cost(shape, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=4, trained_bytes=trained)
     planned = stage_memory(cost, cut, index) - stage_memory(kept, cut, index)
     stage = load_stage(tmp_path, stage_specs(shape, cut)[index])
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -166,3 +166,18 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
         else:
             runtime.backward(batch, None, states)
     assert alive.peak < planned < 2 * alive.peak, (alive.peak, planned)
+
+
+def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trained_on(monkeypatch):
+    """A journal copies weights and moments after each step; slow weights, momentum and base lie beside them. Who has no room is killed."""
+    averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
+    assert (kept_bytes(averaged), kept_bytes(saved)) == (24, 12)
+    shape = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    cpu, gpu = Placement(torch.device("cpu"), torch.float32, ""), Placement(torch.device("cuda:0"), torch.float32, "")
+    weights_of = lambda placement, weights: cost_of(TrainingConfig(), LoraSettings(r=0), weights, shape, placement).layers[0].memory
+    parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
+    assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
+    assert weights_of(cpu, saved) - weights_of(gpu, saved) == 12 * parameters
+    monkeypatch.setattr("swarmnode.trainer.crew.model.free_bytes", lambda device: 24e9)
+    assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, "a billion weights, which 24 GB keep"
+    assert on_host(80e9, LoraSettings(r=16), averaged, gpu) == on_host(80e9, LoraSettings(r=0), averaged, cpu) == 80e9
