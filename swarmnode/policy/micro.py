@@ -94,13 +94,15 @@ class MicroBatcher:
 
     What ran out may have been somebody else's memory: after CALM_PASSES passes that came near the bound it is raised by a quarter, up to
     `most` again, and where that was wrong the next attempt takes twice as long. Write `tokens` to disk and give it back after a restart.
-    `alive` is called after every micro-batch.
+    `alive` is called after every micro-batch. With `first` it begins with so many and doubles them after each such pass, until something
+    is too much: slow start, for who cannot know what others are able to do.
     """
 
-    def __init__(self, most: int, alive: Callable[[], None] = lambda: None) -> None:
-        self.tokens = most
+    def __init__(self, most: int, alive: Callable[[], None] = lambda: None, first: int | None = None) -> None:
+        self.tokens = most if first is None else min(first, most)
         self.alive = alive
         self._most = most
+        self._doubles = first is not None
         self._longest: int | None = None
         """The longest row that may fit, once one alone did not."""
         self._retries = 0
@@ -190,13 +192,16 @@ class MicroBatcher:
     def shrink(self, failed: int) -> None:
         """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
-        self._calm = 0
+        self._calm, self._doubles = 0, False
         if self._raised:
             self._raised, self._patience = False, min(2 * self._patience, LONGEST_PATIENCE)
 
     def passed(self, largest: int) -> None:
         """A pass went through whose largest micro-batch had so many padded tokens."""
         if self._longest is None and self.tokens >= self._most:
+            return
+        if self._doubles:
+            self.tokens = min(self._most, 2 * self.tokens if 2 * largest > self.tokens else self.tokens)
             return
         self._calm += 1 if self._longest is not None or 2 * largest > self.tokens else 0
         if self._calm >= self._patience:

@@ -49,6 +49,9 @@ WAIT_SECONDS = 1.0
 """Between two looks whether we should stop."""
 FAILURES = 5
 """So many calls in a row fail, in one crew, before the process is started again."""
+FIRST_TOKENS = 1024
+"""Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds is many times the head's deadline, and
+a crew that has never worked is given up after two of these."""
 REFUSALS = 3
 """One step is refused so often before its rows are given up."""
 
@@ -62,7 +65,7 @@ class CrewPolicy:
         averaging: Callable[[], StageAveraging | None] = lambda: None, copy: WholeCopy | None = None,
     ) -> None:  # fmt: skip
         self._training = training
-        self._memory = MicroBatcher(training.per_device_train_tokens)
+        self._memory = MicroBatcher(training.per_device_train_tokens, first=FIRST_TOKENS)
         """How much all stages can compute at a time, and in time, as far as is known."""
         self._wait_seconds = wait_seconds
         self._model = model

@@ -197,3 +197,20 @@ def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypat
     assert [g.prompt_ids for g in groups] == [embedded.encode_prompt(p) for p in prompts]
     assert pieces[0] == 9
     assert len(pieces) > 2
+
+
+def test_who_does_not_know_what_fits_begins_small_and_doubles_until_something_is_too_much():
+    batcher = MicroBatcher(1000, first=40)
+    rows = [10] * 64
+    sizes = [batcher.tokens]
+    for _ in range(2):
+        passes(batcher, rows, 1)
+        sizes.append(batcher.tokens)
+    assert sizes == [40, 80, 160]
+    passes(batcher, [10] * 3, 3)
+    assert batcher.tokens == 160, "what is far below it says nothing"
+    passes(batcher, rows, 2, limit=200)  # 160, then 320, which fails
+    assert batcher.tokens == 160
+    passes(batcher, rows, CALM_PASSES - 2, limit=200)
+    assert batcher.tokens == 160, "from then on as everybody"
+    assert MicroBatcher(30, first=40).tokens == 30
