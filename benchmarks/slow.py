@@ -1,11 +1,14 @@
-"""Is a slow node left alone? `python -m benchmarks.slow [--minutes 60] [--answer 64]`: a whole node, with a model of a real shape.
+"""Is a slow node left alone? `python -m benchmarks.slow [--minutes 60] [--answer 64] [--members 2]`: whole nodes, with a model of a real
+shape.
 
 Qwen2.5-0.5B's shape with random weights, trained in float32 by one core: a pass takes seconds to minutes, an evaluation minutes. Its
 task rewards long answers, so that there is something to train on; all that is not named here is as a node has it. The supervisor ends a
 process that says nothing for 30 s, or for four of its longest steps. Whoever is ended so starts again from its last state, and is ended
 again at the same place: the node learns nothing for ever. Nothing may be started again here.
 
-The exit code is 1 if anything was, or if the node did not end by itself when it was asked to.
+With `--members` the model is held in stages by so many nodes, and nobody may leave the crew because somebody is slow either.
+
+The exit code is 1 if anything was, if there was another crew, or if a node did not end by itself when it was asked to.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from swarmnode.config import PolicyConfig
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.load import load_policy
 from tests.support.chaos.nodes import changed_environment, until
+from tests.support.whole_crew import snapshot, start
 
 LOOK_SECONDS = 1.0
 LOAD_SECONDS, END_SECONDS = 600.0, 1800.0
@@ -37,36 +41,43 @@ def length(prompts, completions, **columns):
 """
 
 
-def node_of(directory: Path, shape: str, answer: int, rank: int) -> DemoNode:
-    model = build(shape, load_policy(PolicyConfig(device="cpu")).tokenizer, directory / "model")
+def nodes_of(directory: Path, asked: argparse.Namespace) -> list[DemoNode]:
+    model = build(asked.shape, load_policy(PolicyConfig(device="cpu")).tokenizer, directory / "model")
     (directory / "rows.jsonl").write_text(ROWS)
     (directory / "slow_reward.py").write_text(REWARD)
-    return DemoNode("slow", directory / "data", {
+    return [_node(directory, f"node{i}", model, asked) for i in range(asked.members)]
+
+
+def _node(directory: Path, name: str, model: str, asked: argparse.Namespace) -> DemoNode:
+    stages = {"stages": {"mode": "always", "stages": asked.members, "trust": "anyone"}} if asked.members > 1 else {}
+    return DemoNode(name, directory / name, {
         "swarm": {"name": "slow"},
-        "network": {"mdns": False},
+        "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"model": model, "device": "cpu", "threads": 1},
-        "policy.lora": {"r": rank},
+        "policy.lora": {"r": asked.rank},
         "task": {"names": ["data/long"]},
         'task.datasets."data/long"': {"source": str(directory / "rows.jsonl"), "verifier": "slow_reward:length"},
-        "training": {"max_completion_length": answer, "learning_rate": 1e-6, "eval_every": 2, "eval_budget": 1.0},
+        "training": {"max_completion_length": asked.answer, "learning_rate": 1e-6, "eval_every": 2, "eval_budget": 1.0},
         "http": {"port": 0},
+        **stages,
     })  # fmt: skip
 
 
 class Watched:
-    """Phases of the node one after the other, with their seconds, and what its supervisor has counted last."""
+    """Phases of a node one after the other, with their seconds, its steps, and the crews that it was in."""
 
     def __init__(self, node: DemoNode) -> None:
         self.node = node
         self.phases: list[tuple[str, float]] = []
-        self.step = 0
+        self.step = self.crews = 0
         self._since = time.monotonic()
         self._phase = "starting"
 
     def look(self) -> None:
         self.node.ask()
-        now, phase = time.monotonic(), self.node.view.phase
-        self.step = max(self.step, self.node.view.step)
+        now, phase, told = time.monotonic(), self.node.view.phase, snapshot(self.node)
+        self.step = max(self.step, self.node.view.step, self.node.view.stage_step)
+        self.crews = told["stages"]["events"]["founded"] if told is not None else self.crews
         if phase != self._phase:
             self.phases.append((self._phase, now - self._since))
             self._phase, self._since = phase, now
@@ -74,24 +85,34 @@ class Watched:
     def rows(self) -> list[list[object]]:
         names = dict.fromkeys(name for name, _ in self.phases if name not in ("starting", "down"))
         took = {name: [seconds for phase, seconds in self.phases if phase == name] for name in names}
-        return [[name, len(seconds), middle(seconds, 0)] for name, seconds in took.items()]
+        return [[self.node.name, name, len(seconds), middle(seconds, 0)] for name, seconds in took.items()]
+
+    def again(self) -> dict[str, int]:
+        """Process → how often the supervisor has started it again."""
+        counted = self.node.directory / "run" / "supervisor.json"
+        processes = json.loads(counted.read_text())["processes"] if counted.exists() else {}
+        return {name: process["restarts"] for name, process in processes.items()}
 
 
-def run(node: DemoNode, minutes: float) -> Watched:
-    """What was seen until it had ended by itself, or was killed."""
-    watched = Watched(node)
-    with changed_environment(PYTHONPATH=str(node.directory.parent)):
-        node.start([])
+def run(nodes: list[DemoNode], minutes: float) -> list[Watched]:
+    """What was seen until they had ended by themselves, or were killed."""
+    watched = [Watched(node) for node in nodes]
+    with changed_environment(PYTHONPATH=str(nodes[0].directory.parent)):
+        start(nodes)
     try:
-        until(lambda: node.url or not node.alive(), LOAD_SECONDS, LOOK_SECONDS)
+        until(lambda: all(node.url or not node.alive() for node in nodes), LOAD_SECONDS, LOOK_SECONDS)
         ends = time.monotonic() + 60 * minutes
-        while time.monotonic() < ends and node.alive():
-            watched.look()
+        while time.monotonic() < ends and all(node.alive() for node in nodes):
+            for each in watched:
+                each.look()
             time.sleep(LOOK_SECONDS)
-        node.stop()
-        node.wait(END_SECONDS)
+        for node in nodes:
+            node.stop()
+        for node in nodes:
+            node.wait(END_SECONDS)
     finally:
-        node.kill()
+        for node in nodes:
+            node.kill()
     return watched
 
 
@@ -101,21 +122,22 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--answer", type=int, default=64, help="tokens, at most")
     parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0 trains all weights, which takes 20 GB")
+    parser.add_argument("--members", type=int, default=1, help="nodes that hold the model in stages, each with a core")
     asked = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="slow-"))
     try:
-        node = node_of(directory, asked.shape, asked.answer, asked.rank)
-        watched, code = run(node, asked.minutes), node.exit_code()
-        counted = node.directory / "run" / "supervisor.json"
-        processes = json.loads(counted.read_text())["processes"] if counted.exists() else {}
+        watched = run(nodes_of(directory, asked), asked.minutes)
         print(heading("slow: is a slow node left alone?"))
-        print(table(["phase", "times", "seconds, median [least–greatest]"], watched.rows()))
-        again = {name: process["restarts"] for name, process in processes.items()}
-        ends = "killed" if code is None or code < 0 else f"ended with {code}"
-        print(f"\n{watched.step} steps in {asked.minutes:.0f} minutes; started again: {again}; {ends}.")
-        bad = code != 0 or not again or any(again.values()) or watched.step == 0
-        if bad:
-            print(node.log_file.read_text(errors="replace")[-4000:], file=sys.stderr)
+        print(table(["node", "phase", "times", "seconds, median [least–greatest]"], [row for each in watched for row in each.rows()]))
+        bad = False
+        for each in watched:
+            again, code = each.again(), each.node.exit_code()
+            ends = "killed" if code is None or code < 0 else f"ended with {code}"
+            steps = f"{each.step} steps in {asked.minutes:.0f} minutes, in {each.crews} crews"
+            print(f"\n{each.node.name}: {steps}; started again: {again}; {ends}.")
+            if code != 0 or not again or any(again.values()) or each.step == 0 or each.crews != (asked.members > 1):
+                bad = True
+                print(each.node.log_file.read_text(errors="replace")[-4000:], file=sys.stderr)
         return int(bad)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -31,7 +31,7 @@ from swarmnode.crew.detector import Signs, slowness_at
 from swarmnode.crew.events import Settings
 from swarmnode.crew.founding import LEAST_SECONDS, MOST_SECONDS, Point, is_behind, plan_crew
 from swarmnode.crew.messages import WITHOUT, Offer, Refuse, Status
-from swarmnode.crew.plan import stage_memory
+from swarmnode.crew.plan import stage_memory, stage_work
 from swarmnode.crew.record import (
     HASH_BYTES,
     NO_HASH,
@@ -414,7 +414,7 @@ class _Turn:
             if crew.own.phase != "active" and since >= self._ready_seconds(crew, self.state.me):
                 late.append(self.state.me)
             return late, "does not get ready"
-        stands = self.now - crew.stepped_at >= share * settings.step_seconds
+        stands = self.now - crew.stepped_at >= share * self._step_seconds(crew)
         return [crew.record.members[0].peer] if stands else [], "has taken no step for long"
 
     def _ready_seconds(self, crew: Crew, peer: str) -> float:
@@ -423,6 +423,14 @@ class _Turn:
         stage = stage_of(crew.record, peer)
         memory = stage_memory(offering.cost, sizes, stage) if offering is not None and stage is not None else 0.0
         return self.settings.prepare_seconds + memory / self.settings.restore_bytes_per_second
+
+    def _step_seconds(self, crew: Crew) -> float:
+        """How long a crew may take no step: longer where our own stage is slow, since blocks are cut so that all take as long."""
+        offering = self.state.offering
+        if offering is None:
+            return self.settings.step_seconds
+        work = stage_work(offering.cost, [member.layers for member in crew.record.members], crew.stage)
+        return max(self.settings.step_seconds, self.settings.slow_steps * work / offering.capacity.speed)
 
     # ---- the own trainer ----------------------------------------------------------------------------------------------------
 

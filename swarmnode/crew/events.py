@@ -44,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True):
     """It may take prepare_seconds and its memory by this rate in all, whatever progress it reports."""
     step_seconds: float = 900.0
     """A crew that runs and takes no step for so long is left."""
+    slow_steps: float = 10.0
+    """Or for so many times what its training takes, by the plan: completions and evaluations are computed besides, token by token."""
     bar_seconds: float = 10.0
     """How long a peer is left out because of which a crew ended or was not founded, at least: as long as it cost, doubled each time. The
     time that it works with us is taken off."""

@@ -43,6 +43,8 @@ class ModelCost:
     """What a stage sends of a micro-batch: activations to the next one, gradients to the one before."""
     stage: float = 0.0
     """Bytes that any stage needs besides, however many layers it holds: while one of them is computed."""
+    batches: float = 1.0
+    """Micro-batches of a step."""
     crossings: float = 0.0
     """How often, for each micro-batch of a step, everybody waits for the way through all stages and back: once for each token that is
     sampled, and while the pipeline fills and drains."""
@@ -72,10 +74,18 @@ class Plan:
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
     """Bytes that whoever holds `stage` of these blocks needs."""
+    return model.stage + sum(part.memory for part in _parts(model, layers, stage))
+
+
+def stage_work(model: ModelCost, layers: Sequence[int], stage: int) -> float:
+    """What all micro-batches of a step take in `stage` of these blocks."""
+    return model.batches * sum(part.work for part in _parts(model, layers, stage))
+
+
+def _parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[Part]:
     start = sum(layers[:stage])
-    memory = model.stage + sum(part.memory for part in model.layers[start : start + layers[stage]])
-    memory += model.embedding.memory if stage == 0 else 0.0
-    return memory + (model.head.memory if stage == len(layers) - 1 else 0.0)
+    ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
+    return [*model.layers[start : start + layers[stage]], *ends]
 
 
 def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) -> Plan:

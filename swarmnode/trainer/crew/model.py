@@ -329,7 +329,8 @@ def over_lines(cost: ModelCost, cfg: TrainingConfig, hidden: int, terms: CrewTer
     sampled = cfg.groups_per_step * cfg.num_generations * (PROMPT_TOKENS + cfg.max_completion_length)
     both = activation_bytes(terms.codec, tokens, hidden) + activation_bytes(terms.gradient_codec, tokens, hidden)
     ways = cfg.max_completion_length + WAYS_OF_AN_UPDATE
-    return replace(cost, batch_bytes=float(both), crossings=ways / max(1.0, sampled / tokens))
+    batches = max(1.0, sampled / tokens)
+    return replace(cost, batch_bytes=float(both), batches=batches, crossings=ways / batches)
 
 
 def measure_speed(placement: Placement) -> float:

@@ -24,12 +24,12 @@ OURS = Copy(LINEAGE, 1, 2, 40, b"h" * 32, "memory", Taken(1), b"")
 class Node:
     """`b`, to which others speak."""
 
-    def __init__(self, *copies, trusts=lambda peer: True, layers=2):
+    def __init__(self, *copies, trusts=lambda peer: True, layers=2, work=1.0):
         sign, verify = named_keys("b")
         self.means = Means(SETTINGS, sign, verify, random.Random(1), trusts)
         self.state, self.now, self.done = State("b"), 100.0, []
         self.does(ev.PeerBack("a"))
-        cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * layers, Part(0.0, 0.0))
+        cost = ModelCost(Part(0.0, 0.0), (Part(1.0, work),) * layers, Part(0.0, 0.0))
         self.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost, copies))
 
     def does(self, event):
@@ -61,8 +61,8 @@ def founded(of):
     return Founded(of, tuple(Signed(one.peer, named_keys(one.peer)[0](member_bytes(crew))) for one in of.members))
 
 
-def running(*copies, peers=("a", "b"), step=0):
-    node = Node(*copies, layers=len(peers))
+def running(*copies, peers=("a", "b"), step=0, work=1.0):
+    node = Node(*copies, layers=len(peers), work=work)
     of = record(*peers, step=step)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     assert node.answers("a", founded(of)) == m.Noted()
@@ -273,6 +273,17 @@ def test_progress_without_end_is_no_reason_to_wait_without_end():
     node.waits(2.0, alive=())
     assert node.state.phase == Phase.FREE
     assert node.state.peers["a"].barred_until - node.now > SETTINGS.prepare_seconds, "left out for longer than it has cost"
+
+
+@pytest.mark.parametrize(("work", "bound"), [(1.0, SETTINGS.step_seconds), (200.0, 200.0 * SETTINGS.slow_steps)])
+def test_a_crew_takes_no_step_for_as_long_as_is_slow_for_its_stages(work, bound):
+    """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what the others say of themselves moves nothing."""
+    node = running(work=work)
+    node.waits(bound - 5.0, alive=("a",))
+    assert node.state.phase == Phase.RUNNING
+    node.waits(10.0, alive=("a",))
+    assert node.state.phase == Phase.FREE
+    assert node.state.peers["a"].debt >= bound, "it holds the first stage"
 
 
 def test_a_proposer_that_never_finishes_holds_nobody_for_ever():
