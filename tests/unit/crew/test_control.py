@@ -277,7 +277,7 @@ def test_progress_without_end_is_no_reason_to_wait_without_end():
 
 @pytest.mark.parametrize(("work", "bound"), [(1.0, SETTINGS.step_seconds), (200.0, 200.0 * SETTINGS.slow_steps)])
 def test_a_crew_takes_no_step_for_as_long_as_is_slow_for_its_stages(work, bound):
-    """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what the others say of themselves moves nothing."""
+    """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what others say of themselves moves nothing."""
     node = running(work=work)
     node.waits(bound - 5.0, alive=("a",))
     assert node.state.phase == Phase.RUNNING
