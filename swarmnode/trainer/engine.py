@@ -181,7 +181,7 @@ def check_host_memory(cfg: PolicyConfig, weights: WeightsConfig, trained: int, d
     need = here + always + more
     if free is None or need <= free:
         return
-    remedies = [*(["weights.rule to off"] if always else []), *(["policy.lora.r to 16"] if not cfg.lora.r else [])]
+    remedies = [*(["weights.rule to off"] if always else []), *(["policy.lora.r to 16", "stages.mode to always"] if not cfg.lora.r else [])]
     parts = f"{here / 1e9:.1f} GB to train, " * bool(here) + f"{always / 1e9:.1f} GB to average, " * bool(always)
     raise DeviceError(
         f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory ({parts}{more / 1e9:.1f} GB while an "

@@ -138,7 +138,7 @@ def fits_whole(
         check_model_type(hf)
         return False
     room = capacity(stages.capacity, placement)
-    need = whole_bytes(policy, weights, hf, placement)
+    need = whole_bytes(policy, hf, placement)
     if mode == "off" or room is None or need <= room:
         return True
     if placement.device.type == "cuda" and policy.device == "auto" and not stages.capacity and torch.cuda.device_count() > 1:
@@ -162,12 +162,10 @@ def capacity(limit: int, placement: Placement) -> int | None:
     return limit if measured is None else min(limit, measured)
 
 
-def whole_bytes(policy: PolicyConfig, weights: WeightsConfig, hf: PretrainedConfig, placement: Placement) -> int:
-    """To train all of it here; on a CPU with what it takes to save and to average it, which is host memory too."""
+def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement) -> int:
+    """To train all of it here. Whoever can, and has no room to save and average it, is told so by its trainer, with remedies."""
     parameters, edges = count_parameters(hf)
-    adapter = policy.lora.r * edges
-    beside = kept_bytes(weights) * (adapter or parameters) if placement.device.type == "cpu" else 0
-    return needed_bytes(parameters, adapter, placement.dtype, optim=policy.optim) + beside
+    return needed_bytes(parameters, policy.lora.r * edges, placement.dtype, optim=policy.optim)
 
 
 def kept_bytes(weights: WeightsConfig) -> int:
@@ -218,7 +216,7 @@ def open_model(
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
         cost = over_lines(cost_of(training, cfg.lora, weights, hf, placement), training, int(hf.hidden_size), terms)
         room = capacity(stages.capacity, placement)
-        memory = float(room if room is not None else whole_bytes(cfg, weights, hf, placement))
+        memory = float(room if room is not None else whole_bytes(cfg, hf, placement))
         memory = on_host(memory, cfg.lora, weights, placement)
         if stages.keep_policy in ("memory", "both"):
             memory = beside_copy(memory, copy_memory(cfg, training, hf), cost)
