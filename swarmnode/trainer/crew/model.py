@@ -24,7 +24,7 @@ from swarmnode.crew.local import Offering
 from swarmnode.crew.plan import Capacity, ModelCost, model_cost
 from swarmnode.errors import ConfigError, DeviceError, Refused, Unavailable
 from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import ActivationCodec, FrameLimits, activation_bytes
+from swarmnode.pipeline.frames import MICRO_BATCHES, ActivationCodec, FrameLimits, activation_bytes
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
@@ -253,6 +253,12 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
         raise Refused(
             f"a crew computes {TOKENS} tokens at a time, and an answer may have {training.max_completion_length}: set "
             f"training.max_completion_length to {TOKENS - 1024} or lower, or stages.mode to off"
+        )
+    rows = training.groups_per_step * training.num_generations
+    if rows > MICRO_BATCHES * (TOKENS // (training.max_completion_length + PROMPT_TOKENS)):
+        raise Refused(
+            f"a step of {rows} answers of {training.max_completion_length} tokens is more than {MICRO_BATCHES} micro-batches of {TOKENS}: "
+            f"set training.groups_per_step lower, or stages.mode to off"
         )
     if policy.quantization != "none":
         raise Refused("stages are not quantised: set policy.quantization to none, or stages.mode to off")

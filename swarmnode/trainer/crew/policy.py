@@ -21,6 +21,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.commit import Participant
+from swarmnode.pipeline.frames import MICRO_BATCHES
 from swarmnode.pipeline.head import TOO_MUCH, CannotScore, Head, StepResult
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.waves import Wave
@@ -28,13 +29,13 @@ from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.micro import MicroBatcher, micro_batches
 from swarmnode.policy.text import PolicyText
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.crew.average import StageAveraging
 from swarmnode.trainer.crew.copies import WholeCopy
-from swarmnode.trainer.crew.model import CrewModel
+from swarmnode.trainer.crew.model import TOKENS, CrewModel
 from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.engine import EngineGone, EngineStatistics
 from swarmnode.trainer.judge import Scored
@@ -171,6 +172,9 @@ class CrewPolicy:
         cfg, memory = self._training, self._memory
         lengths, groups = [len(row.prompt_ids) + len(row.completion_ids) for row in learn], [row.group for row in learn]
         before, refusals = self._participant().step, 0
+        pieces = lambda tokens: len(micro_batches(lengths, tokens, groups))
+        while memory.tokens < TOKENS and pieces(memory.tokens) > MICRO_BATCHES:
+            memory.tokens *= 2
 
         async def work(head: Head) -> StepResult | None:
             if head.participant.step > before:
@@ -189,7 +193,8 @@ class CrewPolicy:
                     effective_own=result.effective, rate_factor=result.rate_factor,
                 )  # fmt: skip
             log.warning("no step", reason=result.refused, tokens=largest)
-            if result.refused in (TOO_MUCH, "timeout") and largest > max(lengths):  # a slow stage answers sooner of less
+            divisible = largest > max(lengths) and pieces(largest // 2) <= MICRO_BATCHES
+            if result.refused in (TOO_MUCH, "timeout") and divisible:  # a slow stage answers sooner of less
                 (memory.ran_out if result.refused == TOO_MUCH else memory.shrink)(largest)
                 continue
             refusals += 1

@@ -95,6 +95,9 @@ def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
     for training in (TrainingConfig(beta=0.1), TrainingConfig(max_completion_length=20_000)):
         with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):
             check_trainable(PolicyConfig(), training)
+    check_trainable(PolicyConfig(), TrainingConfig(groups_per_step=128, max_completion_length=10_000))
+    with pytest.raises(Refused, match=r"set training.groups_per_step lower"):
+        check_trainable(PolicyConfig(), TrainingConfig(groups_per_step=129, max_completion_length=10_000))
 
 
 def assert_it_says_that_it_goes_on(runtime):

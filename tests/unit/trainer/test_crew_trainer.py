@@ -230,6 +230,24 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
         assert engine.statistics().oom_retries > retries, "what is only scored is cut likewise"
 
 
+async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, model, monkeypatch):
+    """A member that says that nothing is small enough ends no trainer: the step is given up like any other that is refused."""
+    Idle(monkeypatch)
+    monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 12)
+    for module in ("swarmnode.trainer.crew.policy.MICRO_BATCHES", "swarmnode.pipeline.frames.MICRO_BATCHES"):
+        monkeypatch.setattr(module, 4)
+    policy = whole(model)
+    async with crew(tmp_path, make(tmp_path, model, 3), [1, 2, 1]) as (_, trainers):
+        engine, short = engine_of(trainers[0]), runtime_of(trainers[1])
+        assert (await in_thread(engine.update, some_rows(policy, 0))).stepped
+
+        def fails(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(short, "forward", fails)
+        assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
+
+
 async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(tmp_path, model, monkeypatch):
     """No deadline fires for ever on work that only takes long, and nobody loses his place for it: the first pieces are small."""
     Idle(monkeypatch)
