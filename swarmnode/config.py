@@ -250,8 +250,7 @@ class StagesConfig(Section):
     mode: Literal["auto", "off", "always"] = "auto"
     """When the policy is held in stages by a crew of nodes: `auto` where it does not fit this node, `always`, `off` never."""
     capacity: int = Field(default=0, ge=0)
-    """Bytes that this node gives to a stage: weights, gradients, optimizer, caches and activations, and on a CPU what is saved and
-    averaged. 0 is what is measured to be free."""
+    """Bytes that this node gives to a stage, on a CPU with what is saved and averaged of it; 0 is what is measured to be free."""
     stages: int = Field(default=0, ge=0, le=8)
     """Stages of a crew that this node founds; 0 is what the planner finds fastest."""
     codec: Literal["float32", "bfloat16", "int8"] = "bfloat16"

@@ -549,9 +549,10 @@ def test_a_copy_is_planned_beside_the_stage(tmp_path, model):
 def test_who_needs_a_crew(tmp_path, model):
     fits = config(tmp_path, model, stages={"mode": "auto"})
     assert isinstance(make_trainer(fits, Progress()), Trainer)
-    small = config(tmp_path, model, stages={"mode": "auto", "capacity": 5 * 2**20})
+    few = {"groups_per_step": 2}
+    small = config(tmp_path, model, training=few, stages={"mode": "auto", "capacity": 3 * 2**20})
     assert isinstance(make_trainer(small, Progress()), CrewTrainer)
-    assert isinstance(make_trainer(config(tmp_path, model, stages={"mode": "off", "capacity": 5 * 2**20}), Progress()), Trainer)
+    assert isinstance(make_trainer(config(tmp_path, model, stages={"mode": "off", "capacity": 3 * 2**20}), Progress()), Trainer)
     assert isinstance(make_trainer(config(tmp_path, model), Progress()), CrewTrainer)
 
 
