@@ -51,6 +51,8 @@ class StepResult:
 
     refused: RefusalReason | None = None
     """Why the step was dropped by all; None where it was taken by all."""
+    divisible: bool = False
+    """Where it was dropped: whether it can be taken in smaller micro-batches."""
     loss: float | None = None
     clip_fraction: float | None = None
     entropy: float | None = None
@@ -72,7 +74,7 @@ class BatchState:
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     failed: RefusalReason | None = None
     divisible: bool = False
-    """Whether the largest of them holds more than its longest row: in smaller ones a device with little memory may do."""
+    """Whether there can be smaller ones, in which a device with little memory may do."""
 
 
 class CannotScore(PeerError):
@@ -143,7 +145,7 @@ class Head(StageWorker):
         lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
         pieces = {self._numbers.next(): piece for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))}
         tokens_of = {number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()}
-        batch = self._batch = BatchState(tokens_of, divisible=_divisible(pieces.values(), lengths))
+        batch = self._batch = BatchState(tokens_of, divisible=_half(pieces.values(), lengths) is not None)
         with self.waiting.deadline():
             for begun, (number, piece) in enumerate(pieces.items()):
                 room = begun - SCORES * self.stages
@@ -171,12 +173,14 @@ class Head(StageWorker):
         """
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
         tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
-        cuts = micro_batches(lengths, tokens, [row.group for row in rows])
+        groups = [row.group for row in rows]
+        cuts = micro_batches(lengths, tokens, groups)
         pieces = {self._numbers.next_of_turn(): [rows[i] for i in piece] for piece in cuts}
         if len(pieces) > frames.MICRO_BATCHES:
             raise ValueError(f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}")
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
-        batch = self._batch = BatchState(tokens_of, divisible=_divisible(cuts, lengths))
+        halves = _half(cuts, lengths, groups)
+        batch = self._batch = BatchState(tokens_of, divisible=halves is not None and len(halves) <= frames.MICRO_BATCHES)
         attempt = self.coordinator.begin()
         try:
             with self.waiting.deadline():
@@ -206,7 +210,7 @@ class Head(StageWorker):
         if decided is not None and decided.refused is None and self.coordinator.unfinished:
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
-            return StepResult(refused=decided.refused if decided else "timeout")
+            return StepResult(refused=decided.refused if decided else "timeout", divisible=batch.divisible)
         self._judge(self._blame.taken(self.coordinator.norms))
         count = max(count, 1.0)
         return StepResult(
@@ -296,5 +300,7 @@ class Head(StageWorker):
         self.links.send(stage, frames.Commit(self.place, decided.attempt, norm, clip, float(self._learning_rate)))
 
 
-def _divisible(batches: Iterable[Sequence[int]], lengths: Sequence[int]) -> bool:
-    return max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0) > max(lengths, default=0)
+def _half(batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None) -> list[list[int]] | None:
+    """The micro-batches where the largest has half the tokens; None when it is one row, which cannot be halved."""
+    largest = max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0)
+    return micro_batches(lengths, largest // 2, groups) if largest > max(lengths, default=0) else None

@@ -193,8 +193,7 @@ class CrewPolicy:
                     effective_own=result.effective, rate_factor=result.rate_factor,
                 )  # fmt: skip
             log.warning("no step", reason=result.refused, tokens=largest)
-            divisible = largest > max(lengths) and pieces(largest // 2) <= MICRO_BATCHES
-            if result.refused in (TOO_MUCH, "timeout") and divisible:  # a slow stage answers sooner of less
+            if result.refused in (TOO_MUCH, "timeout") and result.divisible:  # a slow stage answers sooner of less
                 (memory.ran_out if result.refused == TOO_MUCH else memory.shrink)(largest)
                 continue
             refusals += 1

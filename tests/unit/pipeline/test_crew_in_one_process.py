@@ -337,6 +337,20 @@ async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_m
             assert crew.head.blamed == (1, "refused step after step: frame")
 
 
+async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(models, policy, monkeypatch):
+    """A step has 1,024 micro-batches at most. With more rows than that a row alone is never reached."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        with fails(crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")):
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).divisible
+            monkeypatch.setattr("swarmnode.pipeline.frames.MICRO_BATCHES", 1)
+            for _ in range(PATIENCE):
+                result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+                assert result.refused == "frame"
+                assert not result.divisible
+            assert crew.head.blamed == (1, "refused step after step: frame")
+
+
 async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):
     _, rows = grpo(policy("llama-tied"))
     async with crew_of(models["llama-tied"], [2, 2]) as crew:
