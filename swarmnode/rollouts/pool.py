@@ -157,9 +157,8 @@ class Pool:
     def _shuffled(
         self, entries: list[_Entry], policy_version: int, rng: random.Random, trusted: dict[str, float]
     ) -> list[_Entry]:  # fmt: skip
-        weights = [
-            sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, trusted[e.group.peer]) for e in entries
-        ]
+        shares = {peer: trusted[peer] / len(mine) for peer, mine in self._peers.items()}  # who says more is not drawn before others
+        weights = [sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, shares[e.group.peer]) for e in entries]
         return sampling.shuffle_weighted(entries, weights, rng)
 
     def _evict(self) -> None:

@@ -46,8 +46,8 @@ MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
 """Made-up groups that a node trains on, at most: so many, and this share of all. Up to four nodes of ten make them up, and one in ten is
 not found."""
 MADE_UP_FIRST = 2 * (1 - FOUND)
-"""More where there are more than thirty that make them up: whoever was never judged is drawn once, and of that one in ten is not found; this
-is twice as many."""
+"""More where there are more than thirty that make them up: whoever was never judged is drawn once, and of that one in ten is not found;
+this is twice as many."""
 UNASKED_BYTES = 2**20
 NOWHERE = Foe("nobody", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
 """Where somebody was said to be, and nobody is."""

@@ -1,3 +1,4 @@
+import copy
 import random
 
 import pytest
@@ -120,6 +121,16 @@ def test_trusted_peers_are_drawn_more_often():
         pool = filled("ab", 1)
         wins += draw(pool, 1, seed=seed, trust=lambda peer: 1.0 if peer == "a" else 0.25)[0].peer == "a"
     assert wins / 400 == pytest.approx(0.8, abs=0.08)
+
+
+def test_who_says_more_is_not_drawn_before_others():
+    """Drawn by the group, whoever publishes ten times as much would be eleven of twelve in every step, until it is known."""
+    pool = filled("abcdefgh", 1)
+    for number in range(100, 110):
+        for peer in "stuvwxyz":
+            pool.add(external_group(peer, number), now=0.0, policy_version=0)
+    loud = sum(g.peer in "stuvwxyz" for seed in range(100) for g in draw(copy.deepcopy(pool), 2, seed=seed))
+    assert 75 <= loud <= 125
 
 
 def test_a_draw_repeats_with_its_seed():
