@@ -24,7 +24,7 @@ from swarmnode.rollouts.fetching import PENDING, WORKERS
 from swarmnode.rollouts.queues import QUEUE_GROUPS
 from tests.support.sim import breaks, determinism
 from tests.support.sim.hostile import NEVER_TRAINED_ON, Hostile
-from tests.support.sim.learner import FOUND, TASKS
+from tests.support.sim.learner import TASKS
 from tests.support.sim.network import Medium
 from tests.support.sim.node import Life, Node
 from tests.support.sim.schedule import Fault, Foe, Place, Schedule
@@ -45,9 +45,6 @@ FORGED = 12
 MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
 """Made-up groups that a node trains on, at most: so many, and this share of all. Up to four nodes of ten make them up, and one in ten is
 not found."""
-MADE_UP_FIRST = 2 * (1 - FOUND)
-"""More where there are more than thirty that make them up: whoever was never judged is drawn once, and of that one in ten is not found;
-this is twice as many."""
 UNASKED_BYTES = 2**20
 NOWHERE = Foe("nobody", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
 """Where somebody was said to be, and nobody is."""
@@ -308,7 +305,6 @@ class World:
     def _check_foes(self, node: Node) -> None:
         """How much of what was trained on is from whom, and how much one that floods gets to send."""
         total, made_up = node.tally.used.total(), node.tally.made_up
-        first = MADE_UP_FIRST * sum(foe.kind in ("poet", "patient") for foe in self.foes.values())
         for foe in self.foes.values():
             used = node.tally.used[foe.peer]
             if used and foe.kind in NEVER_TRAINED_ON:
@@ -319,7 +315,7 @@ class World:
                     self._fail(f"{foe.name}, which floods, has sent {sent} bytes to {lives} lives of nodes")
             if foe.kind == "forger" and node.tally.drawn[foe.peer] > FORGED * node.lives:
                 self._fail(f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of {foe.name}")
-        if made_up > max(MADE_UP_GROUPS, first) + MADE_UP_SHARE * total:
+        if made_up > MADE_UP_GROUPS + MADE_UP_SHARE * total:
             self._fail(f"{made_up} of {total} groups that {node.name} has trained on were made up")
 
     def _name(self, peer: str) -> str:
