@@ -7,7 +7,7 @@ import struct
 from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, digest, require
 
 CODEC = ("float32", "bfloat16", "int8")
-REASON = ("micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone")
+REASON = ("micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone", "device")
 PLACE = Row(crew=bytes, stage=int, step=int)
 BODIES = {  # type → fields behind `place`
     "forward": {"micro_batch": int, "purpose": ("learn", "score"), "codec": CODEC, "rows": int, "about": int},
@@ -21,8 +21,10 @@ BODIES = {  # type → fields behind `place`
     "decode": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int},
     "tokens": {"session": bytes, "rows": int},
     "drop": {"session": bytes},
-    "lost": {"session": bytes, "reason": REASON},
-    "failed": {"micro_batch": int, "reason": REASON},
+    "lost": {"session": bytes, "reason": REASON, "source": int},
+    "failed": {"micro_batch": int, "reason": REASON, "source": int},
+    "locate": {"piece": bytes},
+    "located": {"piece": bytes, "arrived": int, "sent": int, "full": bool, "worked": int},
     "embedding": {"attempt": int, "first": int, "rows": int},
     "propose": {"attempt": int, "micro_batches": [int]},
     "acknowledge": {"attempt": int, "refused": Maybe(REASON), "squared_norm": float},
@@ -66,10 +68,12 @@ def body_bytes(header, crew):
     """Section 2.2, and how long the body is."""
     place, rows = header["place"], header.get("rows", 1)
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
-    counter(place[2], header.get("micro_batch", 0), header.get("attempt", 0))
+    counter(place[2], *(header.get(field, 0) for field in ("micro_batch", "attempt", "arrived", "sent", "worked")))
+    require(0 <= header.get("source", 0) < COUNTS["stages"])
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
-    require(len(header.get("session", bytes(EXACT["wave"]))) == EXACT["wave"])
+    for name in ("session", "piece"):
+        require(len(header.get(name, bytes(EXACT["wave"]))) == EXACT["wave"])
     require(len(header.get("fingerprint", bytes(EXACT["fingerprint"]))) == EXACT["fingerprint"])
     for field, value in header.items():
         if isinstance(value, float):
@@ -233,7 +237,7 @@ def stage_fingerprint(base, place, codec):
 
 def stage_commit(step, events):
     """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
-    state = {"step": step, "attempt": 0, "phase": "open", "have": set(), "norm": 0.0}
+    state = {"step": step, "attempt": 0, "phase": "open", "have": set(), "norm": 0.0, "wanted": None}
     return [commit_answer(state, *event) for event in events]
 
 
@@ -242,7 +246,13 @@ def commit_answer(state, event, *given):
         if state["phase"] != "open" or given[0] in state["have"]:
             return ["ignored"]
         state["have"].add(given[0])
-        return ["added"]
+        if state["wanted"] is None or state["have"] < state["wanted"][0]:
+            return ["added"]
+        wanted, squared_norm = state["wanted"]
+        state["wanted"] = None
+        if state["have"] == wanted:
+            return ["added", *prepared(state, squared_norm)]
+        return ["added", "acknowledge", state["attempt"], "micro_batches", 0.0]
     if event == "propose":
         return proposed(state, *given)
     step, attempt = given
@@ -251,11 +261,11 @@ def commit_answer(state, event, *given):
             return ["done", attempt]
         if (step, attempt, state["phase"]) != (state["step"], state["attempt"], "prepared"):
             return []
-        state.update(step=step + 1, phase="open", have=set())
+        state.update(step=step + 1, phase="open", have=set(), wanted=None)
         return ["step", "done", attempt]
     if step != state["step"] or attempt < state["attempt"]:
         return []
-    state.update(attempt=attempt, phase="open", have=set())
+    state.update(attempt=attempt, phase="open", have=set(), wanted=None)
     return ["drop"]
 
 
@@ -270,8 +280,18 @@ def proposed(state, step, attempt, micro_batches, squared_norm):
     if attempt == state["attempt"] and state["phase"] == "prepared":
         return ["acknowledge", attempt, None, state["norm"]]
     state["attempt"] = attempt
-    if set(micro_batches) != state["have"]:
+    wanted = set(micro_batches)
+    if wanted > state["have"] and state["phase"] == "open":
+        state["wanted"] = wanted, squared_norm
+        return []
+    if wanted != state["have"]:
         return ["acknowledge", attempt, "micro_batches", 0.0]
+    return prepared(state, squared_norm)
+
+
+def prepared(state, squared_norm):
+    attempt = state["attempt"]
+    state["wanted"] = None
     if squared_norm is None:
         state["phase"] = "open"
         return ["acknowledge", attempt, "not_finite", 0.0]

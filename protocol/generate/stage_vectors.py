@@ -75,14 +75,18 @@ def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
 SMALL: list[dict[str, Any]] = [
     header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, entropy=2.5, tokens=3.0, weights=2.5, squares=2.25),
     header("drop", session=WAVE),
-    header("lost", session=WAVE, reason="session"),
-    header("failed", micro_batch=2**63 - 1, reason="not_finite"),
+    header("lost", session=WAVE, reason="session", source=63),
+    header("failed", micro_batch=2**63 - 1, reason="not_finite", source=0),
     header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1]),
     header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
     header("acknowledge", attempt=2, refused="micro_batches", squared_norm=0.0),
     header("commit", attempt=2, norm=0.5, clip=1.0, learning_rate=1e-6),
     header("abort", attempt=2, reason="timeout"),
     header("done", attempt=0),
+    header("failed", micro_batch=0, reason="device", source=1),
+    header("locate", piece=WAVE),
+    header("located", piece=bytes(8) + (9).to_bytes(8, "big"), arrived=2, sent=1, full=True, worked=2**63 - 1),
+    header("located", piece=WAVE, arrived=0, sent=2**63 - 1, full=False, worked=0),
 ]
 """Without a body."""
 
@@ -180,7 +184,16 @@ def hostile_headers() -> Iterator[Vector]:
         for value in (-1, 2**63):
             yield bad("bounds", f"{what} {value}", joined(header("done", [*PLACE[:at], value, *PLACE[at + 1 :]], attempt=1)))
     yield bad("bounds", "attempt -1", joined(header("done", attempt=-1)))
-    yield bad("bounds", "micro-batch 2**63", joined(header("failed", micro_batch=2**63, reason="rows")))
+    yield bad("bounds", "micro-batch 2**63", joined(header("failed", micro_batch=2**63, reason="rows", source=1)))
+    for source in (-1, 64):
+        yield bad("bounds", f"stage {source} as a source", joined(header("lost", session=WAVE, reason="frame", source=source)))
+    yield bad("bounds", "a piece named in 17 bytes", joined(header("locate", piece=WAVE + b"0")))
+    located = SMALL[-1]
+    for field in ("arrived", "sent", "worked"):
+        for value in (-1, 2**63):
+            yield bad("bounds", f"{field} {value}", joined({**located, field: value}))
+    yield bad("schema", "1 for a full queue", joined({**located, "full": 1}))
+    yield bad("schema", "a failure of nobody's frame", joined(without(SMALL[3], "source")))
     yield bad("bounds", "a wave's name of 15 bytes", joined(header("drop", session=WAVE[1:])))
     head = {"session": WAVE, "fingerprint": PRINT[1:], "codec": "float32", "rows": 1}
     yield bad("bounds", "a fingerprint of 31 bytes", joined(header("decode", **head)))
@@ -355,6 +368,14 @@ COMMITS: dict[str, list[list[Any]]] = {
         ["propose", 5, 1, [1], 0.5],
     ],
     "a micro-batch that is missing": [["gradient", 1], ["propose", 5, 1, [1, 2], 0.5], ["commit", 5, 1], ["abort", 5, 1]],
+    "a micro-batch that comes after its proposal": [
+        ["gradient", 1], ["propose", 5, 1, [1, 2], 0.5], ["propose", 5, 1, [1, 2], 0.5], ["gradient", 2], ["gradient", 3], ["commit", 5, 1],
+    ],
+    "one that comes after that, and is not finite": [["propose", 5, 1, [1], None], ["gradient", 1], ["commit", 5, 1], ["abort", 5, 1]],
+    "one of others while it waits": [["propose", 5, 1, [1], 0.5], ["gradient", 2], ["gradient", 1], ["abort", 5, 1]],
+    "one that is missing when it is prepared": [
+        ["gradient", 1], ["propose", 5, 1, [1], 0.5], ["propose", 5, 2, [1, 2], 0.5], ["commit", 5, 1],
+    ],
     "a micro-batch that nobody proposed": [["gradient", 1], ["gradient", 7], ["propose", 5, 1, [1], 0.5]],
     "a gradient after the acknowledgement": [["gradient", 1], ["propose", 5, 1, [1], 0.5], ["gradient", 2], ["commit", 5, 1]],
     "a gradient that is not finite": [["gradient", 1], ["propose", 5, 1, [1], None], ["commit", 5, 1], ["abort", 5, 1]],
@@ -377,22 +398,27 @@ def commits() -> Iterator[Vector]:
 
 def answers(step: int, events: list[list[Any]]) -> list[list[Any]]:
     """What `commit.Participant` answers, in the words of the vectors."""
-    stage = Participant(step)
-    return [_answer(stage, *event) for event in events]
+    stage, norms = Participant(step), dict[int, Any]()
+    return [_answer(stage, norms, *event) for event in events]
 
 
-def _answer(stage: Participant, event: str, *given: Any) -> list[Any]:
+def _answer(stage: Participant, norms: dict[int, Any], event: str, *given: Any) -> list[Any]:
     if event == "gradient":
         if not stage.may_accumulate(given[0]):
             return ["ignored"]
         stage.accumulated(given[0])
-        return ["added"]
+        answer: Any = stage.complete()
+        if answer == "prepare":
+            answer = stage.prepared(stage.attempt, norms[stage.attempt], 0.0)
+        if answer is None:
+            return ["added"]
+        return ["added", "acknowledge", answer.attempt, answer.refused, answer.squared_norm]
     action: Any
     if event == "propose":
-        step, attempt, micro_batches, norm = given
+        step, attempt, micro_batches, norms[given[1]] = given
         action = stage.propose(step, attempt, micro_batches)
         if action == "prepare":
-            action = stage.prepared(attempt, norm, 0.0)
+            action = stage.prepared(attempt, norms[attempt], 0.0)
     else:
         action = stage.commit(*given) if event == "commit" else stage.abort(*given)
     match action:

@@ -464,12 +464,15 @@ class _Turn:
 
     def _blames(self, blames: local.Blames) -> None:
         crew = self.state.crew
-        if crew is None or blames.crew != crew.id or not 0 <= blames.stage < len(crew.record.members):
+        if crew is None or blames.crew != crew.id:
             return
-        peer = crew.record.members[blames.stage].peer
-        self._note("blamed", f"{peer}: {blames.reason}")
-        self._charge(peer, self.now - crew.stepped_at)
-        self._break(f"no step comes of it: {blames.reason}", peer)
+        peers = [member.peer for stage, member in enumerate(crew.record.members) if stage in blames.stages]
+        if not peers:
+            return
+        for peer in peers:
+            self._note("blamed", f"{peer}: {blames.reason}")
+            self._charge(peer, self.now - crew.stepped_at)
+        self._break(f"no step comes of it: {blames.reason}", self.means.rng.choice(peers))
 
     def _drain(self, reason: str) -> None:
         if not self.state.draining:

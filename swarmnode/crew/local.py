@@ -6,7 +6,7 @@
     StageStatus   loading, probation, active, …   ─▶ control, heartbeats
                   drop what is under way, wait    ◀─ Suspended     somebody is suspected
                   begin, or go on                 ◀─ Resumed       all stages are active
-    Blames        no step comes of that stage     ─▶ control: without its holder, then
+    Blames        no step comes of these stages   ─▶ control: without its holder, then
                   stop; weights stay in memory    ◀─ Released      the crew is over
     Offering      with what was in memory and on disk then ─▶ control: offers that
 
@@ -86,10 +86,10 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
 
 
 class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):
-    """The head's trainer: steps fail again and again, and always because of this stage."""
+    """The head's trainer: steps fail again and again, and always because of this stage, or of one of these that contradict each other."""
 
     crew: bytes
-    stage: int
+    stages: tuple[int, ...]
     reason: str
 
 

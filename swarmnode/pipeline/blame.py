@@ -3,7 +3,7 @@
 The head counts. What one stage refuses now and then is nobody's fault; what it refuses again and again, while no other does, is its own,
 and the crew goes on without it. A step that is taken makes up for one that was spoilt, not for all: who lets every fifth pass is found too.
 A norm far above what the stage itself reported before takes every other stage's part of the step away by clipping: that counts like a
-refusal.
+refusal. Where two contradict each other both are blamed (`whereabouts.py`): one of them is bad, and has others beside it elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ PATIENCE: Final = 5
 """Steps that one stage alone spoils, more than are taken meanwhile."""
 IMPATIENCE: Final = 2
 """Deadlines in a row that one stage lets pass before the first step: a crew that has never worked is given up sooner."""
+SLOWNESS: Final = 3
+"""The same of one that says that it computes, while there can be less to compute."""
 REMEMBERED: Final = 32
 """Norms of a stage."""
 LEAST: Final = 8
@@ -25,24 +27,38 @@ ABSURD: Final = 1e4
 """Times the median of a stage's squared norm."""
 
 
+Verdict = tuple[tuple[int, ...], str]
+"""Stages, one of which is to blame, and why."""
+
+
 class Blame:
-    """Counts for a crew of `stages`, at its head."""
+    """Counts for a crew of `stages`, at its head. Each call returns a verdict where there is one because of it."""
 
     def __init__(self, stages: int) -> None:
+        self.verdict: Verdict | None = None
+        """The first one."""
         self._spoilt = [0] * stages
         self._worked = False
         self._norms: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(stages)]
 
-    def refused(self, stage: int, reason: str) -> tuple[int, str] | None:
-        """`stage` has refused a step. (stage, why) once that is too often."""
-        return self._spoils(stage, f"refused step after step: {reason}", PATIENCE)
+    def refused(self, stages: Collection[int], reason: str) -> Verdict | None:
+        """One of `stages` has refused a step, or made the other refuse it."""
+        return self._spoils(stages, f"refused step after step: {reason}", PATIENCE)
 
-    def silent(self, stages: Collection[int]) -> tuple[int, str] | None:
-        """A step was given up because these said nothing in time: the first of them, since the others wait for what it sends on."""
-        return self._spoils(min(stages), "no answer again and again", PATIENCE if self._worked else IMPATIENCE) if stages else None
+    def silent(self, stages: Collection[int]) -> Verdict | None:
+        """Work was given up that did not come back in time, and one of these has it."""
+        return self._spoils(stages, "no answer again and again", PATIENCE if self._worked else IMPATIENCE)
 
-    def taken(self, norms: Mapping[int, float]) -> tuple[int, str] | None:
-        """A step was taken; `norms` are the squared norms by stage. (stage, why) where one was absurd too often."""
+    def slow(self, stages: Collection[int], *, smallest: bool) -> Verdict | None:
+        """As `silent`, of those who say that they compute. smallest: what cannot be cut further, and was waited for that much longer."""
+        return self._spoils(stages, "too slow again and again", 1 if smallest else SLOWNESS)
+
+    def ended(self, stages: Collection[int], why: str) -> Verdict | None:
+        """Nothing can come of this crew any more, because of one of these."""
+        return self._spoils(stages, why, 1)
+
+    def taken(self, norms: Mapping[int, float]) -> Verdict | None:
+        """A step was taken; `norms` are the squared norms by stage."""
         self._worked = True
         absurd = [stage for stage, norm in norms.items() if self._is_absurd(stage, norm)]
         for stage, norm in norms.items():
@@ -51,11 +67,17 @@ class Blame:
         if len(absurd) != 1:  # none, or all of them: a batch that is hard for everybody
             self._spoilt = [max(0, count - 1) for count in self._spoilt]
             return None
-        return self._spoils(absurd[0], "an absurd norm step after step", PATIENCE)
+        return self._spoils(absurd, "an absurd norm step after step", PATIENCE)
 
-    def _spoils(self, stage: int, why: str, patience: int) -> tuple[int, str] | None:
-        self._spoilt = [count + 1 if i == stage else 0 for i, count in enumerate(self._spoilt)]
-        return (stage, why) if self._spoilt[stage] >= patience else None
+    def _spoils(self, stages: Collection[int], why: str, patience: int) -> Verdict | None:
+        if not stages:
+            return None
+        self._spoilt = [count + 1 if stage in stages else 0 for stage, count in enumerate(self._spoilt)]
+        guilty = tuple(stage for stage in sorted(stages) if self._spoilt[stage] >= patience)
+        if not guilty:
+            return None
+        self.verdict = self.verdict or (guilty, why)
+        return guilty, why
 
     def _is_absurd(self, stage: int, norm: float) -> bool:
         known = self._norms[stage]

@@ -73,6 +73,10 @@ class Participant:
         self.phase: Phase = "open"
         self.attempt = 0
         self._have: set[int] = set()
+        self._wanted: set[int] = set()
+        """What was proposed and is not all here."""
+        self._lost = False
+        """Gradients were here, and will not come again in this attempt."""
         self._norm = 0.0
         self._since = 0.0
 
@@ -93,9 +97,23 @@ class Participant:
             return Answer(attempt, "attempt") if attempt >= self.attempt else None
         if attempt == self.attempt and self.phase != "open":
             return Answer(attempt, None, self._norm) if self.phase == "prepared" else None
-        self.attempt = attempt
-        if self._have != set(micro_batches):
+        self.attempt, wanted = attempt, set(micro_batches)
+        if self._have == wanted:
+            self.phase = "preparing"
+            return "prepare"
+        if self._lost or self.phase != "open" or not self._have <= wanted:
             return Answer(attempt, "micro_batches")
+        self._wanted = wanted
+        return None
+
+    def complete(self) -> Next | Answer | None:
+        """To be asked after each gradient: whether it was the last of those that were proposed. What has not come is not refused: whoever
+        let a gradient through before it had one would have us blamed."""
+        if self.phase != "open" or not self._wanted or self._have < self._wanted:
+            return None
+        if self._have != self._wanted:
+            self._wanted = set()
+            return Answer(self.attempt, "micro_batches")
         self.phase = "preparing"
         return "prepare"
 
@@ -104,7 +122,7 @@ class Participant:
         if self.phase != "preparing" or attempt != self.attempt:
             return None
         if squared_norm is None:
-            self.phase = "open"
+            self.phase, self._wanted = "open", set()
             return Answer(attempt, "not_finite")
         self.phase, self._norm, self._since = "prepared", squared_norm, now
         return Answer(attempt, None, squared_norm)
@@ -134,7 +152,9 @@ class Participant:
         """
         if self.phase == "prepared":
             return False
+        lost = bool(self._have) or self._lost
         self._clear()
+        self._lost = lost
         return True
 
     @property
@@ -155,6 +175,7 @@ class Participant:
     def _clear(self) -> None:
         self.phase = "open"
         self._have.clear()
+        self._wanted, self._lost = set(), False
 
 
 # What the head does next.

@@ -87,7 +87,7 @@ class StageContext:
             if not faults.of_device(error):
                 raise
             self.refused[faults.DEVICE] += 1
-            cannot("frame")
+            cannot("device")
 
 
 def _reason_of(error: BadMessage) -> frames.RefusalReason:

@@ -33,7 +33,8 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
-RefusalReason = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone"]
+RefusalReason = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone", "device"]
+"""`frame`: what came is not what it has to be, or not now. `device`: ours cannot do it, as when memory runs out."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -128,6 +129,8 @@ class Lost(Header, frozen=True, tag="lost"):
 
     session: bytes
     reason: RefusalReason
+    source: int
+    """The stage whose frame it was that could not be used; the sender's own, where it is its own matter."""
 
 
 class Failed(Header, frozen=True, tag="failed"):
@@ -135,6 +138,29 @@ class Failed(Header, frozen=True, tag="failed"):
 
     micro_batch: int
     reason: RefusalReason
+    source: int
+    """As in `Lost`."""
+
+
+class Locate(Header, frozen=True, tag="locate"):
+    """Head → all: how far is this piece of work? It is answered at once, whatever is being computed."""
+
+    piece: bytes
+    """A wave's session, or a micro-batch's number in as many bytes, big-endian."""
+
+
+class Located(Header, frozen=True, tag="located"):
+    """Any → head."""
+
+    piece: bytes
+    arrived: int
+    """Times that it came from another stage."""
+    sent: int
+    """Times that it was sent to another stage, or put in the queue of one that does not read."""
+    full: bool
+    """The queue of one of them is so long that nothing new is begun which would go there."""
+    worked: int
+    """Grows while the sender computes, layer by layer, and while it sends."""
 
 
 class Embedding(Header, frozen=True, tag="embedding"):
@@ -184,7 +210,7 @@ class Done(Header, frozen=True, tag="done"):
 
 
 Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost | Failed
-Control = Embedding | Propose | Acknowledge | Commit | Abort | Done
+Control = Embedding | Propose | Acknowledge | Commit | Abort | Done | Locate | Located
 Frame = Compute | Control
 
 
@@ -244,7 +270,8 @@ async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame,
     return frame, await headed.read_exactly(stream, body_bytes(frame, limits)) or b""
 
 
-_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
+_LENGTHS: Final = {"session": SESSION_BYTES, "piece": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
+_COUNTERS: Final = dict.fromkeys(("micro_batch", "attempt", "arrived", "sent", "worked"), ANY_COUNTER)
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _AMOUNTS: Final = {
@@ -264,7 +291,7 @@ def check_place(place: Place) -> None:
 def _check(frame: Frame, limits: FrameLimits) -> None:
     check_place(frame.place)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
-    ranges = {"micro_batch": ANY_COUNTER, "attempt": ANY_COUNTER, "rows": (1, limits.tokens), "about": (1, about)}
+    ranges = {"rows": (1, limits.tokens), "about": (1, about), "source": (0, STAGES - 1), **_COUNTERS}
     check_fields(frame, _LENGTHS, {**ranges, **_AMOUNTS})
     if isinstance(frame, Embedding):
         check_between("first", frame.first, 0, limits.vocab - frame.rows)

@@ -8,6 +8,7 @@ from swarmnode.errors import BadMessage
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.context import StageContext
 from swarmnode.pipeline.waves import Wave
+from swarmnode.pipeline.whereabouts import path_of_wave
 from swarmnode.pipeline.work import read_tokens
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
@@ -46,6 +47,7 @@ class Generation:
     def begin(self, wave: Wave) -> None:
         at, questions = self._context, wave.questions()
         about = strict.encode(questions)
+        wave.began_at = questions.position
         self.open[wave.session] = wave
         frame = frames.Prefill(at.place, wave.session, at.fingerprint, at.settings.codec, sum(questions.lengths), len(about))
         at.links.send(0, frame, about)
@@ -76,6 +78,12 @@ class Generation:
             return f"a wave was lost {BEGIN_AGAIN + 1} times, last: {reason}"
         wave.session = self._numbers.session()
         self.begin(wave)
+        return None
+
+    def oldest(self) -> tuple[bytes, tuple[int, ...]] | None:
+        """A wave that is under way, and the stages that it has to visit for its next token."""
+        for session, wave in self.open.items():
+            return session, path_of_wave(self._context.stages, len(wave.ids[wave.live[0]]) - wave.began_at + 1)
         return None
 
     def end(self, session: bytes) -> None:

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import trio
+
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline import frames
-from swarmnode.pipeline.blame import Blame
+from swarmnode.pipeline.blame import Blame, Verdict
 from swarmnode.pipeline.commit import Coordinator, Decided
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.context import CrewSettings
@@ -31,6 +33,7 @@ from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.waiting import Waiting
 from swarmnode.pipeline.waves import Wave, cut
+from swarmnode.pipeline.whereabouts import Search, name_of, parties
 from swarmnode.pipeline.work import MicroBatch, read_scores
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import micro_batches
@@ -41,8 +44,10 @@ from swarmnode.wire import strict
 SCORES: Final = 2
 """Micro-batches that are scored at a time, for each stage: one that is computed, one that is on its way."""
 
-TOO_MUCH: Final = "frame"
+TOO_MUCH: Final = "device"
 """The reason of a stage whose device cannot do a piece of work, as when memory runs out."""
+ASKED: Final = 0.25
+"""Share of the time in which work has to arrive. After that all are asked where it is, and after each further one."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,23 @@ class BatchState:
 
     tokens: dict[int, int] = field(default_factory=dict)
     """Micro-batch → completion tokens."""
+    purpose: frames.Purpose = "score"
     finished: set[int] = field(default_factory=set)
     learnt: dict[int, frames.Learnt] = field(default_factory=dict)
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     failed: RefusalReason | None = None
     divisible: bool = False
     """Whether there can be smaller ones, in which a device with little memory may do."""
+
+    def through(self) -> bool:
+        return self.oldest() is None
+
+    def oldest(self) -> int | None:
+        """The first micro-batch of which not everything has come back."""
+        return next((number for number in self.tokens if not self._is_through(number)), None)
+
+    def _is_through(self, number: int) -> bool:
+        return number in self.scores if self.purpose == "score" else number in self.finished and number in self.learnt
 
 
 class CannotScore(PeerError):
@@ -96,18 +112,22 @@ class Head(StageWorker):
         self.coordinator = Coordinator(self.stages)
         self.waiting = Waiting(seconds)
         self.generation = Generation(self.context, numbers := Numbers())
-        self.blamed: tuple[int, str] | None = None
-        """(stage, why): no step comes of this crew because of it."""
         self._blame = Blame(self.stages)
+        self._search = Search()
         self._numbers = numbers
         self._batch = BatchState()
         self._learning_rate = 0.0
         """What the present step, or the last one, is taken with."""
 
     @property
+    def blamed(self) -> Verdict | None:
+        """Because of whom no step comes of this crew."""
+        return self._blame.verdict
+
+    @property
     def usable(self) -> bool:
-        """Whether no stage of this crew is known to be gone."""
-        return self.waiting.gone is None
+        """Whether something may come of this crew: no stage is known to be gone, or to keep it from working."""
+        return self.waiting.gone is None and self.blamed is None
 
     async def generate(
         self, prompts: Sequence[list[int]], num_generations: int, max_tokens: int, temperature: float, top_p: float, ends: frozenset[int],
@@ -119,6 +139,7 @@ class Head(StageWorker):
         Raises PeerError when a stage is gone, PeerTimeout, and ValueError for a completion that no wave can hold.
         """
         name = self._numbers.session
+        self._batch = BatchState()
         pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
         waves = [
             Wave(name(), [prompts[i] for i in piece], each, max_tokens, temperature, top_p, rng.getrandbits(63), ends)
@@ -126,12 +147,15 @@ class Head(StageWorker):
         ]
         later, open_now = list(reversed(waves)), self.generation.open
         try:
-            with self.waiting.deadline():
+            with self.waiting.deadline(believing=True):
                 while later or open_now:
                     while later and len(open_now) < max(self.stages, 1):
                         self.generation.begin(later.pop())
                     before = len(open_now)
                     await self.waiting.until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
+        except PeerTimeout:
+            self._blame_late()
+            raise
         finally:
             for session in list(open_now):
                 self.generation.end(session)
@@ -146,14 +170,18 @@ class Head(StageWorker):
         pieces = {self._numbers.next(): piece for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))}
         tokens_of = {number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()}
         batch = self._batch = BatchState(tokens_of, divisible=_half(pieces.values(), lengths) is not None)
-        with self.waiting.deadline():
-            for begun, (number, piece) in enumerate(pieces.items()):
-                room = begun - SCORES * self.stages
-                await self.waiting.until(lambda room=room: len(batch.scores) > room or batch.failed is not None)  # type: ignore[misc]
-                if batch.failed is not None:
-                    break
-                self._submit(number, "score", describe([rows[i] for i in piece], temperature))
-            await self.waiting.until(lambda: batch.scores.keys() >= pieces.keys() or batch.failed is not None)
+        try:
+            with self.waiting.deadline(believing=not batch.divisible):
+                for begun, (number, piece) in enumerate(pieces.items()):
+                    room = begun - SCORES * self.stages
+                    await self.waiting.until(lambda room=room: len(batch.scores) > room or batch.failed is not None)  # type: ignore[misc]
+                    if batch.failed is not None:
+                        break
+                    self._submit(number, "score", describe([rows[i] for i in piece], temperature))
+                await self.waiting.until(lambda: batch.through() or batch.failed is not None)
+        except PeerTimeout:
+            self._blame_late()
+            raise
         if batch.failed is not None:
             raise CannotScore(batch.failed)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
@@ -180,15 +208,14 @@ class Head(StageWorker):
             raise ValueError(f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}")
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
         halves = _half(cuts, lengths, groups)
-        batch = self._batch = BatchState(tokens_of, divisible=halves is not None and len(halves) <= frames.MICRO_BATCHES)
+        batch = self._batch = BatchState(tokens_of, "learn", divisible=halves is not None and len(halves) <= frames.MICRO_BATCHES)
         attempt = self.coordinator.begin()
         try:
-            with self.waiting.deadline():
+            with self.waiting.deadline(believing=not batch.divisible):
                 for number, piece in pieces.items():
                     work = [(row.prompt_ids, row.completion_ids) for row in piece]
                     self._submit(number, "learn", describe(work, cfg.temperature, describe_loss(piece, cfg, normalizer)))
-                through = lambda: batch.finished >= pieces.keys() and batch.learnt.keys() >= pieces.keys()
-                await self.waiting.until(lambda: through() or batch.failed is not None)
+                await self.waiting.until(lambda: batch.through() or batch.failed is not None)
                 sums = [batch.learnt[number] for number in pieces if number in batch.learnt]
                 count = sum(s.tokens for s in sums)
                 effective = effective_share(sum(s.weights for s in sums), sum(s.squares for s in sums), count)
@@ -202,16 +229,16 @@ class Head(StageWorker):
                 await self.waiting.until(lambda: self.coordinator.over)
         except PeerError as error:
             if isinstance(error, PeerTimeout):
-                self._judge(self._blame.silent(self.coordinator.silent))
+                self._blame_late()
             self._send_decision(self.coordinator.give_up("timeout" if isinstance(error, PeerTimeout) else "gone"))
             if not isinstance(error, PeerTimeout):
                 raise
         decided = self.coordinator.decision
-        if decided is not None and decided.refused is None and self.coordinator.unfinished:
+        if decided is not None and decided.refused is None and self.coordinator.unfinished:  # judged above
             raise PeerTimeout("a stage has not said that it took the step which was decided")
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout", divisible=batch.divisible)
-        self._judge(self._blame.taken(self.coordinator.norms))
+        self._blame.taken(self.coordinator.norms)
         count = max(count, 1.0)
         return StepResult(
             loss=sum(s.loss for s in sums),
@@ -223,9 +250,13 @@ class Head(StageWorker):
         )
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
-        tail, batch = self.stages - 1, self._batch
-        if self._is_progress(sender, frame):
+        progress = self._is_progress(sender, frame)
+        await self._take(sender, frame, body)
+        if progress:
             self.waiting.extend()
+
+    async def _take(self, sender: int, frame: Frame, body: bytes) -> None:
+        tail, batch = self.stages - 1, self._batch
         match frame:
             case frames.Tokens() if sender == tail:
                 self.generation.take(frame, body)
@@ -240,14 +271,17 @@ class Head(StageWorker):
             case frames.Lost():
                 if (why := self.generation.lost(frame.session, frame.reason)) is not None:
                     self.waiting.gone = why
+                    self._blame.ended(parties(range(self.stages), sender, frame.source), why)
             case frames.Failed():
                 batch.failed = frame.reason
                 if frame.reason != TOO_MUCH or not batch.divisible:
-                    self._judge(self._blame.refused(sender, frame.reason))
+                    path = self.micro_batches.path(frame.micro_batch, batch.purpose)
+                    self._blame.refused(parties(path, sender, frame.source), frame.reason)
             case frames.Acknowledge():
                 step_is_ours = frame.place.step == self.participant.step
                 if step_is_ours and frame.refused is not None and frame.attempt == self.coordinator.attempt:
-                    self._judge(self._blame.refused(sender, frame.refused))
+                    whose = tail if frame.refused == "frame" else sender  # only the two ends send each other anything for it
+                    self._blame.refused({whose}, frame.refused)
                 decided = self.coordinator.acknowledged(sender, frame.attempt, frame.refused, frame.squared_norm) if step_is_ours else None
                 self._send_decision(decided)
             case frames.Done():
@@ -266,18 +300,72 @@ class Head(StageWorker):
         self.waiting.gone = f"stage {stage} is gone: {reason}"
         self.waiting.wake()
 
-    def _is_progress(self, sender: int, frame: Frame) -> bool:
-        """Whether `frame` is more than a stage's question, asked once more, what was decided: that comes as long as nothing is."""
-        match frame:
-            case frames.Acknowledge():
-                return sender in self.coordinator.silent
-            case frames.Done():
-                return sender in self.coordinator.unfinished
-            case _:
-                return True
+    def tick(self) -> None:
+        super().tick()
+        if self.waiting.silent_seconds >= ASKED * self.waiting.seconds:
+            self._locate()
 
-    def _judge(self, verdict: tuple[int, str] | None) -> None:
-        self.blamed = self.blamed or verdict
+    def _locate(self) -> None:
+        """Ask where the oldest piece of work is that has not come back, not too often."""
+        piece, path = self._oldest() or (b"", ())
+        if piece and self._search.begins(piece, path, trio.current_time(), ASKED * self.waiting.seconds):
+            for stage in range(1, self.stages):
+                self.links.send(stage, frames.Locate(self.place, piece))
+            self._hear(0, self.located(piece))
+
+    def _oldest(self) -> tuple[bytes, tuple[int, ...]] | None:
+        number = self._batch.oldest()
+        if number is None:
+            return self.generation.oldest()
+        return name_of(number), self.micro_batches.path(number, self._batch.purpose)
+
+    def _at_once(self, sender: int, frame: Frame) -> bool:
+        if not isinstance(frame, frames.Located):
+            return super()._at_once(sender, frame)
+        if self.context.fence.check(frame.place, sender, None) is None:
+            self._hear(sender, frame)
+        return True
+
+    def _hear(self, stage: int, said: frames.Located) -> None:
+        if self._search.said(stage, said):
+            self.waiting.believe()
+
+    def _blame_late(self) -> None:
+        """The present call was given up: because of whom?"""
+        found, batch, coordinator = self._search, self._batch, self.coordinator
+        oldest, tail = self._oldest(), self.stages - 1
+        if not self.links.inbox.awaited:
+            return  # of us
+        if oldest is None:  # everything has come back, and the step was proposed; the ends need each other's part of a tied embedding
+            late = coordinator.silent if coordinator.decision is None else coordinator.unfinished
+            self._blame.silent(late - {0} or {tail})
+        elif batch.oldest() in batch.finished:  # only what it did to the loss has not
+            self._blame.silent({tail})
+        elif oldest[0] == found.piece:
+            whose, slow = found.holders(), found.computes(found.holders())
+            self._blame.slow(whose, smallest=self.waiting.believing) if slow else self._blame.silent(whose)
+
+    def _is_progress(self, sender: int, frame: Frame) -> bool:
+        """Whether `frame`, if it is what it has to be, brings the present call further: what was said before is said again as long as
+        nothing comes, and what belongs to no call at all would keep us waiting for ever."""
+        batch, coordinator = self._batch, self.coordinator
+        match frame:
+            case frames.Tokens() | frames.Lost():
+                return frame.session in self.generation.open
+            case frames.Failed():
+                return frame.micro_batch in batch.tokens
+            case frames.Learnt():
+                return frame.micro_batch in batch.tokens and frame.micro_batch not in batch.learnt
+            case frames.Scores():
+                return frame.micro_batch in batch.tokens and frame.micro_batch not in batch.scores
+            case frames.Acknowledge():
+                return frame.attempt == coordinator.attempt and sender in coordinator.silent
+            case frames.Done():
+                return frame.attempt == coordinator.attempt and sender in coordinator.unfinished
+            case frames.Embedding():
+                return frame.attempt == coordinator.attempt
+            case _:
+                return isinstance(frame, frames.Backward)
 
     def _submit(self, number: int, purpose: frames.Purpose, work: MicroBatch) -> None:
         about = strict.encode(work)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,7 @@ import trio
 
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.frames import CHUNK_BYTES, Frame, FrameLimits, read_frame
+from swarmnode.pipeline.whereabouts import Passed
 from swarmnode.wire import headed
 
 INBOX: Final = 64
@@ -53,6 +54,8 @@ class Inbox:
         self._unhandled = 0
         """Bytes of others' bodies in it."""
         self._handled = trio.Event()
+        self.awaited = False
+        """Its reader waits for something to arrive, and does nothing else."""
 
     async def room(self) -> None:
         """Returns once another stream may be read."""
@@ -75,7 +78,11 @@ class Inbox:
 
     async def take(self) -> Arrival | None:
         """As `take_nowait`, once there is something."""
-        return self._taken(await self._receive.receive())
+        self.awaited = True
+        try:
+            return self._taken(await self._receive.receive())
+        finally:
+            self.awaited = False
 
     def _taken(self, arrival: Arrival | None) -> Arrival | None:
         if arrival is not None and arrival.sender != self._own:
@@ -98,6 +105,9 @@ class Links:
         self.queued = dict.fromkeys(self._streams, 0)
         """Bytes not sent yet, of those whose stream takes any."""
         self.frames_received = 0
+        self.passed = Passed()
+        self.at_once: Callable[[int, Frame], bool] = lambda sender, frame: False
+        """Whether it has dealt with a frame of stage `sender`, which goes to no inbox then: what cannot wait for computing."""
         self.refused: Counter[str] = Counter()
         """What was no frame, by FRAME_REASONS, and `unsent`: queues that were full."""
         self._nursery: trio.Nursery | None = None
@@ -105,6 +115,10 @@ class Links:
     def full(self, stage: int) -> bool:
         """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone: its end arrives as such."""
         return self.queued.get(stage, 0) >= OUTBOX_BYTES
+
+    @property
+    def any_full(self) -> bool:
+        return any(self.full(stage) for stage in self.queued)
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
         """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many frames loses its stream."""
@@ -121,6 +135,7 @@ class Links:
             self._give_up(stage)
         else:
             self.queued[stage] += len(data)
+            self.passed.sent.count(stage, frame)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -154,7 +169,9 @@ class Links:
                 if got is None:
                     break
                 self.frames_received += 1
-                await self.inbox.put(Arrival(peer, *got))
+                self.passed.arrived.count(peer, got[0])
+                if not self.at_once(peer, got[0]):
+                    await self.inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
             self.refused[reason] += 1
@@ -170,6 +187,7 @@ class Links:
                     await stream.send_all(part)
                     if peer not in self.queued:
                         return
+                    self.passed.chunks += len(part) == CHUNK_BYTES
                     was_full = self.full(peer)
                     self.queued[peer] -= len(part)
                     if was_full and not self.full(peer):

@@ -14,6 +14,7 @@ from swarmnode.pipeline.context import StageContext
 from swarmnode.pipeline.learning import batch_of, loss_of
 from swarmnode.pipeline.routes import Part, Route, Routes, arriving, returning
 from swarmnode.pipeline.schedule import Limit, Schedule, Work
+from swarmnode.pipeline.whereabouts import path_of
 from swarmnode.pipeline.work import MicroBatch, read_micro_batch
 from swarmnode.policy.logprobs import Batch
 from swarmnode.wire import limits
@@ -88,6 +89,10 @@ class MicroBatches:
         if self.schedule.backward_arrived((frame.micro_batch, hop)):
             kept.gradient = gradient.to(at.runtime.device)
 
+    def path(self, micro_batch: int, purpose: frames.Purpose) -> tuple[int, ...]:
+        """The stages that it visits, from the head and back to it."""
+        return path_of(self._routes.of(micro_batch, purpose), returns=purpose == "learn")
+
     def next(self) -> Work | None:
         """What to `do` next, where there is room for what comes of it."""
         return self.schedule.next(self._blocked)
@@ -109,7 +114,7 @@ class MicroBatches:
         kind, (micro_batch, hop) = work
         at, kept = self._context, self.kept[micro_batch, hop]
         part = kept.route[hop].part
-        with at.caught(lambda reason: at.links.send(0, frames.Failed(at.place, micro_batch, reason))):
+        with at.caught(lambda reason: at.links.send(0, frames.Failed(at.place, micro_batch, reason, at.index))):
             if kind == "forward":
                 self._pass_on(micro_batch, kept, "learn", await at.compute(lambda: at.runtime.forward(kept.batch, kept.x, part)))
                 return

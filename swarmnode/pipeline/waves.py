@@ -27,6 +27,8 @@ class Wave:
     live: list[int] = field(default_factory=list)
     """Completions that go on, ascending. All have equally many tokens."""
     begun_again: int = 0
+    began_at: int = 0
+    """Tokens that each completion had when it was begun, or begun again."""
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations

@@ -48,6 +48,7 @@ class StageWorker:
         self.micro_batches = MicroBatches(self.context, self.finished)
         self.waves = Decoding(self.context)
         self.tied = TiedEmbedding(self.context)
+        links.at_once = self._at_once
         self._held: deque[Arrival] = deque()
         """Scores and tokens for which there was no room yet."""
 
@@ -90,7 +91,10 @@ class StageWorker:
     async def _tick(self) -> None:
         while True:
             await trio.sleep(TICK_SECONDS)
-            self._answer(self.participant.tick(trio.current_time()))
+            self.tick()
+
+    def tick(self) -> None:
+        self._answer(self.participant.tick(trio.current_time()))
 
     async def _serve(self) -> None:
         """Frames first: a gradient that has arrived goes before the next forward. What arrives is always taken; see `links`."""
@@ -112,6 +116,7 @@ class StageWorker:
             self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
             await self.micro_batches.do(work)
+            self._proposed(self.participant.attempt, self.participant.complete())
         else:
             return False
         await trio.lowlevel.checkpoint()
@@ -131,7 +136,7 @@ class StageWorker:
             self._held.append(arrival)
         else:
             self.context.refused["bounds"] += 1
-            self._cannot(frame, "frame")
+            self._cannot(arrival, frame, "frame")
 
     def _passes_on(self, frame: Frame) -> bool:
         """Whether it is a score or a token for the next stage, and so nothing that anybody's gradient or step waits for."""
@@ -144,18 +149,35 @@ class StageWorker:
         control = isinstance(frame, frames.Control)
         if self.context.fence.check(frame.place, arrival.sender, None if control else self.participant.step):
             return
-        with self.context.caught(lambda reason: self._cannot(frame, reason)):
+        with self.context.caught(lambda reason: self._cannot(arrival, frame, reason)):
             await self.handle(arrival.sender, frame, arrival.body)
 
-    def _cannot(self, frame: Frame, reason: frames.RefusalReason) -> None:
+    def _cannot(self, arrival: Arrival, frame: Frame, reason: frames.RefusalReason) -> None:
         """Notifies the head at once: without it the deadline would."""
+        source = self.index if reason in ("device", "not_finite") else arrival.sender
         if isinstance(frame, (frames.Prefill, frames.Decode)):
             self.waves.forget(frame.session)
-            self.links.send(0, frames.Lost(self.place, frame.session, reason))
+            self.links.send(0, frames.Lost(self.place, frame.session, reason, source))
         elif isinstance(frame, (frames.Forward, frames.Backward)):
-            self.links.send(0, frames.Failed(self.place, frame.micro_batch, reason))
+            self.links.send(0, frames.Failed(self.place, frame.micro_batch, reason, source))
         elif isinstance(frame, (frames.Propose, frames.Embedding)):
             self.links.send(0, frames.Acknowledge(self.place, frame.attempt, reason, 0.0))
+
+    def _at_once(self, sender: int, frame: Frame) -> bool:
+        """A question of the head, asked because nothing comes: it does not wait until something is computed."""
+        if not isinstance(frame, frames.Locate):
+            return False
+        if sender != 0:
+            self.context.refused["bounds"] += 1
+        elif self.context.fence.check(frame.place, sender, None) is None:
+            self.links.send(0, self.located(frame.piece))
+        return True
+
+    def located(self, piece: bytes) -> frames.Located:
+        """How far it is, as far as this stage knows."""
+        passed = self.links.passed
+        worked = self.runtime.worked + passed.chunks
+        return frames.Located(self.place, piece, passed.arrived.of(piece), passed.sent.of(piece), self.links.any_full, worked)
 
     def gone(self, stage: int, reason: str) -> None:
         """The stream of another stage ended. Nothing of what was begun with it can end well, but for a step that was promised."""

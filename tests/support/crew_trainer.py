@@ -9,7 +9,7 @@ from typing import Any
 from swarmnode.crew import local
 from swarmnode.crew.plan import Capacity
 from swarmnode.crew.record import Copy, Taken
-from swarmnode.pipeline.blame import Blame
+from swarmnode.pipeline.blame import Blame, Verdict
 from swarmnode.pipeline.commit import NO_HASH, Answer, Coordinator, Decided, Next, Participant
 from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import Place
@@ -172,7 +172,7 @@ class Trainer:
             silent = self.coordinator.silent
             decided = self.coordinator.give_up("timeout") if now >= self.deadline else None
             if decided is not None and self.blame is not None:
-                self._blamed(self.blame.silent(silent))
+                self._blamed(self.blame.silent(silent - {0}))
             self._decided(decided, now)
 
     # ---- restoring ------------------------------------------------------------------------------------------------------------
@@ -260,15 +260,9 @@ class Trainer:
                     participant.accumulated(micro_batch)
                     self.learnt = (*self.learnt, micro_batch)
             self.progress += 1
+            self._proposed(participant.attempt, participant.complete(), now)
         elif message.kind == "propose":
-            action = participant.propose(step, attempt, message.micro_batches)
-            if action == "prepare":
-                action = participant.prepared(attempt, None if self.refuses else 1.0, now)
-            if isinstance(action, Answer):
-                self._send(0, "acknowledge", action.attempt, refused=action.refused)
-                self.world.acknowledged(self)
-            elif action == "confirm":
-                self._send(0, "done", attempt)
+            self._proposed(attempt, participant.propose(step, attempt, message.micro_batches), now)
         elif message.kind == "commit":
             self._take(participant.commit(step, attempt), now, Taken(attempt, 1.0, 1e-3))
         elif message.kind == "abort":
@@ -276,7 +270,7 @@ class Trainer:
                 self.learnt = ()
         elif self.coordinator is not None and message.kind == "acknowledge":
             if message.refused is not None and self.blame is not None and attempt == self.coordinator.attempt:
-                self._blamed(self.blame.refused(sender, str(message.refused)))
+                self._blamed(self.blame.refused({sender}, str(message.refused)))
             if self.coordinator is not None:
                 self._decided(self.coordinator.acknowledged(sender, attempt, message.refused, 1.0), now)
         elif self.coordinator is not None and message.kind == "done" and step in (participant.step, participant.step + 1):
@@ -288,7 +282,16 @@ class Trainer:
                     self.blame.taken({})
                 self._later(self.world.step_seconds, "step")
 
-    def _blamed(self, verdict: tuple[int, str] | None) -> None:
+    def _proposed(self, attempt: int, action: Next | Answer | None, now: float) -> None:
+        if action == "prepare":
+            action = self.participant.prepared(attempt, None if self.refuses else 1.0, now)
+        if isinstance(action, Answer):
+            self._send(0, "acknowledge", action.attempt, refused=action.refused)
+            self.world.acknowledged(self)
+        elif action == "confirm":
+            self._send(0, "done", attempt)
+
+    def _blamed(self, verdict: Verdict | None) -> None:
         if verdict is not None and self.assigned is not None:
             self.world.blames(self, local.Blames(self.assigned.crew, *verdict))
 

@@ -647,7 +647,7 @@ class World:
         self.history.note(self.now, how, *live)
         if how == "replace":
             members = [name for name in live if (state := self.nodes[name].state) is not None and state.crew is not None]
-            self._replace(members, left)
+            self._replace(members, left) if members else self._over(left)  # nobody is in a crew, and nobody can be
             return
         seconds = rng.uniform(1.0, 10.0)
         if how == "cut":

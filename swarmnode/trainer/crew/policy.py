@@ -213,7 +213,7 @@ class CrewPolicy:
             except PeerError as error:
                 failed[id(head)] = failed.get(id(head), 0) + 1
                 log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))
-                if failed[id(head)] >= FAILURES:
+                if failed[id(head)] >= FAILURES and head.blamed is None:  # the crew ends because of somebody: there will be another
                     raise
                 if self._stop.is_set():
                     raise EngineGone("stopping") from None

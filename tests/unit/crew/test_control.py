@@ -185,7 +185,7 @@ def test_silence_pauses_then_ends_and_a_sign_of_life_refutes():
         lambda crew: ev.Received("a", m.Leave(crew, "drained")), lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("absent"))),
         lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("failed"))), lambda crew: ev.StreamLost("a", crew),
         lambda crew: ev.TrainerLeft(), lambda crew: ev.Drain("quiet hours"),
-        lambda crew: local.Blames(crew, 0, "refused 5 steps"),
+        lambda crew: local.Blames(crew, (0,), "refused 5 steps"),
     ],
 )  # fmt: skip
 def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
@@ -199,7 +199,7 @@ def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
 
 def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_time():
     node = running()
-    node.does(local.Blames(node.state.crew.id, 0, "refused 5 steps"))
+    node.does(local.Blames(node.state.crew.id, (0,), "refused 5 steps"))
     barred = node.state.peers["a"].barred_until - node.now
     node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
     assert node.answers("a", m.Propose(record("a", "b"))).reason == "trust"
@@ -207,7 +207,7 @@ def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_ti
     of = record("a", "b", nonce=b"2" * 8)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     node.answers("a", founded(of))
-    node.does(local.Blames(node.state.crew.id, 0, "again"))
+    node.does(local.Blames(node.state.crew.id, (0,), "again"))
     assert node.state.peers["a"].barred_until - node.now >= 2 * barred
     assert node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], "nothing is offered to it"
 

@@ -2,27 +2,27 @@
 
 import pytest
 
-from swarmnode.pipeline.blame import ABSURD, IMPATIENCE, LEAST, PATIENCE, Blame
+from swarmnode.pipeline.blame import ABSURD, IMPATIENCE, LEAST, PATIENCE, SLOWNESS, Blame
 
 
 def test_who_refuses_every_step_is_blamed_after_a_bound():
     blame = Blame(3)
     for _ in range(PATIENCE - 1):
-        assert blame.refused(1, "not_finite") is None
-    assert blame.refused(1, "not_finite") == (1, "refused step after step: not_finite")
+        assert blame.refused({1}, "not_finite") is None
+    assert blame.refused({1}, "not_finite") == ((1,), "refused step after step: not_finite")
 
 
 def test_who_refuses_now_and_then_or_in_turn_is_not():
     blame = Blame(3)
     for _ in range(4 * PATIENCE):
-        assert blame.refused(1, "rows") is None
-        assert blame.refused(2, "rows") is None
+        assert blame.refused({1}, "rows") is None
+        assert blame.refused({2}, "rows") is None
     for _ in range(4 * PATIENCE):
-        assert blame.refused(1, "rows") is None
+        assert blame.refused({1}, "rows") is None
         assert blame.taken({}) is None
 
 
-@pytest.mark.parametrize("spoil", [lambda blame: blame.refused(1, "frame"), lambda blame: blame.silent({1, 2})])
+@pytest.mark.parametrize("spoil", [lambda blame: blame.refused({1}, "frame"), lambda blame: blame.silent({1})])
 def test_who_lets_one_step_pass_of_five_is_found_all_the_same(spoil):
     """Each refusal halves the crew's micro-batches, and each silence is a deadline: one step that is taken must not buy four more."""
     blame = Blame(3)
@@ -30,22 +30,31 @@ def test_who_lets_one_step_pass_of_five_is_found_all_the_same(spoil):
     verdicts = []
     for step in range(2 * PATIENCE):
         verdicts.append(blame.taken({}) if step % PATIENCE == PATIENCE - 1 else spoil(blame))
-    assert next(verdict[0] for verdict in verdicts if verdict) == 1
+    assert next(verdict[0] for verdict in verdicts if verdict) == (1,)
 
 
-@pytest.mark.parametrize(("silent", "whose"), [({2}, 2), ({1, 2}, 1)])
-def test_of_those_who_say_nothing_the_first_is_blamed_for_the_others_wait_for_it(silent, whose):
+def test_of_two_who_contradict_each_other_the_one_that_does_so_beside_others_too_is_blamed_alone():
+    blame = Blame(4)
+    blame.taken({})
+    pairs = [{1, 2}, {1, 2}, {2, 3}, {2, 3}, {2, 3}]
+    assert [blame.silent(pair) for pair in pairs] == [None] * 4 + [((2,), "no answer again and again")]
+    assert Blame(4).silent(set()) is None
+
+
+def test_where_it_is_always_the_same_two_both_are():
+    blame = Blame(4)
+    assert [blame.silent({1, 2}) for _ in range(IMPATIENCE)][-1] == ((1, 2), "no answer again and again")
+
+
+def test_who_computes_is_waited_for_while_there_can_be_less_to_compute_and_then_no_longer():
     blame = Blame(3)
-    assert blame.silent(set()) is None
-    assert blame.taken({}) is None
-    verdicts = [blame.silent(silent) for _ in range(PATIENCE)]
-    assert verdicts[:-1] == [None] * (PATIENCE - 1)
-    assert verdicts[-1][0] == whose
+    assert [blame.slow({1}, smallest=False) for _ in range(SLOWNESS)] == [None] * (SLOWNESS - 1) + [((1,), "too slow again and again")]
+    assert Blame(3).slow({1}, smallest=True) == ((1,), "too slow again and again")
 
 
 def test_a_crew_that_has_never_worked_is_given_up_sooner():
     blame = Blame(3)
-    assert [blame.silent({1}) for _ in range(IMPATIENCE)] == [None] * (IMPATIENCE - 1) + [(1, "no answer again and again")]
+    assert [blame.silent({1}) for _ in range(IMPATIENCE)] == [None] * (IMPATIENCE - 1) + [((1,), "no answer again and again")]
     assert IMPATIENCE < PATIENCE
 
 
@@ -59,7 +68,7 @@ def test_a_norm_that_takes_everybody_else_s_part_of_the_step_away_is_blamed():
         assert blame.taken(norms()) is None
     verdicts = [blame.taken(norms({1})) for _ in range(PATIENCE)]
     assert verdicts[:-1] == [None] * (PATIENCE - 1)
-    assert verdicts[-1] == (1, "an absurd norm step after step")
+    assert verdicts[-1] == ((1,), "an absurd norm step after step")
 
 
 @pytest.mark.parametrize("absurd", [{0, 1, 2}, {0, 1}, set()])

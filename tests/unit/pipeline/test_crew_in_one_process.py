@@ -16,8 +16,7 @@ from swarmnode.pipeline.activations import encode
 from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.learning import LearnRow, describe
+from swarmnode.pipeline.learning import describe
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.waves import Wave, cut
 from swarmnode.policy.generate import Sampling, generate
@@ -25,73 +24,18 @@ from swarmnode.policy.load import trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
-from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import Updater
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew import open_crew
+from tests.support.crew_rows import BASE, ENDS, EXACT, HEADS, crew_of, grpo, limits_of
 from tests.support.split_models import split_model, whole_state
 
-BASE = b"b" * 32
-EXACT = CrewSettings(BASE, "float32", "float32")
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
-ENDS = frozenset({1})
-
-
-def limits_of(model, tokens=4096):
-    return FrameLimits(hidden=model.config.hidden_size, vocab=model.config.vocab_size, tokens=tokens)
-
-
-def crew_of(model, layers, settings=EXACT, **keys):
-    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
-    return open_crew(runtimes, settings, limits_of(model), **keys)
 
 
 def together(crew):
     return {name: t for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
-
-
-@pytest.fixture
-def policy(models, embedded):
-    """kind → a policy of that model, with the embedded one's tokenizer cut to its vocabulary."""
-
-    def build(kind):
-        if kind == "embedded":
-            return embedded.clone()
-        return replace(embedded, model=models[kind]).clone()
-
-    return build
-
-
-def experience(policy, noise=0.1):
-    prompts = [[5, 6, 7, 8, 9, 10], [2, 4]]
-    generator = torch.Generator().manual_seed(2)
-    rows, old = [], []
-    for prompt in prompts:
-        for length in (3, 1, 5, 2):
-            rows.append((prompt, torch.randint(2, 60, (length,), generator=generator).tolist()))
-    for _, completion in rows:
-        old.append((torch.randn(len(completion), generator=generator) * noise).tolist())
-    exact = score(policy, rows, 1.0)
-    return rows, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(exact, old, strict=True)]
-
-
-def grpo(policy, noise=0.1):
-    """Rows as the unsplit trainer takes them, and as a crew does: an own group, and a peer's."""
-    rows, old = experience(policy, noise)
-
-    class Sample:
-        def __init__(self, part):
-            self.prompt_ids = rows[part[0]][0]
-            self.completions = [type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos"}) for i in part]
-
-    own, other = own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]), own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0])
-    assembled = assemble([own, replace(other, peer="someone", sampler_logprobs=[], weights=[1.0, 0.5, 0.25, 1.0])], "grpo")
-    learn = [
-        LearnRow(*row, assembled.recorded(i), float(assembled.advantages[i]), float(assembled.weights[i]), group, sampled=group == 0)
-        for i, (row, group) in enumerate(zip(assembled.rows, assembled.groups, strict=True))
-    ]
-    return assembled, learn
 
 
 def normalizer(rows, cfg):
@@ -185,7 +129,6 @@ async def quiet():
         await trio.lowlevel.checkpoint()
 
 
-HEADS = [[5, 6, 7, 8, 9, 10], [2, 4], [11, 12, 13], [14, 3], [7, 7, 7, 7], [9]]
 
 
 async def sampled(model, layers, settings=EXACT, **keys):
@@ -293,7 +236,7 @@ async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, start = crew.members[stage], weights(crew)
         with fails(member.runtime, method, error):
-            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
             assert await all_dropped(crew)
         assert member.context.refused["device"] >= 1
         assert torch.equal(weights(crew), start)
@@ -313,9 +256,9 @@ def fails(owner, name, error):
 async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models):
     error = torch.OutOfMemoryError("CUDA out of memory")
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        with fails(crew.members[2].runtime, "score", error), pytest.raises(PeerError, match="cannot score: frame"):
+        with fails(crew.members[2].runtime, "score", error), pytest.raises(PeerError, match="cannot score: device"):
             await crew.head.score([([5, 6], [7, 8])], 1.0)
-        with fails(crew.members[1].runtime, "prefill", error), pytest.raises(PeerError, match="last: frame"):
+        with fails(crew.members[1].runtime, "prefill", error), pytest.raises(PeerError, match="last: device"):
             await crew.head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
         assert not crew.members[1].runtime.sessions
         crew.head.waiting.gone = None
@@ -329,12 +272,12 @@ async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_m
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         with fails(crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")):
             for _ in range(2 * PATIENCE):
-                assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+                assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
             assert crew.head.blamed is None
             for _ in range(PATIENCE):
                 row_by_row = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
-                assert (await crew.head.update(rows, row_by_row, 10.0, 1e-3)).refused == "frame"
-            assert crew.head.blamed == (1, "refused step after step: frame")
+                assert (await crew.head.update(rows, row_by_row, 10.0, 1e-3)).refused == "device"
+            assert crew.head.blamed == ((1,), "refused step after step: device")
 
 
 async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(models, policy, monkeypatch):
@@ -346,16 +289,16 @@ async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(mod
             monkeypatch.setattr("swarmnode.pipeline.frames.MICRO_BATCHES", 1)
             for _ in range(PATIENCE):
                 result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
-                assert result.refused == "frame"
+                assert result.refused == "device"
                 assert not result.divisible
-            assert crew.head.blamed == (1, "refused step after step: frame")
+            assert crew.head.blamed == ((1,), "refused step after step: device")
 
 
 async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):
     _, rows = grpo(policy("llama-tied"))
     async with crew_of(models["llama-tied"], [2, 2]) as crew:
         with fails(crew.members[1].tied, "begin", torch.OutOfMemoryError("CUDA out of memory")):
-            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
         assert await all_dropped(crew)
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
@@ -526,7 +469,7 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
 
         async def late(sender, frame, body):
             if isinstance(frame, frames.Learnt):
-                await original(2, frames.Failed(frame.place, 10**6, "frame"), b"")
+                await original(2, frames.Failed(frame.place, 10**6, "frame", 2), b"")
             await original(sender, frame, body)
 
         crew.head.handle = late

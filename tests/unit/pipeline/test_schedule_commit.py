@@ -86,10 +86,34 @@ def test_frames_that_come_twice_or_unasked_change_nothing():
 def test_a_different_set_of_micro_batches_is_refused_and_dropped():
     stage = Participant()
     stage.accumulated(1)
+    stage.accumulated(3)
     assert stage.propose(0, 1, [1, 2]) == Answer(1, "micro_batches")
+    assert stage.complete() is None
     assert stage.abort(0, 1)
     assert stage.step == 0
     assert stage.may_accumulate(1)
+
+
+def test_a_micro_batch_that_is_still_on_its_way_is_waited_for():
+    stage = Participant()
+    stage.accumulated(1)
+    assert stage.propose(0, 1, [1, 2]) is None
+    assert stage.complete() is None
+    stage.accumulated(2)
+    assert stage.complete() == "prepare"
+    assert stage.complete() is None
+    assert not stage.may_accumulate(3)
+
+
+def test_but_not_by_one_that_has_lost_what_it_had():
+    stage = Participant()
+    stage.accumulated(1)
+    assert stage.lose()
+    assert stage.propose(0, 1, [1]) == Answer(1, "micro_batches")
+    assert stage.abort(0, 1)
+    assert stage.propose(0, 2, [5]) is None
+    stage.accumulated(5)
+    assert stage.complete() == "prepare"
 
 
 def test_nothing_is_added_once_a_proposal_is_answered():

@@ -1,0 +1,379 @@
+"""Who keeps a crew's work to itself and answers everything else is found, or it and a neighbour are: never its head, never two others."""
+
+import contextlib
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+import trio
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import PeerError
+from swarmnode.pipeline import frames
+from swarmnode.pipeline.blame import IMPATIENCE, PATIENCE
+from swarmnode.pipeline.frames import Located, Place
+from swarmnode.pipeline.routes import plain, swapped
+from swarmnode.pipeline.waiting import BELIEVED
+from swarmnode.pipeline.whereabouts import Passages, Search, holders, name_of, parties, path_of, path_of_wave
+from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
+
+SECONDS = 60.0
+CFG = TrainingConfig()
+
+
+def keeps(kind, purpose=None):
+    """A member that takes such frames and does nothing with them."""
+
+    def corrupt(member):
+        original = member.handle
+
+        async def handle(sender, frame, body):
+            if not isinstance(frame, kind) or (purpose is not None and getattr(frame, "purpose", purpose) != purpose):
+                await original(sender, frame, body)
+
+        member.handle = handle
+
+    return corrupt
+
+
+def withholds(kind):
+    """A member that does everything and does not send such frames, though it counts them as sent."""
+
+    def corrupt(member):
+        original = member.links.send
+
+        def send(stage, frame, body=b""):
+            if isinstance(frame, kind):
+                member.links.passed.sent.count(stage, frame)
+            else:
+                original(stage, frame, body)
+
+        member.links.send = send
+
+    return corrupt
+
+
+def denies(kind):
+    """As `keeps`, and says that they never came, or that it has sent them on: whichever is worse."""
+
+    def corrupt(member, claims):
+        keeps(kind)(member)
+        original = member.located
+        member.located = lambda piece: replace_located(original(piece), **claims)
+
+    return corrupt
+
+
+def replace_located(said, **claims):
+    return msgspec.structs.replace(said, **claims)
+
+
+async def learn(head, rows):
+    return await head.update(rows, CFG, 10.0, 1e-3)
+
+
+async def score(head, rows):
+    return await head.score([(row.prompt_ids, row.completion_ids) for row in rows], 1.0)
+
+
+async def sample(head, rows):
+    return await head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
+
+
+async def verdict(crew, call, rows, most=IMPATIENCE):
+    """Whom the head blames in the end, and after how long."""
+    began = trio.current_time()
+    for _ in range(most):
+        assert crew.head.blamed is None
+        with contextlib.suppress(PeerError):
+            await call(crew.head, rows)
+    assert crew.head.blamed is not None, "nobody was found"
+    assert not crew.head.usable
+    return crew.head.blamed, trio.current_time() - began
+
+
+KEPT = [
+    (learn, keeps(frames.Forward, "learn")), (learn, keeps(frames.Backward)), (learn, withholds(frames.Forward)),
+    (learn, withholds(frames.Backward)),
+    (learn, keeps(frames.Propose)), (learn, keeps(frames.Commit)), (learn, withholds(frames.Done)), (learn, withholds(frames.Acknowledge)),
+    (score, keeps(frames.Forward, "score")), (score, withholds((frames.Forward, frames.Scores))),
+    (sample, keeps(frames.Prefill)), (sample, keeps(frames.Decode)), (sample, withholds((frames.Decode, frames.Tokens))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "corrupt", "stage"),
+    [(*kept, stage) for kept in KEPT for stage in (1, 2, 3) if stage < 3 or kept not in KEPT[1:3]],  # the tail has no gradient to wait for
+)
+async def test_who_keeps_work_is_found_or_it_and_a_neighbour_are(models, policy, autojump_clock, call, corrupt, stage):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        corrupt(crew.members[stage])
+        (found, _), took = await verdict(crew, call, rows)
+        assert stage in found
+        assert 0 not in found
+        assert all(abs(one - stage) <= 1 for one in found)
+        assert took <= 2 * SECONDS + 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "claims", [{"arrived": 0}, {"sent": 99, "arrived": 99}, {"sent": 99}, {"arrived": 0, "sent": 0, "full": True}, {"full": True}]
+)
+@pytest.mark.parametrize(("call", "kind"), [(learn, frames.Forward), (sample, frames.Prefill)])
+async def test_no_lie_about_its_own_counts_gets_somebody_else_blamed_in_its_place(
+    models, policy, autojump_clock, call, kind, stage, claims
+):  # fmt: skip
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        denies(kind)(crew.members[stage], claims)
+        (found, _), _ = await verdict(crew, call, rows)
+        assert stage in found
+        assert 0 not in found
+        assert len(found) <= 2
+
+
+async def test_who_says_nothing_of_it_at_all_is_found(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+        keeps(frames.Forward)(crew.members[2])
+        crew.members[2].links.at_once = lambda sender, frame: isinstance(frame, frames.Locate)
+        assert (await verdict(crew, learn, rows))[0] == ((2,), "no answer again and again")
+
+
+async def test_the_tail_that_keeps_only_what_the_loss_was_is_found(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+        withholds(frames.Learnt)(crew.members[2])
+        assert (await verdict(crew, learn, rows))[0][0] == (2,)
+
+
+async def test_the_tail_that_keeps_its_part_of_a_tied_embedding_is_found(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama-tied"))
+    async with crew_of(models["llama-tied"], [1, 2, 1], seconds=SECONDS) as crew:
+        withholds(frames.Embedding)(crew.members[2])
+        assert (await verdict(crew, learn, rows))[0][0] == (2,)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+async def test_in_swapped_order_too(models, policy, autojump_clock, stage):
+    _, rows = grpo(policy("llama"))
+    settings = replace(EXACT, swapped=True)
+    async with crew_of(models["llama"], [1, 1, 1, 1], settings, seconds=SECONDS) as crew:
+        keeps(frames.Forward)(crew.members[stage])
+        (found, _), _ = await verdict(crew, learn, rows)
+        assert stage in found
+        assert 0 not in found
+
+
+@pytest.mark.parametrize("spoilt", ["forward", "backward", "prefill"])
+async def test_whoever_sends_what_cannot_be_used_is_found_and_not_only_who_says_so(models, policy, autojump_clock, spoilt):
+    """Who refuses what it cannot read looks like one that refuses for no reason: both are in doubt."""
+    _, rows = grpo(policy("llama"))
+    sender, call = {"forward": (1, learn), "backward": (2, learn), "prefill": (1, sample)}[spoilt]
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        original = crew.members[sender].links.send
+
+        def send(stage, frame, body=b""):
+            nan = b"\0\0\xc0\x7f"
+            original(stage, frame, body[:-4] + nan if isinstance(frame, (frames.Forward, frames.Backward, frames.Prefill)) else body)
+
+        crew.members[sender].links.send = send
+        (found, _), _ = await verdict(crew, call, rows, PATIENCE if call is learn else 1)
+        assert sender in found
+        assert 0 not in found
+        assert len(found) <= 2
+
+
+async def test_a_stage_cannot_be_blamed_for_a_gradient_that_its_neighbour_let_through_before_it_had_one(models, policy, autojump_clock):
+    """Stage 1 gives the head a gradient of its own making as soon as it has sent a forward on; stage 2 gets its own a second later."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        first, last = crew.members[1].links.send, crew.members[3].links.send
+        delayed = []
+
+        def hasty(stage, frame, body=b""):
+            first(stage, frame, body) if not isinstance(frame, frames.Backward) else None
+            if isinstance(frame, frames.Forward):
+                made_up = frames.Backward(frame.place, frame.micro_batch, "float32", frame.rows)
+                first(0, made_up, bytes(4 * frame.rows * models["llama"].config.hidden_size))
+
+        def late(stage, frame, body=b""):
+            delayed.append((stage, frame, body)) if isinstance(frame, frames.Backward) else last(stage, frame, body)
+
+        crew.members[1].links.send, crew.members[3].links.send = hasty, late
+        async with trio.open_nursery() as nursery:
+
+            async def let_go():
+                await trio.sleep(1.0)
+                for one in delayed:
+                    last(*one)
+
+            nursery.start_soon(let_go)
+            assert (await learn(crew.head, rows)).refused is None
+        assert crew.head.blamed is None
+
+
+class Slow:
+    """Computes as the others do; the first time it takes `seconds` longer, in which it does one layer after the other."""
+
+    def __init__(self, seconds, runtime):
+        self.seconds = seconds
+        self.runtime = runtime
+
+    async def __call__(self, work):
+        done, seconds = work(), self.seconds
+        self.seconds = 0.0
+        for _ in range(100):
+            await trio.sleep(seconds / 100)
+            self.runtime.works()
+        return done
+
+
+async def slow_crew(models, policy, seconds, cfg, stage):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+        crew.members[stage].context.compute = Slow(seconds, crew.members[stage].runtime)
+        result = await crew.head.update(rows[:1], cfg, 10.0, 1e-3)
+        return result, crew.head.blamed, trio.current_time()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_row_for_which_a_stage_needs_longer_than_the_deadline_is_waited_for(models, policy, autojump_clock, stage):
+    result, blamed, took = await slow_crew(models, policy, 2.5 * SECONDS, CFG, stage)
+    assert result.refused is None
+    assert blamed is None
+    assert took > 2 * SECONDS
+
+
+async def test_and_not_for_ever_whatever_it_says(models, policy, autojump_clock):
+    result, blamed, took = await slow_crew(models, policy, 20 * SECONDS, CFG, 1)
+    assert result.refused == "timeout"
+    assert blamed == ((1,), "too slow again and again")
+    assert took <= (BELIEVED + 0.1) * SECONDS
+
+
+async def test_who_hangs_in_the_middle_of_a_row_is_not_waited_for(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+
+        async def hangs(work):
+            await trio.sleep_forever()
+
+        crew.members[1].context.compute = hangs
+        assert (await verdict(crew, lambda head, rows: learn(head, rows[:1]), rows))[0] == ((1,), "no answer again and again")
+        assert trio.current_time() <= 2 * SECONDS + 1
+
+
+async def test_what_can_be_cut_is_cut_and_not_waited_for(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+        crew.members[1].context.compute = Slow(3 * SECONDS, crew.members[1].runtime)
+        result = await learn(crew.head, rows)
+        assert (result.refused, result.divisible, crew.head.blamed) == ("timeout", True, None)
+        assert trio.current_time() <= SECONDS + 1
+
+
+@pytest.mark.parametrize("noise", ["refusal", "loss", "token", "acknowledgement", "embedding", "question"])
+async def test_what_belongs_to_no_call_moves_no_deadline(models, policy, autojump_clock, noise):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+        tail = crew.members[2]
+        keeps(frames.Forward)(tail)
+
+        async def babble():
+            while True:
+                await trio.sleep(SECONDS / 6)
+                place = tail.place
+                frame = {
+                    "refusal": frames.Failed(place, 10**6, "frame", 1), "loss": frames.Lost(place, bytes(16), "session", 1),
+                    "token": frames.Tokens(place, bytes(16), 1), "acknowledgement": frames.Acknowledge(place, 10**6, None, 1.0),
+                    "embedding": frames.Embedding(place, 10**6, 0, 1), "question": frames.Locate(place, bytes(16)),
+                }[noise]
+                tail.links.send(0, frame, bytes(frames.body_bytes(frame, tail.links.limits)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(babble)
+            (found, _), took = await verdict(crew, learn, rows)
+            nursery.cancel_scope.cancel()
+        assert found == (2,)
+        assert took <= 2 * SECONDS + 1
+
+
+async def test_only_the_head_may_ask(models):
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        member = crew.members[1]
+        crew.members[2].links.send(1, frames.Locate(crew.members[2].place, bytes(16)))
+        await trio.testing.wait_all_tasks_blocked()
+        assert member.context.refused == {"bounds": 1}
+        assert member.links.passed.sent.of(bytes(16)) == 0
+
+
+# ---- the search alone
+
+PLACE, PIECE = Place(b"c" * 16, 0, 3), name_of(7)
+
+
+def at(stage, arrived, sent, full=False, worked=0):
+    return Located(Place(b"c" * 16, stage, 3), PIECE, arrived, sent, full, worked)
+
+
+@pytest.mark.parametrize(
+    ("counts", "whose"),
+    [
+        ([(0, 0), (0, 0), (0, 0)], ()),  # it has not left the head
+        ([(0, 1), (0, 0), (0, 0)], (1,)), ([(0, 1), (1, 0), (0, 0)], (1,)), ([(0, 1), (1, 1), (0, 0)], (1, 2)),
+        ([(0, 1), (1, 1), (1, 0)], (2,)), ([(0, 1), (1, 1), (1, 1)], (1, 2)), ([(0, 1), (2, 1), (1, 1)], (1,)),
+        ([(0, 1), (2, 2), (1, 1)], (1,)), ([(0, 1), None, (1, 1)], (1,)), ([(0, 1), (1, 1), None], (2,)), ([(9, 1), (2, 2), (1, 1)], (1,)),
+    ],
+)  # fmt: skip
+def test_the_first_on_the_path_that_has_it_holds_it(counts, whose):
+    said = {stage: at(stage, *count) for stage, count in enumerate(counts) if count is not None}
+    assert holders(path_of(plain(3), returns=True), said) == whose
+
+
+def test_who_waits_for_one_that_does_not_read_is_in_doubt_with_it():
+    said = {0: at(0, 0, 1), 1: at(1, 1, 0, full=True), 2: at(2, 0, 0)}
+    assert holders((0, 1, 2, 1, 0), said) == (1, 2)
+    assert holders((0, 1, 2, 1, 0), {**said, 0: at(0, 0, 0, full=True)}) == (1,)
+
+
+def test_paths():
+    assert path_of(plain(3), returns=True) == (0, 1, 2, 1, 0)
+    assert path_of(plain(3), returns=False) == (0, 1, 2, 0)
+    assert path_of(swapped(4), returns=True) == (0, 1, 0, 3, 2, 3, 2, 3, 0, 1, 0)
+    assert path_of_wave(3, 2) == (0, 1, 2, 0, 1, 2, 0)
+
+
+def test_only_neighbours_can_be_blamed_for_what_came():
+    assert parties((0, 1, 2, 3, 0), 2, 1) == (1, 2)
+    assert parties((0, 1, 2, 3, 0), 2, 2) == (2,)
+    assert parties((0, 1, 2, 3, 0), 1, 0) == (1,)
+    assert parties((0, 1, 2, 3, 0), 2, 0) == (2,)
+    assert parties((0, 1, 2, 3, 0), 1, 3) == (1,)
+    assert parties((0, 1, 0), 0, 0) == (0,)
+
+
+def test_counts_of_one_neighbour_are_not_forgotten_because_of_another():
+    passages = Passages()
+    passages.count(0, frames.Forward(PLACE, 7, "learn", "float32", 1, 1))
+    for number in range(10_000):
+        passages.count(2, frames.Backward(PLACE, number, "float32", 1))
+    assert passages.of(name_of(7)) == 1
+    assert passages.of(name_of(9_999)) == 1
+    assert passages.of(name_of(8)) == 0
+
+
+def test_an_answer_about_another_piece_counts_for_nothing():
+    search = Search()
+    assert search.begins(PIECE, (0, 1, 2, 0), 0.0, 15.0)
+    assert not search.begins(PIECE, (0, 1, 2, 0), 14.0, 15.0)
+    search.said(0, at(0, 0, 1))
+    assert not search.said(1, at(1, 1, 0, worked=1))
+    assert search.said(1, at(1, 1, 0, worked=2))
+    assert search.computes((1,))
+    assert search.begins(name_of(8), (0, 1, 2, 0), 15.0, 15.0)
+    assert not search.said(1, at(1, 1, 0, worked=3))
+    assert not search.computes((1,))
+    assert search.holders() == (0,) or search.holders() == ()
