@@ -91,6 +91,8 @@ class Peer(msgspec.Struct, frozen=True):
     """Seconds that it is left out for, twice as long with each further failure; working with us takes a second off for each."""
     barred_until: float = LONG_AGO
     """It is in none of our crews before."""
+    blamed: int = 0
+    """Crews that our trainer led and that came to nothing because of it, or of it or another: the bad one is there each time."""
     lapses: int = 0
     """Proposals of its own in a row that we signed and that came to nothing."""
     deaf_until: float = LONG_AGO
@@ -463,16 +465,21 @@ class _Turn:
             self._send_heartbeats()
 
     def _blames(self, blames: local.Blames) -> None:
+        """Leave, and leave one out. Where it may be one of two it is who was blamed more often, in turn where that is no difference: the bad
+        one, once it has been beside others."""
         crew = self.state.crew
         if crew is None or blames.crew != crew.id:
             return
         peers = [member.peer for stage, member in enumerate(crew.record.members) if stage in blames.stages]
         if not peers:
             return
+        out = max(peers, key=lambda peer: (self._peer(peer).blamed, -self._peer(peer).barred_until, self.means.rng.random()))
+        self._charge(out, self.now - crew.stepped_at)
         for peer in peers:
+            known = self._peer(peer)
+            self._set_peer(peer, replace(known, blamed=known.blamed + 1))
             self._note("blamed", f"{peer}: {blames.reason}")
-            self._charge(peer, self.now - crew.stepped_at)
-        self._break(f"no step comes of it: {blames.reason}", self.means.rng.choice(peers))
+        self._break(f"no step comes of it: {blames.reason}", out)
 
     def _drain(self, reason: str) -> None:
         if not self.state.draining:

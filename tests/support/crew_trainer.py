@@ -104,6 +104,8 @@ class Trainer:
     """Counts what was planned, so that what was planned before is dropped."""
     refuses: bool = False
     """It says at every step that its gradient is none."""
+    keeps: bool = False
+    """It takes its work, and does none of it."""
 
     # ---- what the network process says ----------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Trainer:
             silent = self.coordinator.silent
             decided = self.coordinator.give_up("timeout") if now >= self.deadline else None
             if decided is not None and self.blame is not None:
-                self._blamed(self.blame.silent(silent - {0}))
+                self._blamed(self.blame.silent(self.world.whose(self, silent - {0})))
             self._decided(decided, now)
 
     # ---- restoring ------------------------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ class Trainer:
                     self.learnt = (*self.learnt, micro_batch)
             self.progress += 1
             self._proposed(participant.attempt, participant.complete(), now)
-        elif message.kind == "propose":
+        elif message.kind == "propose" and not self.keeps:
             self._proposed(attempt, participant.propose(step, attempt, message.micro_batches), now)
         elif message.kind == "commit":
             self._take(participant.commit(step, attempt), now, Taken(attempt, 1.0, 1e-3))

@@ -21,7 +21,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,9 @@ FAULT_SECONDS = 25.0
 BOUND_SECONDS = 240.0
 """After the last fault, until everybody runs or is free because it must be. Each liar adds `step_seconds`: one that holds the head's place
 and answers is not to be told from a slow head before, and before that nobody has seen anything of it. So it can cost whoever does not know
-it so much, once; what it costs later is bounded by how long it is left out then."""
+it so much, once; what it costs later is bounded by how long it is left out then. A member that keeps its work and has a neighbour blamed
+beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left."""
+KEEPER = 8
 KINDS = ("faults", "calm", "member", "losses")
 SPARES = {"faults": (0, 0, 1, 1, 2), "losses": (0, 0, 1)}
 LONGEST_OUTAGE_SECONDS = 3600.0
@@ -138,7 +140,7 @@ class World:
             self.at(8.0, self._turn_coat)
         elif self.kind == "losses":
             self.at(self.rng.uniform(15.0, 40.0), self._outage, self.rng.choice((1, 1, 2, 3)))
-        looked, bound = -1, BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + (self.kind == "member"))
+        looked = -1
         while self._queue:
             when, _, function, args = heapq.heappop(self._queue)
             if when > self.quiet_from and int(when) != looked:
@@ -148,13 +150,18 @@ class World:
                 if self._at_rest():
                     self._check_end()
                     return self.history
-                if when > self.quiet_from + bound:
+                if when > self.quiet_from + self._bound():
                     break
             self.now = when
             function(*args)
         if not any(node.state is not None for node in self.nodes.values()):
             return self.history  # the faults left nobody
         raise Violation("no end: " + "; ".join(self._describe(node) for node in self.nodes.values()))
+
+    def _bound(self) -> float:
+        """Seconds, see BOUND_SECONDS."""
+        keeps = any(node.trainer is not None and node.trainer.keeps for node in self.nodes.values())
+        return BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + (self.kind == "member") * (KEEPER if keeps else 1))
 
     def _describe(self, node: Node) -> str:
         state = node.state
@@ -378,7 +385,7 @@ class World:
         self.event(a, a_life, ev.Answered(liar, request, answer, seconds=5.0 if liar == "x1" else 0.0))
 
     def _turn_coat(self) -> None:
-        """One member lies from now on: it refuses every step, or says what is not so of itself."""
+        """One member lies from now on: it refuses every step, keeps its work to itself, or says what is not so of itself."""
         members = [n for n in self.nodes.values() if n.state is not None and n.state.crew is not None and n.state.crew.stage > 0]
         if not members:
             self.after(2.0, self._turn_coat)
@@ -386,11 +393,26 @@ class World:
         node = self.rng.choice(members)
         node.lies = True
         self.history.note(self.now, "liar", node.name)
-        if node.trainer is not None and self.rng.random() < 0.5:
-            node.trainer.refuses = True
+        self._corrupt(node)
+
+    def _corrupt(self, node: Node) -> None:
+        if node.trainer is not None:
+            lie = self.rng.choice(("refuses", "keeps", "says", "says"))
+            node.trainer.refuses, node.trainer.keeps = lie == "refuses", lie == "keeps"
+
+    def whose(self, head: Trainer, silent: Set[int]) -> Set[int]:
+        """Whom the head finds when it asks who has the work: a liar that has it and says that its neighbour does has both blamed."""
+        assert head.assigned is not None
+        members = head.assigned.members
+        for stage in sorted(silent):
+            node = self.nodes.get(members[stage])
+            if node is not None and node.trainer is not None and node.trainer.keeps:
+                beside = [other for other in (stage - 1, stage + 1) if 0 < other < len(members)]
+                return {stage, *self.rng.sample(beside, min(1, len(beside)))}
+        return silent
 
     def _twisted(self, node: Node, message: messages.Request) -> messages.Request:
-        if (node.trainer is not None and node.trainer.refuses) or self.rng.random() < 0.5:
+        if (node.trainer is not None and (node.trainer.refuses or node.trainer.keeps)) or self.rng.random() < 0.5:
             return message
         match message:
             case messages.Heartbeat(crew, status):
@@ -419,7 +441,7 @@ class World:
             return
         node.trainer = Trainer(self, name, f"{name}/{trainer_life}", node.disk)
         if node.lies:
-            node.trainer.refuses = self.rng.random() < 0.5
+            self._corrupt(node)
         self.offers(node.trainer)
 
     def kill_trainer(self, name: str, seconds: float) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from swarmnode.crew import events as ev
 from swarmnode.crew import local
 from swarmnode.crew import messages as m
-from swarmnode.crew.control import CrewStatistics, Means, Phase, SlotStatistics, State, advance, statistics, usual_seconds
+from swarmnode.crew.control import LONG_AGO, CrewStatistics, Means, Phase, SlotStatistics, State, advance, statistics, usual_seconds
 from swarmnode.crew.plan import Capacity, ModelCost, Part
 from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, crew_id, member_bytes
 from tests.support.crew_trainer import named_keys
@@ -210,6 +210,23 @@ def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_ti
     node.does(local.Blames(node.state.crew.id, (0,), "again"))
     assert node.state.peers["a"].barred_until - node.now >= 2 * barred
     assert node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], "nothing is offered to it"
+
+
+def test_of_two_that_contradict_each_other_one_is_left_out_and_in_the_end_the_one_that_is_always_there():
+    peers = ("a", "b", "c", "d")  # we are b
+    node, out = running(peers=peers), []
+    until = lambda peer: node.state.peers[peer].barred_until if peer in node.state.peers else LONG_AGO
+    for number, pair in enumerate([(0, 2), (0, 2), (2, 3), (2, 3)]):
+        before = {peer: until(peer) for peer in "acd"}
+        node.does(local.Blames(node.state.crew.id, pair, "no answer again and again"))
+        out += [peer for peer in "acd" if until(peer) != before[peer]]
+        node.now = max(until(peer) for peer in "acd") + 1.0
+        node.does(local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, 4 * COST.layers[:1], COST.head)))
+        of = record(*peers, nonce=bytes([number]) * 8)
+        assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+        node.answers("a", founded(of))
+    assert sorted(out[:2]) == ["a", "c"], "in turn, where nobody knows better"
+    assert out[2:] == ["c", "c"]
 
 
 def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it():
