@@ -465,7 +465,7 @@ class _Turn:
             self._send_heartbeats()
 
     def _blames(self, blames: local.Blames) -> None:
-        """Leave, and leave one out. Where it may be one of two it is who was blamed more often, in turn where that is no difference: the bad
+        """Leave one out. Where it may be one of two it is who was blamed more often, in turn where that is no difference: the bad
         one, once it has been beside others."""
         crew = self.state.crew
         if crew is None or blames.crew != crew.id:
