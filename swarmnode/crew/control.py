@@ -843,7 +843,9 @@ class _Turn:
         self._send_offers()  # takes ours back
         self._note("founded", f"step {record.step}, stage {stage} of {len(record.members)}")
         layers = tuple(member.layers for member in record.members)
-        self._do(local.Assigned(crew, record.lineage, stage, layers, peers_of(record), record.step, record.previous, record.taken, ""))
+        assigned = local.Assigned(crew, record.lineage, stage, layers, peers_of(record), record.step, record.previous, record.taken, "")
+        patience = self._step_seconds(self.state.crew) if self.state.crew is not None else self.settings.step_seconds
+        self._do(msgspec.structs.replace(assigned, step_seconds=patience))
         self._send_heartbeats()
 
 

@@ -116,6 +116,8 @@ class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
     """How the last of them was taken: a stage in memory that has prepared for it takes it now."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
+    step_seconds: float = 900.0
+    """So long the crew may take no step until its other members give up its head."""
 
 
 class Suspended(msgspec.Struct, frozen=True, tag="stages_suspended"):

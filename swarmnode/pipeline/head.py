@@ -46,8 +46,8 @@ SCORES: Final = 2
 
 TOO_MUCH: Final = "device"
 """The reason of a stage whose device cannot do a piece of work, as when memory runs out."""
-ASKED: Final = 0.25
-"""Share of the time in which work has to arrive. After that all are asked where it is, and after each further one."""
+ASKED: Final = 0.1
+"""Share of the time in which work has to arrive, between two questions where the oldest piece of it is."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Head(StageWorker):
         self.waiting = Waiting(seconds)
         self.generation = Generation(self.context, numbers := Numbers())
         self._blame = Blame(self.stages)
-        self._search = Search()
+        self.search = Search()
         self._numbers = numbers
         self._batch = BatchState()
         self._learning_rate = 0.0
@@ -239,6 +239,7 @@ class Head(StageWorker):
         if decided is None or decided.refused is not None:
             return StepResult(refused=decided.refused if decided else "timeout", divisible=batch.divisible)
         self._blame.taken(self.coordinator.norms)
+        self.search.stepped(trio.current_time())
         count = max(count, 1.0)
         return StepResult(
             loss=sum(s.loss for s in sums),
@@ -302,13 +303,16 @@ class Head(StageWorker):
 
     def tick(self) -> None:
         super().tick()
-        if self.waiting.silent_seconds >= ASKED * self.waiting.seconds:
-            self._locate()
+        now = trio.current_time()
+        if self.waiting.open:
+            self._locate(now)
+            if slowest := self.search.slowest(now):  # soon the others give us up for this step
+                self._blame.ended(slowest, "has the work for most of the time")
 
-    def _locate(self) -> None:
+    def _locate(self, now: float) -> None:
         """Ask where the oldest piece of work is that has not come back, not too often."""
         piece, path = self._oldest() or (b"", ())
-        if piece and self._search.begins(piece, path, trio.current_time(), ASKED * self.waiting.seconds):
+        if piece and self.search.begins(piece, path, now, ASKED * self.waiting.seconds):
             for stage in range(1, self.stages):
                 self.links.send(stage, frames.Locate(self.place, piece))
             self._hear(0, self.located(piece))
@@ -327,12 +331,12 @@ class Head(StageWorker):
         return True
 
     def _hear(self, stage: int, said: frames.Located) -> None:
-        if self._search.said(stage, said):
+        if self.search.said(stage, said):
             self.waiting.believe()
 
     def _blame_late(self) -> None:
         """The present call was given up: because of whom?"""
-        found, batch, coordinator = self._search, self._batch, self.coordinator
+        found, batch, coordinator = self.search, self._batch, self.coordinator
         oldest, tail = self._oldest(), self.stages - 1
         if not self.links.inbox.awaited:
             return  # of us

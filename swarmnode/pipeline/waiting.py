@@ -64,6 +64,6 @@ class Waiting:
             self._scope.deadline = min(trio.current_time() + self.seconds, self._arrived + BELIEVED * self.seconds)
 
     @property
-    def silent_seconds(self) -> float:
-        """Since work arrived, or the present call began; 0 outside a call."""
-        return trio.current_time() - self._arrived if self._scope is not None else 0.0
+    def open(self) -> bool:
+        """Whether there is a call."""
+        return self._scope is not None

@@ -24,6 +24,12 @@ REMEMBERED: Final = 2 * frames.MICRO_BATCHES
 """Pieces of each neighbour that are counted, the latest: a step's, and what an aborted attempt has left."""
 
 
+GROWN: Final = 5
+"""Questions for which it counts that a stage has done more."""
+MOST: Final = 0.3
+"""Share of the patience with a step for which a stage must have had the work to be named for it."""
+
+
 class Passages:
     """How often each piece of work came from a neighbour, or went to it."""
 
@@ -89,7 +95,7 @@ def holders(path: Sequence[int], said: Mapping[int, Located]) -> tuple[int, ...]
         came[following] += 1
         mine, theirs = said.get(stage), said.get(following)
         if mine is None:
-            return (stage,)
+            return _without_head(stage)
         if mine.sent < went[stage]:
             if mine.full:  # whoever comes next does not read
                 return _without_head(stage, following)
@@ -110,24 +116,33 @@ def parties(path: Sequence[int], stage: int, source: int) -> tuple[int, ...]:
 
 
 class Search:
-    """For the one piece that has not come back."""
+    """The head's, for the oldest piece that has not come back, asked about again and again while a call waits."""
 
     def __init__(self) -> None:
         self.piece = b""
+        self.patience = math.inf
+        """Seconds without a step, after which whoever had the work for most of them is named."""
         self._path: tuple[int, ...] = ()
         self._asked = -math.inf
+        self._questions = 0
         self._said: dict[int, Located] = {}
-        self._computing: set[int] = set()
-        """Who had done more at its last answer than at the one before."""
+        self._grew: dict[int, int] = {}
+        """Stage → the question to which it last answered that it had done more."""
+        self._stepped: float | None = None
+        self._held: defaultdict[int, float] = defaultdict(float)
+        """Seconds since the last step that each stage was found to have the work, or to be one of two."""
 
     def begins(self, piece: bytes, path: tuple[int, ...], now: float, seconds: float) -> bool:
-        """Whether all are to be asked now: it is another piece, or the last time was so long ago."""
-        if piece == self.piece and path == self._path and now - self._asked < seconds:
+        """Whether all are to be asked now, which is every so many seconds: until then the work was with whom it was found."""
+        if now - self._asked < seconds:
             return False
+        for stage in self.holders() if self._said else ():
+            self._held[stage] += min(now - self._asked, 2 * seconds)
         if (piece, path) != (self.piece, self._path):
             self._said.clear()
-            self._computing.clear()
+            self._grew.clear()
         self.piece, self._path, self._asked = piece, path, now
+        self._questions += 1
         return True
 
     def said(self, stage: int, located: Located) -> bool:
@@ -137,13 +152,25 @@ class Search:
         before = self._said.get(stage)
         self._said[stage] = located
         if before is None or located.worked <= before.worked:
-            self._computing.discard(stage)
             return False
-        self._computing.add(stage)
+        self._grew[stage] = self._questions
         return stage == 0 or stage in self.holders()
 
     def holders(self) -> tuple[int, ...]:
         return holders(self._path, self._said)
 
     def computes(self, stages: Sequence[int]) -> bool:
-        return any(stage in self._computing for stage in stages)
+        """Whether one of them says so, at one of the last questions: a layer may take longer than is between two."""
+        return any(self._questions - self._grew.get(stage, -GROWN) < GROWN for stage in stages)
+
+    def stepped(self, now: float) -> None:
+        self._stepped = now
+        self._held.clear()
+
+    def slowest(self, now: float) -> tuple[int, ...]:
+        """The one, or the two, that had the work for most of the time, once patience is at its end: deadlines can be just kept."""
+        self._stepped = now if self._stepped is None else self._stepped
+        most = max(self._held.values(), default=0.0)
+        if now - self._stepped <= self.patience or most < MOST * self.patience:
+            return ()
+        return tuple(stage for stage, seconds in self._held.items() if seconds == most)

@@ -2,6 +2,7 @@
 
     listing ─▶ offers of a holder (64 holders, the newest 32 groups of each)
     choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists it
+           ─▶ an author's all together as likely as its best alone: who lists more is not asked for before others
            ─▶ of a few holders, where nothing is urgent
            ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
            ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
@@ -139,6 +140,7 @@ class Offers:
             * trust(authors[content]) / (1 + met[authors[content]])
             for content, holders in held.items()
         }
+        worth = _by_author(worth, authors)
         held = _of_few(held, worth, belief, rng) if few else held
         ordered = sampling.shuffle_weighted(list(held), [worth[content] for content in held], rng)
         chosen = sampling.spread_over_peers(ordered, count, authors.__getitem__, -(-count // 2))
@@ -198,6 +200,15 @@ def is_timely(listed: Listed, now: float) -> bool:
 def freshness(listed: Listed, now: float) -> float:
     """1 for a group that was just made, half of it every HALF_LIFE_SECONDS."""
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
+
+
+def _by_author(worth: dict[bytes, float], authors: dict[bytes, str]) -> dict[bytes, float]:
+    """Each group's share of its author's, so that these add up to what the best of them is worth."""
+    best, total = defaultdict[str, float](float), defaultdict[str, float](float)
+    for content, value in worth.items():
+        best[authors[content]] = max(best[authors[content]], value)
+        total[authors[content]] += value
+    return {content: value * best[authors[content]] / total[authors[content]] if value else 0.0 for content, value in worth.items()}
 
 
 def _of_few(held: _Held, worth: dict[bytes, float], belief: Callable[[str], float], rng: random.Random) -> _Held:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,8 @@ FAILURES = 5
 FIRST_TOKENS = 1024
 """Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds is many times the head's deadline, and
 a crew that has never worked is given up after two of these."""
+CREWS = 8
+"""Crews of which it is remembered what their members can compute at a time, the last ones."""
 REFUSALS = 3
 """One step is refused so often before its rows are given up."""
 
@@ -66,16 +69,26 @@ class CrewPolicy:
         averaging: Callable[[], StageAveraging | None] = lambda: None, copy: WholeCopy | None = None,
     ) -> None:  # fmt: skip
         self._training = training
-        self._memory = MicroBatcher(training.per_device_train_tokens, first=FIRST_TOKENS)
-        """How much all stages can compute at a time, and in time, as far as is known."""
+        self._batchers: OrderedDict[tuple[str, ...], MicroBatcher] = OrderedDict()
+        """How much all stages can compute at a time, and in time, as far as is known: by the members, in the order of their stages."""
         self._wait_seconds = wait_seconds
         self._model = model
         self._runner = runner
-        self._lineage = lineage
+        self.lineage = lineage
         self._stop = stop
         self._averaging = averaging
         self._copy = copy
         self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
+
+    @property
+    def _memory(self) -> MicroBatcher:
+        """The present crew's. One with another member begins anew: nobody has seen what that one can."""
+        members = self._runner.members()
+        known = self._batchers.pop(members, None) or MicroBatcher(self._training.per_device_train_tokens, first=FIRST_TOKENS)
+        self._batchers[members] = known
+        if len(self._batchers) > CREWS:
+            self._batchers.popitem(last=False)
+        return known
 
     @property
     def text(self) -> PolicyText:
@@ -85,8 +98,8 @@ class CrewPolicy:
         device = self._model.placement.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         dtype = str(self._model.placement.dtype).removeprefix("torch.")
-        memory = self._memory.statistics()
-        return EngineStatistics(str(device), dtype, peak, *2 * (memory.tokens,), memory.oom_retries)
+        retries = sum(memory.statistics().oom_retries for memory in list(self._batchers.values()))
+        return EngineStatistics(str(device), dtype, peak, *2 * (self._memory.tokens,), retries)
 
     def random_generator(self, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)
@@ -142,14 +155,15 @@ class CrewPolicy:
         lengths = [len(p) + len(c) for p, c in rows]
 
         async def work(head: Head) -> list[Scored]:
+            memory = self._memory
             try:
-                return await head.score(rows, temperature, self._memory.tokens)
+                return await head.score(rows, temperature, memory.tokens)
             except CannotScore as error:
                 if error.too_much:
-                    self._memory.ran_out(self._memory.cut(lengths))
+                    memory.ran_out(memory.cut(lengths))
                 raise
             except PeerTimeout:
-                self._memory.shrink(self._memory.cut(lengths))
+                memory.shrink(memory.cut(lengths))
                 raise
 
         return self._ask(work) if rows else []
@@ -173,12 +187,14 @@ class CrewPolicy:
         lengths, groups = [len(row.prompt_ids) + len(row.completion_ids) for row in learn], [row.group for row in learn]
         before, refusals = self._participant().step, 0
         pieces = lambda tokens: len(micro_batches(lengths, tokens, groups))
-        while memory.tokens < TOKENS and pieces(memory.tokens) > MICRO_BATCHES:
-            memory.tokens *= 2
 
         async def work(head: Head) -> StepResult | None:
+            nonlocal memory
             if head.participant.step > before:
                 return None  # it was decided when the crew came apart, and has been taken since
+            memory = self._memory
+            while memory.tokens < TOKENS and pieces(memory.tokens) > MICRO_BATCHES:
+                memory.tokens *= 2
             return await head.update(learn, cfg.model_copy(update={"per_device_train_tokens": memory.tokens}), divisor, rate)
 
         while refusals < REFUSALS:
@@ -226,7 +242,7 @@ class CrewPolicy:
         late = time.monotonic() + self._wait_seconds + 60.0
         while True:
             head = self._runner.wait(self._runner.head, WAIT_SECONDS)
-            if self._runner.leads_no_more(self._lineage):
+            if self._runner.leads_no_more(self.lineage):
                 raise EngineGone("another node is the head now")
             if head is not None:
                 return head
@@ -267,11 +283,11 @@ class CrewPolicy:
         counters = Counters()
         if found is not None:
             counters, tensors = found
-            if counters.crew == self._lineage.hex():
+            if counters.crew == self.lineage.hex():
                 rng.set_state(tensors["rng"])
             else:
                 counters = Counters(sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm)
-        counters.crew = self._lineage.hex()
+        counters.crew = self.lineage.hex()
         counters.step, counters.policy_version = max(counters.step, step), max(counters.policy_version, step)
         return counters
 

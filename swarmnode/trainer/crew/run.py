@@ -72,6 +72,8 @@ class CrewTrainer:
         self.copy: WholeCopy | None = None
         """What this node samples from; None where it is to go through the stages."""
         self._beside: MemberSampler | None = None
+        self._engine: CrewPolicy | None = None
+        """The last crew's that this node led: of the same lineage it goes on with what it knows of its members."""
 
     def stop(self) -> None:
         """Finish what is under way, save and leave."""
@@ -133,7 +135,7 @@ class CrewTrainer:
                         raise
                     log.warning("the copy is given up, the stage is not", error=str(error))
                     self.copy.release()
-                    self.copy = self._beside = None
+                    self.copy = self._beside = self._engine = None
 
     def _leads(self) -> bytes | None:
         """The crew that waits for us to begin."""
@@ -141,9 +143,12 @@ class CrewTrainer:
 
     def _lead(self, crew: bytes, scorer: Scorer) -> None:
         """The loop, as long as this node is the head of `crew`."""
-        engine = CrewPolicy(
-            self._config.training, self._model, self._runner, crew, self._stop, self._config.stages.wait_seconds, self._averages, self.copy
-        )  # fmt: skip
+        engine = self._engine
+        if engine is None or engine.lineage != crew:
+            engine = self._engine = CrewPolicy(
+                self._config.training, self._model, self._runner, crew, self._stop, self._config.stages.wait_seconds, self._averages,
+                self.copy,
+            )  # fmt: skip
         directory = self._config.node.data_dir / "trainer" / HEAD
         self._loop = Loop(self._config, engine, self._link, scorer, Counters(), directory, self._progress, self._stop)
         self._link.send(self._hello_now())

@@ -128,6 +128,11 @@ class StageRunner:
         session = self._session
         return session.assigned.lineage if session is not None and session.assigned.stage == 0 else None
 
+    def members(self) -> tuple[str, ...]:
+        """Peer ids in the present crew, by stage; empty where there is none."""
+        session = self._session
+        return session.assigned.members if session is not None else ()
+
     def leads_no_more(self, lineage: bytes) -> bool:
         """Whether there is a crew in which we do not hold the first stage of `lineage`; between two crews there is none."""
         return self._session is not None and self.leads() != lineage

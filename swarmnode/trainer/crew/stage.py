@@ -23,7 +23,9 @@ from swarmnode.pipeline.worker import StageWorker
 
 T = TypeVar("T")
 HEAD_SECONDS = 120.0
-"""Bounds each of a head's calls: a crew that does less in that time is too slow to train, or hangs."""
+"""Bounds the time in which no work arrives in one of a head's calls."""
+PATIENCE = 0.8
+"""Share of the time that the others give a head for a step, after which it goes on without whoever had the work for most of it."""
 
 
 class Meter(Observer):
@@ -116,6 +118,7 @@ class Stage:
         worker: StageWorker
         if self.index == 0:
             worker = Head(self.runtime, links, fence, self._settings, self.meter, self.optimizer, seconds=HEAD_SECONDS)
+            worker.search.patience = PATIENCE * assigned.step_seconds
         else:
             worker = StageWorker(self.runtime, links, fence, self._settings, self.meter, self.optimizer)
         worker.participant.hash = assigned.hash

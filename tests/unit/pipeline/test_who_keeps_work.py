@@ -301,6 +301,31 @@ async def test_what_belongs_to_no_call_moves_no_deadline(models, policy, autojum
         assert took <= 2 * SECONDS + 1
 
 
+@pytest.mark.parametrize("call", [learn, sample])
+async def test_who_answers_just_before_each_deadline_is_found_before_the_others_give_the_head_up(models, policy, autojump_clock, call):
+    _, rows = grpo(policy("llama"))
+    patience = 6 * SECONDS
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        crew.head.search.patience = patience
+        original = crew.members[2].handle
+
+        async def drips(sender, frame, body):
+            if isinstance(frame, (frames.Forward, frames.Backward, frames.Prefill, frames.Decode)):
+                await trio.sleep(0.9 * SECONDS)
+            await original(sender, frame, body)
+
+        crew.members[2].handle = drips
+        while crew.head.blamed is None and trio.current_time() < 2 * patience:
+            with contextlib.suppress(PeerError):
+                if call is learn:
+                    await crew.head.update(rows, CFG.model_copy(update={"per_device_train_tokens": 16}), 10.0, 1e-3)
+                else:
+                    await crew.head.generate(HEADS, 2, 20, 1.0, 1.0, frozenset(), random.Random(0))
+        assert crew.head.blamed is not None
+        assert 2 in crew.head.blamed[0]
+        assert 0 not in crew.head.blamed[0]
+
+
 async def test_only_the_head_may_ask(models):
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         member = crew.members[1]
@@ -376,4 +401,18 @@ def test_an_answer_about_another_piece_counts_for_nothing():
     assert search.begins(name_of(8), (0, 1, 2, 0), 15.0, 15.0)
     assert not search.said(1, at(1, 1, 0, worked=3))
     assert not search.computes((1,))
-    assert search.holders() == (0,) or search.holders() == ()
+    assert search.holders() == ()
+
+
+def test_who_has_the_work_for_most_of_a_step_that_takes_too_long_is_named():
+    search = Search()
+    search.patience = 100.0
+    for second in range(0, 200, 10):
+        assert search.slowest(second) == ((1,) if second > 100 else ())
+        search.begins(PIECE, (0, 1, 2, 0), second, 10.0)
+        search.said(0, at(0, 0, 1))
+        search.said(1, at(1, 1, int(second % 40 == 0)))
+        search.said(2, at(2, int(second % 40 == 0), 0))
+    search.stepped(200.0)
+    assert search.slowest(290.0) == ()
+    assert search.slowest(301.0) == (), "nobody was asked"

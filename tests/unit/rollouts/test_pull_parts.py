@@ -179,6 +179,23 @@ def test_spread_freshness_trust_and_novelty_decide_and_what_is_known_or_late_is_
     assert [choose(met, 1, 3)[0].groups[0].author[:1]] == [b"b"]
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_who_lists_more_is_not_asked_for_before_others(few):
+    """Fourteen groups of one author, and one of each of thirteen others."""
+    offered = {"ha": [listed(n, author="a") for n in range(14)]}
+    offered |= {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")}
+    chosen = [pull.groups[0].author for seed in range(700) for pull in choose(heard(**offered), 1, seed, few=few)]
+    assert 20 < sum(author[:1] == b"a" for author in chosen) < 80, "fifty in the mean"
+
+
+def test_the_best_of_an_author_is_as_welcome_whatever_else_it_lists():
+    old = [listed(n, author="a", age=600.0) for n in range(1, 14)]
+    both = lambda: heard(ha=[listed(0, author="a"), *old], hb=[listed(99, author="b")])
+    first = [choose(both(), 1, seed)[0].groups[0].content for seed in range(400)]
+    assert 150 < first.count(listed(0).content) < 250
+    assert sum(content in {group.content for group in old} for content in first) < 10
+
+
 def test_a_liar_is_asked_as_rarely_as_it_is_believed():
     believed, groups = {"liar": 1 / 16, "honest": 1.0}, [listed(1, author="a")]
     asked = [choose(heard(liar=groups, honest=groups), 1, seed, belief=believed.__getitem__)[0].holder for seed in range(300)]

@@ -273,6 +273,25 @@ async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(tmp_pat
         assert stage_of(trainers[0]).worker.blamed is None
 
 
+async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(tmp_path, model, monkeypatch):
+    """A new member may be slower than all before it: it is not begun with what those could do."""
+    Idle(monkeypatch)
+    monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 30)
+    policy = whole(model)
+    async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
+        engine, runner = engine_of(trainers[0]), trainers[0]._runner
+        for seed in range(3):
+            assert (await in_thread(engine.update, some_rows(policy, seed))).stepped
+        grown = engine.statistics().micro_batch_tokens
+        assert grown > 60
+        members = runner.members()
+        assert len(members) == 2
+        with monkeypatch.context() as other:
+            other.setattr(runner, "members", lambda: (members[0], "somebody else"))
+            assert engine.statistics().micro_batch_tokens == 30
+        assert engine.statistics().micro_batch_tokens == grown
+
+
 async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.trainer.crew.model.TOKENS", 100)
