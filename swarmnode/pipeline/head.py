@@ -313,6 +313,7 @@ class Head(StageWorker):
         """Ask where the oldest piece of work is that has not come back, not too often."""
         piece, path = self._oldest() or (b"", ())
         if piece and self.search.begins(piece, path, now, ASKED * self.waiting.seconds):
+            self.search.idle = self.links.inbox.awaited
             for stage in range(1, self.stages):
                 self.links.send(stage, frames.Locate(self.place, piece))
             self._hear(0, self.located(piece))
@@ -340,6 +341,7 @@ class Head(StageWorker):
         oldest, tail = self._oldest(), self.stages - 1
         if not self.links.inbox.awaited:
             return  # of us
+        found.idle = True
         if oldest is None:  # everything has come back, and the step was proposed; the ends need each other's part of a tied embedding
             late = coordinator.silent if coordinator.decision is None else coordinator.unfinished
             self._blame.silent(late - {0} or {tail})

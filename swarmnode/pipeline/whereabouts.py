@@ -22,8 +22,6 @@ from swarmnode.pipeline.routes import Route
 
 REMEMBERED: Final = 2 * frames.MICRO_BATCHES
 """Pieces of each neighbour that are counted, the latest: a step's, and what an aborted attempt has left."""
-
-
 GROWN: Final = 5
 """Questions for which it counts that a stage has done more."""
 MOST: Final = 0.3
@@ -122,6 +120,8 @@ class Search:
         self.piece = b""
         self.patience = math.inf
         """Seconds without a step, after which whoever had the work for most of them is named."""
+        self.idle = True
+        """Whether the head itself waited for others when it last asked: what it computes is with nobody else."""
         self._path: tuple[int, ...] = ()
         self._asked = -math.inf
         self._questions = 0
@@ -157,7 +157,7 @@ class Search:
         return stage == 0 or stage in self.holders()
 
     def holders(self) -> tuple[int, ...]:
-        return holders(self._path, self._said)
+        return holders(self._path, self._said) if self.idle else ()
 
     def computes(self, stages: Sequence[int]) -> bool:
         """Whether one of them says so, at one of the last questions: a layer may take longer than is between two."""

@@ -326,6 +326,22 @@ async def test_who_answers_just_before_each_deadline_is_found_before_the_others_
         assert 0 not in crew.head.blamed[0]
 
 
+async def test_a_head_that_is_slow_itself_blames_nobody_else(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
+        crew.head.search.patience = patience = 4 * SECONDS
+
+        async def slow(work):
+            await trio.sleep(0.5 * SECONDS)
+            return work()
+
+        crew.head.context.compute = slow
+        while trio.current_time() < 3 * patience:
+            with contextlib.suppress(PeerError):
+                await sample(crew.head, rows)
+        assert crew.head.blamed is None
+
+
 async def test_only_the_head_may_ask(models):
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         member = crew.members[1]
