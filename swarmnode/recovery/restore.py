@@ -133,6 +133,8 @@ class _Recovery:
                 source = self.order.next()
             except Refused:
                 got = await self._fitting(self.first, self._wait())
+                if got is None and (last := self.order.last_resort()) is not None:
+                    got = await self._fitting(last, self._try(last))
                 if got is None:
                     raise
                 return got
@@ -191,7 +193,8 @@ class _Recovery:
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
                 self.loader.judged.add((source.kind, source.holder))
-                self._drop(source, _refusal(verdict, len(healings)))
+                self.order.failed(source, verdict, _refusal(verdict, len(healings)))
+                self._drop(None, "")
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, Literal
 
@@ -113,6 +113,10 @@ class Source:
     """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours that agree."""
     disputed: bool = False
     """The other ring neighbour has other bytes of the same step. Only the gate can say which of them is right."""
+    vouched: bool = False
+    """It is this stage as it was at some step: from our own disk, or from two neighbours that agree."""
+    last: bool = False
+    """Taken as it is, since nothing else serves."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ class RecoveryOrder:
         """(kind, why it did not serve), in order."""
         self.excluded: list[tuple[SourceKind, str]] = []
         """(kind, why it was not even tried)."""
+        self._vouched: list[tuple[float, Source]] = []
+        """(damage, source): true copies that failed the gate."""
         self._left = list(self._sources(found, spec, run))
         self._compared = False
 
@@ -169,6 +175,19 @@ class RecoveryOrder:
         if source in self._left:
             self._left.remove(source)
         self.tried.append((source.kind, why))
+
+    def failed(self, source: Source, verdict: Verdict | None, why: str) -> None:
+        """`source` failed its gate."""
+        if source.vouched and verdict is not None and verdict.finite:
+            self._vouched.append((self.damage(verdict), source))
+        self.refuse(source, why)
+
+    def last_resort(self) -> Source | None:
+        """Of the true copies that failed the gate the one that it liked best. What they lack are steps, and a policy that learns fast moves
+        further in these than the gate allows; the crew would lose all steps without it. None where there is none."""
+        best = min(self._vouched, key=lambda one: one[0], default=None)
+        self._vouched.clear()
+        return replace(best[1], last=True) if best is not None else None
 
     def rivals(self) -> tuple[Source, ...]:
         """The best source and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""
@@ -203,17 +222,20 @@ class RecoveryOrder:
             return "rejoin" if (source.kind <= SourceKind.BASE and not source.disputed) or self._paper else "next"
         if not verdict.finite:
             return "next"
-        if self._paper or (source.exact and not healings) or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
+        as_it_is = self._paper or source.last or (source.exact and not healings)
+        if as_it_is or (verdict.kl < room * s.gate_kl and verdict.nll_rise < room * s.gate_nll):
             return "rejoin"
         return "heal" if healings < s.healings else "next"
 
     def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
-        copies = [] if found.journal is None else [Source(SourceKind.JOURNAL, found.journal, exact=found.journal == self._step)]
+        own_copy = Source(SourceKind.JOURNAL, found.journal, exact=found.journal == self._step, vouched=True)
+        copies = [] if found.journal is None else [own_copy]
         for holder, step in found.snapshots.items():
             roots = [root for i, root in found.roots.items() if found.snapshots[i] == step]
             disputed = len(set(roots)) > 1
-            exact = step == self._step and len(roots) > 1 and not disputed
-            copies.append(Source(SourceKind.SNAPSHOT, step, holder, exact=exact, disputed=disputed))
+            vouched = len(roots) > 1 and not disputed
+            exact = step == self._step and vouched
+            copies.append(Source(SourceKind.SNAPSHOT, step, holder, exact=exact, disputed=disputed, vouched=vouched))
         if self._paper:
             self.excluded += [(source.kind, "paper mode") for source in copies] + ([(SourceKind.BASE, "paper mode")] if found.base else [])
             copies = []

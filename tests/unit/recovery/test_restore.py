@@ -154,6 +154,20 @@ async def test_r2_is_taken_where_every_step_moves_the_policy_further_than_the_ga
         assert got.verdict.kl > 0.02
 
 
+async def test_r2_is_taken_where_nothing_passes_the_gate_but_both_neighbours_say_that_it_was_so(fleet):
+    """A crew whose policy moved further in a few steps than the gate allows refused its own copies, and was founded again for ever."""
+    mine = fleet(settings={"snapshot_every": 2, "gate_kl": 1e-9, "gate_nll": 1e-9, "healings": 0}, run=Run(pretrained=True))
+    async with mine.up() as crew:
+        await learn(crew, 3, rate=2e-3)
+    mine.kill(1)
+    async with mine.up() as crew:
+        got = mine.restored[1]
+        assert (got.kind, got.step, got.healings) == (SourceKind.SNAPSHOT, 2, ())
+        assert [kind for kind, _ in got.tried][:2] == [SourceKind.SNAPSHOT] * 2
+        assert got.verdict.kl > 1e-8
+        await learn(crew, 1, 3)
+
+
 async def test_r2_a_crew_that_began_again_at_an_older_step_has_copies_of_its_own_and_keeps_the_newer_ones_until_it_is_as_far(fleet):
     mine = fleet(settings={"snapshot_every": 2})
     async with mine.up() as crew:

@@ -1,5 +1,7 @@
 """Which copy of a stage is taken, in which order, and what is refused."""
 
+import contextlib
+
 import pytest
 
 from swarmnode.errors import Refused
@@ -76,6 +78,30 @@ def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_it
         assert one.judge(source, BROKEN, 0) == "next"
     for rung in (SourceKind.REPLICA, SourceKind.BASE, SourceKind.SYNTHESIS):
         assert one.judge(Source(rung), moved, 0) == "heal"
+
+
+@pytest.mark.parametrize(
+    ("found", "whose"),
+    [
+        (Found(journal=8, base=True), (SourceKind.JOURNAL, 8)),
+        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}), (SourceKind.SNAPSHOT, 8)),
+        (Found(snapshots={0: 8}, roots={0: b"a"}, base=True), None),  # nobody but its holder says so
+        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"b"}), None), (Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}), None),
+    ],
+)  # fmt: skip
+def test_of_what_failed_the_gate_a_true_copy_is_taken_in_the_end_and_no_other(found, whose):
+    one = order_of(found, healings=0)
+    with contextlib.suppress(Refused):
+        while True:
+            source = one.next()
+            assert one.judge(source, BAD, 0) == "next"
+            one.failed(source, BAD, "KL")
+    source = one.last_resort()
+    assert (None if source is None else (source.kind, source.step)) == whose
+    if source is not None:
+        assert one.judge(source, BAD, 0) == "rejoin"
+        assert one.judge(source, BROKEN, 0) == "next"
+    assert one.last_resort() is None
 
 
 def test_synthesis_needs_both_neighbours_and_the_ends_need_true_copies():
