@@ -183,8 +183,8 @@ class RecoveryOrder:
         self.refuse(source, why)
 
     def last_resort(self) -> Source | None:
-        """Of the true copies that failed the gate the one that it liked best. What they lack are steps, and a policy that learns fast moves
-        further in these than the gate allows; the crew would lose all steps without it. None where there is none."""
+        """The true copy that failed the gate and that it liked best; None where there is none. What it lacks are steps, and a policy that
+        learns fast moves further in these than the gate allows; without it the crew would lose all of them."""
         best = min(self._vouched, key=lambda one: one[0], default=None)
         self._vouched.clear()
         return replace(best[1], last=True) if best is not None else None
