@@ -843,9 +843,10 @@ class _Turn:
         self._send_offers()  # takes ours back
         self._note("founded", f"step {record.step}, stage {stage} of {len(record.members)}")
         layers = tuple(member.layers for member in record.members)
-        assigned = local.Assigned(crew, record.lineage, stage, layers, peers_of(record), record.step, record.previous, record.taken, "")
-        patience = self._step_seconds(self.state.crew) if self.state.crew is not None else self.settings.step_seconds
-        self._do(msgspec.structs.replace(assigned, step_seconds=patience))
+        assert self.state.crew is not None
+        patience = self._step_seconds(self.state.crew)
+        peers = peers_of(record)
+        self._do(local.Assigned(crew, record.lineage, stage, layers, peers, record.step, record.previous, record.taken, "", patience))
         self._send_heartbeats()
 
 

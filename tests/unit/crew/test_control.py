@@ -296,6 +296,7 @@ def test_progress_without_end_is_no_reason_to_wait_without_end():
 def test_a_crew_takes_no_step_for_as_long_as_is_slow_for_its_stages(work, bound):
     """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what others say of themselves moves nothing."""
     node = running(work=work)
+    assert node.told()[0].step_seconds == bound, "the trainer knows it"
     node.waits(bound - 5.0, alive=("a",))
     assert node.state.phase == Phase.RUNNING
     node.waits(10.0, alive=("a",))

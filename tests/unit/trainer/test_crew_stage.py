@@ -216,3 +216,9 @@ async def test_a_network_process_that_is_away_is_an_error_within_its_bound(tmp_p
     with pytest.raises(PeerError):
         await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")
     assert trio.current_time() - started == pytest.approx(crew_streams.CONNECT_SECONDS, abs=0.2)
+
+
+def test_a_head_knows_how_long_the_others_wait_for_its_steps(model):
+    _, crew = model
+    head = Stage(msgspec.structs.replace(assigned(index=0), step_seconds=5000.0), crew.build((1, 1), 0), crew.settings(), crew.limits())
+    assert head.worker.search.patience == 4000.0
