@@ -49,7 +49,7 @@ class Recovery:
     seconds: float | None
     """From the kill to the next step of the whole crew; None if there was none within RETURN_SECONDS."""
     lost: int
-    """Steps that had been taken and are not any more."""
+    """Steps that had been taken and are not any more, of the stages that are held."""
     rungs: tuple[str, ...]
 
 
@@ -78,7 +78,7 @@ class Crew:
         return {node.view.stage: node for node in self.nodes}[stage]
 
     def steps(self) -> list[int]:
-        """Taken, by stage."""
+        """Taken, by stage. Raises LookupError while a stage is nobody's."""
         return [self.holder(stage).view.stage_step for stage in range(len(self.nodes))]
 
     def wait(self, true: Callable[[], bool], seconds: float) -> float | None:
@@ -96,8 +96,8 @@ class Crew:
     def running(self) -> bool:
         return all(self.holder(stage).view.stage_phase == "active" for stage in range(len(self.nodes))) and min(self.steps()) > 0
 
-    def lose(self, kind: str, stages: Sequence[int]) -> Recovery:
-        """Kill what holds `stages`, and wait for the crew to go on."""
+    def lose(self, kind: str, stages: Sequence[int], patience: float = RETURN_SECONDS) -> Recovery:
+        """Kill what holds `stages`, and wait for the crew to go on. Raises LookupError where one of them is nobody's."""
         holders = [self.holder(stage) for stage in stages]
         before, pids = max(self.steps()), [node.view.trainer_pid for node in holders]
         for node, pid in zip(holders, pids, strict=True):
@@ -119,8 +119,9 @@ class Crew:
                 return False
             return self.running() and min(steps) > least
 
-        seconds = self.wait(again, RETURN_SECONDS)
-        return Recovery(kind, tuple(stages), seconds, max(0, before - max(self.steps())), tuple(node.view.rung for node in holders))
+        seconds = self.wait(again, patience)
+        after = max((node.view.stage_step for node in self.nodes if node.view.stage is not None), default=0)
+        return Recovery(kind, tuple(stages), seconds, max(0, before - after), tuple(node.view.rung for node in holders))
 
     def speed(self, arm: str) -> Speed:
         """Over STEPS steps, of the node that leads them."""
@@ -199,6 +200,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two kills")
     parser.add_argument("--rounds", type=int, default=2, help="how often each of the fifteen kills is done")
     parser.add_argument("--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance")
+    parser.add_argument("--scaled", action="store_true", help="7 B, with everything sixty times smaller, see benchmarks.crew_scaled")
+    parser.add_argument("--rank", type=int, default=0, help="with --scaled: of an adapter; 0 trains all weights")
     parser.add_argument("--generation", action="store_true", help="sampling from a whole copy, see benchmarks.crew_copies")
     parser.add_argument("--restoring", action="store_true", help="a stage from several holders, see benchmarks.crew_restoring")
     parser.add_argument("--copies", action="store_true", help="with --distance: the head samples from a whole copy")
@@ -208,6 +211,11 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=3, help="with --distance: stages that are lost")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.scaled:
+        from benchmarks import crew_scaled
+
+        crew_scaled.run((options.milliseconds or [50])[0], options.steps or 2, options.losses, options.rank, options.copies)
+        return
     if options.distance:
         from benchmarks import crew_distance  # late: it is about this module's crews
 

@@ -16,7 +16,7 @@ import socket
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +34,30 @@ from swarmnode.pipeline.frames import activation_bytes
 from tests.support.netns import Topology, enter, missing
 
 MILLISECONDS = (0, 10, 50, 100)
-RATE = "50mbit"
+RATE = 50_000
+"""kbit/s of a node's line, each way."""
 PORT, BEHIND = 4001, 4002
 """Where a node is reached, and where it listens behind its delay."""
 SAMPLES = 64
 """Completions of a step: eight groups of eight."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A home's, each way."""
+
+    rate: int = RATE
+    burst: str = "64kb"
+    """As tc takes it."""
+    buffer_bytes: int = 0
+    """Of the kernel, for a connection; 0 leaves it to the kernel."""
+
+    def under_way(self, seconds: float) -> int:
+        """Bytes that there may be on a way that is so long: twice of what the line takes. A proxy could keep far more."""
+        return int(2 * seconds * self.rate * 1000 / 8)
+
+
+LINE = Line()
 
 
 @dataclass(frozen=True)
@@ -67,12 +86,16 @@ class FarNode(DemoNode):
     def ask(self) -> None:
         self._there.submit(super().ask).result()
 
+    def sent_bytes(self) -> int:
+        """That went out on its line."""
+        return int(self._there.submit(Path("/proc/thread-self/net/dev").read_text).result().split("outside:")[1].split()[8])
+
 
 class Delay:
     """In front of a node: what comes to `address`:PORT goes to `address`:BEHIND so late, and back. A thread that is in its namespace."""
 
-    def __init__(self, namespace: str, address: str, seconds: float) -> None:
-        self._namespace, self._address, self._seconds = namespace, address, seconds
+    def __init__(self, namespace: str, address: str, seconds: float, line: Line) -> None:
+        self._namespace, self._address, self._seconds, self._under_way = namespace, address, seconds, line.under_way(seconds)
         self._scope, self._token = trio.CancelScope(), None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -99,29 +122,33 @@ class Delay:
         await trio.sleep(self._seconds)
         with contextlib.suppress(OSError):
             async with near:
-                await join(near, await trio.open_tcp_stream(self._address, BEHIND), self._seconds)
+                far = await trio.open_tcp_stream(self._address, BEHIND)
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._under_way)
+                await join(near, far, self._seconds, self._under_way)
+
+
+Settings = dict[str, dict[str, object]]
 
 
 @contextlib.contextmanager
-def far_crew(directory: Path, milliseconds: int, copies: bool) -> Iterator[Crew]:
-    """Four nodes so far apart, started. copies: the head samples from a whole copy of its own."""
-    options = DemoOptions(nodes=STAGES, http_port=0)
-    model = write_model(directory / "model")
+def far_crew(directory: Path, milliseconds: int, settings_of: Callable[[int], Settings], line: Line = LINE) -> Iterator[Crew]:
+    """Four nodes so far apart, started. settings_of: a node's number → its configuration, without its addresses."""
     with Topology() as net, contextlib.ExitStack() as stack:
         nodes: list[DemoNode] = []
         for number in range(STAGES):
             name, address = f"n{number}", f"10.5.5.{11 + number}"
             net.public(name, address)
-            shape = ["root", "tbf", "rate", RATE, "burst", "64kb", "latency", "400ms"]
+            shape = ["root", "tbf", "rate", f"{line.rate}kbit", "burst", line.burst, "latency", "400ms"]
+            for buffer in ("tcp_wmem", "tcp_rmem") if line.buffer_bytes else ():
+                net.run(name, ["sysctl", "-qw", f"net.ipv4.{buffer}=4096 {line.buffer_bytes} {line.buffer_bytes}"], check=True)
             for place, device in ((name, "outside"), ("wan", f"p{number + 2}")):
                 net.run(place, ["tc", "qdisc", "add", "dev", device, *shape], check=True)
-            settings = crew_settings(options, number, model)
-            settings["training"] |= {"eval_every": 10_000}
-            settings["stages"] |= {"keep_policy": "memory" if copies else "off"}
+            settings = settings_of(number)
             behind = f"/ip4/{address}/tcp/{BEHIND if milliseconds else PORT}"
-            settings["network"] |= {"listen_addrs": [behind], "announce_addrs": [f"/ip4/{address}/tcp/{PORT}"]}
+            reached = {"listen_addrs": [behind], "announce_addrs": [f"/ip4/{address}/tcp/{PORT}"]}
+            settings["network"] = {**settings.get("network", {}), **reached}
             if milliseconds:
-                stack.callback(Delay(net.file(name), address, milliseconds / 1000).close)
+                stack.callback(Delay(net.file(name), address, milliseconds / 1000, line).close)
             prefix = ["ip", "netns", "exec", Path(net.file(name)).name]
             nodes.append(FarNode(f"node{number}", directory / f"far{number}", settings, net.file(name), *prefix))
         crew = Crew(nodes)
@@ -142,8 +169,23 @@ def step_times(crew: Crew, count: int) -> tuple[float, ...]:
     return tuple(seconds[1:])
 
 
+def small_crew(directory: Path, copies: bool) -> Callable[[int], Settings]:
+    """The demo's crew. copies: the head samples from a whole copy of its own."""
+    options, model = DemoOptions(nodes=STAGES, http_port=0), write_model(directory / "model")
+
+    def settings_of(number: int) -> Settings:
+        settings = crew_settings(options, number, model)
+        settings["training"] |= {"eval_every": 10_000}
+        settings["stages"] |= {"keep_policy": "memory" if copies else "off"}
+        return settings
+
+    return settings_of
+
+
 def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Apart:
-    with tempfile.TemporaryDirectory(prefix="swarmnode-far-") as directory, far_crew(Path(directory), milliseconds, copies) as crew:
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarmnode-far-")))
+        crew = stack.enter_context(far_crew(directory, milliseconds, small_crew(directory, copies)))
         formed = crew.wait(crew.running, FORM_SECONDS)
         if formed is None:
             print(f"{milliseconds} ms: the crew did not form: {[node.last_words() for node in crew.nodes]}", flush=True)
@@ -152,8 +194,10 @@ def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Apar
         measured = tuple(node.view.peer_seconds for node in crew.nodes)
         recoveries, restored = [], []
         for stage in range(losses):
-            before = max(crew.steps())
-            crew.wait(lambda before=before: crew.running() and min(crew.steps()) >= before + 2, RETURN_SECONDS)
+            before = max(node.view.stage_step for node in crew.nodes)
+            if crew.wait(lambda before=before: crew.running() and min(crew.steps()) >= before + 2, RETURN_SECONDS) is None:
+                print(f"{milliseconds} ms: the crew did not go on: {[node.last_words() for node in crew.nodes]}", flush=True)
+                break
             lost = crew.lose("disk", (stage % STAGES,))
             recoveries.append(lost)
             with contextlib.suppress(LookupError):
@@ -205,7 +249,7 @@ def run(milliseconds: Sequence[int], steps: int, losses: int, copies: bool = Fal
     if why := missing():
         raise SystemExit(why)
     found = [measure_at(one, steps, losses, copies) for one in milliseconds]
-    print(report.heading(f"crew: at a distance, {RATE} per node"))
+    print(report.heading(f"crew: at a distance, {RATE // 1000} Mbit/s per node"))
     print(report.table(HEADERS, rows(found)))
     print()
     print(report.table(["7 B, computed", "MB", "s at 25 Mbit/s", "50", "100", "1,000"], seven_billion()))

@@ -9,8 +9,10 @@ from functools import partial
 import trio
 
 CHUNK_BYTES = 64 * 1024
-CHUNKS = 256
-"""On their way at once in one direction, at most: 16 MiB, and so much per delay goes through."""
+LEAST_CHUNK_BYTES = 1024
+CHUNKS = 16
+UNDER_WAY_BYTES = 16 * 1024 * 1024
+"""On their way at once in one direction, at most; so much per delay goes through."""
 
 
 class Distance:
@@ -60,16 +62,20 @@ class Distance:
         await join(near, far, self._seconds)
 
 
-async def join(near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableStream, seconds: float) -> None:
-    """Carries bytes both ways, each `seconds` late, until both directions have ended or one end breaks; closes both."""
+async def join(
+    near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableStream, seconds: float, under_way: int = UNDER_WAY_BYTES,
+) -> None:  # fmt: skip
+    """Carries bytes both ways, each `seconds` late, until both directions have ended or one end breaks; closes both. under_way: bytes at
+    most, each way; before a slow line, more than go through it in that time would only wait here."""
+    longest = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, under_way // CHUNKS))
     async with near, far, trio.open_nursery() as nursery:
 
         async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
-            send, receive = trio.open_memory_channel[tuple[float, bytes]](CHUNKS)
+            send, receive = trio.open_memory_channel[tuple[float, bytes]](max(1, under_way // longest))
             try:
                 async with trio.open_nursery() as both:
                     both.start_soon(_deliver, receive, sink)
-                    while data := await source.receive_some(CHUNK_BYTES):
+                    while data := await source.receive_some(longest):
                         await send.send((trio.current_time() + seconds, bytes(data)))
                     await send.send((trio.current_time() + seconds, b""))
             except* (trio.BrokenResourceError, trio.ClosedResourceError):

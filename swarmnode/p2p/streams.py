@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024
 """Read at a time, at most."""
-WRITE_BYTES = 64 * 1024
-"""Written at a time: what a heartbeat waits for on a slow line, several times, because opening its stream takes several frames."""
 STALL_SECONDS = 300.0
 """Nothing moved either way for so long while we were writing: the stream is reset. That a peer is gone, heartbeats tell long before."""
 WATCH_SECONDS = 1.0
@@ -130,10 +128,8 @@ class Libp2pStream:
         try:
             async for data in leave:
                 self._writing = True
-                for at in range(0, len(data), WRITE_BYTES):
-                    piece = memoryview(data)[at : at + WRITE_BYTES]
-                    await self._stream.write(piece)
-                    self.sent += len(piece)
+                await self._stream.write(data)
+                self.sent += len(data)
                 self._writing = False
             if not self._why:
                 self._writing = True

@@ -121,18 +121,17 @@ class _Calls:
 
 
 class Channel:
-    """`run` it in a nursery; it ends by cancellation. pace: bytes per second to one peer of what is kept for later, 0 is no limit.
-    step: committed steps."""
+    """`run` it in a nursery; it ends by cancellation. step: committed steps."""
 
     def __init__(
-        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits, seconds: float, pace: float, compute: Compute,
+        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits, seconds: float, compute: Compute,
         step: Callable[[], int],
     ) -> None:  # fmt: skip
         self.compute = compute
         self.gone: dict[int, str] = {}
         """Stage → why its stream ended."""
         self.streams = dict(streams)
-        self.outboxes = {stage: Outbox(pace) for stage in streams}
+        self.outboxes = {stage: Outbox() for stage in streams}
         self._fence = fence
         self._limits = limits
         self._seconds = seconds
@@ -173,13 +172,13 @@ class Channel:
     # Sending.
 
     async def answer(
-        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, paced: bool = False,
+        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, later: bool = False,
         part: tuple[int, int | None] = (0, None), **more: Any,
     ) -> None:  # fmt: skip
         root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))
         if stage not in self.gone:
             have = m.Have(self.place, request, what, step, len(body), root, **more)
-            self.outboxes[stage].transfer(have, memoryview(body)[: part[1]], paced, part[0])
+            self.outboxes[stage].transfer(have, memoryview(body)[: part[1]], later, part[0])
 
     def lack(self, stage: int, request: int, reason: m.LackReason) -> None:
         self.send(stage, m.Lack(self.place, request, reason))

@@ -10,11 +10,11 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.pipeline.activations import decode
-from swarmnode.pipeline.frames import activation_bytes
+from swarmnode.pipeline.frames import CHUNK_BYTES, activation_bytes
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, read_floats, tied_layout
-from swarmnode.recovery.channel import Body, Channel, Loading, Part
+from swarmnode.recovery.channel import LATER_SECONDS, Body, Channel, Loading, Part
 from swarmnode.recovery.copies import Parts, copied, copy_bytes, decode_copy
 from swarmnode.recovery.gathering import Gathering, nothing_of
 from swarmnode.recovery.local import LocalStage
@@ -28,6 +28,13 @@ from swarmnode.wire import strict
 ASK_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 0.25
 """A stage that is still being restored is asked again so often."""
+PART_BYTES: Final = (64 * 1024, CHUNK_BYTES)
+PART_SECONDS: Final = (0.25, 1.0)
+"""A part of what is kept for later is as long as the line takes in about that time: what the crew is at waits for no more of it."""
+PAUSES: Final = 7
+"""After a part nothing is asked for, for so many times what it took: two neighbours together take a quarter of a line."""
+QUICK_SECONDS: Final = 0.05
+"""What is here sooner was no burden to anybody."""
 
 
 class Fetcher:
@@ -66,7 +73,7 @@ class Fetcher:
                 got = None
             if isinstance(got, StageState):
                 return got
-            self._stage.begun.clear()
+            self._stage.arriving.pop(self._stage.spec.index, None)
             left = [holder for holder in left if holder != got]
             if not left:
                 raise BadMessage("hash", f"a snapshot of step {step}, of all who named it")
@@ -74,13 +81,13 @@ class Fetcher:
 
     async def _gathered(self, holders: Sequence[int], step: int, root: bytes) -> StageState | int | None:
         """The snapshot; or, where it has another root, who is to blame for it: None if more than one gave it."""
-        own, begun, layout = self._stage.spec.index, self._stage.begun, self._stage.layouts[self._stage.spec.index]
+        own, arriving = self._stage.spec.index, self._stage.arriving
+        layout = self._stage.layouts[own]
         size = m.state_bytes(layout, form_of(layout, self._stage.settings))
-        of = begun.get(root)
-        if of is None or len(of.body) != size:  # whoever names one of before may lie
+        had, of = arriving.get(own, (b"", nothing_of(size)))
+        if had != root or len(of.body) != size:  # whoever names one of before may lie
             of = nothing_of(size)
-        begun.clear()
-        begun[root] = of
+        arriving[own] = root, of
 
         def checked(have: m.Have) -> int:
             if (have.step, have.root) != (step, root):
@@ -96,8 +103,39 @@ class Fetcher:
             if (liar := gathering.alone) is not None:
                 self._channel.refuse(liar, BadMessage("hash", f"a snapshot from stage {liar}"))
             return liar
-        begun.clear()
+        del arriving[own]
         return await self._channel.compute(lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, have.factor))
+
+    async def theirs(self, stage: int) -> tuple[m.Have, memoryview]:
+        """The snapshot of itself that `stage` has, to be kept here. Nobody waits for it, and at 7 B a home's line is busy with it for ten
+        minutes, so it is asked for in parts, with pauses. What has come of it is not sent again, in another crew neither."""
+        layout, arriving = self._stage.layouts[stage], self._stage.arriving
+        size = m.state_bytes(layout, form_of(layout, self._stage.settings))
+        root, of = arriving.get(stage, (b"", nothing_of(size)))
+        if len(of.body) != size:  # of another stage, in another crew
+            root, of = b"", nothing_of(size)
+        length, have = PART_BYTES[1] // 4, None
+        while of.gaps:
+            at = of.gaps[0][0]
+            part, began = Part(of.body, at, min(size, at + length)), trio.current_time()
+            have, _ = await self._fetch(stage, "shadow", lambda have: self._given_size(stage, have), stage, LATER_SECONDS, part)
+            if have.root != root:  # another one than what has come is of
+                root, of = have.root, of if at == 0 else nothing_of(size)
+            if of.body is part.body:
+                of.gaps[:] = [(part.until, size)] if part.until < size else []
+            arriving[stage] = root, of
+            if (took := trio.current_time() - began) > QUICK_SECONDS and of.gaps:
+                await trio.sleep(PAUSES * took)
+            if took < PART_SECONDS[0]:
+                length = min(PART_BYTES[1], 2 * length)
+            elif took > PART_SECONDS[1]:
+                length = max(PART_BYTES[0], length // 2)
+        arriving.pop(stage, None)
+        if have is None or await self._channel.compute(lambda: m.root_of(of.body)) != root:
+            error = BadMessage("hash", f"a snapshot of stage {stage}, from itself")
+            self._channel.refuse(stage, error)
+            raise error
+        return have, of.body
 
     async def layers(self, stage: int) -> Neighbour:
         """A neighbour's layers as they are now, and ω."""
@@ -173,13 +211,12 @@ class Fetcher:
 
     async def given(self, holder: int, what: m.Given, of: int, seconds: float | None = None) -> Body:
         """What `holder` keeps of stage `of`, which is ours or its own, as it came. seconds: as of `Channel.call`."""
+        return await self._fetch(holder, what, lambda have: self._given_size(of, have), of, seconds)
 
-        def size(have: m.Have) -> int:
-            if have.step > self._channel.step + 1:  # stages are at most one apart
-                raise BadMessage("bounds", f"{what} of step {have.step}, which the crew has not taken")
-            return self._stage.size(of, have)
-
-        return await self._fetch(holder, what, size, of, seconds)
+    def _given_size(self, of: int, have: m.Have) -> int:
+        if have.step > self._channel.step + 1:  # stages are at most one apart
+            raise BadMessage("bounds", f"{have.what} of step {have.step}, which the crew has not taken")
+        return self._stage.size(of, have)
 
     async def _fetch(
         self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None,

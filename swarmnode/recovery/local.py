@@ -54,8 +54,8 @@ class LocalStage:
     """What reads the base model's tensors; None where an adapter is trained."""
     restored: StageState | None = None
     """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
-    begun: dict[bytes, Begun] = field(default_factory=dict)
-    """Root of a snapshot of ours → what has come of it; one at most. It may outlive a crew."""
+    arriving: dict[int, tuple[bytes, Begun]] = field(default_factory=dict)
+    """Stage → (root, what has come) of its snapshot: ours to be restored from, others' to be kept here. It may outlive a crew."""
     _encoding: trio.Lock = field(default_factory=trio.Lock)
 
     def size(self, of: int, have: m.Have) -> int:

@@ -1,8 +1,7 @@
-"""What is to be written to one peer: messages first, then bodies, chunk by chunk in turn, paced ones last. No torch."""
+"""What is to be written to one peer: messages first, then bodies, chunk by chunk in turn, what is kept for later last. No torch."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,29 +19,24 @@ class Outgoing:
     head: bytes
     """What goes before the first chunk; empty from then on."""
     body: memoryview
-    paced: bool
+    later: bool
     at: int
 
 
 class Outbox:
-    """pace: bytes per second of what is paced; 0 is without limit."""
-
-    def __init__(self, pace: float) -> None:
+    def __init__(self) -> None:
         self.messages: deque[tuple[int, bytes]] = deque()
         """(number of the request of ours that it is, 0 for none; bytes)."""
         self.transfers: deque[Outgoing] = deque()
-        self._pace = pace
         self._wake = trio.Event()
-        self._not_before = 0.0
-        """The next chunk of what is paced."""
 
     def add(self, message: bytes, request: int) -> None:
         self.messages.append((request, message))
         self._wake.set()
 
-    def transfer(self, have: m.Have, body: bytes | memoryview, paced: bool, at: int) -> None:
+    def transfer(self, have: m.Have, body: bytes | memoryview, later: bool, at: int) -> None:
         """`body` from byte `at` on."""
-        self.transfers.append(Outgoing(have.request, m.pack(have), memoryview(body), paced, at))
+        self.transfers.append(Outgoing(have.request, m.pack(have), memoryview(body), later, at))
         self._wake.set()
 
     def clear(self) -> None:
@@ -51,14 +45,12 @@ class Outbox:
         self._wake.set()
 
     def next(self, place: Place) -> tuple[int, bytes] | None:
-        """What to write next, and of which request of ours it is; None where there is nothing, or nothing yet."""
+        """What to write next, and of which request of ours it is; None where there is nothing."""
         if self.messages:
             return self.messages.popleft()
-        now = trio.current_time()
-        ready = [out for out in self.transfers if not out.paced] or (list(self.transfers) if now >= self._not_before else [])
-        if not ready:
+        if not self.transfers:
             return None
-        out = ready[0]
+        out = next((out for out in self.transfers if not out.later), self.transfers[0])
         self.transfers.remove(out)
         head, out.head = out.head, b""
         part = out.body[out.at : out.at + CHUNK_BYTES]
@@ -66,13 +58,9 @@ class Outbox:
         out.at += len(part)
         if out.at < len(out.body):
             self.transfers.append(out)  # in turn
-        if out.paced and self._pace > 0:
-            self._not_before = now + len(part) / self._pace
         return 0, head + chunk
 
     async def wait(self) -> None:
         """Until there may be something to write."""
         self._wake = trio.Event()
-        later = self._not_before if self.transfers else math.inf
-        with trio.move_on_at(later):  # around waiting only, never around the stream
-            await self._wake.wait()
+        await self._wake.wait()

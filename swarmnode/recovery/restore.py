@@ -185,15 +185,17 @@ class _Recovery:
             return None
         self.notify("probation", source.kind)
         healings: list[Healing] = []
+        as_it_came: Verdict | None = None
         while True:
             verdict = await self._judge(source, len(healings)) if self.probes else None
+            as_it_came = verdict if not healings else as_it_came
             what = self.order.judge(source, verdict, len(healings))
             if what == "rejoin":
                 return self._done(source, candidate, verdict, healings)
             healing = await _heal(peer, self.probes, settings) if what == "heal" else None
             if healing is None:
                 self.loader.judged.add((source.kind, source.holder))
-                self.order.failed(source, verdict, _refusal(verdict, len(healings)))
+                self.order.failed(source, as_it_came, _refusal(verdict, len(healings)))
                 self._drop(None, "")
                 return None
             healings.append(healing)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.frames import CHUNK_BYTES
 from swarmnode.pipeline.work import read_micro_batch
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import ends_layout, layers_layout, pack_floats, run_one, tied_layout
@@ -17,12 +16,14 @@ from swarmnode.recovery.state import StageState, encode_state, host_copy, take, 
 from swarmnode.weights.layout import Layout
 from swarmnode.wire import strict
 
-Found = tuple[int, Callable[[], tuple[bytes | memoryview, dict[str, Any]]]]
-"""(committed steps, what reads it: bytes, fields of `Have`)."""
+Read = tuple[bytes | memoryview, dict[str, Any]]
+"""(bytes, fields of `Have`)."""
+Found = tuple[int, Callable[[], Read]]
+"""(committed steps, what reads it)."""
 TIMES: Final[Mapping[m.Wanted, int]] = {"copy": 2, "layers": 4, "ends": 4, "probes": 4, "shadow": 8, "tied": 16, "edges": 16}
 """So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were of a step before. The rest: what a stage
 may want that is being restored: it tries every source, some of them twice, and heals what it has of them."""
-LEAST: Final = CHUNK_BYTES
+LEAST: Final = 64 * 1024
 """What a part of a snapshot counts for, however short: its file is opened for it."""
 
 
@@ -49,6 +50,9 @@ class Server:
         self._channel = channel
         self._stage = stage
         self._rations = Rations()
+        self._lent: dict[int, tuple[int, Read]] = {}
+        """Stage → (committed steps, our snapshot) that it is being sent, to be kept for later. That may take longer than until we have
+        the next; the file of the one before is not on the disk any more then, and can still be read."""
 
     def holds(self, stage: int, number: int) -> m.Holds:
         """What there is here of `stage`, asked as `number`."""
@@ -77,9 +81,16 @@ class Server:
             self._channel.refused["repeated"] += 1
             self._channel.lack(stage, want.request, "refused")
             return
-        body, more = await self._channel.compute(read)
-        paced = want.what == "shadow" and want.of != stage  # kept for later
-        await self._channel.answer(stage, want.request, want.what, step, body, paced=paced, part=(want.at, want.until), **more)
+        later = want.what == "shadow" and want.of != stage
+        if later and want.at > 0 and stage in self._lent:
+            step, (body, more) = self._lent[stage]
+        else:
+            body, more = await self._channel.compute(read)
+        if later:
+            self._lent[stage] = step, (body, more)
+            if want.until in (None, len(body)):
+                del self._lent[stage]
+        await self._channel.answer(stage, want.request, want.what, step, body, later=later, part=(want.at, want.until), **more)
 
     def _part(self, want: m.Want) -> tuple[int, int]:
         """(how much is wanted, of how much). Bytes of a snapshot, LEAST at least; of anything else all, once. Raises BadMessage: bounds."""
@@ -119,7 +130,7 @@ class Server:
             return self._channel.step, lambda: (self._tied(layout), {})
         return None
 
-    def _snapshot(self, of: int) -> tuple[memoryview, dict[str, Any]]:
+    def _snapshot(self, of: int) -> Read:
         assert self._stage.store is not None
         kept, body = self._stage.store.read(of)
         return body, {"root": kept.root, "form": kept.form, "squared_norm": kept.squared_norm, "factor": kept.factor, "hash": kept.hash}

@@ -93,28 +93,41 @@ class Sharing:
             self._news[key] = False
             if not self._rations.take(stage, m.Want(self._channel.place, 0, what, stage, 0, None), self._channel.step):
                 self._channel.refused["repeated"] += 1
-            elif what == "shadow" and stage not in ring(self._stage.spec.index, self._stage.spec.stages):
-                async with self._room:
-                    await self._take(stage, what)
-            else:
+            elif what != "shadow":
                 await self._take(stage, what)
+            elif stage in ring(self._stage.spec.index, self._stage.spec.stages):
+                await self._keep(stage)
+            else:
+                async with self._room:
+                    await self._keep(stage)
         del self._news[key]
 
+    async def _keep(self, stage: int) -> None:
+        """Stores the snapshot that `stage` has."""
+        store = self._stage.store
+        assert store is not None
+        try:
+            have, body = await self._fetch.theirs(stage)
+        except PeerError:
+            return  # the next one will be announced as well
+        try:
+            if await self._channel.compute(lambda: store.put(stage, have, body)):
+                self._channel.send(stage, m.Kept(self._channel.place, 0, have.step))
+        except BadMessage as error:
+            self._channel.refuse(stage, error)
+        except OSError:
+            self._channel.refused["failed"] += 1
+
     async def _take(self, stage: int, what: m.Given) -> None:
-        store, recorder = self._stage.store, self._stage.recorder
+        recorder = self._stage.recorder
         try:
             have, body = await self._fetch.given(stage, what, stage, LATER_SECONDS)
         except PeerError:
             return  # the next one will be announced as well
         try:
-            if what == "shadow" and store is not None:
-                if await self._channel.compute(lambda: store.put(stage, have, body)):
-                    self._channel.send(stage, m.Kept(self._channel.place, 0, have.step))
-            elif what == "ends":
+            if what == "ends":
                 recorder.ends[stage] = have.step, self._stage.read_ends(stage, body)
             else:
                 recorder.probes[:] = self._stage.read_probes(body)
         except BadMessage as error:
             self._channel.refuse(stage, error)
-        except OSError:
-            self._channel.refused["failed"] += 1

@@ -146,7 +146,7 @@ class SnapshotStore:
     def get(self, stage: int) -> PeerSnapshot | None:
         return self._snapshots.get(stage)
 
-    def put(self, stage: int, have: Have, body: bytearray) -> bool:
+    def put(self, stage: int, have: Have, body: bytearray | memoryview) -> bool:
         """Stores a snapshot of `stage` whose root was compared, unless this crew's newer one is here; says whether it did. In any thread.
 
         Raises BadMessage: bounds, size, not_finite; OSError for the disk.

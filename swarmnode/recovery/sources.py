@@ -84,10 +84,6 @@ class RecoverySettings:
     """A snapshot up to this size is float32 with Adam's moments; a larger one bfloat16 without."""
     pair_bytes: int = 256 * 1024 * 1024
     """Activations that a stage keeps for healing its neighbours."""
-    uplink: float = 0.0
-    """Bytes per second; 0 is without limit."""
-    uplink_share: float = 0.05
-    """The share of it that snapshots may take."""
     seconds: float = 120.0
     """A transfer fails when not a byte of it came for so long. Reading and hashing a stage of 7 B at its holder takes a part of this."""
     neighbour_seconds: float = 3600.0
@@ -158,8 +154,8 @@ class RecoveryOrder:
         """(kind, why it did not serve), in order."""
         self.excluded: list[tuple[SourceKind, str]] = []
         """(kind, why it was not even tried)."""
-        self._vouched: list[tuple[float, Source]] = []
-        """(damage, source): true copies that failed the gate."""
+        self._failed: list[tuple[float, Source]] = []
+        """(damage, source), in order, of what failed the gate and is finite."""
         self._left = list(self._sources(found, spec, run))
         self._compared = False
 
@@ -177,17 +173,23 @@ class RecoveryOrder:
         self.tried.append((source.kind, why))
 
     def failed(self, source: Source, verdict: Verdict | None, why: str) -> None:
-        """`source` failed its gate."""
-        if source.vouched and verdict is not None and verdict.finite:
-            self._vouched.append((self.damage(verdict), source))
+        """`source` failed its gate. verdict: before it was healed."""
+        if verdict is not None and verdict.finite:
+            self._failed.append((self.damage(verdict), source))
         self.refuse(source, why)
 
     def last_resort(self) -> Source | None:
-        """The true copy that failed the gate and that it liked best; None where there is none. What it lacks are steps, and a policy that
-        learns fast moves further in these than the gate allows; without it the crew would lose all of them."""
-        best = min(self._vouched, key=lambda one: one[0], default=None)
-        self._vouched.clear()
-        return replace(best[1], last=True) if best is not None else None
+        """What is taken although it failed the gate; None where there is nothing. Without it the crew would lose all its steps.
+
+        The policy may have moved further in one step than the gate allows: then nothing passes, a perfect copy neither. So the base, which
+        is nobody's word, says how far off a stage is of which nothing is left, and what is no worse by more than the gate's width may be
+        taken, as may true copies, which lack a few steps. Of these the first that is not worse than the best by more than that.
+        """
+        base = min((damage for damage, source in self._failed if source.kind == SourceKind.BASE), default=-math.inf)
+        may = [(damage, source) for damage, source in self._failed if source.vouched or damage <= base + 1]
+        self._failed.clear()
+        best = min((damage for damage, _ in may), default=math.inf)
+        return next((replace(source, last=True) for damage, source in may if damage <= best + 1), None)
 
     def rivals(self) -> tuple[Source, ...]:
         """The best source and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""

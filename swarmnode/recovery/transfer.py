@@ -29,10 +29,9 @@ class StatePeer:
     ) -> None:  # fmt: skip
         settings = stage.settings
         step = lambda: stage.worker.participant.step if stage.worker is not None else fence.place.step
-        rate = settings.uplink * settings.uplink_share / 2  # two neighbours
         self.stage = stage
         self._begins_at = fence.place.step
-        self.channel = Channel(fence, streams, stage.limits, settings.seconds, rate, compute, step)
+        self.channel = Channel(fence, streams, stage.limits, settings.seconds, compute, step)
         self.fetch = Fetcher(self.channel, stage)
         self.sharing = Sharing(self.channel, stage, self.fetch)
         self.server = Server(self.channel, stage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import trio
 from trio.testing import memory_stream_pair
 
+from swarmnode.errors import StateError
 from swarmnode.pipeline import frames
 from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.context import CrewSettings
@@ -25,7 +26,7 @@ from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, Restored, restore
-from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, ring
+from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, copy_file, ring
 from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import stage_layouts
 from swarmnode.recovery.transfer import StatePeer
@@ -102,6 +103,12 @@ class Fleet:
         directory = old.directory if disk else old.directory.with_name(f"{old.directory.name}-again")
         self.stations[stage] = self._station(old.spec, runtime, directory)
         return self.stations[stage]
+
+    def lose_copy(self, stage: int, at: int) -> None:
+        """The node of stage `at` finds its copy of `stage` damaged on disk, and has none any more."""
+        copy_file(self.stations[at].directory / SNAPSHOTS / CREW.hex(), stage).write_bytes(b"")
+        with suppress(StateError):
+            self.stations[at].store.read(stage)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """(stage, name) → copy of every trained tensor."""

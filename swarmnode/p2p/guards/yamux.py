@@ -16,13 +16,16 @@ from libp2p.stream_muxer.yamux import yamux as upstream
 from swarmnode.p2p.guards.counting import contained, fired
 
 WRITE_STALL_SECONDS = 15.0
-"""One frame (at most FRAME_BYTES) must leave within this time, i.e. a peer must read at least 17 kB/s; else its connection is dropped."""
+"""One frame must leave within this time, the shortest if need be: a peer reads at least 273 B/s, or its connection is dropped."""
 WINDOW_STALL_SECONDS = 60.0
 """A writer waits this long for credit before its stream fails; upstream waits 5 s."""
 OPEN_STREAM_SECONDS = 10.0
 """`open_stream` waits this long for one of the 256 outbound slots; upstream waits for ever."""
 FRAME_BYTES = 256 * 1024
 """Payload and header of the frames we send. 64 KiB upstream; 256 KiB is 1.7 times as fast and every receiver takes up to 16 MiB."""
+SHORTEST_FRAME_BYTES, FIRST_FRAME_BYTES = 4 * 1024, 64 * 1024
+FRAME_SECONDS = 0.1
+"""A stream waits for the frames of others, several times while it is opened: on a line that takes longer for one, frames are shorter."""
 WINDOW_BYTES = 8 * 1024 * 1024
 """Receive window that auto-tuning may reach, and the largest frame accepted. 16 MiB upstream."""
 
@@ -38,14 +41,31 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
     """
     with trio.CancelScope(shield=True):
         async with self._write_lock:
+            began = trio.current_time()
             with trio.move_on_after(WRITE_STALL_SECONDS) as patience:
                 await self.secured_conn.write(data)
+            longest = longest_frame(self)
+            self.__dict__["longest_frame"] = fitting(longest, len(data), trio.current_time() - began)
             if patience.cancelled_caught:
                 fired("write_stalled", self.peer_id)
                 await self.secured_conn.close()
     if patience.cancelled_caught:
         raise ConnectionClosedError("the peer read nothing for too long", transport="tcp")
     await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+def longest_frame(connection: upstream.Yamux) -> int:
+    """Bytes with the header, of what is written next."""
+    length: int = connection.__dict__.get("longest_frame", FIRST_FRAME_BYTES)
+    return length
+
+
+def fitting(longest: int, length: int, seconds: float) -> int:
+    """How long frames may be after one of `length` bytes took so many seconds: half of it where that was too long, a little more where the
+    longest that may be went fast. Kernel buffers swallow megabytes at once, which says nothing of the line."""
+    if seconds > FRAME_SECONDS:
+        return min(longest, max(SHORTEST_FRAME_BYTES, length // 2))
+    return min(FRAME_BYTES, longest + SHORTEST_FRAME_BYTES) if length >= longest and seconds < FRAME_SECONDS / 4 else longest
 
 
 class Credit:
@@ -82,7 +102,7 @@ async def write(self: upstream.YamuxStream, data: bytes) -> None:
         if self.send_window <= 0:
             await _wait_for_credit(self)
             continue
-        size = min(self.send_window, upstream.MAX_MESSAGE_SIZE - upstream.HEADER_SIZE, len(view))
+        size = min(self.send_window, longest_frame(self.conn) - upstream.HEADER_SIZE, len(view))
         self.send_window -= size
         header = struct.pack(upstream.YAMUX_HEADER_FORMAT, 0, upstream.TYPE_DATA, 0, self.stream_id, size)
         await self.conn._write_frame(b"".join((header, view[:size])))

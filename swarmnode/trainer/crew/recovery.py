@@ -69,8 +69,8 @@ class StageRecovery:
         self._journal: Journal | None = None
         self._store: SnapshotStore | None = None
         self._layouts: tuple[Layout, ...] = ()
-        self._begun: dict[bytes, Begun] = {}
-        """As `LocalStage.begun`: the next crew goes on with it."""
+        self._arriving: dict[int, tuple[bytes, Begun]] = {}
+        """As `LocalStage.arriving`: the next crew goes on with it."""
         self._recorder: SnapshotRecorder | None = None
         self.peer: StatePeer | None = None
         """Our end of the state streams, while there is a crew."""
@@ -99,6 +99,7 @@ class StageRecovery:
         if terms.frozen_a:  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
         kept = range(spec.stages) if self._settings.keep_policy else (spec.index, *ring(spec.index, spec.stages))
+        self._arriving = {i: begun for i, begun in self._arriving.items() if i in kept}
         whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)
         about = {"layers": assigned.layers, "owner": whose}
         self._store = SnapshotStore(self._directory / SNAPSHOTS, assigned.lineage, {i: self._layouts[i] for i in kept}, about)
@@ -122,7 +123,7 @@ class StageRecovery:
             local = LocalStage(
                 stage.runtime, stage.runtime.spec, self._model.limits(), self._layouts, self._settings, self._model.terms.codec,
                 self._recorder, self._store, base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
-                begun=self._begun,
+                arriving=self._arriving,
             )  # fmt: skip
             self.peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
             self._recorder.sharing = peer.sharing
@@ -149,7 +150,7 @@ class StageRecovery:
             replica=partial(self._replica, stage, averaging) if averaging is not None and met else None,
             notify=lambda phase, kind: notify(phase, f"R{int(kind)}"),
         )  # fmt: skip
-        self._begun.clear()
+        self._arriving.pop(assigned.stage, None)
         restored.install(stage.worker)
         self.outer = restored.kept.outer
         for kind, why in restored.tried:
@@ -180,7 +181,7 @@ class StageRecovery:
         self.peer.attach(worker)
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         lacking = holders != self._holders or (self._store is not None and self._store.get(assigned.stage) is None)
-        if lacking and self._settings.keeps_copies(worker.runtime.spec):
+        if lacking and assigned.step > 0 and self._settings.keeps_copies(worker.runtime.spec):  # the base is on every disk
             self.peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
@@ -211,6 +212,6 @@ def _copy(where: Where, found: OnDisk) -> Copy:
     return Copy(found.lineage, found.first, found.last, found.step, found.hash, where, found.taken, b"")
 
 
-def recovery_settings(cfg: StagesConfig, upload_bytes_per_second: int) -> RecoverySettings:
+def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
     kept = cfg.keep_policy in ("disk", "both")
-    return RecoverySettings(cfg.shadow_every, kept, mode=cfg.paper_mode, uplink=float(upload_bytes_per_second))
+    return RecoverySettings(cfg.shadow_every, kept, mode=cfg.paper_mode)

@@ -85,7 +85,7 @@ class CrewTrainer:
             c = self._config
             terms = crew_terms(c.stages, c.policy.lora, c.weights, c.training)
             self._model = stack.enter_context(open_model(c.policy, c.stages, c.training, c.weights, terms, c.node.data_dir, self._loading))
-            settings = recovery_settings(c.stages, c.network.upload_bytes_per_second)
+            settings = recovery_settings(c.stages)
             directory = c.node.data_dir / "trainer"
             more: Callable[[int], dict[str, int]] = lambda step: self.copy.facts(step) if self.copy is not None else {}
             self._recovery = StageRecovery(directory, settings, self._model, lambda: self._averaging, self._seek, more)

@@ -1,12 +1,17 @@
 """Yamux: buffers that a stranger can fill, frames that a cancellation cuts in two, writers that give up too soon or never."""
 
 import contextlib
+import functools
 import os
 import signal
 
 import pytest
 import trio
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.yamux import yamux as upstream
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
+from swarmnode.p2p.guards import yamux
 from tests.support import attacker
 from tests.support.host_process import guarded, processes, stock
 
@@ -231,3 +236,41 @@ async def test_a_writer_without_credit_fails_in_the_end():
         assert "StreamReset" in answer["error"]
         assert await node.counted("window_stalled") == 1
         assert await node.ask("cancel_reads", address=server.address, peer=server.peer, size=1000) == {"intact": True}
+
+
+class Line:
+    """A secured connection that takes so many bytes per second, after what its buffer swallows at once."""
+
+    def __init__(self, rate, buffer=0):
+        self.rate, self.room, self.frames = rate, buffer, []
+
+    async def write(self, data):
+        self.frames.append(len(data))
+        swallowed = min(self.room, len(data))
+        self.room -= swallowed
+        await trio.sleep((len(data) - swallowed) / self.rate)
+
+
+async def sent_over(line, size):
+    connection = Yamux(line, ID(b"peer"), is_initiator=True)
+    connection._write_frame = functools.partial(yamux.write_frame, connection)
+    stream = YamuxStream(1, connection, True)
+    stream.send_window = 2 * size
+    await yamux.write(stream, bytes(size))
+    assert sum(line.frames) == size + len(line.frames) * upstream.HEADER_SIZE
+
+
+@pytest.mark.parametrize("rate", [10_000, 100_000, 300_000])
+async def test_nobody_waits_long_for_a_frame_of_somebody_else_however_slow_the_line(rate, autojump_clock):
+    line = Line(rate, buffer=200_000)
+    await sent_over(line, 1_000_000)
+    late = line.frames[len(line.frames) // 2 :]
+    assert max(late) <= max(0.2 * rate, 4096)
+    assert sorted(late)[len(late) // 2] >= min(0.02 * rate, 4096), "shorter ones than the line needs cost time"
+
+
+async def test_a_fast_line_gets_long_frames(autojump_clock):
+    line = Line(100_000_000)
+    await sent_over(line, 20_000_000)
+    assert line.frames[0] == 64 * 1024
+    assert set(line.frames[48:-1]) == {256 * 1024}

@@ -200,7 +200,7 @@ def line(rate, delay):
 class Crew:
     """Stage 1 of four is lost; stages 0, 2 and 3 are real peers that keep its snapshot. lies: holder → what it makes of its copy."""
 
-    def __init__(self, model, directory, lines, lies=None, begun=None):
+    def __init__(self, model, directory, lines, lies=None, arriving=None):
         pieces = split_model(model, [1, 1, 1, 1])
         specs = [spec for spec, _ in pieces]
         layouts = stage_layouts(model.config, specs)
@@ -219,9 +219,9 @@ class Crew:
                 store.put(1, have, self.body)
                 if stage in (lies or {}):
                     self.lie(store, lies[stage])
-            spec, kept = specs[stage], begun if begun is not None and stage == 1 else {}
+            spec, kept = specs[stage], arriving if arriving is not None and stage == 1 else {}
             recorder, limits = Recorder(spec, settings), FrameLimits(32, 61, 64)
-            local = LocalStage(runtimes[stage], spec, limits, layouts, settings, "float32", recorder, store, begun=kept)
+            local = LocalStage(runtimes[stage], spec, limits, layouts, settings, "float32", recorder, store, arriving=kept)
             streams = mine if stage == 1 else {1: self.ends[stage]}
             self.peers[stage] = StatePeer(local, Fence(Place(CREW, stage, 9), 4), streams, inline)
 
@@ -329,28 +329,30 @@ async def test_who_answers_with_another_size_gives_none_of_it(crew, autojump_clo
 
 
 async def test_what_came_from_two_is_completed_by_a_third_in_the_next_crew(crew, autojump_clock):
-    begun = {}
-    first = crew({0: (2e3, 0.0), 2: (2e3, 0.0)}, begun=begun)
+    arriving = {}
+    first = crew({0: (2e3, 0.0), 2: (2e3, 0.0)}, arriving=arriving)
     with trio.move_on_after(12.0):
         await first.fetch(0, 2)
-    gaps, size = begun[first.root].gaps, len(first.body)
+    (root, begun), size = arriving[1], len(first.body)
+    assert root == first.root
+    gaps = begun.gaps
     missing = sum(until - at for at, until in gaps)
     assert 0.4 * size < missing < 0.9 * size
     assert len(gaps) > 1
-    second = crew({3: (1e4, 0.0)}, begun=begun)
+    second = crew({3: (1e4, 0.0)}, arriving=arriving)
     await second.fetch(3)
     assert second.gave()[3] == pytest.approx(missing / size, rel=0.12)
-    assert not begun
+    assert not arriving
 
 
 @pytest.mark.parametrize("liar", [None, 3])
 async def test_what_was_given_before_may_be_the_lie(crew, autojump_clock, liar):
-    begun = {}
-    first = crew({2: (2e3, 0.0)}, lies={2: lambda body: bytearray(len(body))}, begun=begun)
+    arriving = {}
+    first = crew({2: (2e3, 0.0)}, lies={2: lambda body: bytearray(len(body))}, arriving=arriving)
     with trio.move_on_after(20.0):
         await first.fetch(2)
-    assert begun
-    second = crew({3: (1e4, 0.0)}, lies={3: wrong} if liar else {}, begun=begun)
+    assert arriving
+    second = crew({3: (1e4, 0.0)}, lies={3: wrong} if liar else {}, arriving=arriving)
     if liar is None:
         await second.fetch(3)
         assert not second.refused

@@ -168,6 +168,23 @@ async def test_r2_is_taken_where_nothing_passes_the_gate_but_both_neighbours_say
         await learn(crew, 1, 3)
 
 
+@pytest.mark.parametrize("left", [(0,), ()])
+async def test_where_nothing_passes_the_gate_and_nobody_can_vouch_what_is_no_farther_off_than_the_base_is_taken(fleet, left):
+    """One ring neighbour alone had a copy, of an older step: a crew at 100 ms refused it, and the base, and began anew from the base."""
+    mine = fleet(settings={"snapshot_every": 2, "gate_kl": 1e-2, "copy_factor": 1e-7, "healings": 0}, run=Run(pretrained=True))
+    read = base_adapter(mine.stations[1].runtime)
+    async with mine.up() as crew:
+        await learn(crew, 3, rate=5e-3)
+    mine.kill(1).base = read
+    for stage in {0, 2} - set(left):
+        mine.lose_copy(1, at=stage)
+    async with mine.up() as crew:
+        got = mine.restored[1]
+        assert got.kind == (SourceKind.SNAPSHOT if left else SourceKind.BASE)
+        assert got.verdict.kl > 1e-2, "or it would have passed"
+        await learn(crew, 1, 3)
+
+
 async def test_r2_a_crew_that_began_again_at_an_older_step_has_copies_of_its_own_and_keeps_the_newer_ones_until_it_is_as_far(fleet):
     mine = fleet(settings={"snapshot_every": 2})
     async with mine.up() as crew:

@@ -80,26 +80,41 @@ def test_a_copy_of_the_crews_own_may_lack_steps_that_went_far_and_what_is_not_it
         assert one.judge(Source(rung), moved, 0) == "heal"
 
 
+FAR = Verdict(0.294, 0.408, 100)
+A_BIT_LESS_FAR, FARTHER = Verdict(0.286, 0.4, 100), Verdict(0.33, 0.45, 100)
+
+
 @pytest.mark.parametrize(
-    ("found", "whose"),
+    ("found", "verdicts", "whose"),
     [
-        (Found(journal=8, base=True), (SourceKind.JOURNAL, 8)),
-        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}), (SourceKind.SNAPSHOT, 8)),
-        (Found(snapshots={0: 8}, roots={0: b"a"}, base=True), None),  # nobody but its holder says so
-        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"b"}), None), (Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}), None),
+        (Found(journal=8), {}, (SourceKind.JOURNAL, 8)),
+        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}), {}, (SourceKind.SNAPSHOT, 8)),
+        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),
+        (Found(snapshots={0: 8}, roots={0: b"a"}), {}, None),  # nobody but its holder says so, and nothing that it could be held against
+        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"b"}), {}, None),
+        (Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}), {}, None),
+        (Found(snapshots={0: 8}, roots={0: b"a"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),  # no farther than where nothing is left
+        (Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),
+        (Found(snapshots={0: 8, 2: 7}, base=True), {7: A_BIT_LESS_FAR}, (SourceKind.SNAPSHOT, 8)),
+        (Found(snapshots={0: 8, 2: 7}, base=True), {8: FARTHER}, (SourceKind.SNAPSHOT, 7)),
+        (Found(snapshots={0: 8, 2: 7}, base=True), {8: FARTHER, 7: FARTHER}, (SourceKind.BASE, None)),
+        (Found(snapshots={0: 8, 2: 7}, base=True), {8: BROKEN, 7: FARTHER}, (SourceKind.BASE, None)),
+        (Found(journal=8, base=True), {8: FARTHER}, (SourceKind.BASE, None)),
+        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}, base=True), {8: BROKEN}, (SourceKind.BASE, None)),
     ],
 )  # fmt: skip
-def test_of_what_failed_the_gate_a_true_copy_is_taken_in_the_end_and_no_other(found, whose):
+def test_of_what_failed_the_gate_a_true_copy_is_taken_in_the_end_or_what_is_no_farther_than_the_base(found, verdicts, whose):
     one = order_of(found, healings=0)
     with contextlib.suppress(Refused):
         while True:
             source = one.next()
-            assert one.judge(source, BAD, 0) == "next"
-            one.failed(source, BAD, "KL")
+            verdict = verdicts.get(source.step, FAR)
+            assert one.judge(source, verdict, 0) == "next"
+            one.failed(source, verdict, "KL")
     source = one.last_resort()
     assert (None if source is None else (source.kind, source.step)) == whose
     if source is not None:
-        assert one.judge(source, BAD, 0) == "rejoin"
+        assert one.judge(source, FAR, 0) == "rejoin"
         assert one.judge(source, BROKEN, 0) == "next"
     assert one.last_resort() is None
 

@@ -1,5 +1,6 @@
 """State streams: what honest peers give each other, and what hostile ones get: refused, counted, and in the end a closed stream."""
 
+import contextlib
 import copy
 import threading
 from dataclasses import replace
@@ -19,11 +20,12 @@ from swarmnode.pipeline.frames import FrameLimits, Place, activation_bytes
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery import channel, disk, local, serving, snapshots
+from swarmnode.recovery import channel, disk, fetching, local, serving, snapshots
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
 from swarmnode.recovery.local import LocalStage
+from swarmnode.recovery.outbox import Outbox
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.snapshots import SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
@@ -627,8 +629,8 @@ async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
 @pytest.mark.parametrize("lied", [False, True])
 async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_another(models, tmp_path, monkeypatch, lied):
     monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
-    begun, asked = {}, []
-    wires = [Wire(copy.deepcopy(models["llama-tied"]), tmp_path, begun=begun) for _ in range(2)]
+    arriving, asked = {}, []
+    wires = [Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving) for _ in range(2)]
     good = encode_state(wires[0].state(1), wires[0].layouts[1], "exact")
     root, came = m.root_of(good), 3 * 8192
     assert len(good) > came + 8192
@@ -656,7 +658,7 @@ async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_ano
             if holder == 0:
                 with pytest.raises(PeerError, match="gone"):
                     await wire.peer.fetch.snapshot([0], 9, root)
-                assert list(begun) == [root]
+                assert arriving[1][0] == root
             else:
                 state = await wire.peer.fetch.snapshot([2], 9, root)
             nursery.cancel_scope.cancel()
@@ -706,7 +708,9 @@ async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_ch
 
 
 async def test_tiny_parts_are_not_had_for_ever(wire):
-    """Each has a file opened, so each counts for a chunk, or for the whole where that is less."""
+    """Each has a file opened, so each counts for 64 KiB, or for the whole where that is less."""
+    size = m.state_bytes(wire.layouts[1], "exact")
+    times = 8 * size // min(size, 64 * 1024)
     wire.peer.sharing.snapshot(wire.state(1))
     await quiet()
     assert isinstance(await wire.answer(0), m.Made)
@@ -716,7 +720,7 @@ async def test_tiny_parts_are_not_had_for_ever(wire):
         answer = await wire.answer(0)
         return isinstance(answer, m.Have) and isinstance(await wire.answer(0), m.Chunk)
 
-    assert [await given(at) for at in range(10)] == [True] * 8 + [False] * 2
+    assert [await given(at) for at in range(times + 2)] == [True] * times + [False] * 2
     assert wire.refused() == {"repeated": 2}
 
 
@@ -789,29 +793,133 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
         await fetched(wire, loading, lambda: wire.peer.fetch.layers(0))
 
 
-async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later_which_keeps_to_its_share(models, tmp_path, autojump_clock):
-    settings = RecoverySettings(uplink=2e5, uplink_share=0.1)  # 1e4 bytes per second to each neighbour
-    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, settings)
+async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later(wire):
+    outbox, body = Outbox(), bytes(3 * 2**20)
+    have = lambda number: m.Have(wire.place(1), number, "shadow", 9, len(body), HASH, HASH)
+    outbox.transfer(have(7), body, True, 0)
+    outbox.transfer(have(8), body, True, 0)
+    written = lambda: bytes(outbox.next(wire.place(1))[1])
+    assert written().startswith(m.pack(have(7)))
+    outbox.transfer(have(9), body, False, 0)
+    assert written().startswith(m.pack(have(9)))
+    assert not [1 for _ in range(2) if written().startswith((m.pack(have(8)), m.pack(have(7))))], "before all of it was gone"
+    assert written().startswith(m.pack(have(8)))
+
+
+class Uplink:
+    """Stage 0 sends parts of what it has of itself as its line takes it, to whoever keeps it."""
+
+    def __init__(self, wire, rate):
+        self.wire, self.rate = wire, rate
+        self.asked, self.busy = [], 0.0
+        self.half, self.kept = trio.Event(), trio.Event()
+        self.offer()
+
+    def offer(self, squared=0.0):
+        state = self.wire.state(0)
+        state = replace(state, second={name: tensor + squared for name, tensor in state.second.items()})
+        self.body = encode_state(state, self.wire.layouts[0], "exact")
+        self.root = m.root_of(self.body)
+
+    async def serve(self):
+        await self.wire.send(0, m.Made(self.wire.place(0), 0, "shadow"))
+        while True:
+            (want, _) = await m.read(self.wire.ends[0], LIMITS)
+            if isinstance(want, m.Want):
+                await self.give(want)
+            elif isinstance(want, m.Kept):
+                self.kept.set()
+
+    async def give(self, want):
+        self.asked.append((want.at, want.until))
+        if want.at >= len(self.body) // 2:
+            self.half.set()
+        part, place = self.body[want.at : want.until], self.wire.place(0)
+        await trio.sleep(len(part) / self.rate)
+        self.busy += len(part) / self.rate
+        await self.wire.send(0, m.Have(place, want.request, "shadow", 9, len(self.body), self.root, HASH))
+        await self.wire.send(0, (m.Chunk(place, want.request, want.at, len(part)), part))
+
+
+@contextlib.asynccontextmanager
+async def following(wire, rate):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wire.peer.run)
         await quiet()
-        wire.peer.stage.phase = "whole"
-        wire.peer.sharing.snapshot(wire.state(1))
-        await quiet()
-        assert (await wire.answer(0)).what == "shadow"
-        started, want = trio.current_time(), m.Want(wire.place(0), 7, "shadow", 1, 0, None)
-        size = m.state_bytes(wire.layouts[1], "exact")
-        await wire.send(0, want, msgspec.structs.replace(want, request=8))
-        assert isinstance(await wire.answer(0), m.Have)
-        assert (await wire.answer(0)).length == min(size, 2**20)
-        await wire.send(0, m.Want(wire.place(0), 9, "layers", 1, 0, None))
-        assert [(await wire.answer(0)).request for _ in range(2)] == [9, 9]
-        assert trio.current_time() == started
-        with trio.fail_after(100):
-            late = (await m.read(wire.ends[0], LIMITS))[0]
-        assert late.request == 8
-        assert trio.current_time() - started == pytest.approx(size / 1e4, rel=0.01)
+        uplink = Uplink(wire, rate)
+        nursery.start_soon(uplink.serve)
+        yield uplink
         nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(fetching, "PART_BYTES", (1024, 32768))
+
+
+@pytest.mark.parametrize("rate", [3e3, 3e4])
+async def test_what_is_kept_for_later_takes_an_eighth_of_a_line_a_second_at_a_time(models, tmp_path, small_parts, rate, autojump_clock):
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
+    async with following(wire, rate) as uplink:
+        began = trio.current_time()
+        await uplink.kept.wait()
+        took = trio.current_time() - began
+        assert wire.store.get(0).root == uplink.root
+        assert uplink.busy == pytest.approx(len(uplink.body) / rate)
+        assert 0.1 * took < uplink.busy < 0.15 * took
+        assert max(until - at for at, until in uplink.asked[3:]) <= 2 * rate, "an activation waited for more"
+
+
+async def test_a_line_that_takes_everything_at_once_is_not_waited_for(models, tmp_path, small_parts, autojump_clock):
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
+    async with following(wire, 1e7) as uplink:
+        await trio.sleep(2 * len(uplink.body) / 1e7)
+        assert wire.store.get(0).root == uplink.root
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_what_has_come_of_a_snapshot_is_not_sent_again_in_the_next_crew(models, tmp_path, small_parts, same, autojump_clock):
+    arriving = {}
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving)
+    async with following(wire, 3e4) as uplink:
+        await uplink.half.wait()
+    at = arriving[0][1].gaps[0][0]
+    assert wire.store.get(0) is None
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving)
+    async with following(wire, 3e4) as uplink:
+        if not same:
+            uplink.offer(1.0)
+        await uplink.kept.wait()
+        assert uplink.asked[0][0] == at
+        assert (uplink.asked[1][0] == 0) == (not same)
+        assert wire.store.get(0).root == uplink.root
+    assert arriving == {}
+
+
+async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_is_a_newer_one(wire):
+    size = m.state_bytes(wire.layouts[1], "exact")
+    wire.peer.sharing.snapshot(wire.state(1))
+    await quiet()
+    assert isinstance(await wire.answer(0), m.Made)
+
+    async def part(at, until, stage=0):
+        await wire.send(stage, m.Want(wire.place(stage), 7, "shadow", 1, at, until))
+        have = await wire.answer(stage)
+        while isinstance(have, m.Made):
+            have = await wire.answer(stage)
+        chunk, body = await m.read(wire.ends[stage], LIMITS)
+        assert isinstance(chunk, m.Chunk)
+        return have, body
+
+    first, begin = await part(0, size // 2)
+    newer = wire.state(1, step=10)
+    wire.peer.sharing.snapshot(replace(newer, second={name: tensor + 1 for name, tensor in newer.second.items()}))
+    await quiet()
+    other, _ = await part(size // 2, size, stage=2)  # who was sent nothing of the one before
+    rest, end = await part(size // 2, size)
+    assert (first.step, rest.step, other.step) == (9, 9, 10)
+    assert rest.root == first.root == m.root_of(bytes(begin) + bytes(end))
+    assert (await part(0, 1000))[0].step == 10
 
 
 def in_a_file(data, path):
@@ -825,7 +933,7 @@ async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
     wire.peer.sharing.snapshot(wire.state(1))
     await quiet()
     mapped = []
-    monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, paced, at: mapped.append(body))
+    monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, later, at: mapped.append(body))
     assert isinstance(await wire.answer(0), m.Made)
     await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, 0, None))
     assert in_a_file(mapped[0], wire.directory / "stage-1.safetensors")

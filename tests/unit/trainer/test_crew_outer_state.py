@@ -51,7 +51,7 @@ class Node:
         self.stage = Stage(assigned, crew_model.build((1, 1, 1), 1), crew_model.settings(), crew_model.limits())
         self.said = []
         self.averaging = averaging_of(config, self.stage, self.said.append, connected=lambda: False)
-        self.recovery = StageRecovery(directory / "trainer", recovery_settings(config.stages, 0), crew_model, lambda: self.averaging)
+        self.recovery = StageRecovery(directory / "trainer", recovery_settings(config.stages), crew_model, lambda: self.averaging)
         self.recovery.prepare(assigned)
         self.recovery.built(self.stage)
         self.journal = self.recovery._journal
@@ -190,7 +190,7 @@ async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a
     monkeypatch.setattr("swarmnode.trainer.crew.recovery.connect_all", nobody)
     one, stored = node(), []
     monkeypatch.setattr(Sharing, "announce", lambda self, what: stored[-1].set())
-    for step, gives in ((9, True), (12, False), (5, True)):
+    for step, gives in ((0, False), (9, True), (12, False), (5, True)):  # at 0 it is the base, which is on every disk
         crew = msgspec.structs.replace(one.assigned, step=step)
         stored.append(trio.Event())
         async with one.recovery.open(crew, one.stage):

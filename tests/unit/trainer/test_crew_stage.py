@@ -15,7 +15,6 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.trainer.crew import model as crew_model
 from swarmnode.trainer.crew import streams as crew_streams
-from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
 from tests.support.crew_models import opened
@@ -181,12 +180,6 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
     monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
     with opened(config):
         assert switched == ([False] if kind == "cuda" else [])
-
-
-@pytest.mark.parametrize(("bytes_per_second", "uplink"), [(0, 0.0), (10**6, 1e6)])
-def test_shadows_keep_to_a_share_of_the_uplink(bytes_per_second, uplink):
-    settings = recovery_settings(Config().stages, bytes_per_second)
-    assert (settings.uplink, settings.uplink_share) == (uplink, 0.05)
 
 
 def test_another_stage_or_lineage_is_another_stage(stage):

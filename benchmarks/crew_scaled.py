@@ -1,0 +1,117 @@
+"""A 7 B crew at home, sixty times smaller, and so are the lines: `python -m benchmarks.crew --scaled`. Root, since each node has a network
+namespace of its own.
+
+Four whole nodes hold a policy of 7 B's proportions and random weights as four stages. Its weights, and the bytes of a step's activations,
+are a sixtieth of what a 7 B policy and 64 × (256 + 1,024) tokens have; what a node's line carries, each way, is the same share of 50
+Mbit/s, and what comes to a node comes 50 ms late. So what is as long as its bytes by the line takes as long as it would at 7 B, and every
+deadline is the product's. The kernel's buffers are smaller by as much. What has a number of bytes of its own (heartbeats, headers,
+listings, the pieces in which streams share a line) weighs sixty times what it does there: this is harder than the real thing.
+
+Seen from outside: seconds of each step, and what the lines sent meanwhile; seconds until both ring neighbours have a snapshot of each
+stage, beside training; then a stage's trainer is killed -9 with its own disk gone: seconds until its weights are there, and until the next
+step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import report
+from benchmarks.crew import STAGES, Crew
+from benchmarks.crew_distance import Line, Settings, far_crew
+from benchmarks.shapes import SHAPES, build
+from benchmarks.slow import REWARD, ROWS
+from swarmnode.config import PolicyConfig
+from swarmnode.policy.load import load_policy
+from tests.support.chaos.nodes import changed_environment
+from tests.support.netns import missing
+
+SHAPE = "sixtieth-of-7b"
+WHOLE, WHOLE_RATE = 7e9, 50e6
+"""Weights, and bits per second."""
+KERNEL_BYTES = 4 * 1024 * 1024
+"""What a connection's buffer may grow to, unless a machine is told otherwise."""
+ANSWER = 136
+"""Tokens: eight groups' prompts of some 20 and their 64 answers are a sixtieth of 73,600 rows of 4,096 values then, as rows of 512."""
+MINUTES = 60
+
+
+def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Settings]:
+    model = build(SHAPE, load_policy(PolicyConfig(device="cpu")).tokenizer, directory / "model")
+    (directory / "rows.jsonl").write_text(ROWS)
+    (directory / "slow_reward.py").write_text(REWARD)
+    return lambda number: {
+        "swarm": {"name": "scaled"},
+        "network": {"mdns": False},
+        "policy": {"model": model, "device": "cpu", "threads": 1},
+        "policy.lora": {"r": rank},
+        "task": {"names": ["data/long"], "held_out_per_task": 1},
+        'task.datasets."data/long"': {"source": str(directory / "rows.jsonl"), "verifier": "slow_reward:length"},
+        "training": {"max_completion_length": ANSWER, "learning_rate": 1e-6, "eval_every": 10_000, "eval_budget": 1.0, "seed": number},
+        "stages": {
+            "mode": "always", "stages": STAGES, "trust": "anyone", "shadow_every": 2, "keep_policy": "memory" if copies else "off",
+        },
+        "http": {"port": 0},
+    }  # fmt: skip
+
+
+def line() -> tuple[Line, float]:
+    """The line of each node, and its share of the line of a 7 B policy's home."""
+    with torch.device("meta"):
+        weights = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_config(SHAPES[SHAPE]).parameters())
+    share = weights / WHOLE
+    return Line(round(WHOLE_RATE * share / 1000), "4kb", round(KERNEL_BYTES * share)), share
+
+
+class Watched:
+    """What the nodes' lines and status pages say of a crew."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+
+    def sent(self) -> list[int]:
+        """Bytes, of each node's line."""
+        return [node.sent_bytes() for node in self.crew.nodes]
+
+    def step(self) -> list[str]:
+        """A row for the next step."""
+        before, bytes_before = min(self.crew.steps()), self.sent()
+        took = self.crew.wait(lambda: min(self.crew.steps()) > before, MINUTES * 60)
+        sent = [now - then for now, then in zip(self.sent(), bytes_before, strict=True)]
+        view = self.crew.holder(0).view
+        seconds = "–" if took is None else f"{took:.0f}"
+        return [str(before + 1), seconds, f"{max(sent) / 1e6:.1f}", f"{min(sent) / 1e6:.1f}", str(view.shadow_age)]
+
+    def shadows(self, step: int) -> float | None:
+        """Seconds until every stage has one of `step` or later at both neighbours."""
+        has = lambda view: view.shadow_age is not None and view.stage_step - view.shadow_age >= step
+        return self.crew.wait(lambda: all(has(self.crew.holder(stage).view) for stage in range(STAGES)), MINUTES * 60)
+
+
+def run(milliseconds: int, steps: int, losses: int, rank: int, copies: bool) -> None:
+    """Measure and print. Raises SystemExit where there can be no namespaces, or no crew is formed."""
+    if why := missing():
+        raise SystemExit(why)
+    shrunk, share = line()
+    title = f"crew: a 7 B policy at home, {1 / share:.0f} times smaller, {shrunk.rate} kbit/s per node, {milliseconds} ms"
+    print(report.heading(title), flush=True)
+    with tempfile.TemporaryDirectory(prefix="swarmnode-scaled-") as made, changed_environment(PYTHONPATH=made):
+        directory = Path(made)
+        with far_crew(directory, milliseconds, settings_in(directory, rank, copies), shrunk) as crew:
+            formed = crew.wait(lambda: crew.holder(STAGES - 1).view.stage_phase == "active", MINUTES * 60)
+            if formed is None:
+                raise SystemExit(f"the crew did not form: {[node.last_words() for node in crew.nodes]}")
+            print(f"formed after {formed:.0f} s", flush=True)
+            watched = Watched(crew)
+            for _ in range(steps):
+                print("step", *watched.step(), flush=True)
+            print("shadows", watched.shadows(2), flush=True)
+            for stage in range(losses):
+                lost = crew.lose("disk", (1 + stage,), MINUTES * 60)
+                print(lost, crew.holder(1 + stage).view.rung_seconds, flush=True)
+            print("step", *watched.step(), flush=True)
