@@ -130,19 +130,35 @@ class Delay:
 Settings = dict[str, dict[str, object]]
 
 
+class FarCrew(Crew):
+    def __init__(self, nodes: Sequence[FarNode], net: Topology) -> None:
+        super().__init__(nodes)
+        self._net = net
+
+    def line(self, line: Line) -> None:
+        """Each node's is like this from now on."""
+        for number in range(len(self.nodes)):
+            shape(self._net, number, line)
+
+
+def shape(net: Topology, number: int, line: Line) -> None:
+    """At both ends of the line of node `number`."""
+    for place, device in ((f"n{number}", "outside"), ("wan", f"p{number + 2}")):
+        rule = ["root", "tbf", "rate", f"{line.rate}kbit", "burst", line.burst, "latency", "400ms"]
+        net.run(place, ["tc", "qdisc", "replace", "dev", device, *rule], check=True)
+
+
 @contextlib.contextmanager
-def far_crew(directory: Path, milliseconds: int, settings_of: Callable[[int], Settings], line: Line = LINE) -> Iterator[Crew]:
+def far_crew(directory: Path, milliseconds: int, settings_of: Callable[[int], Settings], line: Line = LINE) -> Iterator[FarCrew]:
     """Four nodes so far apart, started. settings_of: a node's number → its configuration, without its addresses."""
     with Topology() as net, contextlib.ExitStack() as stack:
         nodes: list[DemoNode] = []
         for number in range(STAGES):
             name, address = f"n{number}", f"10.5.5.{11 + number}"
             net.public(name, address)
-            shape = ["root", "tbf", "rate", f"{line.rate}kbit", "burst", line.burst, "latency", "400ms"]
+            shape(net, number, line)
             for buffer in ("tcp_wmem", "tcp_rmem") if line.buffer_bytes else ():
                 net.run(name, ["sysctl", "-qw", f"net.ipv4.{buffer}=4096 {line.buffer_bytes} {line.buffer_bytes}"], check=True)
-            for place, device in ((name, "outside"), ("wan", f"p{number + 2}")):
-                net.run(place, ["tc", "qdisc", "add", "dev", device, *shape], check=True)
             settings = settings_of(number)
             behind = f"/ip4/{address}/tcp/{BEHIND if milliseconds else PORT}"
             reached = {"listen_addrs": [behind], "announce_addrs": [f"/ip4/{address}/tcp/{PORT}"]}
@@ -151,7 +167,7 @@ def far_crew(directory: Path, milliseconds: int, settings_of: Callable[[int], Se
                 stack.callback(Delay(net.file(name), address, milliseconds / 1000, line).close)
             prefix = ["ip", "netns", "exec", Path(net.file(name)).name]
             nodes.append(FarNode(f"node{number}", directory / f"far{number}", settings, net.file(name), *prefix))
-        crew = Crew(nodes)
+        crew = FarCrew(nodes, net)
         try:
             crew.start()
             yield crew

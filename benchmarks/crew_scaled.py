@@ -7,23 +7,24 @@ Mbit/s, and what comes to a node comes 50 ms late. So what is as long as its byt
 deadline is the product's. The kernel's buffers are smaller by as much. What has a number of bytes of its own (heartbeats, headers,
 listings, the pieces in which streams share a line) weighs sixty times what it does there: this is harder than the real thing.
 
-Seen from outside: seconds of each step, and what the lines sent meanwhile; seconds until both ring neighbours have a snapshot of each
-stage, beside training; then a stage's trainer is killed -9 with its own disk gone: seconds until its weights are there, and until the next
-step.
+The first steps go over lines sixty times as fast, until both ring neighbours have a snapshot of each stage. Then, seen from outside:
+seconds of each step, and what the lines sent meanwhile, snapshots included; then a stage's trainer is killed -9 with its own disk gone:
+seconds until its weights are there, and until the next step.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import report
-from benchmarks.crew import STAGES, Crew
-from benchmarks.crew_distance import Line, Settings, far_crew
+from benchmarks.crew import STAGES
+from benchmarks.crew_distance import RATE, FarCrew, Line, Settings, far_crew
 from benchmarks.shapes import SHAPES, build
 from benchmarks.slow import REWARD, ROWS
 from swarmnode.config import PolicyConfig
@@ -38,7 +39,7 @@ KERNEL_BYTES = 4 * 1024 * 1024
 """What a connection's buffer may grow to, unless a machine is told otherwise."""
 ANSWER = 136
 """Tokens: eight groups' prompts of some 20 and their 64 answers are a sixtieth of 73,600 rows of 4,096 values then, as rows of 512."""
-MINUTES = 60
+PATIENCE = 3600.0
 
 
 def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Settings]:
@@ -68,33 +69,36 @@ def line() -> tuple[Line, float]:
     return Line(round(WHOLE_RATE * share / 1000), "4kb", round(KERNEL_BYTES * share)), share
 
 
+HEADERS = ["step", "s", "MB of the busiest line", "of the least busy one", "MB of snapshots, all lines"]
+
+
 class Watched:
     """What the nodes' lines and status pages say of a crew."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: FarCrew) -> None:
         self.crew = crew
 
-    def sent(self) -> list[int]:
-        """Bytes, of each node's line."""
-        return [node.sent_bytes() for node in self.crew.nodes]
+    def _sent(self) -> tuple[list[int], int]:
+        """(bytes of each node's line, bytes of state of all)."""
+        return [node.sent_bytes() for node in self.crew.nodes], sum(node.view.state_bytes for node in self.crew.nodes)
 
     def step(self) -> list[str]:
         """A row for the next step."""
-        before, bytes_before = min(self.crew.steps()), self.sent()
-        took = self.crew.wait(lambda: min(self.crew.steps()) > before, MINUTES * 60)
-        sent = [now - then for now, then in zip(self.sent(), bytes_before, strict=True)]
-        view = self.crew.holder(0).view
+        before, (lines, states) = min(self.crew.steps()), self._sent()
+        took = self.crew.wait(lambda: min(self.crew.steps()) > before, PATIENCE)
+        now, states_now = self._sent()
+        sent = [(after - then) / 1e6 for after, then in zip(now, lines, strict=True)]
         seconds = "–" if took is None else f"{took:.0f}"
-        return [str(before + 1), seconds, f"{max(sent) / 1e6:.1f}", f"{min(sent) / 1e6:.1f}", str(view.shadow_age)]
+        return [str(before + 1), seconds, f"{max(sent):.1f}", f"{min(sent):.1f}", f"{(states_now - states) / 1e6:.1f}"]
 
-    def shadows(self, step: int) -> float | None:
-        """Seconds until every stage has one of `step` or later at both neighbours."""
-        has = lambda view: view.shadow_age is not None and view.stage_step - view.shadow_age >= step
-        return self.crew.wait(lambda: all(has(self.crew.holder(stage).view) for stage in range(STAGES)), MINUTES * 60)
+    def kept(self) -> bool:
+        """Whether every stage has a snapshot at a neighbour."""
+        views = [self.crew.holder(stage).view for stage in range(STAGES)]
+        return all(view.shadow_age is not None and view.shadow_age < view.stage_step for view in views)
 
 
 def run(milliseconds: int, steps: int, losses: int, rank: int, copies: bool) -> None:
-    """Measure and print. Raises SystemExit where there can be no namespaces, or no crew is formed."""
+    """Measure and print. Raises SystemExit where there can be no namespaces, or no crew gets so far."""
     if why := missing():
         raise SystemExit(why)
     shrunk, share = line()
@@ -102,16 +106,17 @@ def run(milliseconds: int, steps: int, losses: int, rank: int, copies: bool) -> 
     print(report.heading(title), flush=True)
     with tempfile.TemporaryDirectory(prefix="swarmnode-scaled-") as made, changed_environment(PYTHONPATH=made):
         directory = Path(made)
-        with far_crew(directory, milliseconds, settings_in(directory, rank, copies), shrunk) as crew:
-            formed = crew.wait(lambda: crew.holder(STAGES - 1).view.stage_phase == "active", MINUTES * 60)
-            if formed is None:
-                raise SystemExit(f"the crew did not form: {[node.last_words() for node in crew.nodes]}")
-            print(f"formed after {formed:.0f} s", flush=True)
+        with far_crew(directory, milliseconds, settings_in(directory, rank, copies), replace(shrunk, rate=RATE)) as crew:
             watched = Watched(crew)
+            if crew.wait(watched.kept, PATIENCE) is None:
+                raise SystemExit(f"no crew, or no snapshots: {[node.last_words() for node in crew.nodes]}")
+            crew.line(shrunk)
+            watched.step()  # the one under way
+            rows = []
             for _ in range(steps):
-                print("step", *watched.step(), flush=True)
-            print("shadows", watched.shadows(2), flush=True)
-            for stage in range(losses):
-                lost = crew.lose("disk", (1 + stage,), MINUTES * 60)
-                print(lost, crew.holder(1 + stage).view.rung_seconds, flush=True)
-            print("step", *watched.step(), flush=True)
+                rows.append(watched.step())
+                print(*rows[-1], flush=True)
+            print(report.table(HEADERS, rows))
+            for stage in range(1, 1 + losses):
+                lost = crew.lose("disk", (stage,), PATIENCE)
+                print(f"\nStage {stage}: {lost}, restored after {crew.holder(stage).view.rung_seconds} s.", flush=True)

@@ -69,6 +69,8 @@ class View:
     shadow_age: int | None = None
     probe_kl: float | None = None
     tokens_per_second: float | None = None
+    state_bytes: int = 0
+    """Sent to other members beside activations."""
 
 
 class DemoNode:
@@ -241,6 +243,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         shadow_age=own.get("shadow_age_steps"),
         probe_kl=own.get("probe_kl"),
         tokens_per_second=own.get("tokens_per_second"),
+        state_bytes=snapshot["stages"]["streams"]["sent"].get("state", 0),
     )
 
 

@@ -21,8 +21,8 @@ from swarmnode.wire import limits
 from swarmnode.wire.tensors import pack_logprobs
 
 KEPT = limits.STAGE_WAITING
-"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: 1F1B has no more than twice as many in flight
-as there are stages."""
+"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: a schedule has no more than 32 in
+flight, or as many as there are stages."""
 
 
 @dataclass

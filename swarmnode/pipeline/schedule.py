@@ -1,19 +1,21 @@
 """1F1B: which micro-batch a stage works on next. Pure; no torch.
 
-A stage goes backward whenever it can, and forward only while fewer than (stages − its index) of its micro-batches wait for their
-gradient. With equal stages this yields the 1F1B order (PipeDream-Flush, arXiv 2104.04473 §2.2.1): the bubble of a pipeline that runs all
-forwards first, (S − 1) / (M + S − 1), with the inputs of at most S micro-batches kept instead of M. It needs neither the number of
-micro-batches nor anybody's clock, and a frame that comes late or twice changes the order and nothing else.
+A stage goes backward whenever it can, and forward only while fewer than 2 × (stages − its index) of its micro-batches wait for their
+gradient. This is the 1F1B order (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the room: the bubble of a pipeline that runs all
+forwards first, (S − 1) / (M + S − 1), with the inputs of at most 2 S micro-batches kept instead of M. Once the room is enough where a
+frame arrives when it is sent; on a home's line it takes as long as computing it, and a stage would wait for gradients that are on their
+way. It needs neither the number of micro-batches nor anybody's clock, and a frame that comes late or twice changes the order and nothing
+else.
 
 In a swapped run (`routes.py`) stages wait for each other in both directions, and a limit at each of them would let them wait for ever.
-There only the head limits, where a micro-batch begins: as many are under way as there are stages.
+There only the head limits, where a micro-batch begins.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Final, Literal
 
 Visit = tuple[int, int]
 """(micro-batch, which hop of its route)."""
@@ -21,6 +23,12 @@ Work = tuple[Literal["forward", "backward", "learn"], Visit]
 """What to do with which micro-batch. `learn` is the tail's forward, loss and backward in one."""
 Limit = Literal["counted", "free", "learn"]
 """Whether a forward waits for room. What is learnt at once needs none."""
+
+
+ROOM: Final = 2
+"""Times what 1F1B needs among stages that are not apart."""
+MOST: Final = 32
+"""Where there is more room than 1F1B needs: at the next stage what a step that failed has left counts too (`limits.STAGE_WAITING`)."""
 
 
 class Schedule:
@@ -31,7 +39,7 @@ class Schedule:
         """Forwards that came and were not yet run."""
         self.in_flight: dict[Visit, Limit] = {}
         """Micro-batches whose gradient is awaited: inputs kept."""
-        self._room = stages - stage
+        self._room = max(stages - stage, min(ROOM * (stages - stage), MOST))
         self._backwards: deque[Visit] = deque()
         self._seen: set[Visit] = set()
 

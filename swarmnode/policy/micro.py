@@ -179,9 +179,9 @@ class MicroBatcher:
         """`logprobs.score` in micro-batches."""
         return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
-    def cut(self, lengths: Sequence[int], groups: Sequence[int] | None = None) -> int:
-        """Padded tokens of the largest micro-batch of rows of these lengths."""
-        return max((_padded(rows, lengths) for rows in micro_batches(lengths, self.tokens, groups)), default=0)
+    def cut(self, lengths: Sequence[int], groups: Sequence[int] | None = None, tokens: int | None = None) -> int:
+        """Padded tokens of the largest micro-batch of rows of these lengths, each of at most `tokens`, or of what may be."""
+        return max((_padded(rows, lengths) for rows in micro_batches(lengths, tokens or self.tokens, groups)), default=0)
 
     def ran_out(self, failed: int) -> None:
         """Memory did. `failed`: padded tokens of what was tried."""

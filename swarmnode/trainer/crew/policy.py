@@ -54,6 +54,10 @@ FAILURES = 5
 FIRST_TOKENS = 1024
 """Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds is many times the head's deadline, and
 a crew that has never worked is given up after two of these."""
+PIECES = 8
+"""Micro-batches for each stage, where there are tokens enough: stages wait less for each other, and for lines, the finer a step is cut."""
+LEAST_TOKENS = 1024
+"""A step is not cut finer for that: a device would have little to do at a time."""
 CREWS = 8
 """Crews of which it is remembered what their members can compute at a time, the last ones."""
 REFUSALS = 3
@@ -156,14 +160,15 @@ class CrewPolicy:
 
         async def work(head: Head) -> list[Scored]:
             memory = self._memory
+            tokens = _piece(memory, lengths, head.stages)
             try:
-                return await head.score(rows, temperature, memory.tokens)
+                return await head.score(rows, temperature, tokens)
             except CannotScore as error:
                 if error.too_much:
-                    memory.ran_out(memory.cut(lengths))
+                    memory.ran_out(memory.cut(lengths, tokens=tokens))
                 raise
             except PeerTimeout:
-                memory.shrink(memory.cut(lengths))
+                memory.shrink(memory.cut(lengths, tokens=tokens))
                 raise
 
         return self._ask(work) if rows else []
@@ -185,23 +190,25 @@ class CrewPolicy:
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg, memory = self._training, self._memory
         lengths, groups = [len(row.prompt_ids) + len(row.completion_ids) for row in learn], [row.group for row in learn]
-        before, refusals = self._participant().step, 0
+        before, refusals, tokens = self._participant().step, 0, memory.tokens
         pieces = lambda tokens: len(micro_batches(lengths, tokens, groups))
 
         async def work(head: Head) -> StepResult | None:
-            nonlocal memory
+            nonlocal memory, tokens
             if head.participant.step > before:
                 return None  # it was decided when the crew came apart, and has been taken since
             memory = self._memory
-            while memory.tokens < TOKENS and pieces(memory.tokens) > MICRO_BATCHES:
-                memory.tokens *= 2
-            return await head.update(learn, cfg.model_copy(update={"per_device_train_tokens": memory.tokens}), divisor, rate)
+            tokens = _piece(memory, lengths, head.stages)
+            while tokens < TOKENS and pieces(tokens) > MICRO_BATCHES:
+                tokens *= 2
+            memory.tokens = max(memory.tokens, tokens)
+            return await head.update(learn, cfg.model_copy(update={"per_device_train_tokens": tokens}), divisor, rate)
 
         while refusals < REFUSALS:
             result = self._ask(work)
             if result is None:
                 return UpdateStatistics(stepped=True)
-            largest = memory.cut(lengths, groups)
+            largest = memory.cut(lengths, groups, tokens)
             if result.refused is None:
                 memory.passed(largest)
                 return UpdateStatistics(
@@ -293,3 +300,8 @@ class CrewPolicy:
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
         return state.take_counters(rng, counters, self._owner)
+
+
+def _piece(memory: MicroBatcher, lengths: Sequence[int], stages: int) -> int:
+    """Padded tokens of a micro-batch of rows of these lengths."""
+    return min(memory.tokens, max(LEAST_TOKENS, sum(lengths) // (PIECES * stages)))
