@@ -49,6 +49,8 @@ class Line:
     rate: int = RATE
     burst: str = "64kb"
     """As tc takes it."""
+    queue: str = "400ms"
+    """What waits before it and behind it, at most; what is more is dropped."""
     buffer_bytes: int = 0
     """Of the kernel, for a connection; 0 leaves it to the kernel."""
 
@@ -144,7 +146,7 @@ class FarCrew(Crew):
 def shape(net: Topology, number: int, line: Line) -> None:
     """At both ends of the line of node `number`."""
     for place, device in ((f"n{number}", "outside"), ("wan", f"p{number + 2}")):
-        rule = ["root", "tbf", "rate", f"{line.rate}kbit", "burst", line.burst, "latency", "400ms"]
+        rule = ["root", "tbf", "rate", f"{line.rate}kbit", "burst", line.burst, "latency", line.queue]
         net.run(place, ["tc", "qdisc", "replace", "dev", device, *rule], check=True)
 
 

@@ -4,8 +4,9 @@ namespace of its own.
 Four whole nodes hold a policy of 7 B's proportions and random weights as four stages. Its weights, and the bytes of a step's activations,
 are a sixtieth of what a 7 B policy and 64 × (256 + 1,024) tokens have; what a node's line carries, each way, is the same share of 50
 Mbit/s, and what comes to a node comes 50 ms late. So what is as long as its bytes by the line takes as long as it would at 7 B, and every
-deadline is the product's. The kernel's buffers are smaller by as much. What has a number of bytes of its own (heartbeats, headers,
-listings, the pieces in which streams share a line) weighs sixty times what it does there: this is harder than the real thing.
+deadline is the product's. The kernel's buffers are smaller by as much, and no packet is lost. What has a number of bytes of its own
+(heartbeats, headers, listings, packets) weighs sixty times what it does there, and two cores compute for all: this is harder than the real
+thing.
 
 The first steps go over lines sixty times as fast, until both ring neighbours have a snapshot of each stage. Then, seen from outside:
 seconds of each step, and what the lines sent meanwhile, snapshots included; then a stage's trainer is killed -9 with its own disk gone:
@@ -35,10 +36,14 @@ from tests.support.netns import missing
 SHAPE = "sixtieth-of-7b"
 WHOLE, WHOLE_RATE = 7e9, 50e6
 """Weights, and bits per second."""
-KERNEL_BYTES = 4 * 1024 * 1024
-"""What a connection's buffer may grow to, unless a machine is told otherwise."""
-ANSWER = 136
-"""Tokens: eight groups' prompts of some 20 and their 64 answers are a sixtieth of 73,600 rows of 4,096 values then, as rows of 512."""
+KERNEL_BYTES = 2 * 1024 * 1024
+"""A connection's buffer: three times what is on its way at 50 Mbit/s and 100 ms there and back."""
+QUEUE = "4s"
+"""What waits before a line. Its packets have 1,500 bytes as always: of 400 ms of it only 30 would fit, and a heartbeat's would be lost
+sixty times as often as on the real one. So nothing is lost, and buffers bound what waits."""
+ANSWER = 54
+"""Tokens: eight groups' prompts of some 25 and their 64 answers are a sixtieth of 67,600 rows of 4,096 values then, as rows of 1,280. Few
+wide layers: two cores compute a step in about what its bytes take."""
 PATIENCE = 3600.0
 
 
@@ -66,7 +71,7 @@ def line() -> tuple[Line, float]:
     with torch.device("meta"):
         weights = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_config(SHAPES[SHAPE]).parameters())
     share = weights / WHOLE
-    return Line(round(WHOLE_RATE * share / 1000), "4kb", round(KERNEL_BYTES * share)), share
+    return Line(round(WHOLE_RATE * share / 1000), "4kb", QUEUE, round(KERNEL_BYTES * share)), share
 
 
 HEADERS = ["step", "s", "MB of the busiest line", "of the least busy one", "MB of snapshots, all lines"]

@@ -13,8 +13,8 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_key_value_heads=2, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True,
     ),
     "sixtieth-of-7b": Qwen2Config(
-        vocab_size=512, hidden_size=512, intermediate_size=2736, num_hidden_layers=24, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=4096, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        vocab_size=512, hidden_size=1280, intermediate_size=6784, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=4, max_position_embeddings=4096, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
     ),
 }  # fmt: skip
 

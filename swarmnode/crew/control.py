@@ -275,8 +275,8 @@ class _Turn:
         if self.state.free_since is None:
             self._set(free_since=self.now, new_offer_at=self.now)
         match event:
-            case ev.Tick():
-                self._tick()
+            case ev.Tick(heard=heard):
+                self._tick(heard)
             case ev.Received():
                 self._do(ev.Answer(self._received(event.peer, event.message)))
             case ev.Answered():
@@ -361,12 +361,12 @@ class _Turn:
 
     # ---- time ---------------------------------------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
+    def _tick(self, heard: Mapping[str, float]) -> None:
         state, settings = self.state, self.settings
         slack = 0.25 * settings.tick_seconds
         self._set(slowness=slowness_at(state.slowness, state.last_tick, self.now, settings.tick_seconds), last_tick=self.now)
         if state.crew is not None:
-            self._watch(state.crew)
+            self._watch(state.crew, heard)
         if self.state.crew is not None and self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
             self._send_heartbeats()
         hop, said = self._hop_seconds(), self.state.hop_offered
@@ -379,14 +379,16 @@ class _Turn:
             self._release(self.state.reserved)
         self._consider()
 
-    def _watch(self, crew: Crew) -> None:
+    def _watch(self, crew: Crew, heard: Mapping[str, float]) -> None:
         """Whether the crew is what it was a moment ago."""
         settings, members = self.settings, dict(crew.members)
         for peer, member in crew.members.items():
-            signs = member.signs
-            if not signs.suspected and signs.overdue(self.now, self.state.slowness):
-                members[peer] = replace(member, signs=replace(signs, suspected=True))
-                self._note("suspected", f"{peer}: silent")
+            signs = member.signs.heard(heard.get(peer, -math.inf))
+            overdue = signs.gone_since is not None or signs.overdue(self.now, self.state.slowness)
+            if overdue != signs.suspected:
+                signs = replace(signs, suspected=overdue)
+                self._note(*(("suspected", f"{peer}: silent") if overdue else ("refuted", peer)))
+            members[peer] = replace(member, signs=signs)
             gone = signs.gone_since is not None and self.now - signs.gone_since >= settings.gone_seconds
             if gone or signs.silent_seconds(self.now, self.state.slowness) >= settings.evict_seconds:
                 self._charge(peer)

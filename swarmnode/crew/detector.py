@@ -28,6 +28,8 @@ WEIGHT: Final = 1 / 32
 """The newest interval's share of the running mean."""
 FADING: Final = 0.7
 """The share of the slowness factor that is left after a tick."""
+HEARD_SECONDS: Final = 60.0
+"""A member of which bytes come is taken to be alive for so long after its last heartbeat."""
 STEPS: Final = 100
 """Steps whose durations are remembered."""
 LEAST: Final = 5
@@ -46,6 +48,10 @@ class Signs(msgspec.Struct, frozen=True):
     """Signs of life of one peer."""
 
     last_seen: float
+    """When its last heartbeat came, or its answer to ours."""
+    last_heard: float = -math.inf
+    """When bytes of any kind last came from it: a line that tensors fill holds a heartbeat up for seconds, which takes several round trips,
+    and they are there meanwhile."""
     count: int = 0
     mean: float = EXPECTED_SECONDS
     variance: float = 0.0
@@ -63,9 +69,15 @@ class Signs(msgspec.Struct, frozen=True):
         mean, variance = self.mean + weight * off, (1 - weight) * (self.variance + weight * off * off)
         return replace(self, last_seen=now, count=self.count + 1, mean=mean, variance=variance, suspected=False)
 
+    def heard(self, at: float) -> Signs:
+        """Bytes came."""
+        if at <= self.last_heard:
+            return self
+        return replace(self, last_heard=at, gone_since=None if self.gone_since is not None and at > self.gone_since else self.gone_since)
+
     def silent_seconds(self, now: float, slowness: float) -> float:
-        """Seconds since the last sign of life, by this process's own slow clock."""
-        return (now - self.last_seen) / slowness
+        """Seconds since the last sign of life, by this process's own slow clock. Who sends no heartbeat is not believed for ever."""
+        return (now - max(self.last_seen, min(self.last_heard, self.last_seen + HEARD_SECONDS))) / slowness
 
     def overdue(self, now: float, slowness: float) -> bool:
         elapsed = self.silent_seconds(now, slowness)

@@ -6,6 +6,8 @@ when other things happen: how late it comes is how slow this process is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from swarmnode.crew import local, messages
@@ -55,6 +57,9 @@ class Settings(msgspec.Struct, frozen=True):
 
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
+
+    heard: Mapping[str, float] = {}
+    """Member → when bytes of whatever kind last came from it."""
 
 
 class Received(msgspec.Struct, frozen=True):

@@ -264,7 +264,9 @@ class StageService:
     async def _tick(self) -> None:
         while True:
             self._rest()
-            self._handle(ev.Tick())
+            crew = self._state.crew
+            heard = {peer: self._network.heard(peer) for peer in crew.members} if crew is not None else {}
+            self._handle(ev.Tick({peer: at for peer, at in heard.items() if at is not None}))
             if self._state.phase == Phase.RUNNING and self._trainer.progress.stalled(_now()):
                 log.error("the trainer is ended: it has work in hand, and does none")
                 self._counts.restarts += 1

@@ -93,6 +93,10 @@ class Connections(Protocol):
         """The address at which we see a connected peer; the port is ephemeral if it dialled us."""
         ...
 
+    def heard(self, peer: str) -> float | None:
+        """When a connected peer last said anything, whatever it was, by trio's clock; None where that is not known."""
+        ...
+
     def group(self, peer: str) -> str | None:
         """What a connected peer has in common with others that may be the same operator's: its relay, or its /24 or /48. None on this
         machine."""

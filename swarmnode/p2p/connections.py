@@ -45,6 +45,11 @@ class Connection(Protocol):
         ...
 
     @property
+    def heard(self) -> float | None:
+        """When the peer last said anything on it, by trio's clock; None before the first."""
+        ...
+
+    @property
     def is_busy(self) -> bool:
         """Whether anything but gossip is going on over it."""
         ...
@@ -177,6 +182,10 @@ class ConnectionTable:
     def observed(self, peer: str) -> Address | None:
         """The address at which we see a connected peer, None if it is relayed; the port is ephemeral if it dialled us."""
         return next((each.remote for each in self.direct(peer) if each.remote is not None), None)
+
+    def heard(self, peer: str) -> float | None:
+        """When a connected peer last said anything, by trio's clock."""
+        return max((each.heard for each in self.of(peer) if each.heard is not None), default=None)
 
     def vantage(self, peer: str) -> Address | None:
         """From where `peer` speaks: its own address, or that of the relay that it is connected through."""

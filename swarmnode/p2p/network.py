@@ -172,6 +172,9 @@ class Libp2pNetwork:
     def observed(self, peer: str) -> Address | None:
         return self.connections.observed(peer)
 
+    def heard(self, peer: str) -> float | None:
+        return self.connections.heard(peer)
+
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
 

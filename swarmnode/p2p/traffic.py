@@ -1,10 +1,12 @@
-"""Bytes by protocol and direction, counted where a stream is read and written: what applications see, without Noise and Yamux overhead."""
+"""Bytes by protocol and direction, counted where a stream is read and written: what applications see, without Noise and Yamux overhead.
+When a peer was last heard is noted there, too."""
 
 from __future__ import annotations
 
 import collections
 
 import msgspec
+import trio
 
 from swarmnode.p2p.library.objects import NetStream
 
@@ -37,6 +39,8 @@ class Traffic:
         async def counting_read(n: int | None = None) -> bytes:
             data = await read(n)
             received[stream.protocol_id or NEGOTIATION] += len(data)
+            if data:
+                stream.muxed_conn.heard_at = trio.current_time()
             return data
 
         async def counting_write(data: bytes) -> None:

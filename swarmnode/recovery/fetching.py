@@ -114,13 +114,16 @@ class Fetcher:
         root, of = arriving.get(stage, (b"", nothing_of(size)))
         if len(of.body) != size:  # of another stage, in another crew
             root, of = b"", nothing_of(size)
+        checked = lambda have: self._given_size(stage, have)
         length, have = PART_BYTES[1] // 4, None
         while of.gaps:
             at = of.gaps[0][0]
             part, began = Part(of.body, at, min(size, at + length)), trio.current_time()
-            have, _ = await self._fetch(stage, "shadow", lambda have: self._given_size(stage, have), stage, LATER_SECONDS, part)
+            before, (have, _) = have, await self._fetch(stage, "shadow", checked, stage, LATER_SECONDS, part)
             if have.root != root:  # another one than what has come is of
                 root, of = have.root, of if at == 0 else nothing_of(size)
+                if before is not None:
+                    break  # it is not what it began with, and would not be for ever
             if of.body is part.body:
                 of.gaps[:] = [(part.until, size)] if part.until < size else []
             arriving[stage] = root, of
@@ -131,7 +134,7 @@ class Fetcher:
             elif took > PART_SECONDS[1]:
                 length = max(PART_BYTES[0], length // 2)
         arriving.pop(stage, None)
-        if have is None or await self._channel.compute(lambda: m.root_of(of.body)) != root:
+        if have is None or of.gaps or await self._channel.compute(lambda: m.root_of(of.body)) != root:
             error = BadMessage("hash", f"a snapshot of stage {stage}, from itself")
             self._channel.refuse(stage, error)
             raise error

@@ -113,6 +113,9 @@ class MemoryNetwork:
         """There are no addresses in memory."""
         return None
 
+    def heard(self, peer: str) -> float | None:
+        return self.requests.heard.get(peer) if peer in self.connected() else None
+
     def group(self, peer: str) -> str | None:
         return None
 
@@ -218,6 +221,8 @@ class MemoryRequests:
         self._network = network
         self._swarm = swarm
         self._services: dict[str, _Service] = {}
+        self.heard: dict[str, float] = {}
+        """Peer → when a request or an answer of its last came."""
 
     def serve(
         self,
@@ -242,6 +247,7 @@ class MemoryRequests:
                 raise PeerError(f"{peer} is not connected")
             response = await self._swarm.nodes[peer].requests.answer(self._network.peer_id, protocol, data)
             await trio.sleep(self._swarm.latency)
+            self.heard[peer] = trio.current_time()
             if len(response) > max_response_bytes:
                 raise BadMessage("oversize", f"{len(response)} bytes announced, {max_response_bytes} allowed")
             return response
@@ -249,6 +255,7 @@ class MemoryRequests:
 
     async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
         """What the handler makes of a request of `peer`. Raises PeerError, which is all that the peer learns of a refusal."""
+        self.heard[peer] = trio.current_time()
         service = self._services.get(protocol)
         if service is None:
             raise Incompatible(f"{protocol} is not spoken here")

@@ -57,6 +57,11 @@ class Connection:
         return muxed._ping_id, muxed._ping_event.is_set()
 
     @property
+    def heard(self) -> float | None:
+        """When the peer last said anything on it, by trio's clock."""
+        return getattr(self._connection.muxed_conn, "heard_at", None)
+
+    @property
     def is_busy(self) -> bool:
         """Whether anything but gossip is going on over it."""
         return any(each.protocol_id not in (None, MESHSUB) for each in self._connection.get_streams())

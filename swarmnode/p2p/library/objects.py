@@ -24,6 +24,8 @@ class MuxedConnection(Protocol):
     _ping_id: int
     """Number of the latest ping, and, below, whether it was answered."""
     _ping_event: trio.Event
+    heard_at: float
+    """When bytes of the peer's last came, by trio's clock; see `p2p.traffic`. Not there before the first."""
 
     def get_remote_address(self) -> tuple[str, int] | None: ...
     async def close(self) -> None: ...

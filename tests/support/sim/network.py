@@ -108,6 +108,8 @@ class SimConnection:
         self._ping = (number, (alive if number else True), at)
         return self._ping[:2]
 
+    heard = None
+
     @property
     def is_busy(self) -> bool:
         return self.link.under_way > 0
@@ -229,6 +231,9 @@ class SimNetwork:
 
     def disconnect(self, peer: str) -> None:
         self.manager.disconnect(peer)
+
+    def heard(self, peer: str) -> float | None:
+        return None
 
     def observed(self, peer: str) -> Address | None:
         return self.connections.observed(peer)

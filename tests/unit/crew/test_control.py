@@ -40,12 +40,12 @@ class Node:
     def answers(self, peer, message):
         return next(action.message for action in self.does(ev.Received(peer, message)) if isinstance(action, ev.Answer))
 
-    def waits(self, seconds, alive=()):
+    def waits(self, seconds, alive=(), heard=()):
         for _ in range(int(seconds / SETTINGS.tick_seconds)):
             self.now += SETTINGS.tick_seconds
             for peer in alive:
                 self.answers(peer, m.Heartbeat(self.state.crew.id, m.Status("active", 40, int(self.now)))) if self.state.crew else None
-            self.does(ev.Tick())
+            self.does(ev.Tick({peer: self.now - 0.1 for peer in heard}))
 
     def told(self):
         return [action for action in self.done if isinstance(action, local.ToTrainer)]
@@ -302,6 +302,19 @@ def test_a_crew_takes_no_step_for_as_long_as_is_slow_for_its_stages(work, bound)
     node.waits(10.0, alive=("a",))
     assert node.state.phase == Phase.FREE
     assert node.state.peers["a"].debt >= bound, "it holds the first stage"
+
+
+def test_a_member_whose_heartbeats_a_full_line_holds_up_is_alive_while_its_bytes_come():
+    node = running()
+    node.waits(20.0, alive=("a",))
+    node.waits(20.0, heard=("a",))
+    assert node.state.phase == Phase.RUNNING
+    node.waits(9.0)
+    assert node.state.phase == Phase.PAUSED
+    node.waits(2.0, heard=("a",))
+    assert node.state.phase == Phase.RUNNING
+    node.waits(80.0, heard=("a",))
+    assert node.state.phase == Phase.FREE, "and one that talks and never says how it is, is none"
 
 
 def test_a_proposer_that_never_finishes_holds_nobody_for_ever():

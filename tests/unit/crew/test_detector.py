@@ -41,6 +41,24 @@ def test_one_that_was_never_heard_is_given_as_long():
     assert 5.5 < silent_until_overdue(Signs(0.0)) < 7.5
 
 
+def test_one_of_which_bytes_come_is_alive_and_not_for_ever():
+    signs = beating(Signs(0.0), 20.0)
+    for second in range(21, 80):
+        signs = signs.heard(float(second))
+        assert not signs.overdue(second + 1.0, 1.0), second
+    heard = signs.heard(200.0)
+    assert heard.silent_seconds(200.0, 1.0) == pytest.approx(200.0 - 80.0)
+    assert heard.overdue(200.0, 1.0)
+    assert heard.mean == signs.mean, "how regular its heartbeats are is another matter"
+    assert heard.heard(150.0) == heard
+
+
+def test_what_came_before_a_connection_ended_does_not_bring_it_back():
+    signs = replace(beating(Signs(0.0), 20.0), gone_since=20.0, suspected=True)
+    assert signs.heard(19.5).gone_since == 20.0
+    assert signs.heard(20.5).gone_since is None
+
+
 def test_an_answer_right_after_a_heartbeat_is_no_interval_but_a_sign_of_life():
     signs = beating(Signs(0.0), 20.0)
     answered = replace(signs, suspected=True).seen(signs.last_seen + 0.05)

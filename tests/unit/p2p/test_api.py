@@ -47,6 +47,17 @@ async def ask(network, peer: str, data: bytes = b"x", *, protocol: str = PROTOCO
     return await network.requests.request(peer, protocol, data, deadline=deadline, max_response_bytes=limit)
 
 
+async def test_a_peer_was_heard_when_it_last_said_anything(pair):
+    async with pair as (one, other):
+        other.requests.serve(PROTOCOL, echo, **LIMITS)
+        began = trio.current_time()
+        await trio.sleep(0.05)
+        await ask(one, other.peer_id)
+        for network, peer in ((one, other.peer_id), (other, one.peer_id)):
+            assert began + 0.04 < network.heard(peer) <= trio.current_time()
+        assert one.heard("12D3KooWNobody") is None
+
+
 async def test_two_networks_know_of_each_other(pair):
     async with pair as (one, other):
         with trio.fail_after(10):

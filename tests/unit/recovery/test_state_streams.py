@@ -896,6 +896,23 @@ async def test_what_has_come_of_a_snapshot_is_not_sent_again_in_the_next_crew(mo
     assert arriving == {}
 
 
+async def test_who_gives_parts_of_one_snapshot_after_another_gives_none(models, tmp_path, small_parts, autojump_clock):
+    wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
+    async with following(wire, 1e5) as uplink:
+        give = uplink.give
+
+        async def another(want):
+            uplink.offer(float(len(uplink.asked)))
+            await give(want)
+
+        uplink.give = another
+        await trio.sleep(1000.0)
+        assert len(uplink.asked) == 2
+        assert wire.refused() == {"hash": 1}
+        assert wire.store.get(0) is None
+    assert wire.peer.stage.arriving == {}
+
+
 async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_is_a_newer_one(wire):
     size = m.state_bytes(wire.layouts[1], "exact")
     wire.peer.sharing.snapshot(wire.state(1))
