@@ -19,13 +19,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import trio
 
 from benchmarks import report
 from benchmarks.crew import FORM_SECONDS, RETURN_SECONDS, STAGES, Crew, Recovery
+from swarmnode.config import StagesConfig
 from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.distance import join
 from swarmnode.demo.nodes import DemoNode
@@ -250,11 +250,12 @@ HEADERS = [
 def seven_billion() -> list[list[str]]:
     """What a line of so many Mbit/s takes, and nothing else, for a 7 B policy in four stages, of hidden size 4,096 with 32 layers."""
     rows_of_a_step = 8 * 256 + 64 * 1024  # a prompt is there once for its eight completions
-    each = partial(activation_bytes, "int8", rows_of_a_step, 4096)
+    default = StagesConfig()
+    forward, backward = (activation_bytes(codec, rows_of_a_step, 4096) for codec in (default.codec, default.gradient_codec))
     whole = 7e9 / STAGES
     things = [
-        ("one update of 64 × (256 + 1,024) tokens, one way", each()),
-        ("the same, the line of an inner stage (forward and backward)", 2 * each()),
+        ("one update of 64 × (256 + 1,024) tokens, forward", forward),
+        ("the same, the line of an inner stage (forward and backward)", forward + backward),
         ("a stage, small (bfloat16)", 2 * whole),
         ("a stage, exact (float32 with both moments)", 12 * whole),
         ("adapters of rank 16, all of them, int8", 23e6),

@@ -60,7 +60,8 @@ def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Set
         'task.datasets."data/long"': {"source": str(directory / "rows.jsonl"), "verifier": "slow_reward:length"},
         "training": {"max_completion_length": ANSWER, "learning_rate": 1e-6, "eval_every": 10_000, "eval_budget": 1.0, "seed": number},
         "stages": {
-            "mode": "always", "stages": STAGES, "trust": "anyone", "shadow_every": 2, "keep_policy": "memory" if copies else "off",
+            "mode": "always", "stages": STAGES, "trust": "anyone", "shadow_every": 1, "keep_policy": "memory" if copies else "off",
+            "codec": "int8", "gradient_codec": "int8",
         },
         "http": {"port": 0},
     }  # fmt: skip

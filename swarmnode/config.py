@@ -253,7 +253,7 @@ class StagesConfig(Section):
     """Bytes that this node gives to a stage, on a CPU with what is saved and averaged of it; 0 is what is measured to be free."""
     stages: int = Field(default=0, ge=0, le=8)
     """Stages of a crew that this node founds; 0 is what the planner finds fastest."""
-    codec: Literal["float32", "bfloat16", "int8"] = "bfloat16"
+    codec: Literal["float32", "bfloat16", "int8"] = "int8"
     """How activations travel, in generation and training alike."""
     gradient_codec: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     """How gradients travel."""

@@ -20,7 +20,7 @@ def test_nodes_of_one_configuration_name_one_model():
 @pytest.mark.parametrize(
     "sections",
     [
-        {"stages": {"codec": "int8"}},
+        {"stages": {"codec": "bfloat16"}},
         {"stages": {"gradient_codec": "float32"}},
         {"stages": {"paper_mode": "checkfree"}},
         {"stages": {"paper_mode": "checkfree+"}},
