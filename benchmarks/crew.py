@@ -203,11 +203,12 @@ def main() -> None:
     parser.add_argument("--scaled", action="store_true", help="7 B, with everything sixty times smaller, see benchmarks.crew_scaled")
     parser.add_argument("--rank", type=int, default=0, help="with --scaled: of an adapter; 0 trains all weights")
     parser.add_argument("--generation", action="store_true", help="sampling from a whole copy, see benchmarks.crew_copies")
+    parser.add_argument("--codecs", action="store_true", help="int8 against bfloat16 between stages, see benchmarks.crew_codecs")
     parser.add_argument("--restoring", action="store_true", help="a stage from several holders, see benchmarks.crew_restoring")
     parser.add_argument("--copies", action="store_true", help="with --distance: the head samples from a whole copy")
     parser.add_argument("--milliseconds", type=int, nargs="+", help="with --distance: only these")
     parser.add_argument("--steps", type=int, help="with --distance: that are timed (5); with --generation: of each run (120)")
-    parser.add_argument("--seeds", type=int, default=4, help="with --generation")
+    parser.add_argument("--seeds", type=int, default=4, help="with --generation, --codecs")
     parser.add_argument("--losses", type=int, default=3, help="with --distance: stages that are lost")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -225,6 +226,11 @@ def main() -> None:
         from benchmarks import crew_restoring
 
         crew_restoring.run(3)
+        return
+    if options.codecs:
+        from benchmarks import crew_codecs
+
+        crew_codecs.run(options.seeds, options.steps or 120, options.json)
         return
     if options.generation:
         from benchmarks import crew_copies
