@@ -23,6 +23,7 @@ NAMES = (
     "connection_full",         # the unread bytes of one connection passed their bound
     "process_full",            # the unread bytes of all connections passed theirs; the largest holder was dropped
     "write_stalled",           # a peer read nothing from its socket for WRITE_STALL_SECONDS
+    "answers_full",            # a peer had us answer more than OWED times, and read nothing meanwhile
     "window_stalled",          # a peer granted no credit for WINDOW_STALL_SECONDS
     "stream_unopened",         # a stream of ours did not open; one for gossip is tried again
     "stream_slots_exhausted",  # no outbound stream became free within OPEN_STREAM_SECONDS

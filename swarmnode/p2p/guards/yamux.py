@@ -6,6 +6,7 @@ cancel scopes of that task then decide whether a frame is whole.
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
 
+import collections
 import struct
 
 import trio
@@ -30,28 +31,54 @@ WINDOW_BYTES = 8 * 1024 * 1024
 """Receive window that auto-tuning may reach, and the largest frame accepted. 16 MiB upstream."""
 
 
+OWED = 1024
+"""Frames that the reading loop has to answer with and that are not written yet, at most."""
+
+
 async def write_frame(self: upstream.Yamux, data: bytes) -> None:
-    """Whole frames or a closed connection; replaces `Yamux._write_frame`.
+    """Whole frames or a closed connection, and a loop that never stops reading; replaces `Yamux._write_frame`.
 
     Defect: a cancel scope of the application that fires during this await leaves half a frame, or a used Noise nonce without its frame, on
     the wire; every stream of the connection is then lost, while it stays listed as connected. And a peer that stops reading its socket
     blocks every writer for ever. Here: the write is shielded; after `WRITE_STALL_SECONDS` without room the socket is closed.
-    Cost: two cancel scopes per frame (about 3 µs). Cancellation may take effect that much later.
-    Not needed any more when `secured_conn.write` is shielded upstream and yamux has go-yamux's ConnectionWriteTimeout.
+    And the loop that reads a connection itself writes what it answers a SYN or a ping with: where both ends have their sockets full, both
+    loops wait for room that only the other one's reading could make, and for ever. Here: it leaves its answers to whoever writes next, or
+    to a task of their own, which write them first; a peer that asks for more than `OWED` while it reads nothing is dropped.
+    Cost: two cancel scopes per frame (about 3 µs), a task for an answer. Cancellation may take effect that much later.
+    Not needed any more when `secured_conn.write` is shielded upstream, yamux has go-yamux's ConnectionWriteTimeout, and
+    `handle_incoming` writes nothing.
     """
+    owed: collections.deque[bytes] = self.__dict__.setdefault("owed", collections.deque())
+    if data and self.__dict__.get("reader") is trio.lowlevel.current_task():
+        if len(owed) >= OWED:
+            fired("answers_full", self.peer_id)
+            await self.secured_conn.close()
+            raise ConnectionClosedError("the peer asked for too many answers and read none", transport="tcp")
+        owed.append(data)
+        if len(owed) == 1:
+            trio.lowlevel.spawn_system_task(_answer, self)
+        return
     with trio.CancelScope(shield=True):
         async with self._write_lock:
-            began = trio.current_time()
+            began, whole = trio.current_time(), b"".join((*owed, data))
+            owed.clear()
             with trio.move_on_after(WRITE_STALL_SECONDS) as patience:
-                await self.secured_conn.write(data)
+                await self.secured_conn.write(whole)
             longest = longest_frame(self)
-            self.__dict__["longest_frame"] = fitting(longest, len(data), trio.current_time() - began)
+            self.__dict__["longest_frame"] = fitting(longest, len(whole), trio.current_time() - began)
             if patience.cancelled_caught:
                 fired("write_stalled", self.peer_id)
                 await self.secured_conn.close()
     if patience.cancelled_caught:
         raise ConnectionClosedError("the peer read nothing for too long", transport="tcp")
     await trio.lowlevel.cancel_shielded_checkpoint()
+
+
+async def _answer(connection: upstream.Yamux) -> None:
+    """Writes what the reading loop of a connection owes, unless somebody else has."""
+    with contained("service_failed", connection.peer_id):
+        if connection.__dict__["owed"]:
+            await write_frame(connection, b"")
 
 
 def longest_frame(connection: upstream.Yamux) -> int:
@@ -177,6 +204,13 @@ def install() -> None:
     upstream.MAX_MESSAGE_SIZE = FRAME_BYTES
     upstream.MAX_WINDOW_SIZE = WINDOW_BYTES
     upstream.Yamux._write_frame = write_frame
+    reading = upstream.Yamux.handle_incoming
+
+    async def handle_incoming(self: upstream.Yamux) -> None:
+        self.__dict__["reader"] = trio.lowlevel.current_task()
+        await reading(self)
+
+    upstream.Yamux.handle_incoming = handle_incoming
     upstream.Yamux.open_stream = open_stream
     upstream.YamuxStream.write = write
     upstream.YamuxStream.send_window = Credit()

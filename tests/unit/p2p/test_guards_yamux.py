@@ -11,6 +11,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux import yamux as upstream
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
+from swarmnode.p2p import guards
 from swarmnode.p2p.guards import yamux
 from tests.support import attacker
 from tests.support.host_process import guarded, processes, stock
@@ -274,3 +275,75 @@ async def test_a_fast_line_gets_long_frames(autojump_clock):
     await sent_over(line, 20_000_000)
     assert line.frames[0] == 64 * 1024
     assert set(line.frames[48:-1]) == {256 * 1024}
+
+
+class Pipe:
+    """One end of a socket whose buffers hold a few kilobytes."""
+
+    def __init__(self, end):
+        self.stream = trio.SocketStream(end)
+        self._left = b""
+
+    async def write(self, data):
+        await self.stream.send_all(data)
+
+    async def read(self, n):
+        if not self._left:
+            self._left = bytes(await self.stream.receive_some(65536))
+        data, self._left = self._left[:n], self._left[n:]
+        return data
+
+    async def close(self):
+        await self.stream.aclose()
+
+
+def small_sockets():
+    ends = trio.socket.socketpair()
+    for end in ends:
+        for buffer in (trio.socket.SO_SNDBUF, trio.socket.SO_RCVBUF):
+            end.setsockopt(trio.socket.SOL_SOCKET, buffer, 4096)
+    return [Pipe(end) for end in ends]
+
+
+async def both_ways(size, streams):
+    """Both ends of a connection send `size` bytes, and open a stream again and again meanwhile; when all of it has arrived."""
+    guards.install()
+    ends = [Yamux(pipe, ID(b"peer"), is_initiator=first) for pipe, first in zip(small_sockets(), (True, False), strict=True)]
+    got, arrived = [0, 0], [trio.Event(), trio.Event()]
+
+    async def accept(i):
+        accepted = [await ends[i].accept_stream()]
+        nursery.start_soon(take, i, accepted[0])
+        while True:
+            accepted.append(await ends[i].accept_stream())
+
+    async def take(i, stream):
+        while got[i] < size:
+            got[i] += len(await stream.read(65536))
+        arrived[i].set()
+
+    async def give(stream):
+        await stream.write(bytes(size))
+
+    async with trio.open_nursery() as nursery:
+        for i, end in enumerate(ends):
+            nursery.start_soon(end.handle_incoming)
+            nursery.start_soon(accept, i)
+        sending = [await end.open_stream() for end in ends]
+        async with trio.open_nursery() as work:
+            for stream in sending:
+                work.start_soon(give, stream)
+            for _ in range(streams):
+                for end in ends:
+                    work.start_soon(end.open_stream)
+                await trio.sleep(0.01)
+        for event in arrived:
+            await event.wait()
+        nursery.cancel_scope.cancel()
+    return got
+
+
+async def test_streams_are_opened_while_both_directions_are_full():
+    """Each loop that reads waited for room in a socket that only the other one's reading could make: crews on full lines broke off."""
+    with trio.fail_after(20):
+        assert await both_ways(2_000_000, 60) == [2_000_000] * 2
