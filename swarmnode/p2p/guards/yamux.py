@@ -63,7 +63,8 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
             began, whole = trio.current_time(), b"".join((*owed, data))
             owed.clear()
             with trio.move_on_after(WRITE_STALL_SECONDS) as patience:
-                await self.secured_conn.write(whole)
+                if whole:  # what was owed may have gone while we waited, and a packet of nothing would be taken for the end
+                    await self.secured_conn.write(whole)
             longest = longest_frame(self)
             self.__dict__["longest_frame"] = fitting(longest, len(whole), trio.current_time() - began)
             if patience.cancelled_caught:
