@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import trio
+from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux import yamux as upstream
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
@@ -347,3 +348,30 @@ async def test_streams_are_opened_while_both_directions_are_full():
     """Each loop that reads waited for room in a socket that only the other one's reading could make: crews on full lines broke off."""
     with trio.fail_after(20):
         assert await both_ways(2_000_000, 60) == [2_000_000] * 2
+
+
+class Stuck(Line):
+    """A connection whose peer reads nothing."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.closed = False
+
+    async def write(self, data):
+        await trio.sleep_forever()
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_a_peer_that_asks_and_reads_nothing_is_not_owed_answers_without_end(autojump_clock):
+    before, line = guards.statistics().fired["answers_full"], Stuck()
+    connection = Yamux(line, ID(b"peer"), is_initiator=True)
+    connection.reader = trio.lowlevel.current_task()
+    for _ in range(yamux.OWED):
+        await yamux.write_frame(connection, bytes(12))
+    assert not line.closed
+    with pytest.raises(ConnectionClosedError):
+        await yamux.write_frame(connection, bytes(12))
+    assert line.closed
+    assert guards.statistics().fired["answers_full"] == before + 1
