@@ -4,13 +4,16 @@
     outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment; none where nothing is averaged
 
 Written after a committed step by a thread of its own, the newest state only: training waits for a copy in memory, never for the disk. A
-disk that is slower than a step costs steps on a crash; while one state is being written no other is copied.
+disk that is slower than a step costs steps on a crash; while one state is being written no other is copied. A stage of whole weights of a
+large policy is written every few steps only (`journal_every`), or it would wear a disk out in weeks.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -25,11 +28,24 @@ from swarmnode.pipeline.optimizer import LrScale
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import disk
+from swarmnode.recovery.messages import state_bytes
 from swarmnode.recovery.state import StageState, Tensors, take
+from swarmnode.weights.layout import Layout
 
 log = logging.getLogger(__name__)
 
 FILE: Final = "stage.safetensors"
+STEP_BYTES: Final = 2 * 10**9
+"""What a stage may write after a step, in the mean: at a step in two minutes 1.4 TB a day. A disk is made for some 600 TB in all."""
+
+
+def journal_every(layouts: Iterable[Layout]) -> int:
+    """Steps between two states that are written: the least power of two at which the largest stage writes no more than STEP_BYTES a step.
+
+    layouts: of all stages of a crew, so that its members write after the same steps, and their journals fit together when all end at once.
+    """
+    largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
+    return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -62,10 +78,11 @@ class Kept:
 
 class Journal:
     """One stage of one lineage, in a directory of the lineage below `directory`. A file of other layers counts as none, and is overwritten;
-    so does one that is damaged, and `error` says so: there are other sources."""
+    so does one that is damaged, and `error` says so: there are other sources. every: steps between two that are written."""
 
-    def __init__(self, directory: Path, lineage: bytes, spec: StageSpec) -> None:
+    def __init__(self, directory: Path, lineage: bytes, spec: StageSpec, every: int = 1) -> None:
         self.path = directory / lineage.hex() / FILE
+        self.every = every
         self._lineage, self._spec = lineage.hex(), spec
         self.error: str | None = None
         """Why the last write failed, or what is wrong with the file that was there; None after a write that succeeded."""
@@ -82,7 +99,7 @@ class Journal:
         self.skipped = 0
         """Steps after which the disk was still busy with an earlier one."""
         self._missed: tuple[StageWorker, Tensors] | None = None
-        """Whose last step was not written, because the disk was busy."""
+        """Whose last step was not written: it is none of every few, or the disk was busy."""
         self._condition = threading.Condition()
         self._pending: tuple[dict[str, torch.Tensor], _About] | None = None
         self._busy = self._closing = False
@@ -90,13 +107,18 @@ class Journal:
         self._thread.start()
 
     def note(self, worker: StageWorker, outer: Tensors = MappingProxyType({})) -> None:
-        """Between two steps, in any thread. Copies the state unless the disk is busy; `outer`, which must never change, is not copied."""
+        """Between two steps, in any thread. Copies the state if its step is one of every few, and the disk not busy. `outer`, which must
+        never change, is not copied."""
         with self._condition:
-            if self._busy or self._pending is not None:
-                self.skipped += 1
+            busy = self._busy or self._pending is not None
+            if busy or worker.participant.step % self.every:
+                self.skipped += busy
                 self._missed = worker, outer
                 return
-            self._missed = None
+        self._write(worker, outer)
+
+    def _write(self, worker: StageWorker, outer: Tensors) -> None:
+        self._missed = None
         state = take(worker)
         tensors = {"rng": torch.get_rng_state().clone()}
         for part in ("weights", "first", "second"):
@@ -141,10 +163,10 @@ class Journal:
         self._thread.join()
 
     def finish(self) -> None:
-        """Writes the worker's last step too, where the disk was busy when it was taken, and stops: when a trainer ends in good order."""
+        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in good order."""
         self.flush()
         if self._missed is not None:
-            self.note(*self._missed)
+            self._write(*self._missed)
         self.close()
 
     def flush(self) -> None:

@@ -5,8 +5,9 @@
     R2  snapshot   a snapshot at a ring neighbour                                          R6  none       the crew dissolves
     R3  base       the stage that training began with
 
-Expected harm rises from first to last, but for a journal that is older than a snapshot: then the younger one goes first. A source that is
-refused says why: `RecoveryOrder.tried` is what to show a person.
+Expected harm rises from first to last, but for a journal that lacks as many steps as lie between two snapshots: then a younger one of these
+goes first. One that lacks fewer costs no more than a snapshot may, and needs no line: it goes first but for what is exact. A source that
+is refused says why: `RecoveryOrder.tried` is what to show a person.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ class RecoveryOrder:
             copies.remove(source)
             self.excluded.append((source.kind, f"it is of step {source.step}, and the crew's is {self._step}"))
         copies.sort(key=lambda c: (-(c.step or 0), c.kind, not c.exact, -1 if c.holder is None else c.holder))
-        own = [c for c in copies if c.kind == SourceKind.JOURNAL and c.exact]
+        most = 1 if any(c.exact for c in copies) else self._settings.snapshot_every
+        own = [c for c in copies if c.kind == SourceKind.JOURNAL and c.step is not None and self._step - c.step < most]
         yield from own
         if found.replica:
             yield Source(SourceKind.REPLICA)

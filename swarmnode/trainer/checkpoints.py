@@ -5,10 +5,12 @@
 
 Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is as long as copying memory takes.
 A crash loses what came after the last state that is *on disk*, so one is taken a step and a write before `save_every` seconds are over.
+A large state is saved more seldom: all that is written has a bound by the day, or it would wear the disk out within weeks.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -36,6 +38,8 @@ HISTORY_SECONDS = 900.0
 """Between two former states that are kept."""
 SLOTS, SPACING = 3, 4
 """Former states that are kept at most, and how many times older each is than the one before: up to 15 minutes, an hour, four hours."""
+DAY, AT_ONCE = 86400.0, 3600.0
+"""Seconds. What may be written in the latter may be written at once: a small state never notices the bound."""
 
 
 class Saver:
@@ -47,6 +51,8 @@ class Saver:
         """How long the last write took, with the copy."""
         self.error: str | None = None
         """Why the last write failed; None after one that succeeded. Training goes on either way."""
+        self.written = 0
+        """Bytes, all writes together."""
         self._directory = directory
         self._history_seconds = history_seconds
         self._kept = 0
@@ -98,6 +104,7 @@ class Saver:
             try:
                 state.write(self._directory, snapshot, self._keep)
                 self.saved_step, self.error = snapshot.counters.step, None
+                self.written += (self._directory / state.FILE).stat().st_size
             except (OSError, RuntimeError, MemoryError) as error:  # torch raises the last two for want of memory to copy into
                 self.error = str(error)
                 if "No space left" in self.error:
@@ -138,16 +145,19 @@ class Snapshots(Protocol):
 
 
 class Checkpoints:
-    """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk."""
+    """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk. bytes_per_day: 0 is no bound."""
 
-    def __init__(self, directory: Path, save_every: float, source: Snapshots, rng: torch.Generator, counters: Counters) -> None:
+    def __init__(
+        self, directory: Path, save_every: float, source: Snapshots, rng: torch.Generator, counters: Counters, bytes_per_day: float = 0,
+    ) -> None:  # fmt: skip
         self._saver = Saver(directory, max(HISTORY_SECONDS, save_every))
         self._save_every = save_every
+        self._bytes_per_second = bytes_per_day / DAY or math.inf
         self._source = source
         self._rng = rng
         self._counters = counters
         self._taken_at = self._complain_at = float("-inf")
-        self._asked_at = time.monotonic()
+        self._began = self._asked_at = time.monotonic()
         self._taken_sequence = counters.sequence
 
     def __enter__(self) -> Self:
@@ -176,14 +186,17 @@ class Checkpoints:
         """Have the state saved, if that is due and the disk is not busy with an earlier one. last: in any case.
 
         It is due by time, and before the numbers of groups that a restart skips are used up. By time: where the next chance, a step from
-        now, and a write would make it too late; but not before half of `save_every`, however slow the disk is.
+        now, and a write would make it too late; but not before half of `save_every`, however slow the disk is, and not while more has
+        been written than `bytes_per_day` allows.
         """
         now = time.monotonic()
         ahead = min(now - self._asked_at + self._saver.seconds, self._save_every / 2)
         self._asked_at = now
         if last:
             self._saver.wait()
-        due = now - self._taken_at + ahead >= self._save_every or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
+        allowed = self._saver.written <= (now - self._began + AT_ONCE) * self._bytes_per_second
+        due = allowed and now - self._taken_at + ahead >= self._save_every
+        due = due or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
             self._saver.submit(self._source.snapshot(self._rng, self._counters))

@@ -28,7 +28,7 @@ from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.disk import OnDisk
 from swarmnode.recovery.gathering import Begun
-from swarmnode.recovery.journal import Journal, find_journals
+from swarmnode.recovery.journal import Journal, find_journals, journal_every
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
@@ -89,15 +89,15 @@ class StageRecovery:
     def prepare(self, assigned: Assigned) -> None:
         """Opens what this node has on disk of the stage. In a thread."""
         if self._journal is not None:
-            self._journal.close()
+            self._journal.finish()
         specs = stage_specs(self._model.config, assigned.layers)
         spec = specs[assigned.stage]
-        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec)
         terms = self._model.terms
         lora = lora_settings(self._model.policy) if terms.lora.r else None
         self._layouts = stage_layouts(self._model.config, specs, lora)
         if terms.frozen_a:  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
+        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec, journal_every(self._layouts))
         kept = range(spec.stages) if self._settings.keep_policy else (spec.index, *ring(spec.index, spec.stages))
         self._arriving = {i: begun for i, begun in self._arriving.items() if i in kept}
         whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)

@@ -21,11 +21,12 @@ from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.recovery import disk
-from swarmnode.recovery.journal import FILE, Journal, find_journals
+from swarmnode.recovery.journal import FILE, Journal, find_journals, journal_every
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.restore import base_stage
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import load_moments, load_weights, take, trained
+from swarmnode.weights.layout import TensorSpec
 from swarmnode.wire import strict
 from tests.support.split_models import split_model
 
@@ -119,6 +120,34 @@ def test_who_ends_in_good_order_has_its_last_step_on_its_disk_however_busy_that_
     assert kept.step == 2
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     closed(kept)
+
+
+def test_a_large_stage_is_written_every_few_steps_and_its_last_one_at_the_end(models, tmp_path):
+    member = member_of(models)
+    journal = Journal(tmp_path, CREW, member.runtime.spec, every=4)
+    seen = []
+    for _ in range(10):
+        train(member)
+        journal.note(member)
+        journal.flush()
+        seen.append(journal.step)
+    assert seen == [None, None, None, 4, 4, 4, 4, 8, 8, 8]
+    assert journal.skipped == 0
+    journal.finish()
+    kept = Journal(tmp_path, CREW, member.runtime.spec)
+    mine, theirs = trained(member.runtime), kept.read().state.weights
+    assert kept.step == 10
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    closed(kept)
+
+
+def test_how_often_a_stage_is_written_follows_from_the_largest_of_its_crew():
+    stage = lambda weights: (TensorSpec("w", (weights,), "float32"),)
+    assert journal_every([]) == 1
+    assert journal_every([stage(20_000_000)] * 4) == 1  # an adapter
+    assert journal_every([stage(160_000_000), stage(10)]) == 1
+    assert journal_every([stage(170_000_000), stage(10)]) == 2
+    assert journal_every([stage(10), stage(1_750_000_000)]) == 16  # 7 B in four: 21 GB, 1.3 GB a step
 
 
 def test_a_full_disk_is_said_once_and_leaves_the_old_state(models, tmp_path, monkeypatch, caplog):

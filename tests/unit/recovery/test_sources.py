@@ -38,7 +38,14 @@ def test_every_source_in_its_order():
 
 def test_an_old_journal_goes_after_a_younger_shadow_and_before_an_older_one():
     found = Found(journal=7, replica=True, snapshots={0: 5, 2: 9})
-    assert all_of(order_of(found, synthesis="none"))[0] == [(1, None, None), (2, 9, 2), (0, 7, None), (2, 5, 0)]
+    assert all_of(order_of(found, synthesis="none", snapshot_every=3))[0] == [(1, None, None), (2, 9, 2), (0, 7, None), (2, 5, 0)]
+
+
+def test_a_journal_that_lacks_no_more_than_a_snapshot_may_needs_no_line():
+    found = Found(journal=7, replica=True, snapshots={0: 5, 2: 9})
+    assert all_of(order_of(found, synthesis="none", snapshot_every=4))[0] == [(0, 7, None), (1, None, None), (2, 9, 2), (2, 5, 0)]
+    exact = Found(journal=7, snapshots={0: 10, 2: 10}, roots={0: b"a", 2: b"a"})
+    assert all_of(order_of(exact, synthesis="none", snapshot_every=4))[0] == [(2, 10, 0), (2, 10, 2), (0, 7, None)]
 
 
 def test_what_is_ahead_of_the_crew_is_of_another_history():

@@ -97,6 +97,25 @@ def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeyp
     assert all(gap + 10.0 <= 60.0 for gap in gaps), "more than save_every would be lost by a crash just before the write has ended"
 
 
+def test_a_state_is_saved_less_often_where_it_would_wear_the_disk_out_and_once_more_at_the_end(tmp_path, clock):
+    source, counters, taken = Source(), Counters(), []
+    with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
+        kept.save(last=True)
+    size = (tmp_path / state.FILE).stat().st_size
+    with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters, bytes_per_day=24 * size) as kept:  # one an hour
+        before = source.taken
+        for second in range(4 * 3600):
+            kept.save()
+            while not kept.idle:
+                time.sleep(0.001)
+            if source.taken - before > len(taken):
+                taken.append(second)
+            clock[0] += 1.0
+        assert taken == [0, 59, 3600, 7200, 10800], "an hour's worth at once, and one an hour"
+        kept.save(last=True)
+        assert source.taken - before == 6
+
+
 def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(tmp_path, clock):
     source, counters = Source(), Counters()
     with Checkpoints(tmp_path, 1e9, source, torch.Generator(), counters) as kept:
