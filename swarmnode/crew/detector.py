@@ -50,8 +50,8 @@ class Signs(msgspec.Struct, frozen=True):
     last_seen: float
     """When its last heartbeat came, or its answer to ours."""
     last_heard: float = -math.inf
-    """When bytes of any kind last came from it: a line that tensors fill holds a heartbeat up for seconds, which takes several round trips,
-    and they are there meanwhile."""
+    """When bytes of any kind last came from it: a line that tensors fill holds a heartbeat up for seconds, and they are there
+    meanwhile."""
     count: int = 0
     mean: float = EXPECTED_SECONDS
     variance: float = 0.0

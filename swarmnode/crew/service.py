@@ -45,8 +45,6 @@ REQUEST_TIMEOUT: Final = 10.0
 """The next heartbeat does not wait for the answer to the last: over a slow line that tensors fill it takes seconds."""
 LEAVE_SECONDS: Final = 3.0
 """For others to be told that this node is going."""
-ROUND_TRIPS: Final = 3
-"""A request takes so many: two until its stream is open, one for itself."""
 POLL_INTERVAL: Final = 5.0
 """Between two looks who is connected, whatever the network says."""
 PARTNERS: Final = "partners.json"
@@ -330,7 +328,7 @@ class StageService:
             self._counts.unanswered[type(message).__name__.lower()] += 1
         elif isinstance(message, messages.Heartbeat):
             self._counts.heartbeat_seconds = _now() - began
-        seconds = (_now() - began) / (2 * ROUND_TRIPS)
+        seconds = (_now() - began) / 2  # one round trip: `library.streams`
         self._handle(ev.Answered(peer, message, answer, foreign, seconds if answer is not None else None))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:

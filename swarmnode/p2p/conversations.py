@@ -76,7 +76,7 @@ async def converse(host: Host, peer: str, protocol: str, talk: Talk[T], *, deadl
 async def _converse(under_way: _Conversation[T], host: Host, peer: str, protocol: str, talk: Talk[T], keep: bool) -> None:
     """Never raises; the stream is ended unless it is handed over."""
     try:
-        under_way.stream = await host.open_stream(peer, protocol)
+        under_way.stream = await host.open_stream(peer, protocol, lazily=not keep)
         if not under_way.abandoned:
             with peer_errors(f"{protocol} with {peer}"):  # a peer's bytes may surprise whoever reads them
                 under_way.value.append(await talk(under_way.stream))

@@ -21,7 +21,7 @@ from swarmnode.p2p.library.circuits import CircuitConnection, relay_of
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
 from swarmnode.p2p.library.identifiers import address_of_socket
 from swarmnode.p2p.library.objects import LibraryHost, MuxedConnection, NetConnection, NetStream, Swarm
-from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.library.streams import SHORT, Stream
 
 CLOSE_SECONDS = 1.0
 MESHSUB = "/meshsub/1.1.0"
@@ -100,13 +100,19 @@ class Host:
 
     # -- streams
 
-    async def open_stream(self, peer: str, protocol: str) -> Stream:
+    async def open_stream(self, peer: str, protocol: str, lazily: bool = False) -> Stream:
         """A new stream to a connected peer. Raises Incompatible if it does not speak the protocol, PeerError if anything else is in the
-        way."""
+        way. lazily: where the peer has said that it speaks it, it is not asked again before something is said: `Stream`, `proposed`."""
+        identity = ID.from_string(peer)
         with peer_errors(f"{protocol} with {peer}"):
             if not self.is_connected(peer):
                 raise PeerError(f"{peer} is not connected")
-            return Stream(await self.library.new_stream(ID.from_string(peer), [TProtocol(protocol)]))
+            known = lazily and len(protocol) <= SHORT and self.library.get_peerstore().supports_protocols(identity, [protocol])
+            if not known:
+                return Stream(await self.library.new_stream(identity, [TProtocol(protocol)]))
+            stream = await self._swarm.new_stream(identity)
+            stream.protocol_id = TProtocol(protocol)
+            return Stream(stream, proposed=protocol)
 
     def set_handler(self, protocol: str, handler: StreamTask) -> None:
         """Has `handler` take the streams that peers open for `protocol`, instead of whoever took them before."""

@@ -52,6 +52,12 @@ class Library:
     def get_network(self) -> "Library":
         return self
 
+    def get_peerstore(self) -> "Library":
+        return self
+
+    def supports_protocols(self, peer: object, protocols: list) -> list:
+        return []
+
     def get_connections(self, peer: object) -> list:
         return [self]
 

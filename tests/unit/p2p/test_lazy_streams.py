@@ -1,0 +1,122 @@
+"""Requests whose protocol is proposed together with what they ask: one round trip, and no harm where the peer does not speak it."""
+
+import contextlib
+
+import pytest
+import trio
+
+from swarmnode.errors import Incompatible, PeerError
+from swarmnode.p2p.library.streams import MULTISTREAM, Stream
+from tests.support.hosts import host
+from tests.support.waiting import until
+
+ECHO = "/test/echo/1"
+LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    await trio.lowlevel.checkpoint()
+    return data
+
+
+def knows(client, server) -> bool:
+    """Whether `server` has said that it speaks ECHO."""
+    from libp2p.peer.id import ID
+
+    return bool(client.host.library.get_peerstore().supports_protocols(ID.from_string(server.peer_id), [ECHO]))
+
+
+@contextlib.asynccontextmanager
+async def acquainted(directory):
+    """Two hosts of which the second knows what the first speaks."""
+    async with host(directory / "server") as server:
+        server.requests.serve(ECHO, echo, **LIMITS)
+        async with host(directory / "client", initial_peers=[server.listen_addrs[0]]) as client:
+            with trio.fail_after(60):
+                await client.wait_connected(1)
+                await until(lambda: knows(client, server))
+            yield server, client
+
+
+async def ask(client, server, data: bytes = b"x") -> bytes:
+    return await client.requests.request(server.peer_id, ECHO, data, deadline=5.0, max_response_bytes=1 << 20)
+
+
+def watched(stream, said):
+    """Notes in `said` what is read from a library's stream and written to it."""
+    read, write = stream.read, stream.write
+
+    async def reading(n=None):
+        data = await read(n)
+        said.append(("read", bytes(data)))
+        return data
+
+    async def writing(data):
+        said.append(("write", bytes(data)))
+        await write(data)
+
+    stream.read, stream.write = reading, writing
+
+
+async def test_everything_is_said_before_anything_is_waited_for(tmp_path, monkeypatch):
+    said: list[tuple[str, bytes]] = []
+    begin = Stream.__init__
+
+    def watching(self, stream, proposed=""):
+        if proposed:
+            watched(stream, said)
+        begin(self, stream, proposed)
+
+    async with acquainted(tmp_path) as (server, client):
+        monkeypatch.setattr(Stream, "__init__", watching)
+        assert await ask(client, server, b"question") == b"question"
+        ways = [way for way, _ in said]
+        assert ways[0] == "write"
+        assert "write" not in ways[1:], "one round trip"
+        assert MULTISTREAM.encode() in said[0][1]
+        assert said[0][1].endswith(b"question")
+        for data in (b"", bytes(range(256)) * 4096):
+            assert await ask(client, server, data) == data
+        assert client.requests.statistics().requests[ECHO] == {"ok": 3}
+
+
+async def test_a_peer_that_no_longer_speaks_it_says_so_and_stays_connected(tmp_path):
+    async with acquainted(tmp_path) as (server, client):
+        server.host.remove_handler(ECHO)
+        for data in (b"x", b"\xff" * 1000, bytes(70_000)):  # which it takes for names of protocols
+            with pytest.raises(Incompatible):
+                await ask(client, server, data)
+        server.requests.serve(ECHO, echo, **LIMITS)
+        assert await ask(client, server) == b"x"
+        assert client.peers.statistics().dials == 1  # never reconnected
+        assert server.reputation.score(client.peer_id, trio.current_time()) == 0.0
+
+
+@pytest.mark.parametrize("answer", [b"\x14/multistream/2.0.0\n", b"\x00", b"\xff\xff\xff\xff\x7f", b"\x03na\n", b"\x05lies\n"])
+async def test_whatever_is_said_instead_of_the_protocol_is_an_error_of_the_peer(answer):
+    class Odd:
+        """A stream of the library's on which the peer says `answer` and ends."""
+
+        left = bytearray(answer)
+
+        def __init__(self):
+            self.muxed_conn = self.peer_id = self
+
+        def to_base58(self):
+            return "peer"
+
+        async def write(self, data):
+            await trio.lowlevel.checkpoint()
+
+        async def read(self, n):
+            await trio.lowlevel.checkpoint()
+            assert n <= 128
+            if not self.left:
+                raise EOFError
+            data, self.left = bytes(self.left[:n]), self.left[n:]
+            return data
+
+    stream = Stream(Odd(), ECHO)
+    await stream.write(b"x")
+    with pytest.raises(PeerError):
+        await stream.read()
