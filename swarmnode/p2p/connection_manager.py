@@ -132,7 +132,8 @@ class ConnectionManager:
                     connection.forget()
                     self._connections.closed(connection)
             pings = {each: each.ping for each in self._connections}
-            for connection in liveness.dead(pings, trio.current_time()):
+            heard = {each: each.heard for each in self._connections}
+            for connection in liveness.dead(pings, trio.current_time(), heard):
                 self._host.nursery.start_soon(connection.close)
 
     def _make_room(self) -> None:

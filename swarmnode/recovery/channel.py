@@ -34,6 +34,12 @@ beside what is new of ours: snapshot, ends, probes."""
 MISBEHAVED: Final = 16
 LATER_SECONDS: Final = 1800.0
 """Given to what is kept for later, between two parts of it: all that somebody waits for goes before."""
+AGAIN_SECONDS: Final = (1.0, 30.0)
+"""Between the end of a stream and a new one, doubling from one to the next of the same stage."""
+BACK_SECONDS: Final = 60.0
+"""A lost stream is waited for so long. Whether its member is there at all, others find out sooner."""
+INTERRUPTED: Final = ("closed", "truncated")
+"""How a stream ends through nobody's fault: its connection did."""
 QUEUED: Final = 1024
 """Messages to one peer; who lets so many wait is gone."""
 
@@ -121,13 +127,15 @@ class _Calls:
 
 
 class Channel:
-    """`run` it in a nursery; it ends by cancellation. step: committed steps."""
+    """`run` it in a nursery; it ends by cancellation. step: committed steps. again: a new stream to a stage whose last one was interrupted,
+    which may be many times in the hour that a stage of 7 B takes on a home's line; raises PeerError where there can be none."""
 
     def __init__(
         self, fence: Fence, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits, seconds: float, compute: Compute,
-        step: Callable[[], int],
+        step: Callable[[], int], again: Callable[[int], Awaitable[trio.abc.Stream]] | None = None,
     ) -> None:  # fmt: skip
         self.compute = compute
+        self._again = again
         self.gone: dict[int, str] = {}
         """Stage → why its stream ended."""
         self.streams = dict(streams)
@@ -143,6 +151,7 @@ class Channel:
         self._blame: Counter[int] = Counter()
         """Stage → how much of that was what it sent."""
         self._nursery: trio.Nursery | None = None
+        self._back = trio.Event()
 
     @property
     def progress(self) -> int:
@@ -163,11 +172,42 @@ class Channel:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 for stage, stream in self.streams.items():
-                    nursery.start_soon(self._read, stage, stream, server, sharing)
-                    nursery.start_soon(self._write, stage, stream)
+                    nursery.start_soon(self._speak, stage, stream, server, sharing)
                 await trio.sleep_forever()  # answers come and go
         finally:
             self._nursery = None
+
+    async def _speak(self, stage: int, stream: trio.abc.Stream, server: Server, sharing: Sharing) -> None:
+        """With one member, over one stream after another."""
+        pause, most = AGAIN_SECONDS
+        while True:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, stage, stream)
+                try:
+                    await self._read(stage, stream, server, sharing)
+                finally:
+                    await trio.aclose_forcefully(stream)  # and wakes who writes
+            if self._again is None or self.gone[stage] not in INTERRUPTED:
+                return
+            await trio.sleep(pause)
+            pause = min(2 * pause, most)
+            try:
+                stream = await self._again(stage)
+            except PeerError:
+                return
+            del self.gone[stage]
+            self._back.set()
+            self._back = trio.Event()
+
+    async def returns(self, stage: int) -> bool:
+        """Waits for a stream to `stage` in the place of one that was interrupted. Whether there is one; False at once if none was."""
+        if self._again is None or self.gone.get(stage) not in INTERRUPTED:
+            return False
+        with trio.move_on_after(BACK_SECONDS):
+            while stage in self.gone:
+                await self._back.wait()
+            return True
+        return False
 
     # Sending.
 
@@ -270,7 +310,6 @@ class Channel:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # whoever waits is told by `_lose`
         self._lose(stage, reason)
-        await trio.aclose_forcefully(stream)
 
     def refuse(self, stage: int, error: BadMessage) -> None:
         """What `stage` sent is not what it has to be."""

@@ -62,7 +62,7 @@ class Fetcher:
 
     async def snapshot(self, holders: Sequence[int], step: int, root: bytes) -> StageState:
         """The one of ours that all `holders` said they have, from all of them at once; what came of it before, from whomever, is not sent
-        again. Where the whole is not what they named, it is fetched from each alone, until one gives it."""
+        again, nor is the whole where the crew ends before it was judged. Where the whole is not what they named, it is fetched from each alone, until one gives it."""
         crowd, left = holders, list(holders)
         while True:
             try:
@@ -103,7 +103,6 @@ class Fetcher:
             if (liar := gathering.alone) is not None:
                 self._channel.refuse(liar, BadMessage("hash", f"a snapshot from stage {liar}"))
             return liar
-        del arriving[own]
         return await self._channel.compute(lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, have.factor))
 
     async def theirs(self, stage: int) -> tuple[m.Have, memoryview]:
@@ -209,7 +208,8 @@ class Fetcher:
             return 4 * tokens if last else activation_bytes(self._stage.codec, probe.rows, self._stage.runtime.hidden_size)
 
         run = m.Run(self._channel.place, 0, self._stage.codec if stage else None, probe.rows, len(probe.about))
-        _, body = await self._patiently(stage, lambda: self._channel.call_for_body(stage, run, size, probe.about + x))
+        ask = lambda: self._channel.call_for_body(stage, run, size, probe.about + x)
+        _, body = await self._patiently(stage, lambda: self._interrupted(stage, ask))
         return bytes(body)
 
     async def given(self, holder: int, what: m.Given, of: int, seconds: float | None = None) -> Body:
@@ -230,9 +230,21 @@ class Fetcher:
                 raise BadMessage("schema", f"{have.what} is not {what}")
             return size(have)
 
-        at, until = (part.at, part.until) if part is not None else (0, None)
-        want = m.Want(self._channel.place, 0, what, stage if of is None else of, at, until)
-        return await self._channel.call_for_body(stage, want, checked, seconds=seconds, part=part)
+        async def ask() -> Body:
+            at, until = (part.at, part.until) if part is not None else (0, None)  # what had come is not sent again
+            want = m.Want(self._channel.place, 0, what, stage if of is None else of, at, until)
+            return await self._channel.call_for_body(stage, want, checked, seconds=seconds, part=part)
+
+        return await self._interrupted(stage, ask)
+
+    async def _interrupted(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
+        """The answer, however often the stream to `stage` ends meanwhile and is there again."""
+        while True:
+            try:
+                return await ask()
+            except PeerError:
+                if not await self._channel.returns(stage):
+                    raise
 
     async def _patiently(self, stage: int, ask: Callable[[], Awaitable[Body]]) -> Body:
         until = trio.current_time() + self._stage.settings.neighbour_seconds

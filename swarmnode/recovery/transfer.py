@@ -7,7 +7,7 @@ served    snapshots, the stage's layers and ω, a tied embedding, copies of an e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import trio
 
@@ -22,16 +22,17 @@ from swarmnode.recovery.sharing import Sharing
 
 
 class StatePeer:
-    """streams: stage → stream. `attach` the worker once it runs; until then `stage.phase` says what its weights are worth."""
+    """streams: stage → stream; again: as of `Channel`. `attach` the worker once it runs; until then `stage.phase` says what its weights are worth."""
 
     def __init__(
-        self, stage: LocalStage, fence: Fence, streams: Mapping[int, trio.abc.Stream], compute: Compute = in_thread
+        self, stage: LocalStage, fence: Fence, streams: Mapping[int, trio.abc.Stream], compute: Compute = in_thread,
+        again: Callable[[int], Awaitable[trio.abc.Stream]] | None = None,
     ) -> None:  # fmt: skip
         settings = stage.settings
         step = lambda: stage.worker.participant.step if stage.worker is not None else fence.place.step
         self.stage = stage
         self._begins_at = fence.place.step
-        self.channel = Channel(fence, streams, stage.limits, settings.seconds, compute, step)
+        self.channel = Channel(fence, streams, stage.limits, settings.seconds, compute, step, again)
         self.fetch = Fetcher(self.channel, stage)
         self.sharing = Sharing(self.channel, stage, self.fetch)
         self.server = Server(self.channel, stage)

@@ -40,7 +40,7 @@ from swarmnode.trainer.crew.average import StageAveraging
 from swarmnode.trainer.crew.model import CrewModel
 from swarmnode.trainer.crew.runner import Notify
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.trainer.crew.streams import Gate, close_all, connect_all
+from swarmnode.trainer.crew.streams import Gate, close_all, connect, connect_all
 from swarmnode.weights.layout import Layout
 
 JOURNALS = "stage"
@@ -119,13 +119,14 @@ class StageRecovery:
         place = Place(assigned.crew[:CREW_BYTES], assigned.stage, assigned.step)
         averaging = self._averaging()
         streams = await connect_all(assigned, "state", Gate())  # what lies here is as good while the crew is suspended
+        again = partial(connect, assigned, kind="state")
         try:
             local = LocalStage(
                 stage.runtime, stage.runtime.spec, self._model.limits(), self._layouts, self._settings, self._model.terms.codec,
                 self._recorder, self._store, base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
                 arriving=self._arriving,
             )  # fmt: skip
-            self.peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter)
+            self.peer = peer = StatePeer(local, Fence(place, len(assigned.layers)), streams, stage.meter, again)
             self._recorder.sharing = peer.sharing
             async with trio.open_nursery() as nursery:
                 await nursery.start(peer.run)

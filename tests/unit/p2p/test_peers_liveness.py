@@ -24,3 +24,12 @@ def test_a_connection_that_was_not_pinged_yet_is_alive_and_one_that_ended_is_for
     liveness.dead({"x": (1, False)}, 0.0)
     liveness.dead({}, 10.0)
     assert liveness.dead({"x": (1, False)}, 100.0) == []
+
+
+def test_bytes_are_a_sign_of_life_while_a_full_line_holds_the_answer_up():
+    liveness = Liveness()
+    for now in range(0, 300, 10):
+        assert liveness.dead({"full": (1, False)}, now, {"full": now - 5.0}) == []
+    assert liveness.dead({"full": (1, False)}, 315.0, {"full": 285.0}) == ["full"]
+    assert liveness.dead({"mute": (1, False)}, 0.0, {"mute": None}) == []
+    assert liveness.dead({"mute": (1, False)}, SILENT_SECONDS, {"mute": None}) == ["mute"]

@@ -342,7 +342,9 @@ async def test_what_came_from_two_is_completed_by_a_third_in_the_next_crew(crew,
     second = crew({3: (1e4, 0.0)}, arriving=arriving)
     await second.fetch(3)
     assert second.gave()[3] == pytest.approx(missing / size, rel=0.12)
-    assert not arriving
+    judged = crew({0: (2e3, 0.0)}, arriving=arriving)  # that crew ended before it was judged: the next has it as it is
+    await judged.fetch(0)
+    assert judged.gave()[0] < 0.1
 
 
 @pytest.mark.parametrize("liar", [None, 3])
@@ -360,3 +362,56 @@ async def test_what_was_given_before_may_be_the_lie(crew, autojump_clock, liar):
         with pytest.raises(BadMessage):
             await second.fetch(3)
         assert second.refused == {"hash": 1}
+
+
+def interrupted(one, holder, rate, delay):
+    """The line to `holder` can be cut and joined again, as the network processes at both ends do it."""
+    ends = {}
+
+    async def again(side, other):
+        if side not in ends:
+            ends[side], ends[other] = line(rate, delay)
+        return ends.pop(side)
+
+    one.peers[1].channel._again = lambda stage: again("mine", "theirs")
+    one.peers[holder].channel._again = lambda stage: again("theirs", "mine")
+
+
+async def test_a_line_that_is_cut_and_there_again_goes_on_where_it_was(crew, autojump_clock):
+    """With a single holder: nobody else has the snapshot, and none of it is sent twice but what was on its way."""
+    one = crew({0: (2e3, 0.05)})
+    interrupted(one, 0, 2e3, 0.05)
+    whole = len(one.body) / 2e3
+    first = one.ends[0]
+    async with trio.open_nursery() as nursery:
+
+        async def cut():
+            await trio.sleep(whole / 2)
+            await first.aclose()
+            await first.other.aclose()
+
+        nursery.start_soon(cut)
+        await one.fetch(0)
+    assert 0.3 < first.sent / len(one.body) < 0.7
+    assert one.took < 1.5 * whole
+
+
+async def test_a_line_that_does_not_come_back_is_not_waited_for_ever(crew, autojump_clock):
+    one = crew({0: (2e3, 0.05)})
+
+    async def never(stage):
+        await trio.sleep_forever()
+
+    for stage in (0, 1):
+        one.peers[stage].channel._again = never
+    async with trio.open_nursery() as nursery:
+
+        async def cut():
+            await trio.sleep(15.0)
+            await one.ends[0].aclose()
+            await one.ends[0].other.aclose()
+
+        nursery.start_soon(cut)
+        with pytest.raises(PeerError):
+            await one.fetch(0)
+    assert one.peers[1].channel.gone == {0: "closed"}
