@@ -38,6 +38,7 @@ AGAIN_SECONDS: Final = (1.0, 30.0)
 """Between the end of a stream and a new one, doubling from one to the next of the same stage."""
 BACK_SECONDS: Final = 60.0
 """A lost stream is waited for so long. Whether its member is there at all, others find out sooner."""
+LOOK_SECONDS: Final = 0.25
 INTERRUPTED: Final = ("closed", "truncated")
 """How a stream ends through nobody's fault: its connection did."""
 QUEUED: Final = 1024
@@ -151,7 +152,6 @@ class Channel:
         self._blame: Counter[int] = Counter()
         """Stage → how much of that was what it sent."""
         self._nursery: trio.Nursery | None = None
-        self._back = trio.Event()
 
     @property
     def progress(self) -> int:
@@ -196,18 +196,16 @@ class Channel:
             except PeerError:
                 return
             del self.gone[stage]
-            self._back.set()
-            self._back = trio.Event()
 
     async def returns(self, stage: int) -> bool:
         """Waits for a stream to `stage` in the place of one that was interrupted. Whether there is one; False at once if none was."""
         if self._again is None or self.gone.get(stage) not in INTERRUPTED:
             return False
-        with trio.move_on_after(BACK_SECONDS):
-            while stage in self.gone:
-                await self._back.wait()
-            return True
-        return False
+        until = trio.current_time() + BACK_SECONDS
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            if stage not in self.gone or trio.current_time() >= until:
+                return stage not in self.gone
 
     # Sending.
 

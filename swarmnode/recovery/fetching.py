@@ -62,7 +62,8 @@ class Fetcher:
 
     async def snapshot(self, holders: Sequence[int], step: int, root: bytes) -> StageState:
         """The one of ours that all `holders` said they have, from all of them at once; what came of it before, from whomever, is not sent
-        again, nor is the whole where the crew ends before it was judged. Where the whole is not what they named, it is fetched from each alone, until one gives it."""
+        again, nor is the whole where the crew ends before it was judged. Where the whole is not what they named, it is fetched from each
+        alone, until one gives it."""
         crowd, left = holders, list(holders)
         while True:
             try:

@@ -22,7 +22,8 @@ from swarmnode.recovery.sharing import Sharing
 
 
 class StatePeer:
-    """streams: stage → stream; again: as of `Channel`. `attach` the worker once it runs; until then `stage.phase` says what its weights are worth."""
+    """streams: stage → stream; again: as of `Channel`. `attach` the worker once it runs; until then `stage.phase` says what its weights
+    are worth."""
 
     def __init__(
         self, stage: LocalStage, fence: Fence, streams: Mapping[int, trio.abc.Stream], compute: Compute = in_thread,

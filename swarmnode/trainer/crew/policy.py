@@ -245,8 +245,8 @@ class CrewPolicy:
         return self._head().participant
 
     def _head(self) -> Head:
-        """Waits for the crew to be together, for as long as there is one: a stage of 7 B takes half an hour to come back over a home's line,
-        and the network process says when that is too long. Raises EngineGone when we are not its head any more or should stop,
+        """Waits for the crew to be together, for as long as there is one: a stage of 7 B takes half an hour to come back over a home's
+        line, and the network process says when that is too long. Raises EngineGone when we are not its head any more or should stop,
         PeerTimeout when there was none for too long."""
         late = time.monotonic() + self._wait_seconds + 60.0
         while True:

@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
@@ -24,7 +25,7 @@ class Runner:
         return what()
 
     def head(self):
-        return "the head" if self.clock[0] >= self.together else None
+        return SimpleNamespace(participant=SimpleNamespace(step=7)) if self.clock[0] >= self.together else None
 
     def leads(self):
         return LINEAGE if self.clock[0] < self.there else None
@@ -45,12 +46,12 @@ def engine(runner):
     return CrewPolicy(TrainingConfig(), model, runner, LINEAGE, threading.Event(), 600.0)
 
 
-def test_a_stage_may_take_an_hour_to_come_back(clock):
-    assert engine(Runner(3600.0, 1e9, clock))._head() == "the head"
+def test_a_stage_may_take_an_hour_to_come_back(clock, tmp_path):
+    assert engine(Runner(3600.0, 1e9, clock)).restore(tmp_path, torch.Generator()).step == 7
     assert clock[0] >= 3600.0
 
 
-def test_where_there_is_no_crew_any_more_it_is_not_waited_for_ever(clock):
+def test_where_there_is_no_crew_any_more_it_is_not_waited_for_ever(clock, tmp_path):
     with pytest.raises(PeerTimeout, match="not together"):
-        engine(Runner(1e9, 1000.0, clock))._head()
+        engine(Runner(1e9, 1000.0, clock)).restore(tmp_path, torch.Generator())
     assert 1600.0 <= clock[0] < 1700.0
