@@ -199,8 +199,6 @@ class TrainingConfig(Section):
     """Share of all sampled tokens that held-out evaluations may take; one that would come too early is put off. 1 is no limit."""
     save_every: float = Field(default=60.0, ge=0)
     """Seconds of work that a crash costs at most if a step and a write of the state take below half of it. 0 saves after every step."""
-    disk_bytes_per_day: int = Field(default=10**12, ge=0)
-    """Bytes of state written in a day; what is too large for that is saved less often than `save_every` says. 0 is no bound."""
     max_steps: int = Field(default=0, ge=0)
     """Stop after this many steps; 0 is never. Who holds a later stage of a crew stays until its head has ended, or takes another step."""
     seed: int = Field(default=0, ge=0)

@@ -10,7 +10,6 @@ A large state is saved more seldom: all that is written has a bound by the day, 
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -38,6 +37,9 @@ HISTORY_SECONDS = 900.0
 """Between two former states that are kept."""
 SLOTS, SPACING = 3, 4
 """Former states that are kept at most, and how many times older each is than the one before: up to 15 minutes, an hour, four hours."""
+BYTES_PER_DAY = 10**12
+"""A state is saved less often than asked for beyond that. A disk is made for some 600 TB in all; 3 B weights with their
+moments, every minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
 """Seconds. What may be written in the latter may be written at once: a small state never notices the bound."""
 
@@ -145,14 +147,15 @@ class Snapshots(Protocol):
 
 
 class Checkpoints:
-    """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk. bytes_per_day: 0 is no bound."""
+    """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk."""
 
     def __init__(
-        self, directory: Path, save_every: float, source: Snapshots, rng: torch.Generator, counters: Counters, bytes_per_day: float = 0,
+        self, directory: Path, save_every: float, source: Snapshots, rng: torch.Generator, counters: Counters,
+        bytes_per_day: float = BYTES_PER_DAY,
     ) -> None:  # fmt: skip
         self._saver = Saver(directory, max(HISTORY_SECONDS, save_every))
         self._save_every = save_every
-        self._bytes_per_second = bytes_per_day / DAY or math.inf
+        self._bytes_per_second = bytes_per_day / DAY
         self._source = source
         self._rng = rng
         self._counters = counters

@@ -120,7 +120,7 @@ class Loop:
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters)
         self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
         self._evaluation = Evaluation(config.task, training, scorer)
-        self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters, training.disk_bytes_per_day)
+        self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
         told = flat(config.model_dump(include={"policy", "training", "weights"}))
         self._records = Records(config.node.data_dir, Trackers(config.log.trackers, config.node.data_dir, config.node.name, told))
