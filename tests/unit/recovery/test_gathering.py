@@ -401,3 +401,4 @@ async def test_a_line_that_does_not_come_back_is_not_waited_for_ever(crew, autoj
         with pytest.raises(PeerError):
             await one.fetch(0)
     assert one.peers[1].channel.gone == {0: "closed"}
+    assert 60.0 < one.took < 90.0, "it was waited for, and not for ever"
