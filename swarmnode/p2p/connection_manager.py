@@ -110,7 +110,10 @@ class ConnectionManager:
 
     def closed(self, connection: Connection, last: bool) -> None:
         """See `connections.Listener`."""
-        self._table.disconnected(connection.peer, trio.current_time())
+        now, heard = trio.current_time(), connection.heard
+        when = "before any bytes" if heard is None else f"{now - heard:.1f} s after its last bytes"
+        log.debug("a connection with %s has ended, %s", connection.peer, when)
+        self._table.disconnected(connection.peer, now)
         if last:
             self._greeter.forget(connection.peer)
         self._dialer.wake()
@@ -134,6 +137,7 @@ class ConnectionManager:
             pings = {each: each.ping for each in self._connections}
             heard = {each: each.heard for each in self._connections}
             for connection in liveness.dead(pings, trio.current_time(), heard):
+                log.debug("%s neither answers nor says anything: its connection is closed", connection.peer)
                 self._host.nursery.start_soon(connection.close)
 
     def _make_room(self) -> None:

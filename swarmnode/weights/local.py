@@ -159,7 +159,7 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
     peer: str
     """Empty: there is nothing to adopt; start as you are."""
     path: str
-    """Empty: it is on its way, and worth waiting for. Whatever comes of it, another such message follows."""
+    """Empty: it is on its way, and worth waiting for; said again when more of it is here. Whatever comes of it, another message follows."""
     outer_step: int
     tensors: list[TensorHash]
 

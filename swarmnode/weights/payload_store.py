@@ -72,6 +72,7 @@ class PayloadStore:
         self._uses: dict[Path, int] = {}
         self._offers: dict[bytes, PayloadOffer] = {}
         self._published: dict[int, PublishedCopy] = {}
+        self._sinks: dict[Path, FileSink] = {}
 
     def clean(self) -> None:
         """Delete what an earlier process left."""
@@ -146,7 +147,18 @@ class PayloadStore:
         manifest = await self._bulk.manifest(remote.peer, remote.transfer, deadline=MANIFEST_SECONDS, root=remote.root)
         if manifest.size != remote.size:
             raise PeerError(f"{remote.peer} announced {remote.size} bytes and offers {manifest.size}")
-        sink = await trio.to_thread.run_sync(lambda: FileSink(manifest, path, limit=limit))
+        sink = self._sinks[path] = await trio.to_thread.run_sync(lambda: FileSink(manifest, path, limit=limit))
+        try:
+            await self._fill(sink, remote, deadline)
+        finally:
+            del self._sinks[path]
+
+    def lacking(self, path: Path) -> int | None:
+        """Chunks that are still to come of what is being fetched into `path`; None where nothing is."""
+        sink = self._sinks.get(path)
+        return None if sink is None else len(sink.missing())
+
+    async def _fill(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
         tries = 0
         while True:
             left = deadline - trio.current_time()
@@ -155,7 +167,7 @@ class PayloadStore:
             lacking = len(sink.missing())
             try:
                 usual = self._bulk.deadline(remote.peer, remote.size)
-                await self._bulk.fetch(remote.peer, remote.transfer, manifest, sink, deadline=min(left, usual))
+                await self._bulk.fetch(remote.peer, remote.transfer, sink.manifest, sink, deadline=min(left, usual))
                 return
             except BadMessage:
                 raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 3.0
 """Time to wait for more neighbours than there are."""
 POLL_INTERVAL: Final = 0.5
+COMES_SECONDS: Final = 30.0
+"""A trainer that waits for a state is told so often that more of it is here."""
 ADOPT_SECONDS: Final = 300.0
 """Time for our trainer to read a state and to become it."""
 
@@ -192,8 +195,25 @@ class StateSeeker:
 
     async def _take(self, offer: OfferedState) -> bool:
         """Fetch a state, which the trainer waits for, and have it adopted. Whether it was."""
-        remote, manifest = offer.payload, offer.manifest
         path = self._store.new_path()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._tell_that_it_comes, offer, path)
+            taken = await self._fetch(offer, path)
+            nursery.cancel_scope.cancel()
+        return taken
+
+    async def _tell_that_it_comes(self, offer: OfferedState, path: Path) -> None:
+        """At 7 B a state is ten minutes on a home's line: whoever waits for it shall see that it moves."""
+        before = 0
+        while True:
+            await trio.sleep(COMES_SECONDS)
+            lacking = self._store.lacking(path)
+            if lacking is not None and lacking < before:
+                self._send_to_trainer(local.AdoptState(offer.payload.peer, "", offer.manifest.outer_step, []))
+            before = lacking or 0
+
+    async def _fetch(self, offer: OfferedState, path: Path) -> bool:
+        remote, manifest = offer.payload, offer.manifest
         deadline = trio.current_time() + max(2 * self._network.bulk.deadline(remote.peer, remote.size), remote.size / SLOWEST)
         try:
             self._send_to_trainer(local.AdoptState(remote.peer, "", manifest.outer_step, []))

@@ -14,10 +14,12 @@ from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.trainer.crew import average
 from swarmnode.trainer.crew.average import CLOCKS, averaged
 from swarmnode.trainer.crew.probe import CrewProbe
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.weights import discovery, driver
+from swarmnode.weights import discovery, driver, state_seeker
+from swarmnode.weights.payload_store import PayloadStore
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 from tests.support.crew_models import averaging_of, opened
@@ -186,6 +188,32 @@ async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
         lost.averaging.begin(outer)
         assert lost.averaging.facts().outer_steps == first.averaging.facts().outer_steps
         assert not lost.averaging.facts().fresh
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monkeypatch, comes):
+    """At 7 B it is ten minutes on a home's line, and a stage that makes no progress for five is given up."""
+    fetch, lacking = PayloadStore.fetch, iter(range(1000, 0, -1))
+
+    async def slowly(*args):
+        await trio.sleep(2.0)
+        await fetch(*args)
+
+    monkeypatch.setattr(PayloadStore, "fetch", slowly)
+    monkeypatch.setattr(PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000)
+    monkeypatch.setattr(state_seeker, "COMES_SECONDS", 0.1)
+    monkeypatch.setattr(average, "FETCH_SECONDS", 1.0)
+    async with stages(tmp_path, [(1, 1), (2, 1), (3, 1)]) as (first, second, lost):
+        first.connect()
+        second.connect()
+        await until(lambda: first.candidates() == second.candidates() == 1)
+        await meet(first, second)
+        lost.averaging.seek()
+        lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        with trio.fail_after(30), contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"):
+            found, _ = await lost.averaging.fetch()
+            assert found.keys() == lost.weights().keys()
+        assert lost.averaging.arrived >= (5 if comes else 1)
 
 
 async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):

@@ -14,6 +14,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -35,12 +36,13 @@ from swarmnode.trainer.weights import Replica
 from swarmnode.trainer.weights_worker import read_state
 from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.manifest import writing_seconds
 
 CLOCKS = "clocks"
 SEEK_SECONDS = 30.0
-"""For another crew to be found."""
+"""For another crew to be found, beyond the time that writing its state takes."""
 FETCH_SECONDS = 240.0
-"""For its state to come: less than the five minutes after which the others give up a stage that makes no progress."""
+"""For more of its state to come: less than the five minutes after which the others give up a stage that makes no progress."""
 
 
 class StageAveraging(Observer):
@@ -60,6 +62,8 @@ class StageAveraging(Observer):
         self._whose = f"{stage.lineage.hex()} {stage.index}"
         self._marked = False
         self._seeking: queue.SimpleQueue[local.AdoptState] | None = None
+        self.arrived = 0
+        """Grows while a state of another crew comes."""
         self.probe = CrewProbe()
         self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock, sum(stage.layers))
         self._replica = Replica(self._tensors, cfg, self._counters, data_dir, send=send, probe=self.probe, adapter=adapter)
@@ -87,7 +91,7 @@ class StageAveraging(Observer):
     def committed(self, worker: StageWorker) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
-        self._counters.step = worker.participant.step
+        self._counters.step, self.probe.step_seconds = worker.participant.step, seconds
         if not self._averages():  # the last step of a crew that is suspended
             return
         self._replica.between_steps(self._connected(), seconds, stepped=True)
@@ -133,11 +137,12 @@ class StageAveraging(Observer):
     async def fetch(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """φ of another crew, by names in the whole model, and what `begin` is given with it. Raises PeerError when nothing was found."""
         assert self._seeking is not None
-        seeking = self._seeking
+        said = partial(trio.to_thread.run_sync, self._seeking.get, True, abandon_on_cancel=True)
         try:
-            message = await trio.to_thread.run_sync(lambda: seeking.get(timeout=SEEK_SECONDS))
-            if message.peer and not message.path:  # on its way
-                message = await trio.to_thread.run_sync(lambda: seeking.get(timeout=FETCH_SECONDS))
+            message = await said(SEEK_SECONDS + writing_seconds(self._tensors.layout))
+            while message.peer and not message.path:  # on its way
+                self.arrived += 1
+                message = await said(FETCH_SECONDS)
         except queue.Empty:
             raise PeerError("no other crew answers") from None
         if not message.peer:

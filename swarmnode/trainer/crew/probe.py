@@ -36,12 +36,16 @@ log = structlog.get_logger("swarmnode.crew")
 
 MICRO_BATCHES = 4
 """The newest, at most."""
-SECONDS = 30.0
-"""For a verdict; a partner waits a minute and four steps."""
+SECONDS = (120.0, 3.0)
+"""For a verdict, and for each second that a step takes: what travels for it grows with the policy as a step does, and shares the lines with
+it. A partner waits for six minutes and eight steps (`weights/driver.py`)."""
 
 
 class CrewProbe:
     """The probe of one stage's averages, while `peer` is there: in one crew, in the crew's thread that `token` is of."""
+
+    step_seconds = 0.0
+    """What the last step took."""
 
     def __init__(self) -> None:
         self._peer: StatePeer | None = None
@@ -69,9 +73,10 @@ class CrewProbe:
             return False
 
         judged = [(edge, chosen(peer, edge)) for edge in known]
+        seconds = SECONDS[0] + SECONDS[1] * self.step_seconds
 
         def begin() -> None:
-            if not peer.channel.spawn(lambda: _judge(peer, judged, rewarded, mine, mean, answer)):  # the crew has ended meanwhile
+            if not peer.channel.spawn(lambda: _judge(peer, judged, rewarded, mine, mean, answer, seconds)):  # the crew has ended meanwhile
                 answer(None)
 
         try:
@@ -83,12 +88,12 @@ class CrewProbe:
 
 async def _judge(
     peer: StatePeer, known: Sequence[tuple[Edge, list[int]]], rewarded: bool, mine: Mapping[str, torch.Tensor],
-    mean: Mapping[str, torch.Tensor], answer: Answer,
+    mean: Mapping[str, torch.Tensor], answer: Answer, seconds: float,
 ) -> None:  # fmt: skip
     """known: micro-batches, each with the completions that count. rewarded: see `compare`."""
     losses = None
     try:
-        with trio.move_on_after(SECONDS):  # around waiting only
+        with trio.move_on_after(seconds):  # around waiting only
             as_is, averaged = [await peer.channel.compute(partial(_with, peer.stage.runtime, tensors)) for tensors in (mine, mean)]
             before, after = list[float](), list[float]()
             for edge, chosen in known:

@@ -188,7 +188,8 @@ class StageRecovery:
 
     def progress(self) -> int:
         """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
-        return self.peer.channel.progress if self.peer is not None else 0
+        averaging = self._averaging()
+        return (self.peer.channel.progress if self.peer is not None else 0) + (averaging.arrived if averaging is not None else 0)
 
     def facts(self, step: int) -> dict[str, int]:
         """Fields of StageStatus about copies: shadow_step, shadow_age_steps, and `more`."""

@@ -57,9 +57,10 @@ def tensors(station, noise=0.0):
     return tuple({station.spec.whole(n): t for n, t in some.items()} for some in (own, far))
 
 
-async def verdict(fleet, stage, mine, mean):
+async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
     """Losses (before, after), None where there is no verdict, False where nothing was asked."""
     probe, told, done = CrewProbe(), [], trio.Event()
+    probe.step_seconds = step_seconds
     probe.open(fleet.peers[stage])
     if not probe.measure(mine, mean, lambda losses: (told.append(losses), done.set())):
         return False
@@ -135,6 +136,24 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
         mine, mean = tensors(one.stations[1])
         one.peers[1].channel.gone[3] = "closed"
         assert await verdict(one, 1, mine, mean) is None
+
+
+async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
+    """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six times."""
+    monkeypatch.setattr(crew_probe, "SECONDS", (0.2, 3.0))
+    one = fleet()
+    async with one.up() as crew:
+        await learn(crew, 1)
+        mine, mean = tensors(one.stations[1])
+        run_at = one.peers[1].fetch.run_at
+
+        async def slowly(*args):
+            await trio.sleep(0.3)
+            return await run_at(*args)
+
+        monkeypatch.setattr(one.peers[1].fetch, "run_at", slowly)
+        assert await verdict(one, 1, mine, mean) is None
+        assert await verdict(one, 1, mine, mean, step_seconds=10.0)
 
 
 async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_ends(fleet, monkeypatch):
