@@ -27,6 +27,9 @@ from swarmnode.wire.tensors import unpack_logprobs
 
 AT_ONCE = 2
 """Probes on their way through the stages."""
+LEAST, ROWS = 2, 2048
+"""Probes, and rows of them, that are enough: a token's r of a stage in order is some hundredths, so that their mean square is known to a
+tenth, and at 7 B more would be minutes of a home's line, for each source that is tried."""
 
 
 async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
@@ -36,8 +39,7 @@ async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
     """
     shifts: list[np.ndarray] = []
     errors: list[Exception] = []
-    newest = max(probe.step for probe in probes)
-    waiting = [probe for probe in probes if probe.step == newest]
+    waiting = enough(probes)
 
     async def work() -> None:
         while waiting and not errors:
@@ -59,6 +61,16 @@ async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
     if errors:
         return Verdict(float("inf"), float("inf"), 0, finite=False)
     return verdict_of(np.concatenate(shifts))
+
+
+def enough(probes: Sequence[Probe]) -> list[Probe]:
+    """The last of the newest step's."""
+    newest, rows, chosen = max(probe.step for probe in probes), 0, list[Probe]()
+    for probe in reversed([probe for probe in probes if probe.step == newest]):
+        if len(chosen) < LEAST or rows < ROWS:
+            chosen.append(probe)
+            rows += probe.rows
+    return chosen
 
 
 def verdict_of(shift: np.ndarray) -> Verdict:

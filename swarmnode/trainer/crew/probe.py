@@ -22,7 +22,7 @@ import torch
 import trio
 
 from swarmnode.averaging.outer import Tensors
-from swarmnode.averaging.probe import LEAST_PROBE, Answer, compare
+from swarmnode.averaging.probe import LEAST_PROBE, PROBE_SEQUENCES, Answer, compare
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.runtime import StageRuntime
@@ -68,11 +68,13 @@ class CrewProbe:
             return False
         known = _newest(peer)
         rewarded = sum(len(_better(peer, edge)) for edge in known) >= LEAST_PROBE
-        chosen = _better if rewarded else _all
-        if sum(len(chosen(peer, edge)) for edge in known) < LEAST_PROBE:
+        judged, count = list[tuple[Edge, list[int]]](), 0
+        for edge in reversed(known):
+            if count < PROBE_SEQUENCES:  # more of them are minutes of a home's line at 7 B
+                judged.append((edge, (_better if rewarded else _all)(peer, edge)))
+                count += len(judged[-1][1])
+        if count < LEAST_PROBE:
             return False
-
-        judged = [(edge, chosen(peer, edge)) for edge in known]
         seconds = SECONDS[0] + SECONDS[1] * self.step_seconds
 
         def begin() -> None:

@@ -138,6 +138,22 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
         assert await verdict(one, 1, mine, mean) is None
 
 
+async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
+    monkeypatch.setattr(crew_probe, "_newest", lambda peer: _newest(peer) * 4)  # eight better completions in each
+    one, asked = fleet(), []
+    async with one.up() as crew:
+        await learn(crew, 1)
+        run_at = one.peers[1].fetch.run_at
+
+        async def counted(stage, edge, tokens, x):
+            asked.append(stage)
+            return await run_at(stage, edge, tokens, x)
+
+        monkeypatch.setattr(one.peers[1].fetch, "run_at", counted)
+        assert await verdict(one, 1, *tensors(one.stations[1]))
+    assert asked == [2, 3] * 4  # two micro-batches, with either
+
+
 async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six times."""
     monkeypatch.setattr(crew_probe, "SECONDS", (0.2, 3.0))

@@ -1,6 +1,7 @@
 """What the gate makes of log-probabilities: the numbers, the newest step's only, and what is a verdict and what is none."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.pipeline.compute import inline
 from swarmnode.recovery import gate
+from swarmnode.recovery.messages import Probe
 from swarmnode.wire.tensors import pack_logprobs
 
-PROBES = [SimpleNamespace(step=step, name=name) for step, name in ((4, "old"), (5, "a"), (5, "b"), (5, "c"))]
+PROBES = [SimpleNamespace(step=step, name=name, rows=1) for step, name in ((4, "old"), (5, "a"), (5, "b"), (5, "c"))]
 
 
 def test_the_divergence_and_the_rise_of_a_known_shift():
@@ -86,3 +88,16 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
     Peer.tail = (-1.5, float("nan"), -0.25)
     with pytest.raises(ValueError, match="finite"):
         await gate._shift(Peer(), probe)
+
+
+@pytest.mark.parametrize(("rows", "chosen"), [
+    ([100] * 8, [7, 6, 5, 4, 3, 2, 1, 0]),
+    ([2560] * 8, [7, 6]),  # a step of 64 answers of 1,280 tokens at 7 B: 20 MB a hop instead of 84
+    ([8512] * 8, [7, 6]),
+    ([9000, 1000, 600, 500, 400, 400], [5, 4, 3, 2, 1]),
+])  # fmt: skip
+def test_no_more_micro_batches_go_through_the_stages_than_a_verdict_needs(rows, chosen):
+    message = partial(Probe, about=b"", logprobs=b"")
+    probes = [message(number, 7, count) for number, count in enumerate(rows)]
+    older = [message(number, 6, 1) for number in range(3)]
+    assert [probe.micro_batch for probe in gate.enough(older + probes)] == chosen
