@@ -210,7 +210,7 @@ class Channel:
     # Sending.
 
     async def answer(
-        self, stage: int, request: int, what: m.What, step: int, body: bytes | memoryview, *, later: bool = False,
+        self, stage: int, request: int, what: m.What, step: int, body: bytes | bytearray | memoryview, *, later: bool = False,
         part: tuple[int, int | None] = (0, None), **more: Any,
     ) -> None:  # fmt: skip
         root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))

@@ -16,7 +16,7 @@ from swarmnode.recovery.state import StageState, encode_state, host_copy, take, 
 from swarmnode.weights.layout import Layout
 from swarmnode.wire import strict
 
-Read = tuple[bytes | memoryview, dict[str, Any]]
+Read = tuple[bytes | bytearray | memoryview, dict[str, Any]]
 """(bytes, fields of `Have`)."""
 Found = tuple[int, Callable[[], Read]]
 """(committed steps, what reads it)."""
@@ -135,7 +135,7 @@ class Server:
         kept, body = self._stage.store.read(of)
         return body, {"root": kept.root, "form": kept.form, "squared_norm": kept.squared_norm, "factor": kept.factor, "hash": kept.hash}
 
-    def _tied(self, layout: Layout) -> bytes:
+    def _tied(self, layout: Layout) -> bytearray:
         name = layout[0].name
         if self._stage.worker is not None:
             return encode_state(take(self._stage.worker, name), layout, "exact")

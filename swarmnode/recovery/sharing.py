@@ -53,7 +53,7 @@ class Sharing:
         form = form_of(layout, self._stage.settings)
 
         def put() -> bool:
-            body = bytearray(encode_state(state, layout, form))
+            body = encode_state(state, layout, form)
             have = m.Have(
                 self._channel.place, 0, "shadow", state.step, len(body), m.root_of(body), state.hash, form, state.squared_norm, state.factor
             )  # fmt: skip

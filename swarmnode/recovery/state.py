@@ -128,15 +128,18 @@ def load_moments(worker: StageWorker, state: StageState) -> None:
             }
 
 
-def encode_state(state: StageState, layout: Layout, form: Form) -> bytes:
+def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
     """`state_bytes(layout, form)` bytes."""
     if form == "small":
-        return b"".join(to_bytes(bfloat16_bits(state.weights[spec.name]), "<i2") for spec in layout)
+        body = bytearray()
+        for spec in layout:  # each is there twice for a moment, and never all
+            body += to_bytes(bfloat16_bits(state.weights[spec.name]), "<i2")
+        return body
     parts = []
     for tensors in (state.weights, state.first, state.second):
         for spec in layout:
             parts.append(to_bytes(tensors[spec.name], "<f4") if spec.name in tensors else bytes(4 * spec.elements))
-    return b"".join([*parts, np.array([state.counts.get(spec.name, 0.0) for spec in layout], "<f4").tobytes()])
+    return bytearray().join([*parts, np.array([state.counts.get(spec.name, 0.0) for spec in layout], "<f4").tobytes()])
 
 
 def check_state(body: bytes | bytearray | memoryview, layout: Layout, form: Form) -> None:

@@ -49,6 +49,9 @@ WAYS_OF_AN_UPDATE = 4
 """To the last stage and back, while scores are computed and while gradients are."""
 SPEED_SIZE = 512
 """Side of the matrices that are multiplied to measure a machine."""
+SNAPSHOT_BYTES = 2 * 3
+"""For each weight of a stage: bfloat16 of the own snapshot as it is written, and of both ring neighbours' as they come, which over home
+lines is nearly always."""
 SPEED_SECONDS = 0.1
 
 
@@ -169,9 +172,9 @@ def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement
 
 
 def kept_bytes(weights: WeightsConfig) -> int:
-    """Host memory for each trained weight, beside training: to save it, and to average it."""
+    """Host memory for each trained weight, beside training: to save it, to average it, and for snapshots."""
     parts = weights.fragments
-    return sum(host_bytes(parts, parts if weights.rule != "off" else 0)) // parts
+    return sum(host_bytes(parts, parts if weights.rule != "off" else 0)) // parts + SNAPSHOT_BYTES
 
 
 def on_host(memory: float, adapter: LoraSettings, weights: WeightsConfig, placement: Placement) -> float:
