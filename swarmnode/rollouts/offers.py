@@ -2,7 +2,8 @@
 
     listing ─▶ offers of a holder (64 holders, the newest 32 groups of each)
     choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists it
-           ─▶ an author's all together as likely as its best alone: who lists more is not asked for before others
+           ─▶ an author's all together as likely as its best alone: who lists more is not asked for before others; and so with all that a
+              holder lists of authors whom nobody knows here, since names cost nothing
            ─▶ of a few holders, where nothing is urgent
            ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
            ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
@@ -140,12 +141,16 @@ class Offers:
             * trust(authors[content]) / (1 + met[authors[content]])
             for content, holders in held.items()
         }
-        worth = _by_author(worth, authors)
+        knows = {author: trust(author) > sampling.PROBATION_TRUST for author in heeded}
+        names = {content: _name(authors[content], knows[authors[content]], holders, rng) for content, holders in held.items()}
+        worth = _by_name(worth, names)
         held = _of_few(held, worth, belief, rng) if few else held
         ordered = sampling.shuffle_weighted(list(held), [worth[content] for content in held], rng)
-        chosen = sampling.spread_over_peers(ordered, count, authors.__getitem__, -(-count // 2))
         several = len({holder for holders in held.values() for holder, _ in holders}) > 1
-        pulls = self._pack(chosen, held, -(-count // 2) if several else count, lambda holders: _draw(holders, belief, self._author_of, rng))
+        most = -(-count // 2) if several else count
+        ordered = sampling.spread_over_peers(ordered, len(ordered), authors.__getitem__, -(-count // 2))
+        chosen = sampling.spread_over_peers(ordered, count, names.__getitem__, most)
+        pulls = self._pack(chosen, held, most, lambda holders: _draw(holders, belief, self._author_of, rng))
         for pull in pulls:
             for listed in pull.groups:
                 self._asked_of.append(self._author_of(listed.author))
@@ -202,13 +207,19 @@ def freshness(listed: Listed, now: float) -> float:
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
 
 
-def _by_author(worth: dict[bytes, float], authors: dict[bytes, str]) -> dict[bytes, float]:
-    """Each group's share of its author's, so that these add up to what the best of them is worth."""
+def _name(author: str, is_known: bool, holders: list[tuple[str, Listed]], rng: random.Random) -> str:
+    """Whose a group is when places are given out: of one nobody knows its author's if that is a holder, else one holder's, whichever: who
+    lists what everybody has shall not have it all go by its name."""
+    return author if is_known or any(holder == author for holder, _ in holders) else rng.choice(holders)[0]
+
+
+def _by_name(worth: dict[bytes, float], names: dict[bytes, str]) -> dict[bytes, float]:
+    """Each group's share of what goes by one name, so that these add up to what the best of them is worth."""
     best, total = defaultdict[str, float](float), defaultdict[str, float](float)
     for content, value in worth.items():
-        best[authors[content]] = max(best[authors[content]], value)
-        total[authors[content]] += value
-    return {content: value * best[authors[content]] / total[authors[content]] if value else 0.0 for content, value in worth.items()}
+        best[names[content]] = max(best[names[content]], value)
+        total[names[content]] += value
+    return {content: value * best[names[content]] / total[names[content]] if value else 0.0 for content, value in worth.items()}
 
 
 def _of_few(held: _Held, worth: dict[bytes, float], belief: Callable[[str], float], rng: random.Random) -> _Held:

@@ -188,6 +188,41 @@ def test_who_lists_more_is_not_asked_for_before_others(few):
     assert 20 < sum(author[:1] == b"a" for author in chosen) < 80, "fifty in the mean"
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_who_lists_under_many_names_is_asked_for_as_who_lists_under_one(few):
+    """Nobody knows anybody: fourteen authors of one holder, and thirteen holders each with a group of its own."""
+    offered = {"liar": [listed(n, author=chr(ord("A") + n)) for n in range(14)]}
+    offered |= {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")}
+    asked = lambda count, **others: [
+        pull.holder for seed in range(700)
+        for pull in choose(heard(**offered, **others), count, seed, few=few, trust=lambda author: 0.25) for _ in pull.groups
+    ]  # fmt: skip
+    assert 20 < asked(1).count("liar") < 80, "fifty in the mean"
+    if not few:
+        more = {f"h{name}": [listed(200 + 10 * n + i, author=name) for i in range(6)] for n, name in enumerate("pqr")}
+        offered = {"liar": offered["liar"], **more}
+        assert 0.2 < asked(12).count("liar") / (12 * 700) < 0.3, "three of twelve"
+
+
+def test_who_lists_what_everybody_has_takes_nobody_elses_place():
+    """Two liars: one lists all that four honest neighbours have, the other what it has made under many names."""
+    honest = {f"h{name}": [listed(10 * n + i, author=f"{name}") for i in range(6)] for n, name in enumerate("pqrs")}
+    everything = [group for groups in honest.values() for group in groups]
+    offered = {"lister": everything, "liar": [listed(900 + n, author=chr(ord("A") + n)) for n in range(20)], **honest}
+    authors = [
+        group.author[:1].decode() for seed in range(300)
+        for pull in choose(heard(**offered), 12, seed, trust=lambda author: 0.25) for group in pull.groups
+    ]  # fmt: skip
+    assert sum(author in "pqrs" for author in authors) > 0.75 * len(authors)  # the liar is one of six names
+
+
+def test_one_holder_alone_is_asked_for_all_that_nobody_knows():
+    (pull,) = choose(heard(h=[listed(n, author=chr(ord("a") + n)) for n in range(12)]), 12, trust=lambda author: 0.25)
+    assert len(pull.groups) == 12
+    pulls = choose(heard(h=[listed(n, author="a") for n in range(12)]), 12, trust=lambda author: 0.25)
+    assert sum(len(pull.groups) for pull in pulls) == 6, "one author has half of a step"
+
+
 def test_the_best_of_an_author_is_as_welcome_whatever_else_it_lists():
     old = [listed(n, author="a", age=600.0) for n in range(1, 14)]
     both = lambda: heard(ha=[listed(0, author="a"), *old], hb=[listed(99, author="b")])
