@@ -208,9 +208,9 @@ def freshness(listed: Listed, now: float) -> float:
 
 
 def _name(author: str, is_known: bool, holders: list[tuple[str, Listed]], rng: random.Random) -> str:
-    """Whose a group is when places are given out: of one nobody knows its author's if that is a holder, else one holder's, whichever: who
-    lists what everybody has shall not have it all go by its name."""
-    return author if is_known or any(holder == author for holder, _ in holders) else rng.choice(holders)[0]
+    """Whose a group is when places are given out. One by an author nobody knows, who does not list it itself, is a holder's among others',
+    whichever holder's: who lists what everybody has shall not have it all go by its name."""
+    return author if is_known or any(holder == author for holder, _ in holders) else f"others' at {rng.choice(holders)[0]}"
 
 
 def _by_name(worth: dict[bytes, float], names: dict[bytes, str]) -> dict[bytes, float]:
