@@ -79,8 +79,9 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
     only_wait(monkeypatch)
     verdicts, judge = [], crew_probe._judge
 
-    async def heard(peer, known, rewarded, mine, mean, tell):
-        await judge(peer, known, rewarded, mine, mean, lambda losses: (verdicts.append((peer.stage.spec.index, losses)), tell(losses)))
+    async def heard(peer, known, rewarded, mine, mean, tell, seconds):
+        both = lambda losses: (verdicts.append((peer.stage.spec.index, losses)), tell(losses))
+        await judge(peer, known, rewarded, mine, mean, both, seconds)
 
     monkeypatch.setattr(crew_probe, "_judge", heard)
     said = lambda node, kind: [m for m in node.averaging if isinstance(m, kind) and m.session == b"s" * 16]
