@@ -3,7 +3,7 @@
     listing ─▶ offers of a holder (64 holders, the newest 32 groups of each)
     choose ─▶ those that are new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists it
            ─▶ an author's all together as likely as its best alone: who lists more is not asked for before others; and so with all that a
-              holder lists of authors whom nobody knows here, since names cost nothing
+              holder lists of others whom nobody knows here, since names cost nothing
            ─▶ of a few holders, where nothing is urgent
            ─▶ each from one of its holders, drawn by belief; a step's worth over several authors and holders
            ─▶ one request for each holder: at most 16 groups, and 1 MiB as listed
@@ -131,18 +131,19 @@ class Offers:
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
         held = self._held(now, is_known, {*busy, *doubted})
         authors = {content: self._author_of(holders[0][1].author) for content, holders in held.items()}
-        heeded = {author for author in dict.fromkeys(authors.values()) if rng.random() < trust(author) / sampling.PROBATION_TRUST}
+        trusted = {author: trust(author) for author in dict.fromkeys(authors.values())}
+        heeded = {author for author, much in trusted.items() if rng.random() < much / sampling.PROBATION_TRUST}
         held = {content: holders for content, holders in held.items() if authors[content] in heeded}
         if not held:
             return []
         met = Counter(self._asked_of)
         worth = {
             content: max(belief(holder) for holder, _ in holders) * _spread(holders, belief) * freshness(holders[0][1], now)
-            * trust(authors[content]) / (1 + met[authors[content]])
+            * trusted[authors[content]] / (1 + met[authors[content]])
             for content, holders in held.items()
         }
-        knows = {author: trust(author) > sampling.PROBATION_TRUST for author in heeded}
-        names = {content: _name(authors[content], knows[authors[content]], holders, rng) for content, holders in held.items()}
+        known = {author for author in heeded if trusted[author] > sampling.PROBATION_TRUST}
+        names = {content: _name(authors[content], known, holders, rng) for content, holders in held.items()}
         worth = _by_name(worth, names)
         held = _of_few(held, worth, belief, rng) if few else held
         ordered = sampling.shuffle_weighted(list(held), [worth[content] for content in held], rng)
@@ -207,10 +208,10 @@ def freshness(listed: Listed, now: float) -> float:
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
 
 
-def _name(author: str, is_known: bool, holders: list[tuple[str, Listed]], rng: random.Random) -> str:
+def _name(author: str, known: Collection[str], holders: list[tuple[str, Listed]], rng: random.Random) -> str:
     """Whose a group is when places are given out. One by an author nobody knows, who does not list it itself, is a holder's among others',
     whichever holder's: who lists what everybody has shall not have it all go by its name."""
-    return author if is_known or any(holder == author for holder, _ in holders) else f"others' at {rng.choice(holders)[0]}"
+    return author if author in known or any(holder == author for holder, _ in holders) else f"others' at {rng.choice(holders)[0]}"
 
 
 def _by_name(worth: dict[bytes, float], names: dict[bytes, str]) -> dict[bytes, float]:

@@ -44,10 +44,9 @@ it. A partner waits for six minutes and eight steps (`weights/driver.py`)."""
 class CrewProbe:
     """The probe of one stage's averages, while `peer` is there: in one crew, in the crew's thread that `token` is of."""
 
-    step_seconds = 0.0
-    """What the last step took."""
-
     def __init__(self) -> None:
+        self.step_seconds = 0.0
+        """What the last step took."""
         self._peer: StatePeer | None = None
         self._token: trio.lowlevel.TrioToken | None = None
 
