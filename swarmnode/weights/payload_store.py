@@ -102,6 +102,9 @@ class PayloadStore:
         self._offers[transfer] = offer
         return offer
 
+    def is_offered(self, payload: LocalPayload) -> bool:
+        return payload.path in self._uses
+
     def withdraw(self, offer: PayloadOffer) -> None:
         if self._offers.pop(offer.transfer, None) is None:
             return

@@ -35,6 +35,9 @@ KEEP_FACTOR: Final = 20.0
 """A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
 spends no more than a twentieth of its writing on it."""
 OFFER_SECONDS: Final = 600.0
+MOST_STATES: Final = 2
+SMALL_BYTES: Final = 2**30
+"""Written states that can be fetched at a time take two states of disk, or this: whoever asks for them, and however often."""
 
 
 def offer_seconds(payload: LocalPayload) -> float:
@@ -64,6 +67,8 @@ class StateServer:
         self._store = store
         self._send_to_trainer = send_to_trainer
         self._state: WrittenState | None = None
+        self._kept: list[LocalPayload] = []
+        """Written states that can still be fetched."""
         self._writing: trio.Event | None = None
         """Set when the state that our trainer is writing is there; None while it writes none."""
         self._asked_at = 0.0
@@ -87,6 +92,7 @@ class StateServer:
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
             self._store.offer(payload, until + offer_seconds(payload), [])  # keeps the file for who comes later
             self._state = WrittenState(until, codec.encode(signed), payload)
+            self._kept.append(payload)
         if self._writing is not None:
             self._writing.set()
             self._writing = None
@@ -108,8 +114,8 @@ class StateServer:
         return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
 
     async def _current(self) -> WrittenState:
-        """A state that is recent enough. Raises PeerError."""
-        if self._state is None or trio.current_time() >= self._state.until:
+        """A state that is recent enough, or as recent as there is room for on the disk. Raises PeerError."""
+        if self._state is None or (trio.current_time() >= self._state.until and self._has_room()):
             if self._writing is None:  # once for all who wait
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
                 self._send_to_trainer(local.WriteState())
@@ -118,3 +124,9 @@ class StateServer:
         if self._state is None:
             raise PeerError("no state now")
         return self._state
+
+    def _has_room(self) -> bool:
+        """Whether one more state may be written: a large one is fetched for hours, and meanwhile anybody may ask for the next."""
+        self._kept = [payload for payload in self._kept if self._store.is_offered(payload)]
+        size = max((payload.source.size for payload in self._kept), default=0)
+        return sum(payload.source.size for payload in self._kept) + size <= max(SMALL_BYTES, MOST_STATES * size)

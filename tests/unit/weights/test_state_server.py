@@ -1,0 +1,108 @@
+"""A state for newcomers: how much disk those take that can be fetched, whoever asks."""
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarmnode.errors import PeerError
+from swarmnode.p2p.bulk import BulkSource
+from swarmnode.weights import local, state_server
+from swarmnode.weights.messages import StateRequest, decode_state, encode_message
+from swarmnode.weights.payload_store import LocalPayload, PayloadStore
+from swarmnode.weights.state_server import StateServer
+from swarmnode.wire.envelope import Credentials
+
+FINGERPRINT = b"\x09" * 32
+SIZE = 4096
+
+
+class Replica:
+    """Of a policy that is written at once."""
+
+    facts = object()
+    state_fingerprint = FINGERPRINT
+    writing_seconds = 0.0
+
+
+class Network:
+    """What the server uses of it: nobody fetches."""
+
+    def __init__(self):
+        self.offered = {}
+        self.requests = self.bulk = self
+
+    def serve(self, protocol, handler, **how):
+        self.ask = handler
+
+    def offer(self, transfer, source, *, audience):
+        self.offered[transfer] = source
+
+    def withdraw(self, transfer):
+        del self.offered[transfer]
+
+
+class Served:
+    """A state server with a trainer that writes a state of SIZE bytes whenever it is told to, another one each time."""
+
+    def __init__(self, directory, writes=True):
+        self.network = Network()
+        self.store = PayloadStore(self.network, directory)
+        self.directory = directory
+        self.writes = writes
+        self.written = 0
+        self.most = 0
+        credentials = Credentials(Ed25519PrivateKey.from_private_bytes(bytes(32)), b"\x21" * 32)
+        self.server = StateServer(self.network, credentials, Replica(), self.store, self._write)
+        self.server.start()
+
+    def _write(self, message):
+        if self.writes:
+            trio.lowlevel.spawn_system_task(self._written)
+        return True
+
+    async def _written(self):
+        self.written += 1
+        path = self.directory / f"out-{self.written}.bin"
+        path.write_bytes(self.written.to_bytes(2, "big") * (SIZE // 2))
+        source = BulkSource.from_file(path)
+
+        async def opened(name):  # in no thread: a clock that jumps does not wait for one
+            return LocalPayload(source, path)
+
+        self.store.open = opened
+        await self.server.written(local.StateWritten(str(path), self.written, []))
+
+    async def ask(self, peer="stranger"):
+        """Which of the states is given."""
+        self.store.expire(trio.current_time())
+        answer = decode_state(await self.network.ask(peer, encode_message(StateRequest(FINGERPRINT))))
+        self.most = max(self.most, sum(path.stat().st_size for path in self.directory.iterdir()))
+        return int.from_bytes(self.network.offered[answer.transfer].chunk(0)[:2], "big")
+
+
+async def test_who_asks_for_hours_fills_no_disk_and_newcomers_are_given_what_is_hours_old_at_most(tmp_path, autojump_clock, monkeypatch):
+    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
+    monkeypatch.setattr(state_server, "offer_seconds", lambda payload: 3600.0)
+    served, born, oldest = Served(tmp_path), {}, 0.0
+    for _ in range(24 * 60):
+        number = await served.ask()
+        oldest = max(oldest, trio.current_time() - born.setdefault(number, trio.current_time()))
+        await trio.sleep(60)
+    assert served.most == state_server.MOST_STATES * SIZE
+    assert oldest < 2 * 3600
+    assert served.written > 24, "and it does not stop at the first ones"
+
+
+async def test_small_states_are_written_as_often_as_they_are_asked_for(tmp_path, autojump_clock):
+    served = Served(tmp_path)
+    numbers = []
+    for _ in range(20):
+        numbers.append(await served.ask())
+        await trio.sleep(10)
+    assert numbers == list(range(1, 21))
+
+
+async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
+    served = Served(tmp_path, writes=False)
+    with pytest.raises(PeerError, match="no state now"):
+        await served.ask()
