@@ -41,12 +41,16 @@ LINGER_SECONDS: Final = 30.0
 OPEN_SECONDS: Final = (5.0, 120.0)
 """Least and most time for both copies to be offered."""
 EARLY: Final = 8
+SLOWER: Final = 4.0
+"""A partner that was slow before is given so many times what a stranger is."""
 AVOID_SECONDS: Final = 300.0
 """Longest time for which a peer that vanished or lied is neither asked nor accepted."""
 REST_SHARE: Final = 0.25
 """Share of the time between two outer steps for which, after an exchange, nobody else is accepted."""
 FAILURES: Final = ("timeout", "declined", "malformed", "hash", "failed", "size", "local", "no_trainer", "snapshot")
 """Why an exchange failed on our side, where pairing only knows that it did."""
+BLAMELESS: Final = ("local", "no_trainer", "snapshot", "declined")
+"""Those that a partner can do nothing about: for ours, and for having published nothing."""
 
 SendToTrainer = Callable[[local.ToTrainer], bool]
 """False where there is no trainer."""
@@ -149,7 +153,8 @@ class ExchangeDriver:
         self._background.start(self._offer, snapshot)
 
     def exchange_ended(self, ended: local.ExchangeEnded) -> None:
-        self._handle(pairing.Applied(ended.session) if ended.committed else pairing.Failed(ended.session))
+        judged = pairing.Failed(ended.session, blameless=True)  # what was wrong with it is the gate's affair
+        self._handle(pairing.Applied(ended.session) if ended.committed else judged)
 
     # ---- what peers send ------------------------------------------------------------------------------------------------------------
 
@@ -253,7 +258,7 @@ class ExchangeDriver:
 
     def _fail(self, session: bytes, cause: str) -> None:
         self.totals.failures[cause] += 1
-        self._handle(pairing.Failed(session))
+        self._handle(pairing.Failed(session, cause in BLAMELESS))
 
     async def _fail_soon(self, session: bytes, cause: str) -> None:
         """Outside the action that fails: the machine takes one event at a time."""
@@ -269,7 +274,8 @@ class ExchangeDriver:
 
     def _lease(self, peer: str, fragment: int) -> float:
         """Seconds that a payload may take, both ways at once."""
-        return 2 * self._network.bulk.deadline(peer, self._replica.limits[fragment])
+        size, bulk = self._replica.limits[fragment], self._network.bulk
+        return 2 * min(bulk.deadline(peer, size), SLOWER * bulk.deadline("", size))
 
     # ---- work -----------------------------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,16 @@ from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, PairingMessage
 
 FINISHED: Final = 32
 """Sessions that are remembered, so that an old PROPOSE that arrives again opens nothing."""
-AVOIDED: Final = 32
+AVOIDED: Final = 256
 RESTING: Final = 32
 AVOID_FACTOR: Final = 5
+WASTED: Final = 4.0
+"""A peer whose exchange with us came to nothing is left alone for so many times as long as it took, AVOID_FACTOR times as long when it
+happens again before one has gone well, and so on. (Without it four in sixteen that proposed all the time and sent as slowly as they might
+kept the others from averaging at all.)"""
+LONGEST_AVOIDED: Final = 86400.0
+SHORT_SECONDS: Final = 5.0
+"""What was over as soon as this does not count as having happened: acceptances that come late are taken back, among honest nodes, too."""
 
 OUTCOMES: Final = (
     "applied", "pulled", "solo",  # how an outer step ended
@@ -126,6 +133,8 @@ class Failed(msgspec.Struct, frozen=True):
     """The transfer broke, the bytes were bad, the gate refused them, or the trainer is gone. The cause is counted where it is known."""
 
     session: bytes
+    blameless: bool = False
+    """Whether it was by nothing that the partner did."""
 
 
 class Lied(msgspec.Struct, frozen=True):
@@ -211,7 +220,7 @@ class Avoided(msgspec.Struct, frozen=True):
     peer: str
     until: float
     times: int
-    """How often it has vanished or lied since the last exchange with it that went well."""
+    """How often it has held us up in vain or lied since the last exchange with it that went well."""
 
 
 class Resting(msgspec.Struct, frozen=True):
@@ -219,6 +228,17 @@ class Resting(msgspec.Struct, frozen=True):
 
     peer: str
     until: float
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """What one exchange leaves behind for the next; of peers the latest last."""
+
+    rest_until: float = -math.inf
+    """No proposal is accepted until then."""
+    finished: tuple[bytes, ...] = ()
+    """Names of sessions."""
+    avoided: tuple[Avoided, ...] = ()
+    resting: tuple[Resting, ...] = ()
 
 
 class PairingState(msgspec.Struct, frozen=True):
@@ -234,13 +254,10 @@ class PairingState(msgspec.Struct, frozen=True):
     one_sided: bool = False
     lease_seconds: float = 0.0
     deadline: float = math.inf
+    began: float = 0.0
+    """When a partner was found."""
     due: OuterStep | None = None
-    rest_until: float = -math.inf
-    finished: tuple[bytes, ...] = ()
-    avoided: tuple[Avoided, ...] = ()
-    """The latest last."""
-    resting: tuple[Resting, ...] = ()
-    """The latest last."""
+    remembered: Remembered = Remembered()
 
 
 _Result = tuple[PairingState, tuple[Action, ...]]
@@ -267,7 +284,7 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
 
 def _session_event(state: PairingState, event: Event, now: float, settings: PairingSettings) -> _Result:
     if isinstance(event, Failed):
-        return _abort(state, now, settings, "failed")
+        return _abort(state if event.blameless else _in_vain(state, now), now, settings, "failed")
     if isinstance(event, CopiesOffered) and state.phase is Phase.PAIRED:
         return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds), ()
     if isinstance(event, Transferred) and state.phase is Phase.TRANSFER:
@@ -277,8 +294,8 @@ def _session_event(state: PairingState, event: Event, now: float, settings: Pair
         due = state.due
         if due is not None and due.fragment == state.fragment:  # also when the partner proposed: our step was taken early
             due = None
-        avoided = state.avoided if state.one_sided else _forgiven(state, state.peer)
-        idle = _replace(_idle(state), due=due, rest_until=now + settings.rest_seconds, avoided=avoided)
+        avoided = state.remembered.avoided if state.one_sided else _forgiven(state, state.peer)
+        idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds, avoided=avoided)
         return _with((ended,), _go_on(idle, now, settings))
     return state, ()
 
@@ -305,8 +322,8 @@ def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Resul
     due = state.due
     if due is None:
         return state, ()
-    avoided = {entry.peer for entry in state.avoided if entry.until > now}
-    resting = {entry.peer for entry in state.resting if entry.until > now}
+    avoided = {entry.peer for entry in state.remembered.avoided if entry.until > now}
+    resting = {entry.peer for entry in state.remembered.resting if entry.until > now}
     left = sorted((peer for peer in due.untried if peer not in avoided and peer != settings.own), key=lambda peer: peer in resting)
     if due.tried < settings.tries and left:
         peer, nonce = left[0], _nonce(due.seed, due.tried)
@@ -317,7 +334,7 @@ def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Resul
         peer, session = due.answered[0], _nonce(due.seed, 255)
         state = _replace(
             state, phase=Phase.TRANSFER, peer=peer, session=session, fragment=due.fragment, one_sided=True, lease_seconds=due.lease_seconds,
-            deadline=now + due.lease_seconds, due=msgspec.structs.replace(due, pulled=True),
+            deadline=now + due.lease_seconds, began=now, due=msgspec.structs.replace(due, pulled=True),
         )  # fmt: skip
         return state, (Pull(peer, session, due.fragment),)
     return _replace(state, due=None), (Solo(due.fragment), Ended("", "solo"))
@@ -350,12 +367,12 @@ def _received(state: PairingState, event: Received, now: float, settings: Pairin
     if isinstance(message, Busy):
         if state.phase is Phase.PROPOSED and (peer, message.nonce) == (state.peer, state.session):
             if message.retry_seconds:
-                others = tuple(entry for entry in state.resting if entry.peer != peer)
-                state = _replace(state, resting=(*others, Resting(peer, now + message.retry_seconds))[-RESTING:])
+                others = tuple(entry for entry in state.remembered.resting if entry.peer != peer)
+                state = _remember(state, resting=(*others, Resting(peer, now + message.retry_seconds))[-RESTING:])
             return _next_try(state, now, settings, message.reason, alive=message.reason == "busy")
         return state, ()
     if (peer, message.session) == (state.peer, state.session) and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
-        return _abort(state, now, settings, "released", release=False)
+        return _abort(_in_vain(state, now), now, settings, "released", release=False)
     return state, ()  # a peer may send anything at any time
 
 
@@ -366,15 +383,16 @@ def _proposal(state: PairingState, event: Received, message: Propose, now: float
     in_session = state.peer == peer and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided
     if in_session and nonce in (state.session, state.answers):  # it arrived twice: answer it twice
         return state, (Send(peer, Accept(nonce, state.session, state.fragment, event.outer_step)),)
-    if peer == settings.own or nonce in state.finished or any(entry.peer == peer and entry.until > now for entry in state.avoided):
+    memory = state.remembered
+    if peer == settings.own or nonce in memory.finished or any(entry.peer == peer and entry.until > now for entry in memory.avoided):
         return state, (Send(peer, Busy(nonce, "busy")),)
     if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:  # both proposed
         first = settings.own < peer
         session, fragment = (state.session, state.due.fragment) if first else (nonce, message.fragment)
-    elif state.phase is Phase.IDLE and now >= state.rest_until:
+    elif state.phase is Phase.IDLE and now >= memory.rest_until:
         first, session, fragment = False, nonce, message.fragment
     else:
-        rest = max(0.0, state.rest_until - now) if state.phase is Phase.IDLE else 0.0
+        rest = max(0.0, memory.rest_until - now) if state.phase is Phase.IDLE else 0.0
         return state, (Send(peer, Busy(nonce, "busy", min(3600, math.ceil(rest)))),)
     accept = Send(peer, Accept(nonce, session, fragment, event.outer_step))
     return _replace(_pair(state, event, session, fragment, first, now, settings), answers=nonce), (accept,)
@@ -386,7 +404,7 @@ def _accepted(state: PairingState, event: Received, message: Accept, now: float,
         ours = session == state.session
         # another name only where the lower peer id proposed too, with its fragment; ours only with our fragment; and none used up
         other = settings.own < peer if not ours else state.due is None or message.fragment != state.due.fragment
-        if other or session in state.finished:
+        if other or session in state.remembered.finished:
             return _with((Send(peer, Release(session)),), _next_try(state, now, settings, "failed"))
         return _pair(state, event, session, message.fragment, ours, now, settings), ()
     if (peer, session) == (state.peer, state.session) and state.phase is not Phase.IDLE:
@@ -400,7 +418,7 @@ def _pair(
     lease = state.due.lease_seconds if state.due is not None and initiator else event.lease_seconds
     return _replace(
         state, phase=Phase.PAIRED, peer=event.peer, session=session, answers=b"", fragment=fragment, initiator=initiator, one_sided=False,
-        lease_seconds=lease, deadline=now + settings.open_seconds,
+        lease_seconds=lease, deadline=now + settings.open_seconds, began=now,
     )  # fmt: skip
 
 
@@ -413,11 +431,11 @@ def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Res
     if state.phase is Phase.PROPOSED:  # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
         return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
     if state.phase is Phase.PAIRED:
-        times = 1 + vanished(state, state.peer)
-        seconds = min(settings.avoid_seconds, settings.avoid_first_seconds * AVOID_FACTOR ** (times - 1))
+        again = AVOID_FACTOR ** vanished(state, state.peer)
         outcome = "open_timeout" if state.initiator else "vanished"
-        return _abort(_avoid(state, state.peer, now + seconds, times), now, settings, outcome)
-    return _abort(state, now, settings, f"{state.phase.value}_timeout")
+        state = _in_vain(state, now, min(settings.avoid_seconds, settings.avoid_first_seconds * again))
+        return _abort(state, now, settings, outcome)
+    return _abort(_in_vain(state, now) if state.phase is Phase.TRANSFER else state, now, settings, f"{state.phase.value}_timeout")
 
 
 def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, release: bool = True) -> _Result:
@@ -433,17 +451,30 @@ def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: 
     return _wait(state, actions, now, settings)
 
 
+def _in_vain(state: PairingState, now: float, least: float = 0.0) -> PairingState:
+    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may or by taking back what
+    it agreed to, is worth a share of our time that gets smaller. least: seconds for which it is left alone in any case."""
+    held = now - state.began
+    times = vanished(state, state.peer) + (held >= SHORT_SECONDS or least > 0)
+    seconds = min(WASTED * held * AVOID_FACTOR ** max(0, times - 1), LONGEST_AVOIDED)
+    return _avoid(state, state.peer, now + max(least, seconds), times)
+
+
 def _avoid(state: PairingState, peer: str, until: float, times: int) -> PairingState:
-    return _replace(state, avoided=(*_forgiven(state, peer), Avoided(peer, until, times))[-AVOIDED:])
+    return _remember(state, avoided=(*_forgiven(state, peer), Avoided(peer, until, times))[-AVOIDED:])
 
 
 def vanished(state: PairingState, peer: str) -> int:
-    """How often `peer` has agreed and vanished since the last exchange with it; as long as that is remembered."""
-    return next((entry.times for entry in state.avoided if entry.peer == peer), 0)
+    """How often an exchange with `peer` has come to nothing since the last that went well; as long as that is remembered."""
+    return next((entry.times for entry in state.remembered.avoided if entry.peer == peer), 0)
 
 
 def _forgiven(state: PairingState, peer: str) -> tuple[Avoided, ...]:
-    return tuple(entry for entry in state.avoided if entry.peer != peer)
+    return tuple(entry for entry in state.remembered.avoided if entry.peer != peer)
+
+
+def _remember(state: PairingState, **changes: object) -> PairingState:
+    return _replace(state, remembered=_replace(state.remembered, **changes))
 
 
 def _drop(state: PairingState) -> _Result:
@@ -454,10 +485,9 @@ def _drop(state: PairingState) -> _Result:
 
 def _idle(state: PairingState) -> PairingState:
     """IDLE, with what is remembered across sessions."""
-    finished = (*state.finished, state.session)[-FINISHED:] if state.session else state.finished
-    return PairingState(
-        due=state.due, rest_until=state.rest_until, finished=finished, avoided=state.avoided, resting=state.resting
-    )  # fmt: skip
+    if state.session:
+        state = _remember(state, finished=(*state.remembered.finished, state.session)[-FINISHED:])
+    return PairingState(due=state.due, remembered=state.remembered)
 
 
 def _with(actions: tuple[Action, ...], result: _Result) -> _Result:

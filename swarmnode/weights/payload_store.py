@@ -22,6 +22,9 @@ PUBLISHED_SECONDS: Final = 3600.0
 """A copy stays open to whoever wants to pull it for so long, or until the next one."""
 SLOWEST: Final = 1e6
 """Bytes per second. A transfer that is slower than this all the time is given up, here and where it is served."""
+PATIENCE_SECONDS: Final = 60.0
+"""A transfer may lag behind a steady one by so much: one that sends as little as it may is given up then, and not at its deadline."""
+PACE_INTERVAL: Final = 5.0
 TRIES: Final = 5
 RETRY_SECONDS: Final = 0.2
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
@@ -143,7 +146,7 @@ class PayloadStore:
 
     async def fetch(self, remote: RemotePayload, path: Path, limit: int, deadline: float) -> None:
         """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off: for as long
-        as something new comes, and TRIES times in which nothing does.
+        as it comes fast enough for that, and TRIES times in which nothing new does.
 
         Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable (our disk).
         """
@@ -152,7 +155,7 @@ class PayloadStore:
             raise PeerError(f"{remote.peer} announced {remote.size} bytes and offers {manifest.size}")
         sink = self._sinks[path] = await trio.to_thread.run_sync(lambda: FileSink(manifest, path, limit=limit))
         try:
-            await self._fill(sink, remote, deadline)
+            await self._at_pace(sink, remote, deadline)
         finally:
             del self._sinks[path]
 
@@ -160,6 +163,30 @@ class PayloadStore:
         """Chunks that are still to come of what is being fetched into `path`; None where nothing is."""
         sink = self._sinks.get(path)
         return None if sink is None else len(sink.missing())
+
+    async def _at_pace(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
+        """Fill `sink`, or raise what `fetch` raises."""
+        began, chunks = trio.current_time(), len(sink.missing())
+        failures: list[Exception] = []
+
+        async def watch() -> None:
+            while True:
+                await trio.sleep(PACE_INTERVAL)
+                if trio.current_time() > began + PATIENCE_SECONDS + (deadline - began) * (1 - len(sink.missing()) / chunks):
+                    filling.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            with trio.CancelScope() as filling:
+                try:
+                    await self._fill(sink, remote, deadline)
+                except Exception as failure:  # out of a nursery it would come in a group
+                    failures.append(failure)
+            nursery.cancel_scope.cancel()
+        if failures:
+            raise failures[0]
+        if filling.cancelled_caught:
+            raise PeerTimeout(f"weights of {remote.peer} come too slowly")
 
     async def _fill(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
         tries = 0

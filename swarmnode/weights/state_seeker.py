@@ -27,9 +27,9 @@ from swarmnode.weights.layout import payload_limit
 from swarmnode.weights.manifest import AGREE, ASK, STATE_CODEC, StateManifest, agreed_source, check_manifest
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
-from swarmnode.weights.payload_store import SLOWEST, PayloadStore, RemotePayload
+from swarmnode.weights.payload_store import PayloadStore, RemotePayload
 from swarmnode.weights.replica import LocalReplica
-from swarmnode.weights.state_server import ANSWER_SECONDS, MARGIN_SECONDS, WRITE_SECONDS
+from swarmnode.weights.state_server import ANSWER_SECONDS, MARGIN_SECONDS, WRITE_SECONDS, offer_seconds
 from swarmnode.wire import envelope, ids, strict
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class StateSeeker:
 
     async def _fetch(self, offer: OfferedState, path: Path) -> bool:
         remote, manifest = offer.payload, offer.manifest
-        deadline = trio.current_time() + max(2 * self._network.bulk.deadline(remote.peer, remote.size), remote.size / SLOWEST)
+        deadline = trio.current_time() + offer_seconds(remote.size)
         try:
             self._send_to_trainer(local.AdoptState(remote.peer, "", manifest.outer_step, []))
             await self._store.fetch(remote, path, self._limit(), deadline)

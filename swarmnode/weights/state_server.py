@@ -40,9 +40,9 @@ SMALL_BYTES: Final = 2**30
 """Written states that can be fetched at a time take two states of disk, or this: whoever asks for them, and however often."""
 
 
-def offer_seconds(payload: LocalPayload) -> float:
-    """For how long a state can be fetched: in time for whoever is slow."""
-    return OFFER_SECONDS + payload.source.size / SLOWEST
+def offer_seconds(size: int) -> float:
+    """For how long a state of so many bytes can be fetched, and is: in time for whoever is slow."""
+    return OFFER_SECONDS + size / SLOWEST
 
 
 class WrittenState(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class StateServer:
             signed = envelope.sign(strict.encode(manifest), self._credentials.key, ids.DOMAIN_STATE, self._credentials.swarm)
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
-            self._store.offer(payload, until + offer_seconds(payload), [])  # keeps the file for who comes later
+            self._store.offer(payload, until + offer_seconds(payload.source.size), [])  # keeps the file for who comes later
             self._state = WrittenState(until, codec.encode(signed), payload)
             self._kept.append(payload)
         if self._writing is not None:
@@ -109,7 +109,7 @@ class StateServer:
         if self._replica.facts is None or request.fingerprint != self._replica.state_fingerprint:
             raise PeerError("another policy")
         state = await self._current()
-        offer = self._store.offer(state.payload, trio.current_time() + offer_seconds(state.payload), [peer])
+        offer = self._store.offer(state.payload, trio.current_time() + offer_seconds(state.payload.source.size), [peer])
         self.served += 1
         return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
 

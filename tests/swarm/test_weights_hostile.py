@@ -9,9 +9,9 @@ from swarmnode.averaging import probe
 from swarmnode.demo.liar.weights import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.weights import discovery, driver, local
+from swarmnode.weights import discovery, driver, local, pairing
 from swarmnode.weights.fragments import pack
-from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose
+from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose, Release
 from swarmnode.wire import ids
 from tests.support.hosts import hosts
 from tests.support.replica import CONFIG, SWARM, averaging, identical
@@ -123,6 +123,7 @@ async def test_after_one_lie_no_other_is_listened_to_for_a_while(tmp_path):
 
 async def test_lies_are_not_listened_to_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "AVOID_SECONDS", 0.0)
+    monkeypatch.setattr(pairing, "WASTED", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
         for expected in range(2, 8):
             victim.due()
@@ -134,6 +135,7 @@ async def test_lies_are_not_listened_to_for_ever(tmp_path, monkeypatch):
 
 async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "AVOID_SECONDS", 0.5)
+    monkeypatch.setattr(pairing, "WASTED", 0.0)
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         before = victim.weights()
         for times in (1, 2):
@@ -230,4 +232,19 @@ async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(t
         assert victim.outcome("applied") == 0
         victim.may_average = True
         assert await published(victim, liar) > 0
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
+
+
+async def test_who_agrees_and_takes_it_back_is_left_alone_for_longer_than_it_took(tmp_path):
+    async with victim_and_liar(tmp_path) as (victim, liar, _):
+        began = trio.current_time()
+        answer = await liar.propose(victim.network.peer_id, follow=False)
+        assert isinstance(answer, Accept)
+        await trio.sleep(1.0)
+        await liar.ask(victim.network.peer_id, Release(answer.session))
+        await until(lambda: victim.outcome("released") == 1)
+        for after in (2.0, 3.5):
+            await trio.sleep(began + after - trio.current_time())
+            assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
+        await trio.sleep(began + 8.0 - trio.current_time())
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)

@@ -12,7 +12,10 @@ PEERS = 1024
 WEIGHT = 0.3
 """The newest transfer's weight in the moving average."""
 UNKNOWN = 2e6
-"""Bytes per second assumed of a peer nobody has measured yet, and of all before the first."""
+"""Bytes per second assumed of a peer nobody has measured yet, at most, and of all before the first."""
+OTHERS = 0.75
+"""A stranger is assumed to be as fast as this part of those measured is at most: what our own line can do. Their mean would be for the
+slow to choose."""
 SLOWEST = 64 * 1024
 """Bytes per second: a peer that is slower gets no more time than this would take."""
 LEAST_BYTES = 256 * 1024
@@ -26,7 +29,6 @@ class Bandwidth:
 
     def __init__(self) -> None:
         self._peers: collections.OrderedDict[str, float] = collections.OrderedDict()
-        self._all: float | None = None
 
     def observe(self, peer: str, count: int, seconds: float) -> None:
         """`count` bytes came from `peer` in `seconds`, whether or not that was all there should have been."""
@@ -35,13 +37,13 @@ class Bandwidth:
         rate = max(SLOWEST, count / seconds)
         before = self._peers.pop(peer, None)
         self._peers[peer] = rate if before is None else before + WEIGHT * (rate - before)
-        self._all = rate if self._all is None else self._all + WEIGHT * (rate - self._all)
         if len(self._peers) > PEERS:
             self._peers.popitem(last=False)
 
     def estimate(self, peer: str) -> float:
-        """Bytes per second. For a stranger: UNKNOWN, or what the others average when that is less."""
-        return self._peers.get(peer) or min(UNKNOWN, self._all or UNKNOWN)
+        """Bytes per second. For a stranger: UNKNOWN, or what the faster of the others give when that is less."""
+        others = sorted(self._peers.values())
+        return self._peers.get(peer) or min(UNKNOWN, others[int(OTHERS * len(others))] if others else UNKNOWN)
 
     def deadline(self, peer: str, count: int) -> float:
         """Seconds that `count` bytes from `peer` may take."""

@@ -151,6 +151,16 @@ def test_a_fast_peer_makes_no_stranger_late_and_a_slow_one_gets_no_eternity():
     assert "tiny" not in measured.snapshot()
 
 
+def test_on_a_slow_line_a_stranger_gets_the_time_that_others_took_and_slow_peers_do_not_decide_for_all():
+    measured = Bandwidth()
+    for number in range(8):
+        measured.observe(str(number), 10**6, 2.0 if number < 5 else 5.0)
+    assert measured.estimate("stranger") == 500_000
+    for number in range(8, 20):
+        measured.observe(str(number), 10**6, 10_000.0)
+    assert measured.estimate("stranger") == 500_000, "three of five are hostile"
+
+
 def test_only_so_many_peers_are_remembered():
     measured = Bandwidth()
     for number in range(bandwidth.PEERS + 5):

@@ -82,7 +82,7 @@ class Served:
 
 async def test_who_asks_for_hours_fills_no_disk_and_newcomers_are_given_what_is_hours_old_at_most(tmp_path, autojump_clock, monkeypatch):
     monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state_server, "offer_seconds", lambda payload: 3600.0)
+    monkeypatch.setattr(state_server, "offer_seconds", lambda size: 3600.0)
     served, born, oldest = Served(tmp_path), {}, 0.0
     for _ in range(24 * 60):
         number = await served.ask()

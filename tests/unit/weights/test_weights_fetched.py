@@ -17,8 +17,8 @@ CHUNKS = 12
 class Breaking:
     """Bulk transfers that break off after as many chunks as `moves` says, one after the other."""
 
-    def __init__(self, moves):
-        self.source = BulkSource(secrets.token_bytes(CHUNK * CHUNKS), chunk_bytes=CHUNK)
+    def __init__(self, moves, chunks=CHUNKS):
+        self.source = BulkSource(secrets.token_bytes(CHUNK * chunks), chunk_bytes=CHUNK)
         self.moves = list(moves)
         self.sent = []
 
@@ -65,3 +65,34 @@ async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
     with pytest.raises(PeerError, match="in time"):
         await fetch(bulk, tmp_path, seconds=5 * (1 + payload_store.RETRY_SECONDS))
     assert 4 <= len(bulk.sent) <= 6
+
+
+async def test_who_sends_as_little_as_it_may_is_found_out_in_a_minute_and_not_at_the_deadline(tmp_path, autojump_clock):
+    """At 7 B the deadline of a state is four hours away, and a chunk in each half minute had them all."""
+    bulk = Breaking([], chunks=4000)
+    before = bulk.fetch
+
+    async def trickle(*args, **kwargs):
+        await trio.sleep(29.0)
+        bulk.moves = [1]
+        await before(*args, **kwargs)
+
+    bulk.fetch = trickle
+    began = trio.current_time()
+    with pytest.raises(PeerTimeout, match="come too slowly"):
+        await fetch(bulk, tmp_path, 14_000.0)
+    assert 60.0 < trio.current_time() - began < 80.0
+
+
+async def test_who_was_fast_enough_may_stand_still_for_a_while(tmp_path, autojump_clock):
+    bulk = Breaking([CHUNKS // 2])
+    before = bulk.fetch
+
+    async def with_a_pause(*args, **kwargs):
+        if len(bulk.sent) == CHUNKS // 2:
+            await trio.sleep(150.0)
+            bulk.moves = [CHUNKS]
+        await before(*args, **kwargs)
+
+    bulk.fetch = with_a_pause
+    await fetch(bulk, tmp_path, 250.0)

@@ -1,6 +1,7 @@
 """Pairing: each transition by hand, then ten thousand seeded schedules that must all come to rest."""
 
 import dataclasses
+import itertools
 import random
 from collections import Counter
 
@@ -221,14 +222,14 @@ def test_who_proposes_and_vanishes_is_avoided_for_a_moment_as_after_a_crash():
     assert isinstance(pairing.handle(Received("a", propose(OTHER)), 6.0)[0].message, Busy)
     assert pairing.handle(due("a", "c"), 7.0)[0].peer == "c"
     pairing.handle(Tick(), 9.0)
-    assert isinstance(pairing.handle(Received("a", propose(b"k" * 16)), 21.0)[0].message, Accept)
+    assert isinstance(pairing.handle(Received("a", propose(b"k" * 16)), 26.0)[0].message, Accept)
 
 
 def vanish(pairing, now, nonce):
     """`a` proposes at `now` and is not heard of again. When it is listened to again."""
     assert isinstance(pairing.handle(Received("a", propose(nonce)), now)[0].message, Accept)
     assert pairing.handle(Tick(), now + 5.0)[-1] == Ended("a", "vanished")
-    (avoided,) = pairing.state.avoided
+    (avoided,) = pairing.state.remembered.avoided
     assert avoided.peer == "a"
     return avoided.until
 
@@ -237,7 +238,7 @@ def test_who_accepts_and_is_not_heard_of_is_not_asked_again_at_once():
     pairing, nonce = proposed("c")
     pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
     assert Ended("c", "open_timeout") in pairing.handle(Tick(), pairing.deadline)
-    assert [(avoided.peer, avoided.times) for avoided in pairing.state.avoided] == [("c", 1)]
+    assert [(avoided.peer, avoided.times) for avoided in pairing.state.remembered.avoided] == [("c", 1)]
 
 
 def test_one_proved_lie_is_enough_to_leave_a_peer_alone():
@@ -251,7 +252,7 @@ def test_one_proved_lie_is_enough_to_leave_a_peer_alone():
 
 def test_who_does_so_again_and_again_is_avoided_for_longer_until_an_exchange_goes_well():
     pairing, now = node("b"), 0.0
-    for times, seconds in enumerate((15.0, 75.0, 300.0, 300.0), 1):
+    for times, seconds in enumerate((20.0, 100.0, 500.0, 2500.0), 1):
         until = vanish(pairing, now, bytes([times]) * 16)
         assert until - now - 5.0 == seconds
         assert vanished(pairing.state, "a") == times
@@ -261,7 +262,55 @@ def test_who_does_so_again_and_again_is_avoided_for_longer_until_an_exchange_goe
     for event in (CopiesOffered(nonce), Transferred(nonce), Applied(nonce)):
         pairing.handle(event, now)
     assert vanished(pairing.state, "a") == 0
-    assert vanish(pairing, now, b"j" * 16) - now - 5.0 == 15.0
+    assert vanish(pairing, now, b"j" * 16) - now - 5.0 == 20.0
+
+
+def nonces():
+    return (number.to_bytes(16, "big") for number in itertools.count())
+
+
+def holds(pairing, peer, now, seconds, nonce):
+    """`peer` proposes at `now` and sends for `seconds` what never becomes all: the answer."""
+    answer = pairing.handle(Received(peer, propose(nonce), lease_seconds=3600.0), now)[0].message
+    if isinstance(answer, Accept):
+        pairing.handle(CopiesOffered(nonce), now)
+        pairing.handle(Failed(nonce), now + seconds)
+    return answer
+
+
+def test_who_held_us_up_in_vain_is_left_alone_for_longer_each_time_until_an_exchange_goes_well():
+    pairing, names, now = node("b"), nonces(), 0.0
+    for seconds in (100.0, 40.0, 40.0):
+        assert isinstance(holds(pairing, "a", now, seconds, next(names)), Accept)
+        alone = 4 * seconds * 5 ** (vanished(pairing.state, "a") - 1)
+        assert holds(pairing, "a", now + seconds + alone - 1.0, 0.0, NONCE) == Busy(NONCE, "busy")
+        now += seconds + alone
+    assert vanished(pairing.state, "a") == 3
+    assert isinstance(holds(pairing, "other", now, 0.0, next(names)), Accept)
+    nonce = next(names)
+    pairing.handle(Received("a", propose(nonce)), now)
+    for event in (CopiesOffered(nonce), Transferred(nonce), Applied(nonce)):
+        pairing.handle(event, now)
+    assert vanished(pairing.state, "a") == 0
+
+
+def test_who_takes_back_at_once_what_it_agreed_to_is_left_alone_for_a_moment():
+    pairing, names = node("b"), nonces()
+    for number in range(20):
+        now, nonce = 10.0 * number, next(names)
+        assert isinstance(pairing.handle(Received("a", propose(nonce)), now)[0].message, Accept)
+        pairing.handle(Received("a", Release(nonce)), now + 2.0)
+        assert isinstance(pairing.handle(Received("a", propose(next(names))), now + 9.0)[0].message, Busy)
+    assert vanished(pairing.state, "a") == 0
+
+
+def test_what_fails_by_ourselves_is_held_against_nobody():
+    pairing, names = node("b"), nonces()
+    nonce = next(names)
+    pairing.handle(Received("a", propose(nonce)), 0.0)
+    pairing.handle(CopiesOffered(nonce), 0.0)
+    pairing.handle(Failed(nonce, blameless=True), 100.0)
+    assert isinstance(pairing.handle(Received("a", propose(next(names))), 100.0)[0].message, Accept)
 
 
 def test_a_transfer_that_overruns_its_lease_is_dropped_and_the_step_taken_alone():
@@ -327,10 +376,10 @@ def test_a_release_ends_the_session_before_its_bytes_are_here_and_not_after():
     pairing.handle(Received("a", propose()), 0.0)
     assert pairing.handle(Received("x", Release(NONCE)), 0.1) == ()  # not its session
     assert pairing.handle(Received("a", Release(NONCE)), 0.1) == (Close(NONCE), Ended("a", "released"))
-    pairing.handle(Received("a", propose(OTHER)), 0.2)
+    pairing.handle(Received("a", propose(OTHER)), 0.6)
     for event in (CopiesOffered(OTHER), Transferred(OTHER)):
-        pairing.handle(event, 0.3)
-    assert pairing.handle(Received("a", Release(OTHER)), 0.4) == ()
+        pairing.handle(event, 0.7)
+    assert pairing.handle(Received("a", Release(OTHER)), 0.8) == ()
     assert pairing.state.phase is Phase.APPLY
 
 
@@ -352,7 +401,7 @@ def test_random_events_never_raise_and_never_leave_a_state_without_a_deadline():
             pairing.handle(event, now)
             settled = pairing.state.phase is Phase.IDLE and pairing.state.due is None
             assert settled == (pairing.deadline == float("inf"))
-            assert len(pairing.state.finished) <= 32
+            assert len(pairing.state.remembered.finished) <= 32
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------------------

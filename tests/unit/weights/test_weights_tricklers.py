@@ -1,0 +1,84 @@
+"""Averaging among partners that agree to everything, propose to everybody in every second, and send as slowly as they may."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from swarmnode.weights import pairing
+from swarmnode.weights.messages import Accept, Propose
+from swarmnode.weights.pairing import Phase
+from swarmnode.weights.partners import partner_order
+
+FINGERPRINT, SWARM = bytes(32), bytes(32)
+TAKES, LEASE, EVERY = 8, 73.0, 120
+"""Seconds: an exchange of 23 MB between honest nodes, what it may take, and how often an outer step is due."""
+KEYS = 1
+
+
+class Swarm:
+    """In ticks of a second; what is sent arrives at once. Each hostile node has KEYS names, of which any proposes."""
+
+    def __init__(self, honest, hostile, seed):
+        self.rng = random.Random(seed)
+        self.nodes = {f"honest{i}": pairing.Pairing(pairing.PairingSettings(f"honest{i}", FINGERPRINT)) for i in range(honest)}
+        self.hostile = [f"hostile{i}-{key}" for i in range(hostile) for key in range(KEYS)]
+        self.now, self.ended, self.done = 0.0, Counter(), {}
+
+    def run(self, steps):
+        for second in range(steps * EVERY):
+            self.now = float(second)
+            for number, name in enumerate(self.nodes):
+                if second % EVERY == number * EVERY // len(self.nodes):
+                    order = partner_order(name, [*self.nodes, *self.hostile], second // 60, SWARM)
+                    self.handle(name, pairing.Due(0, 1, tuple(order), self.rng.randbytes(16), LEASE))
+                if self.nodes[name].deadline <= self.now:
+                    self.handle(name, pairing.Tick())
+                if self.done.get(name, (-1, b""))[0] == second:
+                    session = self.done.pop(name)[1]
+                    self.handle(name, pairing.Transferred(session))
+                    self.handle(name, pairing.Applied(session))
+            for name in self.rng.sample(list(self.nodes), len(self.nodes)):
+                if self.hostile:
+                    nonce = self.rng.randbytes(16)
+                    self.handle(name, pairing.Received(self.rng.choice(self.hostile), Propose(nonce, FINGERPRINT, 0, 1), 1, LEASE))
+        total = sum(self.ended[outcome] for outcome in ("applied", "pulled", "solo"))
+        return self.ended["applied"] / total
+
+    def handle(self, name, event):
+        node = self.nodes[name]
+        before = node.state.phase
+        for action in node.handle(event, self.now):
+            self.carry_out(name, action)
+        if node.state.phase is Phase.PAIRED and before is not Phase.PAIRED:
+            session, peer = node.state.session, node.state.peer
+            for action in node.handle(pairing.CopiesOffered(session), self.now):
+                self.carry_out(name, action)
+            if peer in self.nodes:
+                self.done[name] = (int(self.now) + TAKES, session)
+
+    def carry_out(self, name, action):
+        match action:
+            case pairing.Send(peer, message) if peer in self.nodes:
+                self.handle(peer, pairing.Received(name, message, 1, LEASE))
+            case pairing.Send(peer, Propose() as message):
+                self.handle(name, pairing.Received(peer, Accept(message.nonce, message.nonce, 0, 1), 1, LEASE))
+            case pairing.Pull(peer, session, _) if peer in self.nodes:
+                self.handle(name, pairing.Transferred(session))
+                self.handle(name, pairing.Applied(session))
+            case pairing.Ended(_, outcome):
+                self.ended[outcome] += 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_quarter_of_tricklers_keep_nobody_from_averaging(seed, monkeypatch):
+    """What is left of outer steps that are exchanged: nothing, as it was."""
+    assert Swarm(12, 0, seed).run(20) > 0.9
+    assert Swarm(12, 4, seed).run(50) > 0.8
+    monkeypatch.setattr(pairing, "WASTED", 0.0)
+    assert Swarm(12, 4, seed).run(50) < 0.05
+
+
+def test_nor_do_they_with_three_names_each(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.KEYS", 3)
+    assert Swarm(12, 4, 0).run(100) > 0.7
