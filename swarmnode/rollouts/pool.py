@@ -31,6 +31,9 @@ DROP_VERSIONS = 8
 HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
+NEWCOMERS = ""
+"""The name of all peers that are not known yet."""
+
 
 class PoolStatistics(msgspec.Struct, frozen=True):
     groups: int = 0
@@ -134,20 +137,24 @@ class Pool:
         """Take out up to `count` groups for the step at `policy_version`, at most `per_peer` of one peer; None is half of them.
 
         trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take part. A weight alone would not keep a
-        peer out that nobody believes: every peer has one group before any has two.
+        peer out that nobody believes: every peer has one group before any has two, where those that are not known yet are one together.
         Fresh groups come first, in an order drawn by `sampling.weight`; older ones only fill.
         """
         self.expire(now, policy_version)
         entries = [entry for mine in self._peers.values() for entry in mine.values()]
         if count <= 0 or not entries:
             return []
-        trusted = {peer: trust(peer) if rng.random() < belief(peer) else 0.0 for peer in self._peers}
+        trusted = {peer: trust(peer) for peer in self._peers}
+        names = {peer: peer if sampling.is_known(much) else NEWCOMERS for peer, much in trusted.items()}
+        heeded = {peer: much if rng.random() < belief(peer) else 0.0 for peer, much in trusted.items()}
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
-        ordered = self._shuffled(entries, policy_version, rng, trusted)
+        ordered = self._shuffled(entries, policy_version, rng, heeded, names)
         fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
         stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
-        chosen = sampling.spread_over_peers(fresh, count, _peer, most)
-        chosen = sampling.spread_over_peers(stale, count, _peer, most, already=chosen)
+        chosen: list[_Entry] = []
+        for some in (fresh, stale):
+            some = sampling.spread_over_peers(some, len(chosen) + len(some), _peer, most, already=chosen)[len(chosen) :]
+            chosen = sampling.spread_over_peers(some, count, lambda e: names[e.group.peer], count, already=chosen)
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
         groups = [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
@@ -155,9 +162,10 @@ class Pool:
         return groups
 
     def _shuffled(
-        self, entries: list[_Entry], policy_version: int, rng: random.Random, trusted: dict[str, float]
+        self, entries: list[_Entry], policy_version: int, rng: random.Random, trusted: dict[str, float], names: dict[str, str]
     ) -> list[_Entry]:  # fmt: skip
-        shares = {peer: trusted[peer] / len(mine) for peer, mine in self._peers.items()}  # who says more is not drawn before others
+        sharing = Counter(names.values())
+        shares = {p: trusted[p] / (sharing[names[p]] * len(mine)) for p, mine in self._peers.items()}  # who says more is not drawn before
         weights = [sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, shares[e.group.peer]) for e in entries]
         return sampling.shuffle_weighted(entries, weights, rng)
 

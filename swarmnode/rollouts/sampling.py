@@ -17,6 +17,8 @@ PROBATION_GROUPS = 16
 """Groups of a peer that were trained on before it is trusted in full."""
 PROBATION_TRUST = 0.25
 """Trust of a peer that was never trained on. An identity costs nothing, so a new one counts for a quarter."""
+KNOWN_GROUPS = 3
+"""A peer of which more were trained on has a name of its own when places in a step are given out; all others share one."""
 SPREAD_FLOOR = 0.05
 """Least spread a weight is made from: without the zero-advantage filter a flat group may be drawn, rarely."""
 
@@ -38,6 +40,11 @@ def trust(reputation: float, groups_used: int) -> float:
     """`reputation` in [0, 1] × a probation factor that rises from 0.25 to 1 over the first 16 groups trained on."""
     served = min(1.0, groups_used / PROBATION_GROUPS)
     return min(1.0, max(0.0, reputation)) * (PROBATION_TRUST + (1 - PROBATION_TRUST) * served)
+
+
+def is_known(trusted: float) -> bool:
+    """Whether a peer of this trust has a name of its own: names cost nothing, groups that were trained on do."""
+    return trusted > trust(1.0, KNOWN_GROUPS)
 
 
 def weight(rewards: Sequence[float], staleness: int, half_life: float, trusted: float) -> float:

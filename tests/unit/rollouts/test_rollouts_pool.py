@@ -1,11 +1,14 @@
 import copy
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmnode.rollouts import sampling
 from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.sampling import PROBATION_TRUST
 from tests.support.groups import external_group
 
 
@@ -131,6 +134,51 @@ def test_who_says_more_is_not_drawn_before_others():
             pool.add(external_group(peer, number), now=0.0, policy_version=0)
     loud = sum(g.peer in "stuvwxyz" for seed in range(100) for g in draw(copy.deepcopy(pool), 2, seed=seed))
     assert 75 <= loud <= 125
+
+
+def taught_by(newcomers, known, draws=200):
+    """Share of `known` and of `newcomers` in what is drawn, six groups at a time: all of them say as much."""
+    counts = Counter()
+    for seed in range(draws):
+        pool = filled([*known, *newcomers], 2)
+        counts.update(group.peer in known for group in draw(pool, 6, seed=seed, trust=lambda peer: 1.0 if peer in known else PROBATION_TRUST))
+    return counts[True] / draws, counts[False] / draws
+
+
+def test_names_cost_nothing_and_are_worth_nothing_where_peers_are_known():
+    known = [f"known{number}" for number in range(8)]
+    for names in (1, 10, 100):
+        theirs, others = taught_by([f"new{number}" for number in range(names)], known)
+        assert theirs + others == 6
+        assert others < 0.6, "all newcomers together are one, and of little weight"
+
+
+def test_while_nobody_is_known_newcomers_fill_a_step_each_once_before_any_twice():
+    pool = filled("abcdef", 3)
+    drawn = [group.peer for group in draw(pool, 6, trust=lambda peer: PROBATION_TRUST)]
+    assert sorted(drawn) == list("abcdef")
+
+
+def test_newcomers_fill_what_the_known_leave():
+    pool = filled("kabc", 2)
+    drawn = Counter(group.peer for group in draw(pool, 6, per_peer=3, trust=lambda peer: 1.0 if peer == "k" else PROBATION_TRUST))
+    assert drawn["k"] == 2
+    assert sum(drawn.values()) == 6
+
+
+def test_a_newcomer_has_a_name_of_its_own_after_a_few_groups_that_were_trained_on():
+    assert [sampling.is_known(sampling.trust(1.0, used)) for used in (0, 3, 4, 16)] == [False, False, True, True]
+    assert not sampling.is_known(sampling.trust(0.5, 6)), "nor while its standing is bad"
+
+
+def test_among_newcomers_who_says_more_is_not_drawn_before_others():
+    firsts = Counter()
+    for seed in range(300):
+        pool = filled("abcd", 1)
+        for number in range(30):
+            pool.add(external_group("loud", number), now=0.0, policy_version=0)
+        firsts.update(group.peer for group in draw(pool, 1, seed=seed, trust=lambda peer: PROBATION_TRUST))
+    assert 0.1 < firsts["loud"] / 300 < 0.3
 
 
 def test_a_draw_repeats_with_its_seed():
