@@ -141,7 +141,8 @@ def taught_by(newcomers, known, draws=200):
     counts = Counter()
     for seed in range(draws):
         pool = filled([*known, *newcomers], 2)
-        counts.update(group.peer in known for group in draw(pool, 6, seed=seed, trust=lambda peer: 1.0 if peer in known else PROBATION_TRUST))
+        drawn = draw(pool, 6, seed=seed, trust=lambda peer: 1.0 if peer in known else PROBATION_TRUST)
+        counts.update(group.peer in known for group in drawn)
     return counts[True] / draws, counts[False] / draws
 
 
