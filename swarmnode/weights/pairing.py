@@ -457,7 +457,8 @@ def _in_vain(state: PairingState, now: float, least: float = 0.0) -> PairingStat
     held = now - state.began
     times = vanished(state, state.peer) + (held >= SHORT_SECONDS or least > 0)
     seconds = min(WASTED * held * AVOID_FACTOR ** max(0, times - 1), LONGEST_AVOIDED)
-    return _avoid(state, state.peer, now + max(least, seconds), times)
+    already = max((entry.until for entry in state.remembered.avoided if entry.peer == state.peer), default=now)
+    return _avoid(state, state.peer, max(already, now + least, now + seconds), times)
 
 
 def _avoid(state: PairingState, peer: str, until: float, times: int) -> PairingState:

@@ -250,6 +250,15 @@ def test_one_proved_lie_is_enough_to_leave_a_peer_alone():
     assert isinstance(pairing.handle(Received("a", propose(OTHER)), 302.0)[0].message, Accept)
 
 
+def test_a_lie_that_ended_an_exchange_is_not_forgotten_because_that_was_short():
+    pairing = node("b", avoid_seconds=300.0)
+    pairing.handle(Received("a", propose()), 0.0)
+    pairing.handle(Lied("a"), 0.5)
+    pairing.handle(Failed(NONCE), 0.5)
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 299.0)[0].message, Busy)
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 301.0)[0].message, Accept)
+
+
 def test_who_does_so_again_and_again_is_avoided_for_longer_until_an_exchange_goes_well():
     pairing, now = node("b"), 0.0
     for times, seconds in enumerate((20.0, 100.0, 500.0, 2500.0), 1):
