@@ -2,8 +2,10 @@
 
 import os
 import random
+import secrets
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -47,6 +49,23 @@ def test_the_same_seed_is_the_same_history_in_a_process_with_another_hash_seed(t
     subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, timeout=100)
     assert told.read_text().splitlines() == lines
     assert len(lines) == here.events > 300
+
+
+def test_a_thread_that_something_else_has_left_behind_draws_nothing_of_it():
+    over = threading.Event()
+
+    def draws():
+        while not over.wait(0.001):
+            secrets.token_bytes(8)
+
+    alone = simulate(draw(2, 3)).digest
+    thread = threading.Thread(target=draws)
+    thread.start()
+    try:
+        assert simulate(draw(2, 3)).digest == alone
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

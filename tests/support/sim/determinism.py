@@ -10,6 +10,7 @@ import math
 import os
 import random
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -80,16 +81,17 @@ def now() -> float:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    entropy = random.Random(f"entropy {seed}")
+    entropy, ours, really = random.Random(f"entropy {seed}"), threading.get_ident(), os.urandom
 
     class Seeded(random.Random):
         """Python's, which takes its seed from the simulation where it is given none."""
 
         def __init__(self, x: Any = None) -> None:
-            super().__init__(entropy.getrandbits(64) if x is None else x)
+            super().__init__(int.from_bytes(some_bytes(8), "little") if x is None else x)
 
     def some_bytes(count: int | None = None) -> bytes:
-        return entropy.randbytes(32 if count is None else count)
+        some = 32 if count is None else count
+        return entropy.randbytes(some) if threading.get_ident() == ours else really(some)  # a thread that an earlier test has left behind
 
     patches = [
         mock.patch.object(scheduler, "_r", random.Random(f"scheduler {seed}")),
