@@ -7,7 +7,7 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.weights import discovery, driver, local
+from swarmnode.weights import discovery, driver, local, pairing
 from tests.support.hosts import hosts
 from tests.support.replica import CONFIG, SWARM, Node, averaging, identical
 from tests.support.waiting import until
@@ -115,7 +115,8 @@ async def test_a_busy_partner_is_pulled_from(tmp_path):
         assert a.counters.outer_clocks == [2]
 
 
-async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(tmp_path):
+async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(pairing, "WASTED", 0.0)  # else the other one leaves us alone for a while
     async with nodes(tmp_path, 2) as (a, b):
         a.hold = {local.ApplyPayload}
         a.due()
