@@ -165,7 +165,7 @@ class Pool:
         self, entries: list[_Entry], policy_version: int, rng: random.Random, trusted: dict[str, float], names: dict[str, str]
     ) -> list[_Entry]:  # fmt: skip
         sharing = Counter(names.values())
-        shares = {p: trusted[p] / (sharing[names[p]] * len(mine)) for p, mine in self._peers.items()}  # who says more is not drawn before
+        shares = {p: trusted[p] / (sharing[names[p]] * len(mine)) for p, mine in self._peers.items()}  # who says more is not drawn first
         weights = [sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, shares[e.group.peer]) for e in entries]
         return sampling.shuffle_weighted(entries, weights, rng)
 

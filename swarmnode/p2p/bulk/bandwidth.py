@@ -42,8 +42,9 @@ class Bandwidth:
 
     def estimate(self, peer: str) -> float:
         """Bytes per second. For a stranger: UNKNOWN, or what the faster of the others give when that is less."""
-        others = sorted(self._peers.values())
-        return self._peers.get(peer) or min(UNKNOWN, others[int(OTHERS * len(others))] if others else UNKNOWN)
+        if peer in self._peers or not self._peers:
+            return self._peers.get(peer, UNKNOWN)
+        return min(UNKNOWN, sorted(self._peers.values())[int(OTHERS * len(self._peers))])
 
     def deadline(self, peer: str, count: int) -> float:
         """Seconds that `count` bytes from `peer` may take."""
