@@ -357,7 +357,7 @@ def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:
             default = "the user's state directory"
         else:
             default = f"`{field.get_default(call_default_factory=True)!r}`"
-        rows.append(f"| `{prefix}{name}` | {default} | {field.description} |")
+        rows.append(f"| `{prefix}{name}` | {default} | {' '.join(str(field.description).split())} |")
     return rows
 
 

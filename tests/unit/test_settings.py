@@ -90,3 +90,5 @@ def test_every_key_is_documented_and_the_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text() == settings.reference(), "run: python -m swarmnode.settings > docs/configuration.md"
     assert "None |" not in settings.reference(), "a key without a description"
+    rows = [line for line in settings.reference().splitlines() if line.startswith("| `")]
+    assert all(line.endswith(" |") for line in rows), "a row of a table is one line"
