@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -278,21 +279,23 @@ def check_optim(cfg: PolicyConfig, placement: Placement) -> None:
 
 
 def check_bitsandbytes(key: str, placement: Placement) -> None:
-    """Raises Unavailable, naming the setting that wants it, without the extra `quant` or a CUDA device."""
+    """Make sure that it can be used, and does not fill the log.
+
+    Raises Unavailable, naming the setting that wants it, without the extra `quant` or a CUDA device.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Unavailable(f"{key} needs bitsandbytes: pip install 'swarmnode[quant]'")
     if placement.device.type != "cuda":
         raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a warning for each product of bfloat16 in 8 bits
 
 
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:
     """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when the model has no linear layer to adapt."""
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model
 
     settings = lora_settings(cfg)
-    try:
-        if cfg.quantization != "none":
-            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    try:  # not `prepare_model_for_kbit_training`, which makes embedding and head, and so all activations, float32
         return get_peft_model(model, settings).eval()
     except ValueError as error:
         raise Unavailable(f"policy.lora: {str(error).splitlines()[0]}") from error

@@ -191,7 +191,7 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
     layers = layers_of(model)
     before = [layer.__dict__.get("forward") for layer in layers]  # accelerate has one there, where layers lie on several devices
     for layer in layers:
-        layer.forward = _Recomputed(layer.forward)
+        layer.forward = _Recomputed(layer.forward, hidden=bool(getattr(model, "is_loaded_in_8bit", False)))
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # casts of all weights would stay until the end of the pass, each used once
     try:
@@ -205,14 +205,21 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Recomputed:
-    """A layer's forward, computed again when its gradient is wanted. There is no dropout, so that no random state has to be kept."""
+    """A layer's forward, computed again when its gradient is wanted. There is no dropout, so that no random state has to be kept.
 
-    def __init__(self, forward: Callable[..., object]) -> None:
+    hidden: it keeps inputs where autograd does not see them, as bitsandbytes' 8-bit product does in its context. Then the first pass is one
+    without gradients, which needs an input that wants one.
+    """
+
+    def __init__(self, forward: Callable[..., object], hidden: bool = False) -> None:
         self._forward = forward
+        self._hidden = hidden
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         again = functools.partial(self._forward, **kwargs)
-        out: object = checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False)
+        if self._hidden and args and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        out: object = checkpoint(again, *args, use_reentrant=self._hidden, preserve_rng_state=False)
         return out
 
 
