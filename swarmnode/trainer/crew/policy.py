@@ -111,6 +111,20 @@ class CrewPolicy:
     # ---- a step ---------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+        """From this node's copy, where it has one that is new enough; else token by token through the stages."""
+        copy, stage = self._copy, self._runner.stage
+        if not prompts or copy is None or stage is None:
+            return self._through_stages(prompts, sampling, rng)
+        taken = self._participant()
+        at = taken.step, taken.hash
+        self._runner.thread.call(lambda: copy.follow(stage.layers, at))
+        samples = copy.sample(at[0], prompts, sampling, rng)
+        return samples if samples is not None else self._through_stages(prompts, sampling, rng)
+
+    def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
+        return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
+
+    def _through_stages(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
         if not prompts:
             return []
         heads = [self.text.encode_prompt(prompt) for prompt in prompts]
@@ -132,20 +146,6 @@ class CrewPolicy:
             else:
                 groups.append(group)
         return groups
-
-    def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        return Lockstep(lambda prompts: self._sample(prompts, sampling, rng))
-
-    def _sample(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
-        """For training. What is evaluated, and asked for otherwise, is the very policy, token by token through the stages."""
-        copy, stage = self._copy, self._runner.stage
-        if copy is None or stage is None:
-            return self.generate(prompts, sampling, rng)
-        taken = self._participant()
-        at = taken.step, taken.hash
-        self._runner.thread.call(lambda: copy.follow(stage.layers, at))
-        samples = copy.sample(at[0], prompts, sampling, rng)
-        return samples if samples is not None else self.generate(prompts, sampling, rng)
 
     def _groups(self, wave: Wave) -> list[GroupSample]:
         def sampled(i: int) -> Sampled:

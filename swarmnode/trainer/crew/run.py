@@ -32,7 +32,7 @@ from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.crew.average import StageAveraging, averaged
 from swarmnode.trainer.crew.copies import WholeCopy
-from swarmnode.trainer.crew.model import crew_terms, fits_whole, open_model
+from swarmnode.trainer.crew.model import cached_tokens, crew_terms, fits_whole, open_model
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.runner import StageRunner
@@ -90,7 +90,7 @@ class CrewTrainer:
             more: Callable[[int], dict[str, int]] = lambda step: self.copy.facts(step) if self.copy is not None else {}
             self._recovery = StageRecovery(directory, settings, self._model, lambda: self._averaging, self._seek, more)
             if c.stages.keep_policy in ("memory", "both"):
-                self.copy = WholeCopy(self._model, lambda: self._recovery.peer, c.training.per_device_train_tokens)
+                self.copy = WholeCopy(self._model, lambda: self._recovery.peer, cached_tokens(c.training))
             self._link = Link(self._config.node.data_dir, self._hello, self._about_weights, self._about_crew)
             self._offering = self._model.offering
             self._runner = StageRunner(

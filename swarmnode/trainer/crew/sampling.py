@@ -37,7 +37,7 @@ class MemberPolicy(CrewPolicy):
             raise EngineGone("no crew works here")
         return stage.worker.participant
 
-    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+    def _through_stages(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
         raise EngineGone("no copy that is new enough")
 
 

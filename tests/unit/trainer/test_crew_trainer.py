@@ -541,6 +541,8 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
         moved = await apart(first)
         assert await apart(await followed()) < min(0.05, moved / 2)
         await until(lambda: head.status.copy_age_steps == 0 and head.status.copy_bytes)
+        evaluated = [await in_thread(engine.generate, PROMPTS, sampling, engine.random_generator(5)) for _ in range(2)]
+        assert evaluated[0] == evaluated[1], "an evaluation draws alike each time"
         assert not through_stages, "no token went through the crew"
 
         trainers[1].stop()
