@@ -12,6 +12,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True,
     ),
+    "qwen2.5-7b": Qwen2Config(
+        vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    ),
     "sixtieth-of-7b": Qwen2Config(
         vocab_size=512, hidden_size=1280, intermediate_size=6784, num_hidden_layers=4, num_attention_heads=16,
         num_key_value_heads=4, max_position_embeddings=4096, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
@@ -28,7 +32,7 @@ def build(shape: str, tokenizer: PreTrainedTokenizerBase, directory: Path, devic
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)

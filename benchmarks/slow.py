@@ -19,7 +19,9 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from benchmarks.report import heading, middle, table
 from benchmarks.shapes import SHAPES, build
@@ -70,6 +72,8 @@ class Watched:
         self.node = node
         self.phases: list[tuple[str, float]] = []
         self.step = self.crews = 0
+        self.report: dict[str, Any] = {}
+        """The trainer's last."""
         self._since = time.monotonic()
         self._phase = "starting"
 
@@ -77,7 +81,8 @@ class Watched:
         self.node.ask()
         now, phase, told = time.monotonic(), self.node.view.phase, snapshot(self.node)
         self.step = max(self.step, self.node.view.step, self.node.view.stage_step)
-        self.crews = told["stages"]["events"]["founded"] if told is not None else self.crews
+        if told is not None:
+            self.crews, self.report = told["stages"]["events"]["founded"], told["trainer"].get("report") or self.report
         if phase != self._phase:
             self.phases.append((self._phase, now - self._since))
             self._phase, self._since = phase, now
@@ -94,9 +99,12 @@ class Watched:
         return {name: process["restarts"] for name, process in processes.items()}
 
 
-def run(nodes: list[DemoNode], minutes: float) -> list[Watched]:
-    """What was seen until they had ended by themselves, or were killed."""
-    watched = [Watched(node) for node in nodes]
+W = TypeVar("W", bound=Watched)
+
+
+def run(nodes: Sequence[DemoNode], minutes: float, watch: Callable[[DemoNode], W], patience: float = END_SECONDS) -> list[W]:
+    """What was seen until they had ended by themselves, or were killed: `patience` seconds after they were asked to end."""
+    watched = [watch(node) for node in nodes]
     with changed_environment(PYTHONPATH=str(nodes[0].directory.parent)):
         start(nodes)
     try:
@@ -109,7 +117,7 @@ def run(nodes: list[DemoNode], minutes: float) -> list[Watched]:
         for node in nodes:
             node.stop()
         for node in nodes:
-            node.wait(END_SECONDS)
+            node.wait(patience)
     finally:
         for node in nodes:
             node.kill()
@@ -126,7 +134,7 @@ def main() -> int:
     asked = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="slow-"))
     try:
-        watched = run(nodes_of(directory, asked), asked.minutes)
+        watched = run(nodes_of(directory, asked), asked.minutes, Watched)
         print(heading("slow: is a slow node left alone?"))
         print(table(["node", "phase", "times", "seconds, median [least–greatest]"], [row for each in watched for row in each.rows()]))
         bad = False

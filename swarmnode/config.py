@@ -192,7 +192,8 @@ class TrainingConfig(Section):
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; above 0 keeps a reference copy."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
-    """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out."""
+    """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out. A GPU samples more than that at once
+    where it has room."""
     eval_every: int = Field(default=10, ge=1)
     """Steps between held-out evaluations, at least."""
     eval_budget: float = Field(default=0.05, gt=0, le=1)

@@ -143,7 +143,7 @@ class Fixed:
         columns = -(-(width + min(room, ROOM)) // ALIGNED) * ALIGNED  # L
         self._policy = policy
         self._column = torch.full((1,), width - 1, device=mask.device)
-        self._used, self._room = width, ROOM
+        self._used, self._room, self._most = width, ROOM, -(-(width + room) // ALIGNED) * ALIGNED
         self._allowed = _longer(mask.bool(), 1, columns, True)  # (N, L)
         self._position = position.clone()
         self._token = torch.zeros_like(position)
@@ -165,7 +165,7 @@ class Fixed:
         return self._logits
 
     def _grow(self) -> None:
-        columns = self._used + self._room
+        columns = min(self._used + self._room, self._most)
         self._room *= 2
         self._allowed = _longer(self._allowed, 1, columns, True)
         for layer in self._cache.layers:

@@ -31,6 +31,10 @@ LOGITS_BYTES = {"cuda": 128 * 2**20}
 LOGITS_BYTES_ELSEWHERE = 32 * 2**20
 LOGITS_COPIES = 5
 """How often they are there at the peak of the backward pass: logits, scores, and the gradients of both and of the logarithm."""
+CACHE_ROOM = 1.25
+"""Room for keys and values, for each byte of them: it grows a layer at a time, by steps, and leaves holes in the allocator."""
+SCORES_COPIES = 5
+"""How often the logits of all completions under way are there, in float32, while tokens are drawn."""
 RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 400 * 2**20}
 """Before the first weight: a CUDA context with its kernels; on a CPU the interpreter with torch, transformers and accelerate."""
 QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_text"})
@@ -213,3 +217,14 @@ def micro_batch(shape: Shape, method: Method, room: float) -> int:
     fixed = footprint(shape, method, 1)
     left = room - fixed.total - 4 * shape.vocabulary * (logits_tokens(shape.vocabulary, method.device) - 1) * LOGITS_COPIES
     return max(0, int(left / token_bytes(shape, method)))
+
+
+def tokens_under_way(shape: Shape, method: Method, longest: int, room: float) -> int:
+    """Completions that can be sampled at once, times the `longest` that one can be with its prompt; 0 where not even one fits.
+
+    room: bytes beside the weights. Completions under way stay there while the policy is updated, so one row of that length has to fit too.
+    """
+    row = footprint(shape, replace(method, checkpointing=True), longest)
+    left = room - (row.total - row.weights - row.runtime)
+    cache = CACHE_ROOM * shape.cache_bytes / 2 * ITEM_BYTES[method.dtype] * longest
+    return max(0, int(left / (cache + SCORES_COPIES * 4 * shape.vocabulary))) * longest

@@ -24,7 +24,7 @@ from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, footprint, host_bytes, micro_batch
+from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, footprint, host_bytes, micro_batch, tokens_under_way
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
@@ -42,6 +42,8 @@ from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.wire.messages import SwarmManifest
 
+PROMPT_TOKENS = 512
+"""Completions under way leave room for a question of so many."""
 CPU_TOKENS = 4096
 """Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few hundred, and with more a layer only
 takes longer until it says that it goes on."""
@@ -157,7 +159,8 @@ def make_whole_policy(
     check_host_memory(config.policy, config.weights, sum(p.numel() for p in policy.trainable_parameters()), policy.device)
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
     optim = config.policy.optim
-    memory = Memory.of(affordable(policy, training.per_device_train_tokens, optim), policy.device.type, alive)
+    tokens = affordable(policy, training.per_device_train_tokens, optim)
+    memory = Memory.of(tokens, max(tokens, under_way(policy, training.max_completion_length, optim)), policy.device.type, alive)
     reference = policy.reference() if training.beta > 0 else None
     updater = Updater(policy, training, memory.training, reference, memory.external, optim)
     report_layers(policy.base, alive)
@@ -205,6 +208,19 @@ def affordable(policy: Policy, configured: int, optim: Optim) -> int:
     return min(configured, max(64, fits))
 
 
+def under_way(policy: Policy, longest: int, optim: Optim) -> int:
+    """Tokens of completions of at most `longest` that a GPU has room to sample at once, beside what trains; 0 where nobody can say.
+
+    A decoding step reads all weights, however few completions are under way.
+    """
+    spare, shape = spare_bytes(policy.device), shape_of(policy.base)
+    spread = len(set((getattr(policy.base, "hf_device_map", None) or {}).values())) > 1
+    if policy.device.type != "cuda" or spare is None or shape is None or spread:
+        return 0
+    method = Method(policy.device.type, str(policy.dtype).removeprefix("torch."), policy.lora_rank, optim=optim)
+    return tokens_under_way(shape, method, PROMPT_TOKENS + longest, SPARE_SHARE * spare)
+
+
 @dataclass(frozen=True)
 class Memory:
     """What has been learnt of how much fits: a shortage in one place says nothing of another."""
@@ -215,9 +231,10 @@ class Memory:
     """For rows whose lengths others have chosen."""
 
     @classmethod
-    def of(cls, tokens: int, device: str, alive: Callable[[], None]) -> Memory:
+    def of(cls, tokens: int, sampled: int, device: str, alive: Callable[[], None]) -> Memory:
+        """Micro-batches have so many `tokens`, completions under way so many `sampled` at most."""
         scored = min(tokens, CPU_TOKENS) if device == "cpu" else tokens
-        return cls(MicroBatcher(scored, alive), MicroBatcher(tokens, alive), MicroBatcher(scored, alive))
+        return cls(MicroBatcher(scored, alive), MicroBatcher(sampled, alive), MicroBatcher(scored, alive))
 
 
 class WholePolicy:

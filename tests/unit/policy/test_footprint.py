@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -15,11 +16,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from swarmnode.cli import run
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import Unavailable
+from swarmnode.policy import device
 from swarmnode.policy import footprint as module
 from swarmnode.policy.device import count_parameters
-from swarmnode.policy.footprint import Method, Shape, averaging_bytes, footprint, layer_bytes, micro_batch
+from swarmnode.policy.footprint import Method, Shape, averaging_bytes, footprint, layer_bytes, micro_batch, tokens_under_way
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
+from swarmnode.trainer import engine
 
 QWEN_7B = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -127,6 +130,32 @@ def test_a_micro_batch_fills_the_memory_and_no_more():
     assert micro_batch(shape, method, 10**9) == 0
 
 
+def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_update():
+    shape, method = Shape.of_config(QWEN_7B), Method("cuda", "bfloat16", 16)
+    update = footprint(shape, dataclasses.replace(method, checkpointing=True), 2560)
+    room = 24e9 - update.weights - update.runtime
+    tokens = tokens_under_way(shape, method, 2560, room)
+    assert tokens % 2560 == 0
+    kept = tokens * 2 * 28 * 512 * 2 * 1.25 + tokens / 2560 * 5 * 4 * 152_064  # keys and values of 28 layers, 4 heads of 128, in bfloat16
+    row = 2560 * 2 * 28 * 512 * 2 * 1.25 + 5 * 4 * 152_064
+    left = room - (update.total - update.weights - update.runtime)
+    assert kept <= left < kept + row
+    assert tokens > 10_240, "the recipe's micro-batch: four answers at a time"
+    assert tokens_under_way(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
+    assert tokens_under_way(shape, method, 2560, 1e9) == 0
+    assert tokens_under_way(shape, Method("cuda", "bfloat16"), 2560, room) == 0, "gradients and moments of all weights come first"
+
+
+@pytest.mark.parametrize(("kind", "spread", "more"), [("cuda", {}, True), ("cuda", {"a": 0, "b": 1}, False), ("cpu", {}, False)])
+def test_only_one_gpu_samples_more_at_once_than_it_trains_on(embedded, monkeypatch, kind, spread, more):
+    monkeypatch.setattr(engine, "spare_bytes", lambda device: 24 * 10**9)
+    monkeypatch.setattr(embedded.base, "hf_device_map", spread, raising=False)
+    policy = dataclasses.replace(embedded, device=torch.device(kind), dtype=torch.bfloat16)
+    assert (engine.under_way(policy, 2048, "adamw") > 100_000) is more
+    memory = engine.Memory.of(4096, 100_000, kind, lambda: None)
+    assert (memory.training.tokens, memory.generation.tokens, memory.external.tokens) == (4096, 100_000, 4096)
+
+
 def test_each_thing_costs_what_it_says():
     shape, plain = Shape.of_config(QWEN_1B5), Method("cuda", "bfloat16")
     at = lambda **changed: footprint(shape, dataclasses.replace(plain, **changed), 2048)
@@ -213,6 +242,18 @@ def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, 
 
 
 # ---- 8-bit moments ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
+    """bitsandbytes warns at each one that bfloat16 is cast, 196 times a pass of a 7 B model."""
+    from swarmnode.policy import load
+
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
+    talkative = logging.getLogger("bitsandbytes.autograd._functions")
+    monkeypatch.setattr(talkative, "level", logging.NOTSET)
+    load.check_bitsandbytes("here", dataclasses.replace(device.probe(PolicyConfig(device="cpu")), device=torch.device("cuda")))
+    assert not talkative.isEnabledFor(logging.WARNING)
+    assert talkative.isEnabledFor(logging.ERROR)
 
 
 def test_8_bit_moments_are_refused_before_anything_is_read_where_they_cannot_be(monkeypatch):
