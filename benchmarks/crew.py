@@ -205,10 +205,11 @@ def main() -> None:
     parser.add_argument("--generation", action="store_true", help="sampling from a whole copy, see benchmarks.crew_copies")
     parser.add_argument("--codecs", action="store_true", help="int8 against bfloat16 between stages, see benchmarks.crew_codecs")
     parser.add_argument("--restoring", action="store_true", help="a stage from several holders, see benchmarks.crew_restoring")
+    parser.add_argument("--members", action="store_true", help="what members' samples bring, see benchmarks.crew_members")
     parser.add_argument("--copies", action="store_true", help="with --distance, --scaled: the head samples from a whole copy")
     parser.add_argument("--milliseconds", type=int, nargs="+", help="with --distance: only these; with --scaled: the first (50)")
-    parser.add_argument("--steps", type=int, help="timed with --distance (5), --scaled (2); of each run with --generation, --codecs (120)")
-    parser.add_argument("--seeds", type=int, default=4, help="with --generation, --codecs")
+    parser.add_argument("--steps", type=int, help="--distance (5), --scaled (2), --generation, --codecs (120), --members (200)")
+    parser.add_argument("--seeds", type=int, default=4, help="with --generation, --codecs, --members")
     parser.add_argument("--losses", type=int, default=3, help="with --distance, --scaled: stages that are lost")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -221,6 +222,11 @@ def main() -> None:
         from benchmarks import crew_distance  # late: it is about this module's crews
 
         crew_distance.run(options.milliseconds or crew_distance.MILLISECONDS, options.steps or 5, options.losses, options.copies)
+        return
+    if options.members:
+        from benchmarks import crew_members
+
+        crew_members.run(options.steps or 200, options.seeds)
         return
     if options.restoring:
         from benchmarks import crew_restoring

@@ -58,6 +58,8 @@ PIECES = 8
 """Micro-batches for each stage, where there are tokens enough: stages wait less for each other, and for lines, the finer a step is cut."""
 LEAST_TOKENS = 1024
 """A step is not cut finer for that: a device would have little to do at a time."""
+SLOW_TOKEN = 0.1
+"""Seconds of a token through all stages from which it is said what would be faster: of homes, not of machines in a room."""
 CREWS = 8
 """Crews of which it is remembered what their members can compute at a time, the last ones."""
 REFUSALS = 3
@@ -82,6 +84,7 @@ class CrewPolicy:
         self._stop = stop
         self._averaging = averaging
         self._copy = copy
+        self._advised = False
         self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
 
     @property
@@ -136,9 +139,11 @@ class CrewPolicy:
             )
         seed = int(torch.randint(2**62, (1,), generator=rng))
         ends, s = self.text.eos_ids, sampling
+        began = time.monotonic()
         waves = self._ask(
             lambda head: head.generate(heads, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, random.Random(seed))
         )
+        self._say_how_slow((time.monotonic() - began) / max(len(ids) for wave in waves for ids in wave.ids))
         groups: list[GroupSample] = []
         for group in (group for wave in waves for group in self._groups(wave)):
             if groups and len(groups[-1].completions) < s.num_generations:
@@ -146,6 +151,13 @@ class CrewPolicy:
             else:
                 groups.append(group)
         return groups
+
+    def _say_how_slow(self, seconds: float) -> None:
+        """Once, where a copy would help. seconds: of a token."""
+        if self._copy is None and seconds > SLOW_TOKEN and not self._advised:
+            self._advised = True
+            log.warning("answers go through all stages, token by token: a node with room samples from a whole copy of the policy instead",
+                        seconds_of_a_token=round(seconds, 2), set='stages.keep_policy = "memory"')  # fmt: skip
 
     def _groups(self, wave: Wave) -> list[GroupSample]:
         def sampled(i: int) -> Sampled:

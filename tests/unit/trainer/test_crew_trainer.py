@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import trio
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
@@ -297,7 +298,13 @@ async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_wave
     monkeypatch.setattr("swarmnode.trainer.crew.model.TOKENS", 100)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
         engine = engine_of(trainers[0])
-        groups = await in_thread(engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1))
+        with capture_logs() as said:
+            groups = await in_thread(engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1))
+            monkeypatch.setattr("swarmnode.trainer.crew.policy.SLOW_TOKEN", 0.0)
+            for _ in range(2):
+                await in_thread(engine.generate, PROMPTS[:1], Sampling(1, 4), engine.random_generator(1))
+        advice = [line["set"] for line in said if "set" in line]
+        assert advice == ['stages.keep_policy = "memory"'], "said once, of homes that are far apart"
         with pytest.raises(DeviceError, match=r"a question of .* tokens, and a crew computes 100 at a time"):
             await in_thread(engine.generate, ["12 " * 60], Sampling(8, 8, 1.0, 1.0), engine.random_generator(1))
     assert [len(group.completions) for group in groups] == [8, 8]
