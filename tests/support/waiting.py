@@ -10,14 +10,14 @@ import trio
 T = TypeVar("T")
 
 
-async def until(condition: Callable[[], object], seconds: float = 60.0, interval: float = 0.02) -> None:
+async def until(condition: Callable[[], object], seconds: float = 120.0, interval: float = 0.02) -> None:
     """Return when `condition()` is true; raise trio.TooSlowError after `seconds`."""
     with trio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is outside this process
             await trio.sleep(interval)
 
 
-async def still(value: Callable[[], T], seconds: float = 0.5, within: float = 60.0) -> T:
+async def still(value: Callable[[], T], seconds: float = 0.5, within: float = 120.0) -> T:
     """Return `value()` once it has been the same for `seconds`; raise trio.TooSlowError after `within`."""
     last, since = value(), trio.current_time()
     with trio.fail_after(within):

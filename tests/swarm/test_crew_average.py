@@ -128,7 +128,7 @@ async def meet(first, second):
         second.step()
     before = distance(first, second)
     counts = lambda: {holder.averaging.report().exchanges_total for holder in (first, second)}
-    with trio.fail_after(60):  # on a busy machine the first payload may be of weights from before these steps
+    with trio.fail_after(150):  # on a busy machine the first payload may be of weights from before these steps
         while 0 in counts() or distance(first, second) >= 0.1 * before:
             first.step(0.0)
             second.step(0.0)
@@ -210,7 +210,7 @@ async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monke
         await meet(first, second)
         lost.averaging.seek()
         lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
-        with trio.fail_after(30), contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"):
+        with trio.fail_after(90), contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"):
             found, _ = await lost.averaging.fetch()
             assert found.keys() == lost.weights().keys()
         assert lost.averaging.arrived >= (5 if comes else 1)
@@ -222,7 +222,7 @@ async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):
         other.connect()
         lost.averaging.seek()
         lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
-        with trio.fail_after(20), pytest.raises(PeerError, match="no other crew"):
+        with trio.fail_after(60), pytest.raises(PeerError, match="no other crew"):
             await lost.averaging.fetch()
 
 
