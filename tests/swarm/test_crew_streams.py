@@ -164,7 +164,9 @@ async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_not
         sent, got = hashlib.blake2b(), hashlib.blake2b()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_all, one, b"12345678", 40, sent)
-            assert 2**18 < await still(lambda: a.statistics().sent.get("frames", 0)) < 20 * 2**20
+            sent_bytes = lambda: a.statistics().sent.get("frames", 0)
+            await until(lambda: sent_bytes() > 2**18)
+            assert await still(sent_bytes) < 20 * 2**20
             ask = networks[0].requests.request
             assert await ask(networks[1].peer_id, "/test/echo/1", b"x", deadline=10, max_response_bytes=9) == b"x"
             await receive_all(other, 40 * 2**20, got)

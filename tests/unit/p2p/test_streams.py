@@ -91,8 +91,9 @@ async def test_a_user_that_does_not_receive_holds_up_the_sender_and_not_the_conn
                 ours.finish()
 
             nursery.start_soon(send)
-            assert 0 < await still(lambda: ours.sent) < 16 * 2**20
-            assert await client.requests.request(server.peer_id, "/test/echo/1", b"x", deadline=5, max_response_bytes=9) == b"x"
+            await until(lambda: ours.sent > 0)
+            assert await still(lambda: ours.sent) < 16 * 2**20
+            assert await client.requests.request(server.peer_id, "/test/echo/1", b"x", deadline=20, max_response_bytes=9) == b"x"
             assert len(await drain(theirs, 32 * len(data))) == 32 * len(data)
 
 
