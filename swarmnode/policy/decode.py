@@ -58,7 +58,7 @@ def recordable(policy: Policy, cache: DynamicCache) -> bool:
     return (
         policy.device.type == "cuda"
         and torch.version.hip is None
-        and len(set((getattr(model, "hf_device_map", None) or {}).values())) <= 1
+        and not policy.is_spread
         and not getattr(model, "is_quantized", False)
         and model not in _unrecordable
         and has_fixed_form(model, cache)

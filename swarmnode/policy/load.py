@@ -91,6 +91,11 @@ class Policy(PolicyText):
         return base_model(self.model)
 
     @property
+    def is_spread(self) -> bool:
+        """Whether its layers lie on several devices."""
+        return len(set((getattr(self.base, "hf_device_map", None) or {}).values())) > 1
+
+    @property
     def lora_rank(self) -> int:
         """0 where all weights are trained."""
         adapters = getattr(self.model, "peft_config", {})

@@ -42,7 +42,7 @@ from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.wire.messages import SwarmManifest
 
-PROMPT_TOKENS = 512
+QUESTION_TOKENS = 512
 """Completions under way leave room for a question of so many."""
 CPU_TOKENS = 4096
 """Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few hundred, and with more a layer only
@@ -201,11 +201,16 @@ def affordable(policy: Policy, configured: int, optim: Optim) -> int:
     spare, shape = spare_bytes(policy.device), shape_of(policy.base)
     if spare is None or shape is None or policy.device.type != "cpu":
         return configured
-    dtype = str(policy.dtype).removeprefix("torch.")
-    method = Method(policy.device.type, dtype, policy.lora_rank, optim=optim, checkpointing=True)
+    method = method_of(policy, optim)
     here = footprint(shape, method, 1)
     fits = micro_batch(shape, method, SPARE_SHARE * spare + here.weights + here.runtime)  # weights and torch are there already
     return min(configured, max(64, fits))
+
+
+def method_of(policy: Policy, optim: Optim) -> Method:
+    """How `policy` is trained where memory is short."""
+    dtype = str(policy.dtype).removeprefix("torch.")
+    return Method(policy.device.type, dtype, policy.lora_rank, optim=optim, checkpointing=True)
 
 
 def under_way(policy: Policy, longest: int, optim: Optim) -> int:
@@ -214,11 +219,9 @@ def under_way(policy: Policy, longest: int, optim: Optim) -> int:
     A decoding step reads all weights, however few completions are under way.
     """
     spare, shape = spare_bytes(policy.device), shape_of(policy.base)
-    spread = len(set((getattr(policy.base, "hf_device_map", None) or {}).values())) > 1
-    if policy.device.type != "cuda" or spare is None or shape is None or spread:
+    if policy.device.type != "cuda" or spare is None or shape is None or policy.is_spread:
         return 0
-    method = Method(policy.device.type, str(policy.dtype).removeprefix("torch."), policy.lora_rank, optim=optim)
-    return tokens_under_way(shape, method, PROMPT_TOKENS + longest, SPARE_SHARE * spare)
+    return tokens_under_way(shape, method_of(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ COLUMNS = 128
 
 def unsuited(policy: Policy) -> str:
     """Why rows of this policy cannot lie in slots; empty where they can."""
-    if len(set((getattr(policy.base, "hf_device_map", None) or {}).values())) > 1:
+    if policy.is_spread:
         return "its layers lie on several devices"
     if not has_fixed_form(policy.base, DynamicCache(config=policy.base.config)):
         return "its attention does not see everything (sliding windows), or takes no mask of ours"
