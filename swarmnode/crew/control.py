@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -55,6 +55,8 @@ LONG_AGO: Final = -1e18
 FARTHER: Final = 1 / 32
 """The share by which a slower answer than the fastest makes a peer farther away."""
 LOADING: Final = Status("loading")
+_PHASES: Final = (*get_args(local.StagePhase), "absent")
+"""In the order in which a stage goes through them in one crew."""
 
 
 class Phase(enum.Enum):
@@ -600,6 +602,8 @@ class _Turn:
             return
         if member.signs.suspected:
             self._note("refuted", peer)
+        if _PHASES.index(status.phase) < _PHASES.index(member.status.phase):
+            status = member.status  # said before and come later, as each message has a stream of its own: a sign of life
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         signs = replace(member.signs.seen(self.now), gone_since=None)
         changed = member.signs.suspected or status.phase != member.status.phase

@@ -273,6 +273,8 @@ class Head(StageWorker):
                 if (why := self.generation.lost(frame.session, frame.reason)) is not None:
                     self.waiting.gone = why
                     self._blame.ended(parties(range(self.stages), sender, frame.source), why)
+            case frames.Failed() if batch.failed is not None:
+                return  # one step is spoilt once, in however many pieces it was cut
             case frames.Failed():
                 batch.failed = frame.reason
                 if frame.reason != TOO_MUCH or not batch.divisible:
@@ -280,8 +282,9 @@ class Head(StageWorker):
                     self._blame.refused(parties(path, sender, frame.source), frame.reason)
             case frames.Acknowledge():
                 step_is_ours = frame.place.step == self.participant.step
-                if step_is_ours and frame.refused is not None and frame.attempt == self.coordinator.attempt:
-                    whose = tail if frame.refused == "frame" else sender  # only the two ends send each other anything for it
+                undecided = frame.attempt == self.coordinator.attempt and self.coordinator.decision is None
+                if step_is_ours and frame.refused is not None and undecided:
+                    whose = tail if sender == 0 and frame.refused == "frame" else sender  # the tail's part of a tied embedding
                     self._blame.refused({whose}, frame.refused)
                 decided = self.coordinator.acknowledged(sender, frame.attempt, frame.refused, frame.squared_norm) if step_is_ours else None
                 self._send_decision(decided)

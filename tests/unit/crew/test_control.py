@@ -414,6 +414,17 @@ def test_the_state_is_never_changed_in_place():
     assert node.state.peers == peers
 
 
+def test_what_a_member_said_before_it_was_ready_and_what_comes_later_changes_nothing():
+    """Each heartbeat and each answer has a stream of its own, and the first to be sent may be the last to come."""
+    node = running()
+    crew = node.state.crew.id
+    node.now += 3.0
+    node.answers("a", m.Heartbeat(crew, m.Status("loading", 0, 0)))
+    node.does(ev.Answered("a", m.Heartbeat(crew, m.Status("active")), m.Alive(crew, m.Status("probation"))))
+    assert [slot.state for slot in statistics(node.state, node.now, SETTINGS).slots] == ["active", "active"]
+    assert node.state.crew.members["a"].signs.silent_seconds(node.now, 1.0) == 0.0, "it is a sign of life"
+
+
 def test_a_member_that_has_not_joined_is_told_again_with_each_heartbeat_and_not_with_each_refusal():
     node = Node()
     of = record("a", "b")

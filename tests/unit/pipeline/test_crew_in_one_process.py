@@ -4,6 +4,7 @@ import contextlib
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 import trio
@@ -280,6 +281,28 @@ async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_m
             assert crew.head.blamed == ((1,), "refused step after step: device")
 
 
+async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_was_cut(models, policy):
+    """A member is asked for many at a time, and says of each that it cannot: a step spoilt, not five of them and a place lost."""
+    _, rows = grpo(policy("llama"))
+    rows, longest = 4 * rows, max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+    cfg = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        original, pieces = crew.head.handle, []
+
+        async def of_each(sender, frame, body):
+            if isinstance(frame, frames.Forward):
+                pieces.append(frame.micro_batch)
+            for micro_batch in pieces if isinstance(frame, frames.Failed) else ():
+                await original(sender, msgspec.structs.replace(frame, micro_batch=micro_batch), body)
+            await original(sender, frame, body)
+
+        crew.head.handle = of_each
+        with fails(crew.members[1].runtime, "forward", torch.OutOfMemoryError("CUDA out of memory")):
+            assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
+        assert len(pieces) > PATIENCE
+        assert crew.head.blamed is None
+
+
 async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(models, policy, monkeypatch):
     """A step has 1,024 micro-batches at most. With more rows than that a row alone is never reached."""
     _, rows = grpo(policy("llama"))
@@ -292,6 +315,27 @@ async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(mod
                 assert result.refused == "device"
                 assert not result.divisible
             assert crew.head.blamed == ((1,), "refused step after step: device")
+
+
+async def test_nobody_is_blamed_for_what_another_says_of_a_proposal_nor_twice_for_one(models, policy):
+    """Only the tail sends the head anything for a step that is proposed; and who has heard no decision says again what it said."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        original = crew.head.handle
+
+        async def lying(sender, frame, body):
+            if isinstance(frame, frames.Acknowledge) and sender == 1:
+                for _ in range(PATIENCE + 1):
+                    await original(sender, msgspec.structs.replace(frame, refused="frame"), body)
+            else:
+                await original(sender, frame, body)
+
+        crew.head.handle = lying
+        for _ in range(PATIENCE - 1):
+            assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+            assert crew.head.blamed is None
+        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
+        assert crew.head.blamed == ((1,), "refused step after step: frame")
 
 
 async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):
