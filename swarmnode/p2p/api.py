@@ -149,7 +149,8 @@ class Requests(Protocol):
         deadline: float = 30.0,
     ) -> None:
         """Answers `protocol` with `handler`. `concurrent`, `per_peer` (default: a quarter of it): requests served at a time, others are
-        refused at once. `deadline` covers reading, handling and writing."""
+        refused at once; one that is not there yet is none of them. `deadline`: seconds for handling one, and for writing the response, at
+        most."""
         ...
 
 

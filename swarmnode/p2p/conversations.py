@@ -89,27 +89,41 @@ async def _converse(under_way: _Conversation[T], host: Host, peer: str, protocol
             await (under_way.stream.close() if finished else under_way.stream.reset())
 
 
-async def answer(stream: Stream, talk: Talk[T], *, deadline: float) -> T | None:
-    """Runs `talk(stream)` on a stream that a peer opened, and resets the stream after `deadline` seconds. None if it failed; the stream
-    is then reset, else it is open and the caller's. Never raises."""
-    result: T | None = None
+async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
+    """What `talk(stream)` returns, on a stream that a peer opened and that is reset after `deadline` seconds. Raises PeerTimeout then, else
+    the PeerError that `talk` raised; the stream is the caller's to end."""
+    late = trio.current_time() + deadline
+    said: list[T] = []
+    failure: PeerError | None = None
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(reset_later, stream, deadline)
+        nursery.start_soon(_reset_later, stream, deadline)
         try:
             with peer_errors():
-                result = await talk(stream)
+                said.append(await talk(stream))
         except PeerError as error:  # whatever a peer does on its stream ends that stream
-            log.debug("a stream of %s ended: %r", stream.peer, error)
+            failure = error
+            if trio.current_time() >= late:
+                failure = PeerTimeout(f"{stream.peer} took longer than {deadline:g} s")
         nursery.cancel_scope.cancel()
-    if result is None:
-        await stream.reset()
-    return result
+    if failure is not None:
+        raise failure
+    return said[0]
 
 
-async def reset_later(stream: Stream, seconds: float) -> None:
-    """Resets `stream` after that time: the watchdog of whoever reads or writes meanwhile."""
+async def _reset_later(stream: Stream, seconds: float) -> None:
+    """The watchdog of whoever reads or writes meanwhile."""
     await trio.sleep(seconds)
     await stream.reset()
+
+
+async def answer(stream: Stream, talk: Talk[T], *, deadline: float) -> T | None:
+    """As `within`, but never raises: None if it failed, and the stream is then reset."""
+    try:
+        return await within(deadline, stream, talk)
+    except PeerError as error:
+        log.debug("a stream of %s ended: %r", stream.peer, error)
+    await stream.reset()
+    return None
 
 
 # -- frames

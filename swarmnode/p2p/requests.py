@@ -2,6 +2,9 @@
 
     requester ─ u32 length, request ─▶ responder        lengths are big-endian and checked against the cap before anything is read
     requester ◀─ u32 length, response ─ responder       whoever does not want to go on resets the stream
+
+A place at a service is taken when the request is there, so that who opens a stream and says nothing costs nobody else anything. Who then
+does not read what it asked for in time is answered last: all that did so share a few of the places, for longer each time.
 """
 
 from __future__ import annotations
@@ -17,16 +20,25 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import RequestHandler
-from swarmnode.p2p.conversations import converse, frame, read_frame, reset_later
+from swarmnode.p2p.conversations import converse, frame, read_frame, within
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
-from swarmnode.p2p.slots import PeerCap, PeerSlots
+from swarmnode.p2p.slots import PeerCap, PeerSlots, SlowPeers
 
 log = logging.getLogger(__name__)
 
 OUTBOUND_PER_PEER = 8
 OUTBOUND = 64
 """Requests under way, to one peer and to all; more wait their turn within their own deadline."""
+READ_SECONDS = 10.0
+"""A request is there after this time, also where the line is full both ways."""
+READING_PER_PEER = 16
+"""Requests of one peer that may be on their way here: of at most 64 KiB each, so 1 MiB, of the 32 that a peer may leave unread."""
+WRITE_SECONDS = 10.0
+WRITE_BYTES_PER_SECOND = 35_000.0
+"""A response is read in WRITE_SECONDS and what it takes at this speed, a third of a line of 0.8 Mbit/s."""
+SLOW_SHARE = 4
+"""Peers that are answered last have, all together, one in so many of a service's places."""
 OUTCOMES = ("ok", "timeout", "failed", "malformed")
 """How our requests end."""
 SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
@@ -48,7 +60,19 @@ class _Service:
     max_request_bytes: int
     max_response_bytes: int
     cap: PeerCap
+    slow: PeerCap
+    """For those of `cap` that are answered last."""
     deadline: float
+
+    def write_seconds(self, size: int) -> float:
+        """How long a response of `size` bytes may take to be read."""
+        return min(self.deadline, WRITE_SECONDS + size / WRITE_BYTES_PER_SECOND)
+
+    @contextlib.contextmanager
+    def place(self, peer: str, *, last: bool) -> Iterator[bool]:
+        """Whether there was one; if so, it is taken for as long as the block lasts. last: `peer` is answered last."""
+        with contextlib.ExitStack() as places:
+            yield all(places.enter_context(cap.entered(peer)) for cap in ((self.slow, self.cap) if last else (self.cap,)))
 
 
 class Libp2pRequests:
@@ -59,6 +83,8 @@ class Libp2pRequests:
         self._welcome = welcome
         self._slots = PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
         self._services: dict[str, _Service] = {}
+        self._reading = PeerCap(READING_PER_PEER)
+        self._slow = SlowPeers()
         self._outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self._served: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self._in_flight = 0
@@ -111,8 +137,9 @@ class Libp2pRequests:
         deadline: float = 30.0,
     ) -> None:
         """See `api.Requests.serve`."""
-        cap = PeerCap(per_peer or max(1, concurrent // 4), concurrent)
-        service = _Service(handler, max_request_bytes, max_response_bytes, cap, deadline)
+        most = per_peer or max(1, concurrent // 4)
+        cap, slow = PeerCap(most, concurrent), PeerCap(max(1, most // 2), max(1, concurrent // SLOW_SHARE))
+        service = _Service(handler, max_request_bytes, max_response_bytes, cap, slow, deadline)
         self._services[protocol] = service
 
         async def on_stream(stream: Stream) -> None:
@@ -122,12 +149,46 @@ class Libp2pRequests:
 
     async def _serve(self, protocol: str, service: _Service, stream: Stream) -> None:
         """One stream from a peer. Never raises; always closes or resets."""
-        outcome = "unwelcome"
-        if self._welcome(stream.peer):
-            with service.cap.entered(stream.peer) as room:
-                outcome = await _answer(service, stream) if room else "busy"
+        outcome = await self._answer(service, stream) if self._welcome(stream.peer) else "unwelcome"
         self._served[protocol][outcome] += 1
         await (stream.close() if outcome == "ok" else stream.reset())
+
+    async def _answer(self, service: _Service, stream: Stream) -> str:
+        """Reads, and then has a place in which to handle and write; returns the outcome, of SERVED."""
+        try:
+            with self._reading.entered(stream.peer) as room:
+                if not room:
+                    return "busy"
+                read = lambda stream: read_frame(stream, service.max_request_bytes)
+                request = await within(min(READ_SECONDS, service.deadline), stream, read)
+            with service.place(stream.peer, last=self._slow.has(stream.peer, trio.current_time())) as room:
+                return await self._respond(service, stream, request) if room else "busy"
+        except BadMessage:
+            return "malformed"
+        except PeerTimeout:
+            return "timeout"
+        except PeerError as error:
+            log.debug("a stream of %s ended: %s", stream.peer, error)
+            return "failed"
+        except _OurError:
+            return "error"
+
+    async def _respond(self, service: _Service, stream: Stream, request: bytes) -> str:
+        """Raises PeerError, _OurError."""
+        response: bytes | None = None
+        with trio.move_on_after(service.deadline):  # around our own handler only, never around the stream
+            response = await _handle(service, stream.peer, request)
+        if response is None:
+            return "timeout"
+        answer, began = frame(response), trio.current_time()
+        seconds = service.write_seconds(len(response))
+        try:
+            await within(seconds, stream, lambda stream: stream.write(answer))
+        except PeerError:
+            if trio.current_time() >= began + min(seconds, WRITE_SECONDS):  # its connection may have been dropped for it before
+                self._slow.found(stream.peer, trio.current_time())
+            raise
+        return "ok"
 
     def statistics(self) -> RequestStatistics:
         return RequestStatistics(
@@ -136,32 +197,6 @@ class Libp2pRequests:
             in_flight=self._in_flight,
             serving=sum(len(service.cap) for service in self._services.values()),
         )
-
-
-async def _answer(service: _Service, stream: Stream) -> str:
-    """Reads, handles and writes under a watchdog; returns the outcome, of SERVED."""
-    late = trio.current_time() + service.deadline
-    outcome = "failed"
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(reset_later, stream, service.deadline)
-        try:
-            request = await read_frame(stream, service.max_request_bytes)
-            response: bytes | None = None
-            with trio.CancelScope(deadline=late):  # around our own handler only, never around the stream
-                response = await _handle(service, stream.peer, request)
-            if response is not None:
-                await stream.write(frame(response))
-                outcome = "ok"
-        except BadMessage:
-            outcome = "malformed"
-        except PeerError as error:
-            log.debug("a stream of %s ended: %s", stream.peer, error)
-        except _OurError:
-            outcome = "error"
-        nursery.cancel_scope.cancel()
-    if outcome != "ok" and trio.current_time() >= late:
-        outcome = "timeout"
-    return outcome
 
 
 class _OurError(Exception):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 from collections.abc import AsyncIterator, Iterator
 
 import trio
+
+FIRST_SECONDS = 60.0
+LONGEST_SECONDS = 3600.0
+MOST_SLOW = 1024
 
 
 class PeerSlots:
@@ -38,7 +43,7 @@ class PeerSlots:
 class PeerCap:
     """For what peers ask of us: more than `per_peer` of one peer, or `total` of all, are turned away."""
 
-    def __init__(self, per_peer: int, total: int) -> None:
+    def __init__(self, per_peer: int, total: float = math.inf) -> None:
         self._per_peer = per_peer
         self._total = total
         self._present: collections.Counter[str] = collections.Counter()
@@ -59,3 +64,23 @@ class PeerCap:
 
     def __len__(self) -> int:
         return self._present.total()
+
+
+class SlowPeers:
+    """Peers that kept a place by reading too slowly: for FIRST_SECONDS, and if that was not long ago, for twice as long each time. Pure,
+    bounded."""
+
+    def __init__(self) -> None:
+        self._until: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
+
+    def found(self, peer: str, now: float) -> None:
+        """`peer` was slow."""
+        until, seconds = self._until.pop(peer, (-math.inf, 0.0))
+        seconds = min(2 * seconds, LONGEST_SECONDS) if now < until + seconds else FIRST_SECONDS
+        self._until[peer] = (now + seconds, seconds)
+        if len(self._until) > MOST_SLOW:
+            self._until.popitem(last=False)
+
+    def has(self, peer: str, now: float) -> bool:
+        until, _ = self._until.get(peer, (-math.inf, 0.0))
+        return now < until

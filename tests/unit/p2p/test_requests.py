@@ -182,6 +182,17 @@ async def test_more_at_a_time_than_allowed_are_turned_away_and_the_others_served
         await until(lambda: server.requests.statistics().served[ECHO] == {"busy": 3, "ok": 2})
 
 
+async def test_silent_streams_of_four_neighbours_keep_no_fifth_from_being_answered(tmp_path):
+    async with hosts(tmp_path, 6) as (server, *silent, client):
+        server.requests.serve(ECHO, echo, **LIMITS, concurrent=8)
+        for each in silent:
+            for _ in range(2):
+                await each.host.open_stream(server.peer_id, ECHO)
+            await until(lambda each=each: streams(server, each.peer_id) == 2)
+        assert await ask(client, server) == b"x"
+        assert server.requests.statistics().serving == 0
+
+
 async def test_requests_to_one_peer_wait_their_turn(tmp_path):
     most = now = 0
 

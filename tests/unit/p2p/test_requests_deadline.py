@@ -1,4 +1,6 @@
-"""The caller's deadline on a fake clock, with streams that hang in ways a real peer can bring about."""
+"""Deadlines of requests, ours and theirs, on a fake clock, with streams that hang in ways a real peer can bring about."""
+
+from collections import Counter
 
 import pytest
 import trio
@@ -6,10 +8,13 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.p2p.conversations import frame
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.requests import OUTBOUND_PER_PEER, Libp2pRequests
+from swarmnode.p2p.requests import OUTBOUND_PER_PEER, READ_SECONDS, READING_PER_PEER, WRITE_SECONDS, Libp2pRequests
+from swarmnode.p2p.slots import FIRST_SECONDS, LONGEST_SECONDS, MOST_SLOW, SlowPeers
 
-PEER = ID.from_pubkey(create_new_key_pair().public_key).to_base58()
+PEER, *OTHERS = (ID.from_pubkey(create_new_key_pair().public_key).to_base58() for _ in range(5))
+LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
 
 
 class Stuck:
@@ -40,11 +45,45 @@ class Stuck:
         await trio.sleep(1000.0)
 
 
+class Theirs:
+    """A stream of the library's that `peer` has opened: it says `said` and no more, and takes `seconds` to read whatever it is sent."""
+
+    def __init__(self, peer: str, said: bytes = b"", seconds: float = 0.0) -> None:
+        self.muxed_stream = self.muxed_conn = self.conn = self
+        self.peer_id = ID.from_string(peer)
+        self.said = said
+        self.seconds = seconds
+        self.heard = b""
+        self.ended = trio.Event()
+
+    async def read(self, n: int) -> bytes:
+        if not self.said:
+            await self.ended.wait()
+            raise ConnectionResetError
+        data, self.said = self.said[:n], self.said[n:]
+        return data
+
+    async def write(self, data: bytes) -> None:
+        with trio.move_on_after(self.seconds):
+            await self.ended.wait()
+            raise ConnectionResetError
+        self.heard += data
+
+    async def close(self) -> None:
+        self.ended.set()
+        await trio.lowlevel.checkpoint()
+
+    reset = close
+
+
 class Library:
     """A host of the library's, connected with everybody."""
 
-    def __init__(self, stream: Stuck) -> None:
+    def __init__(self, stream: Stuck | None = None) -> None:
         self.stream = stream
+
+    def set_stream_handler(self, protocol: str, handler: object) -> None:
+        self.opened = handler
 
     def get_id(self) -> ID:
         return ID.from_pubkey(create_new_key_pair().public_key)
@@ -111,3 +150,115 @@ async def test_whatever_the_library_raises_is_a_peer_error(autojump_clock, nurse
     with pytest.raises(PeerError, match="inside the library"):
         await Libp2pRequests(Host(Broken(Stuck("")), nursery)).request(PEER, "/x/1", b"x", deadline=3.0, max_response_bytes=10)
     nursery.cancel_scope.cancel()
+
+
+# ---- theirs -----------------------------------------------------------------------------------------------------------------------------
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    await trio.lowlevel.checkpoint()
+    return data
+
+
+async def large(peer: str, data: bytes) -> bytes:
+    await trio.lowlevel.checkpoint()
+    return bytes(1 << 20)
+
+
+def served(requests) -> dict[str, int]:
+    return requests.statistics().served.get("/x/1", {})
+
+
+async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything(autojump_clock, nursery):
+    library = Library()
+    requests = Libp2pRequests(Host(library, nursery))
+    requests.serve("/x/1", echo, **LIMITS, concurrent=8)
+
+    async def silent(peer: str) -> None:
+        while True:  # opened again when it is reset
+            await library.opened(Theirs(peer))
+
+    for peer in OTHERS:
+        for _ in range(2):
+            nursery.start_soon(silent, peer)
+    for _ in range(100):
+        await trio.sleep(1.0)
+        asked = Theirs(PEER, frame(b"question"))
+        await library.opened(asked)
+        assert asked.heard == frame(b"question")
+    assert set(served(requests)) == {"ok", "timeout"}
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_peer_may_begin_a_few_requests_at_a_time_and_has_to_end_them_soon(autojump_clock, nursery):
+    library = Library()
+    requests = Libp2pRequests(Host(library, nursery))
+    requests.serve("/x/1", echo, **LIMITS)
+    began = trio.current_time()
+    async with trio.open_nursery() as theirs:
+        for _ in range(READING_PER_PEER + 4):
+            theirs.start_soon(library.opened, Theirs(OTHERS[0], frame(b"question")[:-1]))
+        await trio.testing.wait_all_tasks_blocked()
+        assert served(requests) == {"busy": 4}
+    assert trio.current_time() - began == pytest.approx(READ_SECONDS)
+    assert served(requests) == {"busy": 4, "timeout": READING_PER_PEER}
+    nursery.cancel_scope.cancel()
+
+
+async def test_whoever_asks_and_does_not_read_leaves_room_for_others(autojump_clock, nursery):
+    library = Library()
+    requests = Libp2pRequests(Host(library, nursery))
+    requests.serve("/x/1", large, **LIMITS, concurrent=8)
+    given = Counter[bool]()
+
+    async def greedy(peer: str) -> None:
+        while True:
+            await library.opened(Theirs(peer, frame(b"all of it"), seconds=1e9))
+            await trio.sleep(1.0)
+
+    for peer in OTHERS:
+        for _ in range(2):
+            nursery.start_soon(greedy, peer)
+    await trio.sleep(60.0)
+    for _ in range(720):
+        await trio.sleep(5.0)
+        asked = Theirs(PEER, frame(b"one of it"), seconds=0.5)
+        await library.opened(asked)
+        given[bool(asked.heard)] += 1
+    assert given[True] > 700
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_line_that_takes_its_time_is_no_reason_to_answer_its_peer_last(autojump_clock, nursery):
+    library = Library()
+    requests = Libp2pRequests(Host(library, nursery))
+    requests.serve("/x/1", echo, **LIMITS, concurrent=4, per_peer=4)
+    for seconds in (0.9 * WRITE_SECONDS, 1.1 * WRITE_SECONDS):
+        for _ in range(2):
+            async with trio.open_nursery() as theirs:
+                for _ in range(4):
+                    theirs.start_soon(library.opened, Theirs(PEER, frame(b"heartbeat"), seconds))
+    assert served(requests) == {"ok": 8, "timeout": 5, "busy": 3}
+    nursery.cancel_scope.cancel()
+
+
+def test_who_is_slow_again_is_answered_last_for_longer():
+    slow, now = SlowPeers(), 0.0
+    assert not slow.has(PEER, now)
+    seconds = FIRST_SECONDS
+    while seconds < LONGEST_SECONDS:
+        slow.found(PEER, now)
+        assert slow.has(PEER, now + 0.99 * seconds)
+        now += seconds
+        assert not slow.has(PEER, now)
+        seconds *= 2
+    for _ in range(3):
+        slow.found(PEER, now)
+    assert slow.has(PEER, now + 0.99 * LONGEST_SECONDS)
+    now += 2 * LONGEST_SECONDS
+    slow.found(PEER, now)
+    assert not slow.has(PEER, now + FIRST_SECONDS)
+    for number in range(MOST_SLOW):
+        slow.found(str(number), now)
+    assert not slow.has(PEER, now)
+    assert slow.has(str(MOST_SLOW - 1), now)
