@@ -51,7 +51,7 @@ class Connection(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything but gossip is going on over it."""
+        """Whether anything is going on over it that we asked for, or granted for as long as it lasts."""
         ...
 
     async def close(self) -> None:

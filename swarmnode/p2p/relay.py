@@ -266,6 +266,7 @@ class Relay:
             await other.reset()
             return
         self._called["ok"] += 1
+        stream.keep_connection()
         await self._carry(stream, other)
 
     async def _carry(self, one: Stream, other: Stream) -> None:

@@ -206,6 +206,7 @@ class RelayClient:
         if connection is None:
             await stream.reset()
         else:
+            stream.keep_connection()
             await connection.wait_closed()
 
     async def _take(self, relay: str, stream: Stream) -> UpgradedConnection | None:

@@ -163,6 +163,7 @@ class Serving:
                     await stream.write(refusal(push))
                     outcome = push
                 else:
+                    stream.keep_connection()
                     nursery.start_soon(watch, lambda: push.moved, lambda: push.end("stalled"), push.longest)
                     await stream.write(response(push))
                     for index in push.indices:

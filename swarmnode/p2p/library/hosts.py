@@ -63,8 +63,9 @@ class Connection:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything but gossip is going on over it."""
-        return any(each.protocol_id not in (None, MESHSUB) for each in self._connection.get_streams())
+        """Whether anything of ours is going on over it: what we ask for, and what was granted (`Stream.keep_connection`). Not gossip, nor
+        any other stream that the peer has opened, which it can keep open for as long as it likes."""
+        return any(_is_ours(each) for each in self._connection.get_streams())
 
     async def close(self) -> None:
         """Never raises: a connection that is gone for good has many ways to say so."""
@@ -268,6 +269,11 @@ class _Announcements(INotifee):
 
     async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None:
         return None
+
+
+def _is_ours(stream: NetStream) -> bool:
+    opened = stream.muxed_stream.is_initiator and stream.protocol_id not in (None, MESHSUB)
+    return opened or getattr(stream.muxed_stream, "keeps_connection", False)
 
 
 async def _close_raw(raw: IRawConnection) -> None:

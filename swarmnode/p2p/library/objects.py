@@ -32,11 +32,14 @@ class MuxedConnection(Protocol):
 
 
 class MuxedStream(Protocol):
-    """A Yamux stream. `patience_seconds`: how long a writer waits for credit; see guards/yamux.py."""
+    """A Yamux stream. `is_initiator`: we opened it. `patience_seconds`: how long a writer waits for credit; see guards/yamux.py.
+    `keeps_connection`: see `library.Stream.keep_connection`, without which it is not there."""
 
     conn: MuxedConnection
+    is_initiator: bool
     reset_received: bool
     patience_seconds: float
+    keeps_connection: bool
 
 
 class NetStream(Protocol):

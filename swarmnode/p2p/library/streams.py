@@ -107,6 +107,10 @@ class Stream:
         """A writer waits however long the peer reads nothing: whoever uses the stream watches that."""
         self._stream.muxed_stream.patience_seconds = math.inf
 
+    def keep_connection(self) -> None:
+        """What was asked for on it lasts, and is granted: the peer is not let go to make room while it does."""
+        self._stream.muxed_stream.keeps_connection = True
+
     async def close(self) -> None:
         """Ends our side in order."""
         with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS), ignored_errors("closing a stream"):

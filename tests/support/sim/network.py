@@ -112,7 +112,7 @@ class SimConnection:
 
     @property
     def is_busy(self) -> bool:
-        return self.link.under_way > 0
+        return self.link.under_way[self.network.peer_id] > 0
 
     async def close(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -399,7 +399,7 @@ class SimRequests:
         connection = self._network.connection(peer)
         pending = Pending(connection)
         self._pending[pending] = None
-        connection.link.under_way += 1
+        connection.link.under_way[self._network.peer_id] += 1
         try:
             other = connection.other
             self._network.transmit(
@@ -407,7 +407,7 @@ class SimRequests:
             )
             await pending.done.wait()
         finally:
-            connection.link.under_way -= 1
+            connection.link.under_way[self._network.peer_id] -= 1
             del self._pending[pending]
         if isinstance(pending.outcome, PeerError):
             raise pending.outcome
@@ -617,11 +617,12 @@ class SimBulk:
 
                 connection.link.on_close.append(lambda: finish(PeerError("the connection is gone")))
                 network.transmit(connection, BULK, 128, at_other)
-                connection.link.under_way += 1
+                ends = (network.peer_id, connection.other.peer_id)
+                connection.link.under_way.update(ends)
                 try:
                     await done.wait()
                 finally:
-                    connection.link.under_way -= 1
+                    connection.link.under_way.subtract(ends)
                 if isinstance(outcome[0], PeerError):
                     raise outcome[0]
                 return outcome[0]

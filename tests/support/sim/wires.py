@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -97,8 +97,8 @@ class Link:
         self.opened_at = trio.current_time()
         self.on_close: list[Callable[[], None]] = []
         """Called once, in order."""
-        self.under_way = 0
-        """Requests and transfers that one end waits for."""
+        self.under_way: Counter[str] = Counter()
+        """Peer id of an end → requests that it waits for, transfers that it takes part in."""
         self._wires = wires
         self._directions = {
             dialler: Direction(wires.way(dialler, listener)),

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import trio
@@ -11,6 +12,9 @@ import trio
 from swarmnode.errors import ConfigError, StateError, Unavailable
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
+from swarmnode.p2p.conversations import frame
+from swarmnode.wire import codec, ids
+from swarmnode.wire.messages import BulkRequest
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
@@ -169,6 +173,56 @@ async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
                 scope.cancel()
                 await trio.sleep_forever()
     assert a.peer_id in (tmp_path / "b" / "peers.json").read_text()
+
+
+def link(network, peer):
+    """What `network` makes of its connection with `peer`, when it decides whom to let go."""
+    return next(each for each in network.connections.links(lambda peer: False) if each.peer == peer.peer_id)
+
+
+async def test_a_guest_that_pings_all_the_time_and_opens_streams_may_be_let_go(tmp_path):
+    async def never(peer: str, data: bytes) -> bytes:
+        return await trio.sleep_forever()
+
+    pings = 0
+
+    async def ping_for_ever(stream):
+        nonlocal pings
+        while True:
+            await stream.write(bytes(32))
+            await stream.read_exactly(32)
+            pings += 1
+
+    async with hosts(tmp_path, 2) as (server, guest), trio.open_nursery() as nursery:
+        limits = {"max_request_bytes": 9, "max_response_bytes": 9}
+        for network in (server, guest):
+            network.requests.serve("/test/never/1", never, **limits)
+        for protocol in (ids.PEERS_PROTOCOL, ids.BULK_PROTOCOL, "/test/never/1"):
+            await guest.host.open_stream(server.peer_id, protocol)
+        nursery.start_soon(ping_for_ever, await guest.host.open_stream(server.peer_id, "/ipfs/ping/1.0.0"))
+        with trio.move_on_after(15.0):  # what the server itself asks a newcomer is over by then
+            await until(lambda: pings and link(server, guest).spare)
+        assert link(server, guest).spare
+        assert link(server, guest).inbound
+
+        ask = partial(server.requests.request, guest.peer_id, "/test/never/1", b"", deadline=60.0, max_response_bytes=9)
+        nursery.start_soon(ask)
+        await until(lambda: guest.requests.statistics().serving)
+        assert not link(server, guest).spare
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_guest_that_fetches_what_it_may_have_is_kept_meanwhile(tmp_path):
+    async with hosts(tmp_path, 2) as (server, guest):
+        source = BulkSource(bytes(1 << 20), chunk_bytes=1 << 20)
+        server.bulk.offer(bytes(32), source)
+        await until(lambda: link(server, guest).spare)
+        stream = await guest.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
+        await stream.write(frame(codec.encode(BulkRequest(bytes(32), source.root, b"\x01"))))
+        await until(lambda: server.bulk.statistics().serving)
+        assert not link(server, guest).spare
+        await stream.reset()
+        await until(lambda: link(server, guest).spare)
 
 
 async def test_a_ban_survives_a_restart(tmp_path):

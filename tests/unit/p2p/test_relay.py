@@ -62,6 +62,15 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
         assert a.observed(b.peer_id) is None
 
 
+async def test_whoever_speaks_through_a_relay_is_let_go_by_nobody_of_the_three(tmp_path):
+    async with relayed(tmp_path) as (relay, a, b):
+        spare = lambda network, peer: next(e.spare for e in network.connections.links(lambda _: False) if e.peer == peer.peer_id)
+        ends = [(relay, a), (relay, b), (a, relay), (b, relay)]
+        await until(lambda: all(spare(*each) for each in ends))
+        await call(a, b, relay)
+        assert not any(spare(*each) for each in ends)
+
+
 async def test_gossip_crosses_a_relay_both_ways(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
