@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 OUTBOUND_PER_PEER = 8
 OUTBOUND = 64
-"""Requests under way, to one peer and to all; more wait their turn within their own deadline."""
+"""Requests of one protocol under way, to one peer and to all; more wait their turn within their own deadline. Not of all protocols at once:
+newcomers that do not answer a greeting would hold up what others are asked for, who would be blamed for it."""
 READ_SECONDS = 10.0
 """A request is there after this time, also where the line is full both ways."""
 READING_PER_PEER = 16
@@ -81,7 +82,7 @@ class Libp2pRequests:
     def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
         self._welcome = welcome
-        self._slots = PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
+        self._slots: dict[str, PeerSlots] = collections.defaultdict(lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND))
         self._services: dict[str, _Service] = {}
         self._reading = PeerCap(READING_PER_PEER)
         self._slow = SlowPeers()
@@ -105,7 +106,7 @@ class Libp2pRequests:
             with trio.move_on_at(late):
                 async with contextlib.AsyncExitStack() as slots:
                     if not urgent:
-                        await slots.enter_async_context(self._slots.turn(peer))
+                        await slots.enter_async_context(self._slots[protocol].turn(peer))
                     slots.enter_context(self._counted())
                     response, _ = await converse(self._host, peer, protocol, ask, deadline=max(late - trio.current_time(), 0.0))
                     self._outcomes[protocol]["ok"] += 1

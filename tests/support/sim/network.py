@@ -370,7 +370,7 @@ class SimRequests:
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
         self._services: dict[str, Service] = {}
-        self._slots = PeerSlots(PER_PEER, IN_ALL)
+        self._slots: dict[str, PeerSlots] = collections.defaultdict(lambda: PeerSlots(PER_PEER, IN_ALL))
         self._pending: dict[Pending, None] = {}
 
     def serve(
@@ -389,7 +389,7 @@ class SimRequests:
             with trio.move_on_after(deadline):
                 if urgent:
                     return await self._ask(peer, protocol, data, max_response_bytes)
-                async with self._slots.turn(peer):
+                async with self._slots[protocol].turn(peer):
                     return await self._ask(peer, protocol, data, max_response_bytes)
         finally:
             del medium.waits[number]

@@ -10,8 +10,9 @@ from libp2p.peer.id import ID
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p.conversations import frame
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.requests import OUTBOUND_PER_PEER, READ_SECONDS, READING_PER_PEER, WRITE_SECONDS, Libp2pRequests
+from swarmnode.p2p.requests import OUTBOUND, OUTBOUND_PER_PEER, READ_SECONDS, READING_PER_PEER, WRITE_SECONDS, Libp2pRequests
 from swarmnode.p2p.slots import FIRST_SECONDS, LONGEST_SECONDS, MOST_SLOW, SlowPeers
+from swarmnode.wire import ids
 
 PEER, *OTHERS = (ID.from_pubkey(create_new_key_pair().public_key).to_base58() for _ in range(5))
 LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
@@ -138,6 +139,28 @@ async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nu
         for _ in range(3 * OUTBOUND_PER_PEER):
             callers.start_soon(one)
     assert max(late) - start < 3.1
+    nursery.cancel_scope.cancel()
+
+
+async def test_greetings_that_hang_hold_up_nothing_that_somebody_else_is_asked_for(autojump_clock, nursery):
+    class Newcomers(Library):
+        async def new_stream(self, peer: object, protocols: list) -> Stuck:
+            await trio.lowlevel.checkpoint()
+            return Stuck("read" if ids.PEERS_PROTOCOL in protocols else "")
+
+    requests = Libp2pRequests(Host(Newcomers(), nursery))
+
+    async def greet(peer: str) -> None:
+        with pytest.raises(PeerTimeout):
+            await requests.request(peer, ids.PEERS_PROTOCOL, b"x", deadline=10.0, max_response_bytes=10)
+
+    for _ in range(OUTBOUND):
+        nursery.start_soon(greet, ID.from_pubkey(create_new_key_pair().public_key).to_base58())
+    await trio.testing.wait_all_tasks_blocked()
+    assert requests.statistics().in_flight == OUTBOUND
+    start = trio.current_time()
+    assert await requests.request(PEER, ids.GROUPS_PROTOCOL, b"x", deadline=3.0, max_response_bytes=10) == b""
+    assert trio.current_time() - start < 1.0
     nursery.cancel_scope.cancel()
 
 
