@@ -225,6 +225,28 @@ def test_who_lists_what_everybody_has_takes_nobody_elses_place():
     assert sum(author in "pqrs" for author in authors) > 0.75 * len(authors)  # the liar is one of six names
 
 
+@pytest.mark.parametrize("lie", [{"author": "z"}, {"author": "a", "age": 3000.0}], ids=["by a banned author", "made long ago"])
+def test_what_a_liar_says_of_a_group_stands_beside_what_others_say_and_not_in_its_place(lie):
+    """The liar's listing came first."""
+    honest = {"ha": [listed(1, author="a")], "hb": [listed(2, author="b")]}
+    trust = lambda author: 0.0 if author == "z" else 1.0
+    asked = lambda offered: [
+        (pull.holder, group.content) for seed in range(300)
+        for pull in choose(heard(**offered), 1, seed, trust=trust) for group in pull.groups
+    ]  # fmt: skip
+    alone = asked(honest).count(("ha", listed(1).content))
+    assert alone == pytest.approx(150, abs=30)
+    assert asked({"liar": [listed(1, **lie)]} | honest).count(("ha", listed(1).content)) == pytest.approx(alone, abs=30)
+
+
+def test_a_group_is_asked_for_once_whatever_is_said_of_it_and_its_other_places_go_to_others():
+    groups = [listed(n, author=chr(ord("a") + n)) for n in range(12)]
+    said = {f"liar{i}": [listed(n, author=chr(ord("A") + (n + i) % 20), age=i / 10) for n in range(12)] for i in range(3)}
+    for seed in range(50):
+        pulls = choose(heard(**said, h=groups), 12, seed)
+        assert sorted(group.content for pull in pulls for group in pull.groups) == [group.content for group in groups]
+
+
 def test_one_holder_alone_is_asked_for_all_that_nobody_knows():
     (pull,) = choose(heard(h=[listed(n, author=chr(ord("a") + n)) for n in range(12)]), 12, trust=lambda author: 0.25)
     assert len(pull.groups) == 12
