@@ -22,7 +22,7 @@ class Puller:
     def __init__(self, key: bytes, swarm: bytes, author_of: Callable[[bytes], str], rng: random.Random) -> None:
         self.swarm = swarm
         self.rng = rng
-        self.catalogue = Catalogue(swarm, rng.randbytes(8))
+        self.catalogue = Catalogue(key, swarm, rng.randbytes(8))
         self.asking = Asking()
         self.moments = Moments()
         self.offers = Offers(key, author_of)

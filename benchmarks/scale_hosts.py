@@ -78,7 +78,7 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
     meter.install()
     with tempfile.TemporaryDirectory() as directory:
         async with two(Path(directory)) as (server, client):
-            serving = Serving(Catalogue(SWARM, b"lifetime"), lambda choice: True, lambda peer: True, clock)
+            serving = Serving(Catalogue(b"", SWARM, b"lifetime"), lambda choice: True, lambda peer: True, clock)
             serving.start(server.requests)
             frames = _fill(serving, size)
             admission = Admission(SWARM, client.peer_id, BUILTIN_TASKS, SharingConfig(groups_per_second=16))

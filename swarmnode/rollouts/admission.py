@@ -24,14 +24,14 @@ from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, has_unwanted_characters, is_useful
 from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS
-from swarmnode.rollouts.signers import Recent, Signer, Signers
+from swarmnode.rollouts.signers import Frames, Signer, Signers
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import check_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
 from swarmnode.wire.messages import Announce, Completion, Envelope, RolloutGroup
 
 SEEN_FRAMES = 16_384
-"""Content ids remembered, so that a frame that comes twice costs one hash."""
+"""Content ids remembered of what became no candidate, so that a frame that comes twice costs one hash."""
 BYTES_PER_TOKEN = 256
 """No tokenizer in use has a longer token; text beyond this is not what was sampled."""
 LONGER_THAN_OURS = 4
@@ -101,7 +101,7 @@ class Admission:
         self.tokens_per_text_byte = 1.0
         self._versions = {name: task_version(name) for name in tasks if name in TASKS}
         self._signers = Signers()
-        self._seen = Recent(SEEN_FRAMES)
+        self._seen = Frames(SEEN_FRAMES)
         self._outcomes: Counter[str] = Counter()
         self._last_internal_error = ""
 
@@ -200,13 +200,16 @@ class Admission:
             message = codec.decode_payload(signed, limits.GROUP_BYTES)
         except BadMessage as bad:
             return bad.reason, peer
-        reason = _clock_reason(message.created_at, now) or signer.sequence_reason(message.sequence, now)
+        forgotten = "stale" if self._seen.is_forgotten(message.created_at) else None
+        reason = _clock_reason(message.created_at, now) or forgotten or signer.sequence_reason(message.sequence, now)
         if reason:
             return reason, peer
         if isinstance(message, Announce):
+            if message.content in self._seen:
+                return "duplicate", peer
             signer.note(message.sequence, now)
             return Announced(message.content, message.size, peer, message.sequence, message.created_at)
-        return self._check_group(message, frame, signer, now)
+        return self._check_group(message, frame, signed.key, signer, now)
 
     def _check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
         """Its sequence was taken when it was announced, and must be the one announced."""
@@ -223,16 +226,21 @@ class Admission:
             return bad.reason, peer
         if isinstance(group, Announce) or (group.sequence, group.created_at) != (announced.sequence, announced.created_at):
             return "mismatch", peer
+        if self._seen.was_candidate(announced.content):
+            return "duplicate", peer
         signer = self._signers.find(signed.key) or Signer(peer, self.cfg.groups_per_second, now)
-        return self._check_group(group, body, signer, now)
+        return self._check_group(group, body, signed.key, signer, now)
 
-    def _check_group(self, group: RolloutGroup, frame: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
+    def _check_group(self, group: RolloutGroup, frame: bytes, key: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
         reason = self._group_reason(group, signer, now)
         if reason:
             return reason, signer.peer
         signer.note(group.sequence, now)
         signer.note_version(group.model, group.policy_version, now)
-        return Candidate(envelope.content_id(frame), signer.peer, group, frame)
+        candidate = Candidate(envelope.content_id(frame), signer.peer, group, frame)
+        self._signers.prove(key, signer)
+        self._seen.prove(candidate.content, now)
+        return candidate
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):

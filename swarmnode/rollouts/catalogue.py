@@ -1,6 +1,6 @@
 """What this node can give to whoever asks: its own newest groups and those of others that it admitted, as they were signed. Pure.
 
-    put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ the newest, at most 14
+    put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ at most 14: own ones, and of each author the newest
                                              └ groups by content id ──▶ at most 16, and 1 MiB
     each answer ─▶ charged to the peer's allowance; four times where it never gave anything
 
@@ -9,11 +9,12 @@ A listing says nothing that its reader cannot check, and a group is signed by it
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import msgspec
 
 from swarmnode.p2p.budget import TokenBucket
+from swarmnode.rollouts import sampling
 from swarmnode.wire import limits
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
 from swarmnode.wire.messages import FetchResponse
@@ -22,6 +23,8 @@ MOST_GROUPS = 256
 MOST_BYTES = 32 * 2**20
 LISTED_SECONDS = 1800.0
 """A group older than this is listed no more: half of the age at which nobody takes it."""
+OWN_LISTED = limits.NEWEST // 2
+"""Own groups that have a place in a listing whatever others made: nobody else has them first."""
 PEER_BYTES_PER_SECOND = 256 * 2**10
 """What one peer is given, sustained; ten seconds of it at once. Twelve groups of 100 KB in five seconds."""
 REQUEST_BYTES = 16 * 2**10
@@ -43,9 +46,13 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 class Catalogue:
-    """Groups by content id, the oldest first. `now` is Unix seconds. swarm: its id; life: 8 bytes, drawn when the process started."""
+    """Groups by content id, the oldest first. `now` is Unix seconds.
 
-    def __init__(self, swarm: bytes, life: bytes, groups: int = MOST_GROUPS, size: int = MOST_BYTES) -> None:
+    own_key: this node's; swarm: its id; life: 8 bytes, drawn when the process started.
+    """
+
+    def __init__(self, own_key: bytes, swarm: bytes, life: bytes, groups: int = MOST_GROUPS, size: int = MOST_BYTES) -> None:
+        self._own_key = own_key
         self.swarm = swarm
         self.life = life
         self.groups = groups
@@ -55,27 +62,32 @@ class Catalogue:
         self._position = 0
 
     def put(self, envelope: bytes, listed: Listed) -> None:
-        """Keep a group that may be given to anybody; the oldest make room for it."""
+        """Keep a group that may be given to anybody; the oldest of the author with most make room for it."""
         if listed.content in self._kept or len(envelope) > self.size:
             return
         self._position += 1
         self._kept[listed.content] = _Kept(self._position, listed, envelope)
         self._bytes += len(envelope)
         while len(self._kept) > self.groups or self._bytes > self.size:
-            self._drop()
+            self._drop(self._most())
 
     def listing(self, request: ListingRequest, now: float) -> ListingResponse:
-        """What is new since the request's cursor: everything, where that is of another life, or ahead of this one."""
+        """What is new since the request's cursor: everything, where that is of another life, or ahead of this one. OWN_LISTED of this
+        node's own at most, then one of each author before any has two, the newest first."""
         if request.swarm != self.swarm:
             return ListingResponse("unknown", self.life, 0, [])
         self._expire(now)
         known = request.position if request.life == self.life and request.position <= self._position else 0
-        new: list[Listed] = []
+        own: list[_Kept] = []
+        others: list[_Kept] = []
         for kept in reversed(self._kept.values()):
-            if kept.position <= known or len(new) == limits.NEWEST:
+            if kept.position <= known:
                 break
-            new.append(kept.listed)
-        return ListingResponse("ok", self.life, self._position, new[::-1])
+            (own if kept.listed.author == self._own_key else others).append(kept)
+        rest = [*own[OWN_LISTED:], *others]
+        chosen = sampling.spread_over_peers(rest, limits.NEWEST, _author, limits.NEWEST, already=own[:OWN_LISTED])
+        listed = [kept.listed for kept in sorted(chosen, key=lambda kept: kept.position)]
+        return ListingResponse("ok", self.life, self._position, listed)
 
     def busy(self) -> ListingResponse:
         """The answer to whoever has to wait: its cursor stays as it is."""
@@ -102,11 +114,26 @@ class Catalogue:
     def _expire(self, now: float) -> None:
         """They came in the order in which they were admitted, which is nearly that of their ages: an old one behind a newer one waits."""
         while self._kept and now - next(iter(self._kept.values())).listed.created_at / 1000 > LISTED_SECONDS:
-            self._drop()
+            self._drop(next(iter(self._kept)))
 
-    def _drop(self) -> None:
-        _, dropped = self._kept.popitem(last=False)
-        self._bytes -= len(dropped.envelope)
+    def _most(self) -> bytes:
+        """The oldest group of the author with most. This node's own make room only where they are more than half: an author has a name for
+        each of its groups if it likes, and nobody else has what this node made."""
+        by_bytes = len(self._kept) <= self.groups
+        most: Counter[bytes] = Counter()
+        for kept in self._kept.values():
+            most[kept.listed.author] += len(kept.envelope) if by_bytes else 1
+        if 2 * most[self._own_key] <= most.total():
+            del most[self._own_key]
+        author = max(most, key=most.__getitem__)
+        return next(content for content, kept in self._kept.items() if kept.listed.author == author)
+
+    def _drop(self, content: bytes) -> None:
+        self._bytes -= len(self._kept.pop(content).envelope)
+
+
+def _author(kept: _Kept) -> bytes:
+    return kept.listed.author
 
 
 class Allowances:

@@ -144,11 +144,11 @@ class RolloutExchange:
         self._version = 0
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
         self._fetching = Fetching(network, self._fetched, self._refuse, budget.allows, rules.spoken.fetch)
-        life = self._rng.randbytes(limits.LIFE_BYTES)
+        life, own_key = self._rng.randbytes(limits.LIFE_BYTES), credentials.key.public_key().public_bytes_raw()
         around = Around(budget.allows, self.authors.worth, self._enqueue, self._in_topic)
         gives = lambda peer: self.authors.admitted_of(peer) > 0
         self._by_listing = _ByListing(
-            Serving(Catalogue(credentials.swarm, life), budget.allows, gives, clock, rules.spoken.fetch),
+            Serving(Catalogue(own_key, credentials.swarm, life), budget.allows, gives, clock, rules.spoken.fetch),
             Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
         )
         self._publisher = Publisher(

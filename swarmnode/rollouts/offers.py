@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -38,8 +39,11 @@ REMEMBERED_AUTHORS = 64
 REMEMBERED_CONTENTS = 4096
 
 
-_Held = dict[bytes, list[tuple[str, Listed]]]
-"""Content id → (holder, what it says)."""
+_Claim = tuple[bytes, bytes, int]
+"""(content id, author, when it was made): what a choice is among. What holders say differently of one group is several, so that a lie
+stands beside what others say, and never in its place."""
+_Held = dict[_Claim, list[tuple[str, Listed]]]
+"""Claim → (holder, what it says)."""
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -130,53 +134,30 @@ class Offers:
             return []
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
         held = self._held(now, is_known, {*busy, *doubted})
-        authors = {content: self._author_of(holders[0][1].author) for content, holders in held.items()}
+        authors = {claim: self._author_of(claim[1]) for claim in held}
         trusted = {author: trust(author) for author in dict.fromkeys(authors.values())}
         heeded = {author for author, much in trusted.items() if rng.random() < much / sampling.PROBATION_TRUST}
-        held = {content: holders for content, holders in held.items() if authors[content] in heeded}
+        held = {claim: holders for claim, holders in held.items() if authors[claim] in heeded}
         if not held:
             return []
         met = Counter(self._asked_of)
         worth = {
-            content: max(belief(holder) for holder, _ in holders) * _spread(holders, belief) * freshness(holders[0][1], now)
-            * trusted[authors[content]] / (1 + met[authors[content]])
-            for content, holders in held.items()
+            claim: max(belief(holder) for holder, _ in holders) * _spread(holders, belief) * freshness(holders[0][1], now)
+            * trusted[authors[claim]] / (1 + met[authors[claim]])
+            for claim, holders in held.items()
         }
         known = {author for author in heeded if trusted[author] > sampling.PROBATION_TRUST}
-        names = {content: _name(authors[content], known, holders, rng) for content, holders in held.items()}
+        names = {claim: _name(authors[claim], known, holders, rng) for claim, holders in held.items()}
         worth = _by_name(worth, names)
         held = _of_few(held, worth, belief, rng) if few else held
-        ordered = sampling.shuffle_weighted(list(held), [worth[content] for content in held], rng)
-        several = len({holder for holders in held.values() for holder, _ in holders}) > 1
-        most = -(-count // 2) if several else count
-        ordered = sampling.spread_over_peers(ordered, len(ordered), authors.__getitem__, -(-count // 2))
-        chosen = sampling.spread_over_peers(ordered, count, names.__getitem__, most)
-        pulls = self._pack(chosen, held, most, lambda holders: _draw(holders, belief, self._author_of, rng))
+        ordered = sampling.shuffle_weighted(list(held), [worth[claim] for claim in held], rng)
+        ordered = sampling.spread_over_peers(ordered, len(ordered), authors.__getitem__, len(ordered))
+        pulls = _pack(count, [(claim, authors[claim], names[claim], held[claim]) for claim in ordered], belief, rng)
         for pull in pulls:
             for listed in pull.groups:
                 self._asked_of.append(self._author_of(listed.author))
             self.forget(pull.holder, [listed.content for listed in pull.groups])
         return pulls
-
-    def _pack(
-        self,
-        chosen: Sequence[bytes],
-        held: _Held,
-        most: int,
-        draw: Callable[[list[tuple[str, Listed]]], tuple[str, Listed]],
-    ) -> list[Pull]:
-        requests: dict[str, list[Listed]] = {}
-        room: dict[str, int] = {}
-        for content in chosen:
-            fits = [
-                (holder, listed) for holder, listed in held[content]
-                if len(requests.get(holder, ())) < min(most, limits.PULLED) and listed.size <= room.get(holder, limits.GROUP_BYTES)
-            ]  # fmt: skip
-            if fits:
-                holder, listed = draw(fits)
-                requests.setdefault(holder, []).append(listed)
-                room[holder] = room.get(holder, limits.GROUP_BYTES) - listed.size
-        return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
 
     def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> _Held:
         """Everything that may be asked for; what is old or known is forgotten."""
@@ -185,7 +166,7 @@ class Offers:
             gone = [content for content, listed in known.groups.items() if not is_timely(listed, now) or is_known(content)]
             self.forget(holder, gone)
             for content, listed in known.groups.items() if holder not in busy else ():
-                held.setdefault(content, []).append((holder, listed))
+                held.setdefault((content, listed.author, listed.created_at), []).append((holder, listed))
         return held
 
     def _note(self, content: bytes) -> bool:
@@ -214,24 +195,59 @@ def _name(author: str, known: Collection[str], holders: list[tuple[str, Listed]]
     return author if author in known or any(holder == author for holder, _ in holders) else f"others' at {rng.choice(holders)[0]}"
 
 
-def _by_name(worth: dict[bytes, float], names: dict[bytes, str]) -> dict[bytes, float]:
-    """Each group's share of what goes by one name, so that these add up to what the best of them is worth."""
+def _by_name(worth: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Claim, float]:
+    """Each claim's share of what goes by one name, so that these add up to what the best of them is worth."""
     best, total = defaultdict[str, float](float), defaultdict[str, float](float)
-    for content, value in worth.items():
-        best[names[content]] = max(best[names[content]], value)
-        total[names[content]] += value
-    return {content: value * best[names[content]] / total[names[content]] if value else 0.0 for content, value in worth.items()}
+    for claim, value in worth.items():
+        best[names[claim]] = max(best[names[claim]], value)
+        total[names[claim]] += value
+    return {claim: value * best[names[claim]] / total[names[claim]] if value else 0.0 for claim, value in worth.items()}
 
 
-def _of_few(held: _Held, worth: dict[bytes, float], belief: Callable[[str], float], rng: random.Random) -> _Held:
+def _of_few(held: _Held, worth: dict[_Claim, float], belief: Callable[[str], float], rng: random.Random) -> _Held:
     """What FEW_HOLDERS offer, drawn by how far they are believed and what their offers are worth together."""
     total: defaultdict[str, float] = defaultdict(float)
-    for content, holders in held.items():
+    for claim, holders in held.items():
         for holder, _ in holders:
-            total[holder] += worth[content]
+            total[holder] += worth[claim]
     chosen = sampling.shuffle_weighted(list(total), [belief(holder) * value for holder, value in total.items()], rng)[:FEW_HOLDERS]
-    some = {content: [each for each in holders if each[0] in chosen] for content, holders in held.items()}
-    return {content: holders for content, holders in some.items() if holders}
+    some = {claim: [each for each in holders if each[0] in chosen] for claim, holders in held.items()}
+    return {claim: holders for claim, holders in some.items() if holders}
+
+
+def _pack(
+    count: int, ordered: Sequence[tuple[_Claim, str, str, list[tuple[str, Listed]]]], belief: Callable[[str], float], rng: random.Random
+) -> list[Pull]:
+    """Requests for `count` of (claim, author, name, holders): each name has one place before any has two, an author and, where there are
+    several, a name and a holder half of all. A place goes to the next of its name where the group is asked for already, by another claim,
+    or nobody has room."""
+    half = -(-count // 2)
+    most = half if len({holder for *_, holders in ordered for holder, _ in holders}) > 1 else count
+    waiting: defaultdict[str, deque[int]] = defaultdict(deque)
+    for place, (_, _, name, _) in enumerate(ordered):
+        waiting[name].append(place)
+    turns = [(0, places.popleft()) for places in waiting.values()]
+    asked: set[bytes] = set()
+    taken: Counter[str] = Counter()
+    requests: dict[str, list[Listed]] = {}
+    room: dict[str, int] = {}
+    while turns and len(asked) < count:
+        turn, place = heapq.heappop(turns)
+        (content, *_), author, name, holders = ordered[place]
+        fits = [] if content in asked or taken[author] == half else [
+            (holder, listed) for holder, listed in holders
+            if len(requests.get(holder, ())) < min(most, limits.PULLED) and listed.size <= room.get(holder, limits.GROUP_BYTES)
+        ]  # fmt: skip
+        if fits:
+            holder, listed = _draw(fits, author, belief, rng)
+            requests.setdefault(holder, []).append(listed)
+            room[holder] = room.get(holder, limits.GROUP_BYTES) - listed.size
+            asked.add(content)
+            taken[author] += 1
+            turn += 1
+        if waiting[name] and turn < most:
+            heapq.heappush(turns, (turn, waiting[name].popleft()))
+    return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
 
 
 def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -> float:
@@ -240,8 +256,5 @@ def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -
     return max(sampling.SPREAD_FLOOR, sum(belief(holder) * listed.spread for holder, listed in holders) / total)
 
 
-def _draw(
-    holders: list[tuple[str, Listed]], belief: Callable[[str], float], author_of: Callable[[bytes], str], rng: random.Random
-) -> tuple[str, Listed]:
-    weights = [belief(holder) * (1.0 if author_of(listed.author) == holder else SECOND_HAND) for holder, listed in holders]
-    return rng.choices(holders, weights)[0]
+def _draw(holders: list[tuple[str, Listed]], author: str, belief: Callable[[str], float], rng: random.Random) -> tuple[str, Listed]:
+    return rng.choices(holders, [belief(holder) * (1.0 if author == holder else SECOND_HAND) for holder, _ in holders])[0]

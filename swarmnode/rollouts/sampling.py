@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 PROBATION_GROUPS = 16
@@ -67,7 +67,7 @@ def most_per_peer(room: int) -> int:
 
 
 def spread_over_peers(
-    ordered: Sequence[Item], count: int, peer_of: Callable[[Item], str], per_peer: int, already: Sequence[Item] = ()
+    ordered: Sequence[Item], count: int, peer_of: Callable[[Item], Hashable], per_peer: int, already: Sequence[Item] = ()
 ) -> list[Item]:
     """`already`, then the first of `ordered` up to `count`: each peer once before any twice, and none above `per_peer`."""
     rounds: list[list[Item]] = [[] for _ in range(per_peer)]

@@ -1,16 +1,22 @@
-"""What a node remembers of each author of rollouts: pace, sequence numbers seen, newest policy version. Bounded per author and in authors.
+"""What a node remembers of each author of rollouts, pace, sequence numbers seen, newest policy version, and of frames. Bounded per author,
+in authors and in frames.
 
 Identities are free, so nothing here may grow with their number: the author that was silent for longest is forgotten first, and being
-forgotten gives an author nothing but a fresh allowance.
+forgotten gives an author nothing but a fresh allowance. What is ignored costs its sender nothing, so it is remembered apart, and pushes
+nothing out of what is remembered of candidates.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from swarmnode.wire import limits
 
 MOST_SIGNERS = 4096
+"""Authors of whom something became a candidate; and as many others."""
+MOST_CANDIDATES = 131_072
+"""Candidates whose content ids are remembered, in 28 MiB: 36 a second for as long as one can be admitted."""
 WINDOW = 4096
 """Sequence numbers below the newest that are still told apart; older ones count as late. A bit each."""
 BURST_SECONDS = 4.0
@@ -86,42 +92,77 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Signers:
-    """Authors by raw public key, at most MOST_SIGNERS of them."""
+    """Authors by raw public key, at most MOST_SIGNERS of whom something became a candidate, and MOST_SIGNERS others."""
 
     def __init__(self) -> None:
-        self._by_key: OrderedDict[bytes, Signer] = OrderedDict()
+        self._proven: OrderedDict[bytes, Signer] = OrderedDict()
+        self._others: OrderedDict[bytes, Signer] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._proven) + len(self._others)
 
     def find(self, key: bytes) -> Signer | None:
         """The author with this key, now the most recently active; None when unknown. Never creates one: the key may be made up."""
-        signer = self._by_key.get(key)
-        if signer is not None:
-            self._by_key.move_to_end(key)
-        return signer
+        for known in (self._proven, self._others):
+            if key in known:
+                known.move_to_end(key)
+                return known[key]
+        return None
 
     def add(self, key: bytes, signer: Signer) -> None:
         """Remember an author whose signature was verified."""
-        self._by_key[key] = signer
-        if len(self._by_key) > MOST_SIGNERS:
-            self._by_key.popitem(last=False)
+        _put(self._others, key, signer)
+
+    def prove(self, key: bytes, signer: Signer) -> None:
+        """Something of this author became a candidate."""
+        self._others.pop(key, None)
+        _put(self._proven, key, signer)
 
 
-class Recent:
-    """A set of byte strings that forgets its oldest beyond `most`."""
+def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> None:
+    signers[key] = signer
+    if len(signers) > MOST_SIGNERS:
+        signers.popitem(last=False)
+
+
+class Frames:
+    """Content ids of frames that were here: those that became candidates, each for as long as it could be admitted again, and the last
+    `most` of the others.
+
+    Where more than MOST_CANDIDATES come in that time the oldest are forgotten, and `is_forgotten` is true of all that is as old.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._items: OrderedDict[bytes, None] = OrderedDict()
+        self._others: OrderedDict[bytes, None] = OrderedDict()
+        self._candidates: OrderedDict[bytes, float] = OrderedDict()
+        self._forgotten_at = -math.inf
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._others) + len(self._candidates)
 
-    def __contains__(self, item: bytes) -> bool:
-        return item in self._items
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._candidates or content in self._others
 
-    def add(self, item: bytes) -> None:
-        self._items[item] = None
-        if len(self._items) > self.most:
-            self._items.popitem(last=False)
+    def add(self, content: bytes) -> None:
+        """A frame was here."""
+        self._others[content] = None
+        if len(self._others) > self.most:
+            self._others.popitem(last=False)
+
+    def was_candidate(self, content: bytes) -> bool:
+        return content in self._candidates
+
+    def prove(self, content: bytes, now: float) -> None:
+        """A frame became a candidate."""
+        self._others.pop(content, None)
+        self._candidates[content] = now
+        longest = limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS
+        while len(self._candidates) > MOST_CANDIDATES or now - next(iter(self._candidates.values())) > longest:
+            _, at = self._candidates.popitem(last=False)
+            if at <= now:  # else the clock stepped back
+                self._forgotten_at = at
+
+    def is_forgotten(self, created_at: int) -> bool:
+        """Whether a group made then, Unix milliseconds, may have been a candidate that is not remembered any more."""
+        return created_at / 1000 <= self._forgotten_at + limits.CLOCK_SKEW_SECONDS

@@ -130,7 +130,7 @@ def weights_fragments(given: dict) -> list:
 
 def listed_positions(given: dict) -> list[int]:
     """Positions that a catalogue lists: each group is made at the second of its position."""
-    catalogue = Catalogue(b"s" * 32, bytes.fromhex(given["life"]), groups=len(given["held"]))
+    catalogue = Catalogue(b"o" * 32, b"s" * 32, bytes.fromhex(given["life"]), groups=len(given["held"]))
     for position in range(1, given["last"] + 1):
         content = position.to_bytes(32, "big")
         catalogue.put(b"envelope", Listed(content, b"k" * 32, "t", 1000 * position, 8, 0.5))

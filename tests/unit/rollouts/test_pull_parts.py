@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from swarmnode.rollouts import asking, catalogue, claims, mode, offers
@@ -24,8 +25,11 @@ def listing(*groups, life=LIFE, position=None):
     return ListingResponse("ok", life, len(groups) if position is None else position, list(groups))
 
 
+OWN_KEY = b"o" * 32
+
+
 def filled(count, size=100, **bounds):
-    kept = Catalogue(SWARM, LIFE, **bounds)
+    kept = Catalogue(OWN_KEY, SWARM, LIFE, **bounds)
     for number in range(count):
         kept.put(bytes(size), listed(number, size=size))
     return kept
@@ -64,6 +68,40 @@ def test_a_catalogue_is_bounded_by_groups_bytes_and_age():
     later = NOW + catalogue.LISTED_SECONDS + 1
     assert kept.listing(ask(), later).groups == []
     assert kept.statistics() == catalogue.CatalogueStatistics(0, 0)
+
+
+@pytest.mark.parametrize("names", [1, 10**6], ids=["one name", "a name for each group"])
+@pytest.mark.parametrize("others", [14, 256, 1000])
+def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
+    kept, own, other = Catalogue(OWN_KEY, SWARM, LIFE), [listed(n, author="o") for n in range(8)], listed(100, author="b")
+    for group in [*own, other, *(msgspec.structs.replace(listed(1000 + n), author=(n % names).to_bytes(32)) for n in range(others))]:
+        kept.put(bytes(100), group)
+    answer = kept.listing(ask(), NOW)
+    assert [group for group in answer.groups if group.author == OWN_KEY] == own[-catalogue.OWN_LISTED :]
+    assert (len(answer.groups), answer.position) == (limits.NEWEST, 9 + others)
+    assert {group.status for group in kept.give(GroupsRequest([group.content for group in own]), NOW).groups} == {"ok"}
+    assert other in answer.groups or names > 1
+
+
+def test_a_listing_has_one_group_of_each_author_before_any_has_two_and_the_newest_of_each():
+    kept = Catalogue(OWN_KEY, SWARM, LIFE)
+    for number, author in enumerate("obcd" + "o" * 10 + "a" * 20):
+        kept.put(bytes(100), listed(number, author=author))
+    numbers = [int.from_bytes(group.content, "big") for group in kept.listing(ask(), NOW).groups]
+    assert numbers == [1, 2, 3, 7, 8, 9, 10, 11, 12, 13, 30, 31, 32, 33]
+    assert kept.listing(ask(34), NOW).groups == []
+
+
+def test_a_node_that_makes_more_than_it_lists_keeps_half_for_what_others_made():
+    kept = Catalogue(OWN_KEY, SWARM, LIFE)
+    for number in range(1000):
+        kept.put(bytes(100), listed(number, author="oab"[number % 3]))
+    groups = kept.give(GroupsRequest([listed(n).content for n in range(999 - 15, 1000)]), NOW).groups
+    assert [group.status for group in groups] == ["ok"] * 16
+    for number in range(1000, 2000):
+        kept.put(bytes(100), listed(number, author="o"))
+    oldest = [group.status for group in kept.give(GroupsRequest([listed(n).content for n in (998, 997, 1800)]), NOW).groups]
+    assert oldest == ["ok", "ok", "unknown"]
 
 
 def test_groups_are_given_until_a_mebibyte_is_full():
@@ -223,6 +261,28 @@ def test_who_lists_what_everybody_has_takes_nobody_elses_place():
         for pull in choose(heard(**offered), 12, seed, trust=lambda author: 0.25) for group in pull.groups
     ]  # fmt: skip
     assert sum(author in "pqrs" for author in authors) > 0.75 * len(authors)  # the liar is one of six names
+
+
+@pytest.mark.parametrize("lie", [{"author": "z"}, {"author": "a", "age": 3000.0}], ids=["by a banned author", "made long ago"])
+def test_what_a_liar_says_of_a_group_stands_beside_what_others_say_and_not_in_its_place(lie):
+    """The liar's listing came first."""
+    honest = {"ha": [listed(1, author="a")], "hb": [listed(2, author="b")]}
+    trust = lambda author: 0.0 if author == "z" else 1.0
+    asked = lambda offered: [
+        (pull.holder, group.content) for seed in range(300)
+        for pull in choose(heard(**offered), 1, seed, trust=trust) for group in pull.groups
+    ]  # fmt: skip
+    alone = asked(honest).count(("ha", listed(1).content))
+    assert alone == pytest.approx(150, abs=30)
+    assert asked({"liar": [listed(1, **lie)]} | honest).count(("ha", listed(1).content)) == pytest.approx(alone, abs=30)
+
+
+def test_a_group_is_asked_for_once_whatever_is_said_of_it_and_its_other_places_go_to_others():
+    groups = [listed(n, author=chr(ord("a") + n)) for n in range(12)]
+    said = {f"liar{i}": [listed(n, author=chr(ord("A") + (n + i) % 20), age=i / 10) for n in range(12)] for i in range(3)}
+    for seed in range(50):
+        pulls = choose(heard(**said, h=groups), 12, seed)
+        assert sorted(group.content for pull in pulls for group in pull.groups) == [group.content for group in groups]
 
 
 def test_one_holder_alone_is_asked_for_all_that_nobody_knows():

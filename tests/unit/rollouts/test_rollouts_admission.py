@@ -96,12 +96,43 @@ def test_a_sequence_number_is_taken_once_even_in_another_frame():
     assert reason(checks.check_frame(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
 
 
-def test_a_replay_is_refused_after_the_frame_cache_forgot_it(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 4)
+def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
-    for sequence in range(20):
-        assert isinstance(checks.check_frame(frame(sequence), NOW), Candidate)
-    assert reason(checks.check_frame(frame(0), NOW)) == "sequence_reused"
+    assert isinstance(checks.check_frame(frame(), NOW), Candidate)
+    announce, body = announced_pair(1)
+    assert isinstance(checks.check_fetched(checks.check_frame(announce, NOW), body, NOW), Candidate)
+    for n in range(100):
+        stale = frame(0, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1)
+        assert reason(checks.check_frame(stale, NOW)) == "stale"
+    assert [reason(checks.check_frame(again, NOW)) for again in (frame(), body, announce)] == ["duplicate", "duplicate", "sequence_reused"]
+    assert reason(checks.check_frame(frame(created=NOW + 1), NOW)) == "sequence_reused"
+    assert checks.has_seen(envelope.content_id(frame()))
+    assert checks.statistics().seen <= 32 + 2
+
+
+def test_an_announcement_of_what_is_here_is_a_duplicate_also_where_its_author_was_forgotten(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
+    checks = admission()
+    announce, body = announced_pair()
+    announced = checks.check_frame(announce, NOW)
+    checks.check_fetched(announced, body, NOW)
+    for n in range(100):
+        assert isinstance(checks.check_frame(frame(0, Author(SWARM, seed=100 + n)), NOW), Candidate)
+        checks.check_frame(frame(1, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1), NOW)
+    assert reason(checks.check_frame(announce, NOW)) == "duplicate"
+    assert reason(checks.check_fetched(announced, body, NOW)) == "duplicate"
+
+
+def test_what_was_a_candidate_is_none_again_however_many_came_after_it(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 4)
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 1)
+    checks, frames = admission(), [frame(0, Author(SWARM, seed=n), created=NOW + 60 * n) for n in range(20)]
+    assert all(isinstance(checks.check_frame(each, NOW + 60 * n), Candidate) for n, each in enumerate(frames))
+    assert [reason(checks.check_frame(each, NOW + 1200)) for each in frames] == ["stale"] * 16 + ["duplicate"] * 4
+    assert isinstance(checks.check_frame(frame(created=NOW + 1200), NOW + 1200), Candidate)
 
 
 def test_a_replay_is_stale_after_everything_forgot_it():
@@ -279,12 +310,15 @@ def test_a_fetched_body_passes_the_same_checks():
 
 def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
     monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 16)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
     for n in range(64):
-        checks.check_frame(frame(n, Author(SWARM, seed=100 + n)), NOW)
+        made = NOW + 60 * n
+        checks.check_frame(frame(n, Author(SWARM, seed=100 + n), created=made), made)
+        checks.check_frame(frame(n, Author(SWARM, seed=200 + n), created=made - limits.GROUP_AGE_SECONDS - 1), made)
     stats = checks.statistics()
-    assert (stats.signers, stats.seen) == (8, 32)
+    assert (stats.signers, stats.seen) == (8 + 8, 16 + 32)
 
 
 def test_a_defect_of_ours_costs_the_frame_and_is_counted():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.signers import VERSION_MEMORY_SECONDS, WINDOW, Recent, Signer, Signers
+from swarmnode.rollouts.signers import VERSION_MEMORY_SECONDS, WINDOW, Frames, Signer, Signers
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS, GROUP_AGE_SECONDS
 
 MODEL = b"m" * 32
@@ -103,8 +103,37 @@ def test_signers_forget_the_one_heard_longest_ago(monkeypatch):
     assert [signers.find(k) is not None for k in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
 
 
-def test_recent_is_a_bounded_set():
-    recent, rng = Recent(100), random.Random(0)
+def test_others_push_out_no_author_of_a_candidate(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 3)
+    signers = Signers()
+    signers.add(b"a", one := signer())
+    signers.prove(b"a", one)
+    for number in range(100):
+        signers.add(bytes([number]) * 32, signer())
+    assert signers.find(b"a") is one
+    assert len(signers) == 4
+
+
+def test_frames_are_bounded_and_candidates_kept_for_as_long_as_a_group_may_be_admitted():
+    frames, rng, longest = Frames(100), random.Random(0), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
+    frames.add(b"first")
+    frames.prove(b"first", 0.0)
     for _ in range(1000):
-        recent.add(rng.randbytes(4))
-    assert len(recent) == 100
+        frames.add(rng.randbytes(4))
+    assert len(frames) == 101
+    assert b"first" in frames
+    frames.prove(b"second", longest)
+    assert frames.was_candidate(b"first")
+    frames.prove(b"third", longest + 1)
+    assert b"first" not in frames
+    assert frames.is_forgotten(int(1000 * CLOCK_SKEW_SECONDS))
+    assert not frames.is_forgotten(int(1000 * CLOCK_SKEW_SECONDS) + 1)
+
+
+def test_a_clock_that_stepped_back_makes_nothing_too_old(monkeypatch):
+    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 2)
+    frames, tomorrow = Frames(100), 86_400.0
+    frames.prove(b"first", tomorrow)
+    for number in range(10):
+        frames.prove(bytes([number]), float(number))
+    assert not frames.is_forgotten(int(1000 * (10.0 + CLOCK_SKEW_SECONDS)))
