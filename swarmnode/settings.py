@@ -49,6 +49,13 @@ class Resolved:
 C = TypeVar("C", bound=BaseModel)
 
 
+def is_set(config: BaseModel, key: str) -> bool:
+    """Whether somebody has set a dotted key, be it to its default."""
+    outer, _, leaf = key.rpartition(".")
+    section = value(config, outer) if outer else config
+    return isinstance(section, BaseModel) and leaf in section.model_fields_set
+
+
 def value(config: BaseModel, key: str) -> object:
     """What a dotted key is set to."""
     found: object = config
@@ -58,13 +65,16 @@ def value(config: BaseModel, key: str) -> object:
 
 
 def replaced(config: C, values: Mapping[str, object], where: str) -> C:
-    """`config` with `values` by dotted key in place of its own. `where`: named in errors. Raises ConfigError for one that does not fit."""
-    tree = config.model_dump()
+    """`config` with `values` by dotted key in place of its own; what else nobody has set stays so. `where`: named in errors.
+
+    Raises ConfigError for one that does not fit.
+    """
+    tree = config.model_dump(exclude_unset=True)
     for key, wanted in values.items():
         *path, leaf = key.split(".")
         section = tree
         for name in path:
-            section = section[name]
+            section = section.setdefault(name, {})
         section[leaf] = wanted
     try:
         return type(config).model_validate(tree)
@@ -240,18 +250,31 @@ def check_trackers(names: Sequence[str]) -> None:
 
 SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}
 """Learning rates from which reinforcement learning spoils a pretrained model: published recipes have 1e-6 and 1e-5 to 1e-4."""
+SUITED_RATES = {"all weights": "1e-6", "an adapter": "1e-5"}
 SHORTEST_ANSWER = 64
 """Tokens: a chat model's answers begin after some words."""
+
+
+def trained_kind(policy: PolicyConfig) -> str:
+    """What of a model is trained, as SMALLEST_RATES and SUITED_RATES have it."""
+    return "an adapter" if policy.lora.r else "all weights"
+
+
+def suited(policy: PolicyConfig, training: TrainingConfig) -> TrainingConfig:
+    """`training` with a learning rate for a model of the Hub, where nobody has set one: the default is the embedded policy's."""
+    if is_set(training, "learning_rate") or policy.model == "embedded" or Path(policy.model).expanduser().is_dir():
+        return training
+    return replaced(training, {"learning_rate": float(SUITED_RATES[trained_kind(policy)])}, "default")
 
 
 def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
     """What is set, or was left as it is for the embedded policy, and does not suit a real model: a line each, with what to do."""
     if policy.model == "embedded":
         return []
-    found, kind = [], "an adapter" if policy.lora.r else "all weights"
+    found, kind = [], trained_kind(policy)
     if training.learning_rate >= SMALLEST_RATES[kind]:
-        wanted = "1e-5" if policy.lora.r else "1e-6"
-        found.append(f"training.learning_rate = {training.learning_rate:g} with {kind} of {policy.model} spoils it: set about {wanted}")
+        said = f"training.learning_rate = {training.learning_rate:g} with {kind} of {policy.model}"
+        found.append(f"{said} spoils it: set about {SUITED_RATES[kind]}")
     if training.max_completion_length < SHORTEST_ANSWER:
         length = training.max_completion_length
         found.append(f"training.max_completion_length = {length} cuts nearly every answer of {policy.model}: set 256 or more")

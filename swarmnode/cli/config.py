@@ -97,4 +97,7 @@ def by_manifest(resolved: Resolved) -> Resolved:
     except SwarmNodeError as error:
         print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
         return resolved
-    return Resolved(agreed, {**resolved.origins, **{change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}})
+    said = {change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}
+    if agreed.training.learning_rate != resolved.config.training.learning_rate:
+        said["training.learning_rate"] = "default for a model of the Hub"
+    return Resolved(agreed, resolved.origins | said)

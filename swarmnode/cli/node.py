@@ -39,7 +39,7 @@ def recipes(*, json: AsJson = False) -> int:
 
 def run_resolved(resolved: Resolved) -> int:
     """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
-    from swarmnode.settings import check_trackers, unsuited
+    from swarmnode.settings import check_trackers
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
@@ -49,8 +49,6 @@ def run_resolved(resolved: Resolved) -> int:
     check_trackers(resolved.config.log.trackers)
     task = resolved.config.task
     prove_own([*task.modules, *task.settings, *task.datasets])
-    for line in unsuited(resolved.config.policy, resolved.config.training):
-        print(f"swarmnode: warning: {line}", file=sys.stderr)
     return _supervise(resolved, None)
 
 
@@ -123,6 +121,7 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     from swarmnode.daemon import supervisor
     from swarmnode.daemon.machine import Rules
     from swarmnode.observe import logs
+    from swarmnode.settings import unsuited
     from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
@@ -130,6 +129,8 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()
+    for line in unsuited(agreed.policy, agreed.training) if commands is None else ():
+        print(f"swarmnode: warning: {line}", file=sys.stderr)
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
     rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
     return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS, rules)

@@ -12,6 +12,9 @@ import pytest
 from swarmnode import __version__, cli, settings
 from swarmnode.cli import options as cli_options
 from swarmnode.config import Config
+from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.wire.messages import ModelRef
+from tests.support.manifests import founded
 
 HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
 
@@ -99,6 +102,28 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
     path.write_text("[training]\nlearning_rat = 1\n")
     assert cli.run(["run", "--config", str(path)]) == 78
     assert capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest: training.learning_rate)\n"
+
+
+@pytest.fixture
+def not_started(monkeypatch):
+    """`run` ends where its processes would begin."""
+    monkeypatch.setattr("swarmnode.daemon.supervisor.run", lambda *arguments: 0)
+    monkeypatch.setattr("swarmnode.observe.logs.configure", lambda *arguments, **others: None)
+
+
+@pytest.mark.parametrize(
+    ("said", "warned"),
+    [([], []), (["--set", "training.learning_rate=3e-4"], ["training.learning_rate = 0.0003 with all weights of org/model"])],
+)
+@pytest.mark.usefixtures("not_started")
+def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(tmp_path, capsys, said, warned):
+    opened = founded(models=[ModelRef("org/model", "main", b"\x11" * 32, b"\x22" * 32)])
+    store = ManifestStore(tmp_path)
+    store.add(opened)
+    store.choose(opened.swarm)
+    assert cli.run(["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *said]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "learning_rate" in line]
+    assert [line.partition(" spoils it")[0] for line in warnings] == [f"swarmnode: warning: {each}" for each in warned]
 
 
 @pytest.mark.parametrize(
