@@ -55,6 +55,7 @@ def sync_directory(directory: Path) -> None:
 
 def read_private(path: Path, what: str, limit: int) -> bytes | None:
     """At most `limit` bytes of a file that only its owner may read; None if there is none. `what`: named in errors, e.g. "key file".
+    Of systemd's credentials the group may be one that reads: with DynamicUser they are root's, with an ACL for the service alone.
 
     The descriptor that is read is checked, not the name, so that nothing can be swapped between. Raises Refused when others can read it,
     Unavailable when we cannot.
@@ -62,13 +63,18 @@ def read_private(path: Path, what: str, limit: int) -> bytes | None:
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & 0o077:
+            if mode & (0o037 if _is_credential(path) else 0o077):
                 raise Refused(f"others can read the {what} (mode {mode:04o}): chmod 600 {path}")
             return file.read(limit)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise Unavailable(f"cannot read the {what} {path}: {error.strerror}") from None
+
+
+def _is_credential(path: Path) -> bool:
+    directory = os.environ.get("CREDENTIALS_DIRECTORY", "")
+    return bool(directory) and path.resolve().is_relative_to(Path(directory).resolve())
 
 
 def socket_address(path: Path) -> tuple[str, int | None]:

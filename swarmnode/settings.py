@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,6 +49,13 @@ class Resolved:
 C = TypeVar("C", bound=BaseModel)
 
 
+def is_set(config: BaseModel, key: str) -> bool:
+    """Whether somebody has set a dotted key, be it to its default."""
+    outer, _, leaf = key.rpartition(".")
+    section = value(config, outer) if outer else config
+    return isinstance(section, BaseModel) and leaf in section.model_fields_set
+
+
 def value(config: BaseModel, key: str) -> object:
     """What a dotted key is set to."""
     found: object = config
@@ -58,13 +65,16 @@ def value(config: BaseModel, key: str) -> object:
 
 
 def replaced(config: C, values: Mapping[str, object], where: str) -> C:
-    """`config` with `values` by dotted key in place of its own. `where`: named in errors. Raises ConfigError for one that does not fit."""
-    tree = config.model_dump()
+    """`config` with `values` by dotted key in place of its own; what else nobody has set stays so. `where`: named in errors.
+
+    Raises ConfigError for one that does not fit.
+    """
+    tree = config.model_dump(exclude_unset=True)
     for key, wanted in values.items():
         *path, leaf = key.split(".")
         section = tree
         for name in path:
-            section = section[name]
+            section = section.setdefault(name, {})
         section[leaf] = wanted
     try:
         return type(config).model_validate(tree)
@@ -83,10 +93,14 @@ def kept_file(data_dir: Path) -> Path:
     return data_dir / "config.toml"
 
 
-def keep(data_dir: Path, overrides: Sequence[str]) -> Path:
-    """Add `key=value` texts, which have been checked, to what is kept in a data directory. Returns the file. Raises Unavailable."""
+def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) -> Path:
+    """Add a recipe and `key=value` texts, which have been checked, to what is kept in a data directory. Returns the file.
+
+    Raises Unavailable.
+    """
     path = kept_file(data_dir)
-    values = {key: setting for key, (setting, _) in (_from_file(path) | _from_overrides(overrides)).items() if key != "node.data_dir"}
+    said = _from_file(path) | (_from_recipe(recipe) if recipe is not None else {}) | _from_overrides(overrides)
+    values = {key: setting for key, (setting, _) in said.items() if key != "node.data_dir"}
     lines = ["# What was said once of this node. `swarmnode config set KEY=VALUE` adds to it; comments are not kept."]
     for section in sorted({key.rpartition(".")[0] for key in values}):
         lines += ["", f"[{section}]"]
@@ -178,7 +192,10 @@ def load(
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         known = next((k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")), key)
-        raise ConfigError(f"{origins.get(known, 'configuration')}: {known}: {first['msg']}") from None
+        hint = ""
+        if first["type"] == "list_type" and isinstance(first["input"], str):
+            hint = f"""; write '{known}=["{first["input"].strip("[]")}"]'"""
+        raise ConfigError(f"{origins.get(known, 'configuration')}: {known}: {first['msg']}{hint}") from None
 
 
 def _from_systemd(environment: Mapping[str, str]) -> Settings:
@@ -210,12 +227,17 @@ class Recipe:
     name: str
     what: str
     """The first line of its file: for whom it is."""
+    needs: str = ""
+    """What to install for it, beside what every trainer needs."""
 
 
 def recipes() -> list[Recipe]:
     """All that there are, by name."""
     files = [file for file in (resources.files("swarmnode") / "recipes").iterdir() if file.name.endswith(".toml")]
-    found = [Recipe(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")) for file in files]
+    found = []
+    for file in files:
+        what, figures = file.read_text(encoding="utf-8").splitlines()[:2]
+        found.append(Recipe(file.name.removesuffix(".toml"), what.lstrip("# "), figures.partition("Needs: ")[2]))
     return sorted(found, key=lambda recipe: recipe.name)
 
 
@@ -240,18 +262,43 @@ def check_trackers(names: Sequence[str]) -> None:
 
 SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}
 """Learning rates from which reinforcement learning spoils a pretrained model: published recipes have 1e-6 and 1e-5 to 1e-4."""
+SUITED_RATES = {"all weights": "1e-6", "an adapter": "1e-5"}
 SHORTEST_ANSWER = 64
 """Tokens: a chat model's answers begin after some words."""
+
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+CUDA_TORCH = "pip uninstall -y torch, then pip install torch: PyPI's is for CUDA"
+
+
+def unused_gpu(policy: PolicyConfig, driver: Path = NVIDIA_DRIVER) -> list[str]:
+    """An NVIDIA GPU that training would leave idle, as far as can be told without loading torch: a line, with what to do."""
+    torch = metadata.version("torch")
+    if policy.device != "auto" or not driver.exists() or not torch.endswith("+cpu"):
+        return []
+    return [f"an NVIDIA GPU is here, but torch {torch} is built for the CPU: {CUDA_TORCH}"]
+
+
+def trained_kind(policy: PolicyConfig) -> str:
+    """What of a model is trained, as SMALLEST_RATES and SUITED_RATES have it."""
+    return "an adapter" if policy.lora.r else "all weights"
+
+
+def suited(policy: PolicyConfig, training: TrainingConfig) -> TrainingConfig:
+    """`training` with a learning rate for a model of the Hub, where nobody has set one: the default is the embedded policy's."""
+    if is_set(training, "learning_rate") or policy.model == "embedded" or Path(policy.model).expanduser().is_dir():
+        return training
+    return replaced(training, {"learning_rate": float(SUITED_RATES[trained_kind(policy)])}, "default")
 
 
 def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
     """What is set, or was left as it is for the embedded policy, and does not suit a real model: a line each, with what to do."""
     if policy.model == "embedded":
         return []
-    found, kind = [], "an adapter" if policy.lora.r else "all weights"
+    found, kind = [], trained_kind(policy)
     if training.learning_rate >= SMALLEST_RATES[kind]:
-        wanted = "1e-5" if policy.lora.r else "1e-6"
-        found.append(f"training.learning_rate = {training.learning_rate:g} with {kind} of {policy.model} spoils it: set about {wanted}")
+        said = f"training.learning_rate = {training.learning_rate:g} with {kind} of {policy.model}"
+        found.append(f"{said} spoils it: set about {SUITED_RATES[kind]}")
     if training.max_completion_length < SHORTEST_ANSWER:
         length = training.max_completion_length
         found.append(f"training.max_completion_length = {length} cuts nearly every answer of {policy.model}: set 256 or more")

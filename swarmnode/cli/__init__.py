@@ -62,7 +62,8 @@ def run(argv: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
         command = " ".join(["swarmnode", *(error.command_chain or ())])
-        print(f"swarmnode: {' '.join(str(error).split()).rstrip('.')}; `{command} --help` tells what there is", file=sys.stderr)
+        what = " ".join(str(error).partition("Available commands:")[0].split()).rstrip(".")
+        print(f"swarmnode: {what}; `{command} --help` tells what there is", file=sys.stderr)
         return USAGE_EXIT_CODE
     except SwarmNodeError as error:
         print(f"swarmnode: {error}", file=sys.stderr)

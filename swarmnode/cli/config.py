@@ -46,21 +46,27 @@ def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
 
 
 @config_app.command(name="set")
-def config_set(*setting: str, node: NodeOptions = NODE, json: AsJson = False) -> int:
+def config_set(*setting: str, recipe: str | None = None, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Keep settings for this data directory; a node that runs takes them at its next start.
 
     Parameters
     ----------
     setting
         key=value, any key of docs/configuration.md. May be repeated.
+    recipe
+        Keep all that it sets too; `swarmnode recipes` lists them.
     """
     from swarmnode import settings
+    from swarmnode.cli.node import check_before_processes
 
     asked = [*(node.set_ or []), *setting]
-    if not asked:
+    if not asked and recipe is None:
         raise ConfigError("config set: nothing to set; write KEY=VALUE")
-    data_dir = load(replace(node, set_=asked), tasks=False).config.node.data_dir
-    file = settings.keep(data_dir, asked)
+    if any(text.partition("=")[0].strip().replace("-", "_") == "node.data_dir" for text in asked):
+        raise ConfigError("config set: node.data_dir cannot be kept in the directory itself: name it with -d, or in the user's config.toml")
+    resolved = load(replace(node, set_=asked), tasks=False, recipe=recipe)
+    check_before_processes(resolved)
+    file = settings.keep(resolved.config.node.data_dir, asked, recipe)
     return say({"file": str(file)}, f"kept in {file}", json)
 
 
@@ -97,4 +103,7 @@ def by_manifest(resolved: Resolved) -> Resolved:
     except SwarmNodeError as error:
         print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
         return resolved
-    return Resolved(agreed, {**resolved.origins, **{change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}})
+    said = {change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}
+    if agreed.training.learning_rate != resolved.config.training.learning_rate:
+        said["training.learning_rate"] = "default for a model of the Hub"
+    return Resolved(agreed, resolved.origins | said)

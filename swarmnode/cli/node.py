@@ -14,7 +14,7 @@ from swarmnode.cli.options import NODE, AsJson, Capacity, Flag, NodeOptions, Pee
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from swarmnode.settings import Resolved
+    from swarmnode.settings import Recipe, Resolved
     from swarmnode.swarm.rollback import Kept
 
 
@@ -34,12 +34,16 @@ def recipes(*, json: AsJson = False) -> int:
     from swarmnode import settings
 
     found = settings.recipes()
-    return say({"recipes": [asdict(each) for each in found]}, "\n".join(f"{each.name:<16} {each.what}" for each in found), json)
+    return say({"recipes": [asdict(each) for each in found]}, "\n".join(map(_recipe_line, found)), json)
+
+
+def _recipe_line(recipe: Recipe) -> str:
+    return f"{recipe.name:<16} {recipe.what}{f' Needs: {recipe.needs}' if recipe.needs else ''}"
 
 
 def run_resolved(resolved: Resolved) -> int:
     """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
-    from swarmnode.settings import check_trackers, unsuited
+    from swarmnode.settings import check_trackers
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
@@ -49,8 +53,6 @@ def run_resolved(resolved: Resolved) -> int:
     check_trackers(resolved.config.log.trackers)
     task = resolved.config.task
     prove_own([*task.modules, *task.settings, *task.datasets])
-    for line in unsuited(resolved.config.policy, resolved.config.training):
-        print(f"swarmnode: warning: {line}", file=sys.stderr)
     return _supervise(resolved, None)
 
 
@@ -75,7 +77,8 @@ def check_before_processes(resolved: Resolved) -> None:
             try:
                 _, peer = addresses.parse_any(text)
             except ValueError as error:
-                raise wrong(key, f"{text[:120]!r}: {error}") from None
+                why = str(error) if needs_peer else str(error).removesuffix("/p2p/<peer id>")
+                raise wrong(key, f"{text[:120]!r}: {why}") from None
             if needs_peer and peer is None:
                 raise wrong(key, f"{text[:120]!r} does not end in /p2p/<peer id>")
 
@@ -123,6 +126,7 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     from swarmnode.daemon import supervisor
     from swarmnode.daemon.machine import Rules
     from swarmnode.observe import logs
+    from swarmnode.settings import unsuited, unused_gpu
     from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
@@ -130,6 +134,8 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()
+    for line in [*unsuited(agreed.policy, agreed.training), *unused_gpu(agreed.policy)] if commands is None else ():
+        print(f"swarmnode: warning: {line}", file=sys.stderr)
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
     rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
     return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS, rules)

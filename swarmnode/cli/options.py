@@ -121,4 +121,7 @@ def size_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ConfigError(f"command line: {text!r} is not a size; write 6GiB, 500MB or a number of bytes")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    count = int(float(found[1]) * UNITS[found[2].upper()])
+    if not found[2] and 0 < count < UNITS["MB"]:
+        raise ConfigError(f"command line: {text} is {count} bytes; write {text}GB or {text}GiB if that is meant")
+    return count

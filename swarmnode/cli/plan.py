@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -86,7 +87,7 @@ def plan(
     lines.append(f"{copy}; ten times as fast between homes.")
     if room is not None:
         chosen = best(found)
-        lines.append(_advice(chosen.name, settings(chosen), chosen.micro_batch) if chosen else _too_small(found, memory or ""))
+        lines.append(_advice(chosen, model, revision) if chosen else _too_small(found, memory or ""))
     return say(told, "\n".join(lines), json)
 
 
@@ -102,9 +103,12 @@ def _table(found: list[Choice], room: int | None) -> list[str]:
     return lines
 
 
-def _advice(name: str, said: list[str], tokens: int) -> str:
-    how = " ".join(f"--set {text}" for text in said)
-    return f"Fits: {name}, micro-batches of up to {tokens:,} tokens. swarmnode run {how}".rstrip()
+def _advice(chosen: Choice, model: str, revision: str | None) -> str:
+    from swarmnode.policy.plan import settings
+
+    said = [f"policy.model={model}", *([f"policy.revision={revision}"] if revision else []), *settings(chosen)]
+    how = " ".join(f"--set {shlex.quote(text)}" for text in said)
+    return f"Fits: {chosen.name}, micro-batches of up to {chosen.micro_batch:,} tokens. swarmnode run {how}"
 
 
 def _too_small(found: list[Choice], memory: str) -> str:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swarmnode.settings import CUDA_TORCH
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
 GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
 """The exit code tells the first of these that failed: what a person has to mend comes before what may mend itself."""
 
+NOT_OURS = "not an address of this machine"
 LEAST_FREE_BYTES = 256 * 2**20
 COMFORTABLE_FREE_BYTES = 5 * 2**30
 FUTURE_SECONDS = 60.0
@@ -138,6 +140,9 @@ def check_port(f: PortFacts) -> Check:
     where = f"{f.host} port {f.port}"
     if f.ours:
         return ok(name, f"{where} is this node's, which runs")
+    if f.problem == NOT_OURS and f.key == "network.listen_addrs":
+        every = f"/ip6/::/tcp/{f.port}" if ":" in f.host else f"/ip4/0.0.0.0/tcp/{f.port}"
+        return fail(name, f"{where}: {f.problem}", f"listen on {every}, and name this one in network.announce_addrs", UNAVAILABLE)
     if f.problem:
         return fail(name, f"{where}: {f.problem}", f"stop what listens there, or set {f.key} to another", UNAVAILABLE)
     return ok(name, f"{where} is free" if f.port else f"{f.host}: a free port is chosen at the first start, and kept")
@@ -327,7 +332,7 @@ def check_device(f: DeviceFacts) -> Check:
             return fail(name, "an NVIDIA GPU is here, its driver is not loaded", f"install the driver and restart, {instead}", UNAVAILABLE)
         if "nvidia" in f.hardware and not f.built_for.startswith("CUDA"):
             return fail(name, f"an NVIDIA GPU is here, but torch {f.torch} is built for {f.built_for or 'the CPU'}",
-                        f"pip install torch from PyPI, {instead}", UNAVAILABLE)  # fmt: skip
+                        f"{CUDA_TORCH}; {instead}", UNAVAILABLE)  # fmt: skip
         if "nvidia" in f.hardware:
             return fail(name, f"torch {f.torch} ({f.built_for}) cannot use the GPU with driver {f.driver}: {f.gpu_error or 'none found'}",
                         f"a driver for {f.built_for} or newer, or a torch for an older CUDA, {instead}", UNAVAILABLE)  # fmt: skip

@@ -31,6 +31,7 @@ import psutil
 
 from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
 from swarmnode.doctor.checks import (
+    NOT_OURS,
     ClockFacts,
     DeviceFacts,
     DialBackFacts,
@@ -167,7 +168,7 @@ def port_problem(host: str, port: int) -> str:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return TAKEN
-        return {errno.EACCES: "not allowed for this user", errno.EADDRNOTAVAIL: "not an address of this machine"}.get(
+        return {errno.EACCES: "not allowed for this user", errno.EADDRNOTAVAIL: NOT_OURS}.get(
             error.errno or 0, error.strerror or str(error)
         )
     return ""

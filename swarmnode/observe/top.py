@@ -39,7 +39,7 @@ def fetch(place: Place, points: int = 120) -> Status:
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         why = getattr(why, "strerror", None) or why
-        raise Unavailable(f"no node answers at {place.url}: {why}; does it run, and with this http.port?") from error
+        raise Unavailable(f"no node answers at {place.url}: {why}; does it run? -d DIR or HOST:PORT names another") from error
     if not isinstance(told, dict) or "snapshot" not in told:
         raise Unavailable(f"{place.url} is not a swarmnode")
     if place.peer and told["snapshot"].get("node", {}).get("peer") not in ("", None, place.peer):

@@ -33,7 +33,7 @@ def of_data_dir(data_dir: Path) -> Place:
     """What the node of this directory wrote when it last started. Raises Unavailable where none did."""
     place = written(data_dir)
     if place is None:
-        raise Unavailable(f"no node has run in {data_dir} yet, or it has no status page")
+        raise Unavailable(f"no node has run in {data_dir} yet, or it has no status page: name another -d DIR, or HOST:PORT of its page")
     return place
 
 

@@ -110,6 +110,10 @@ def _probe(address: Address) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             what_to_do = "set network.listen_addrs to a free one, or tcp/0"
             raise Unavailable(f"port {address.port} of {address.host} is taken by another process; {what_to_do}") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            every = Address(address.kind, "0.0.0.0" if address.kind == "ip4" else "::", address.port)
+            what_to_do = f"listen on {every}, and name this one in network.announce_addrs"
+            raise Unavailable(f"cannot listen on {address}: not an address of this machine; {what_to_do}") from error
         raise Unavailable(f"cannot listen on {address}: {error.strerror}") from error
     return probe
 

@@ -120,7 +120,8 @@ def _write_new(path: Path, data: bytes) -> None:
     except FileExistsError:
         raise Refused(f"{path} exists; name another file") from None
     except OSError as error:
-        raise Unavailable(f"cannot write {path}: {error.strerror}") from None
+        missing = f"there is no directory {path.parent}" if isinstance(error, FileNotFoundError) else error.strerror
+        raise Unavailable(f"cannot write {path}: {missing}") from None
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

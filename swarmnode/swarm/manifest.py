@@ -46,6 +46,14 @@ class Change:
     key: str
     was: object
     now: object
+    was_set: bool
+    """Somebody had said otherwise, not only the default."""
+
+    @property
+    def overrules(self) -> bool:
+        """Whether it takes away what somebody has set. Peers are added to, and tasks have no order."""
+        reordered = isinstance(self.was, list) and isinstance(self.now, list) and sorted(self.was) == sorted(self.now)
+        return self.was_set and self.key != "network.initial_peers" and not reordered
 
 
 # ---- founding -----------------------------------------------------------------------------------------------------------
@@ -154,7 +162,8 @@ def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Conf
     if trains:
         wanted |= _training_terms(manifest, config.training) | _model_terms(manifest, config.policy)
     changed = settings.replaced(config, wanted, "manifest")
-    return changed, [Change(key, was, now) for key, now in wanted.items() if (was := settings.value(config, key)) != now]
+    before = {key: settings.value(config, key) for key in wanted}
+    return changed, [Change(key, before[key], now, settings.is_set(config, key)) for key, now in wanted.items() if before[key] != now]
 
 
 def _training_terms(manifest: SwarmManifest, training: TrainingConfig) -> dict[str, object]:

@@ -282,7 +282,11 @@ class Membership:
         self._mention_successor()
         for change in changes:
             if change.key != "swarm.id":
-                log.info("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
+                told = log.warning if change.overrules else log.info
+                told("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
+        rate = agreed.training.learning_rate
+        if self._trains and rate != self._config.training.learning_rate:
+            log.info("training.learning_rate is not set: this suits the model", value=rate, model=agreed.policy.model)
         return agreed
 
     def _mention_successor(self) -> None:

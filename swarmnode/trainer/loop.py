@@ -108,6 +108,7 @@ class Loop:
             counters = restored
             counters.swarm = config.swarm.id or counters.swarm
             log.info("restored", step=counters.step, policy_version=counters.policy_version)
+        counters.model = config.policy.model
         skip_used_numbers(counters, config.node.data_dir / "trainer")
         self._training = training
         self._engine = engine

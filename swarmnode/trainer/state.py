@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class Counters(msgspec.Struct):
     swarm: str = ""
     crew: str = ""
     """Id, hex, of the crew whose head counted this."""
+    model: str = ""
+    """policy.model; empty in states of before it was kept."""
 
     def note_use(self, peer: str) -> None:
         """Count a group of `peer` that was trained on; the peer that was used longest ago makes room."""
@@ -194,8 +197,16 @@ def read(directory: Path, owner: str) -> tuple[Counters, dict[str, torch.Tensor]
     except (SafetensorError, OSError, KeyError, ValueError, msgspec.MsgspecError) as error:
         raise StateError(f"{path} is damaged ({error}); move it away to start from the base policy") from None
     if metadata.get("fingerprint") != owner:
-        raise StateError(f"{path} belongs to another model; move it away, or set policy.model and policy.lora as they were")
+        raise StateError(f"{path} belongs to another model{_as_it_was(counters, metadata.get('fingerprint', ''))}, or move it away")
     return counters, tensors
+
+
+def _as_it_was(counters: Counters, owner: str) -> str:
+    """What to set for a state of `owner`."""
+    rank = re.search(r"/lora(\d+)", owner)
+    if not counters.model or rank is None:
+        return "; set policy.model and policy.lora as they were"
+    return f", saved with policy.model = {counters.model}, policy.lora.r = {rank[1]}; set them so (`swarmnode config set`)"
 
 
 def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -31,8 +31,8 @@ NOT_HERE = {
     r"make demo": "tests/swarm/test_demo.py runs it",
     r"make test": "runs this",
     r"pip install '\.\[train\]'": "needs a package index; this environment is what it makes",
-    r"swarmnode (run --set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
-    r"swarmnode run --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
+    r"swarmnode (config set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
+    r"swarmnode config set --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
 }
 """Commands of the pages that cannot be typed here, and why."""
 
@@ -159,7 +159,8 @@ class World:
         self.done, self.read = set(), set()
         self.used = set()
         self.said = {
-            "/ip4/203.0.113.5/tcp/9512\"": f"/ip4/127.0.0.1/tcp/{free_port()}\"", "/ip4/0.0.0.0/tcp/9512": "/ip4/127.0.0.1/tcp/0",
+            'listen_addrs=["/ip4/0.0.0.0/tcp/9512"]\' --set \'network.announce_addrs=["/ip4/203.0.113.5/tcp/9512"]':
+                f'listen_addrs=["/ip4/127.0.0.1/tcp/{free_port()}"]', "/ip4/0.0.0.0/tcp/9512": "/ip4/127.0.0.1/tcp/0",
             "/media/stick/": f"{root}/", "/var/lib/boot": f"{root}/boot", "/run/credentials/swarmnode.service/": f"{root}/",
             "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512", "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
             'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "", "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",
@@ -204,7 +205,7 @@ def world(tmp_path_factory):
         invite = founder.types(world.here(line)).splitlines()[-1]
         world.invite = invite
         for page in ("README.md", "docs/join.md"):
-            (printed,) = {line.split()[-1].strip("'") for line in commands(page) if line.startswith("swarmnode join")}
+            (printed,) = {line.split()[2].strip("'") for line in commands(page) if line.startswith("swarmnode join")}
             world.said[printed] = invite
         world.said["INVITE"] = invite
         world.done.add(("founder", world.here(line)))

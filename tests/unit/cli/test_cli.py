@@ -12,6 +12,9 @@ import pytest
 from swarmnode import __version__, cli, settings
 from swarmnode.cli import options as cli_options
 from swarmnode.config import Config
+from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.wire.messages import ModelRef
+from tests.support.manifests import founded
 
 HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
 
@@ -94,11 +97,38 @@ def test_a_wrong_flag_is_one_line_and_exit_two(capsys):
     assert "--bogus" in error
 
 
+def test_a_mistyped_command_is_answered_without_a_list_that_ends_in_the_middle(capsys):
+    assert cli.run(["rnu"]) == 2
+    assert capsys.readouterr().err == 'swarmnode: Unknown command "rnu". Did you mean "run"?; `swarmnode --help` tells what there is\n'
+
+
 def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text("[training]\nlearning_rat = 1\n")
     assert cli.run(["run", "--config", str(path)]) == 78
     assert capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest: training.learning_rate)\n"
+
+
+@pytest.fixture
+def not_started(monkeypatch):
+    """`run` ends where its processes would begin."""
+    monkeypatch.setattr("swarmnode.daemon.supervisor.run", lambda *arguments: 0)
+    monkeypatch.setattr("swarmnode.observe.logs.configure", lambda *arguments, **others: None)
+
+
+@pytest.mark.parametrize(
+    ("said", "warned"),
+    [([], []), (["--set", "training.learning_rate=3e-4"], ["training.learning_rate = 0.0003 with all weights of org/model"])],
+)
+@pytest.mark.usefixtures("not_started")
+def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(tmp_path, capsys, said, warned):
+    opened = founded(models=[ModelRef("org/model", "main", b"\x11" * 32, b"\x22" * 32)])
+    store = ManifestStore(tmp_path)
+    store.add(opened)
+    store.choose(opened.swarm)
+    assert cli.run(["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *said]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "learning_rate" in line]
+    assert [line.partition(" spoils it")[0] for line in warnings] == [f"swarmnode: warning: {each}" for each in warned]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +141,10 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
         (["demo", "--data-dir", "{tmp}/binary"], 69, "--data-dir {tmp}/binary cannot be used: File exists"),
         (["status", "--url", "nonsense"], 78, "nonsense: not an address such as 127.0.0.1:9464"),
         (["top", "ftp://x"], 78, "ftp://x: not an address"),
-        (["status", "--url", "http://127.0.0.1:9"], 69, "Connection refused; does it run, and with this http.port?"),
+        (["status", "--url", "http://127.0.0.1:9"], 69, "Connection refused; does it run? -d DIR or HOST:PORT names another"),
         (["status", "127.0.0.1:9"], 69, "no node answers at http://127.0.0.1:9: Connection refused"),
         (["top", "127.0.0.1:99999"], 78, "127.0.0.1:99999: not an address"),
-        (["status", "-d", "{tmp}/none"], 69, "no node has run in {tmp}/none yet"),
+        (["status", "-d", "{tmp}/none"], 69, "run in {tmp}/none yet, or it has no status page: name another -d DIR, or HOST:PORT"),
         (["status", "-d", "{tmp}/stopped"], 69, "no node answers at http://127.0.0.1:9: Connection refused"),
         (["top", "-d", "{tmp}/damaged"], 69, "no node has run in {tmp}/damaged yet"),
         (["status", "127.0.0.1:9", "-d", "{tmp}/stopped"], 78, "one node at a time"),
@@ -243,6 +273,16 @@ def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, cap
     assert shown(capsys, "-d", node, "--set", "node.name=now")["node.name"]["value"] == "now"
 
 
+def test_a_recipe_can_be_kept_and_what_is_said_beside_it_counts_for_more(home, capsys):
+    node = home / "node"
+    assert cli.run(["config", "set", "--recipe", "24gb-7b-lora", "policy.lora.r=8", "-d", str(node)]) == 0
+    capsys.readouterr()
+    told = shown(capsys, "-d", node)
+    kept = {key: each["value"] for key, each in told.items() if each["origin"] == str(node / "config.toml")}
+    assert (kept["policy.model"], kept["policy.lora.r"]) == ("Qwen/Qwen2.5-7B-Instruct", 8)
+    assert kept["training.max_completion_length"] == 2048
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -250,6 +290,12 @@ def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, cap
         (["set", "http.port=many"], 78, "http.port: Input should be a valid integer"),
         (["set", "nonsense"], 78, "not key=value"),
         (["set"], 78, "nothing to set"),
+        (["set", "--recipe", "12gb"], 78, "no recipe '12gb'"),
+        (["set", 'network.listen_addrs=["hello"]'], 78, "network.listen_addrs: 'hello': not of the form /ip4/<address>/tcp/<port>\n"),
+        (["set", "network.listen_addrs=/ip4/0.0.0.0/tcp/1"], 78, """write 'network.listen_addrs=["/ip4/0.0.0.0/tcp/1"]'"""),
+        (["set", "network.listen_addrs=[/ip4/0.0.0.0/tcp/1]"], 78, """write 'network.listen_addrs=["/ip4/0.0.0.0/tcp/1"]'"""),
+        (["set", "policy.model=embeded"], 78, "did you mean 'embedded'?"),
+        (["set", "node.data-dir=/elsewhere"], 78, "node.data_dir cannot be kept in the directory itself"),
         (["init", "{tmp}/there.toml"], 69, "exists; `swarmnode config set`"),
     ],
 )

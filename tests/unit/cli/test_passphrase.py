@@ -77,6 +77,19 @@ def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it
     assert "that is not the passphrase" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("mode", "code"), [(0o440, 0), (0o444, 77), (0o460, 77)])
+def test_a_credential_of_systemd_may_be_its_groups_to_read(tmp_path, locked, capsys, monkeypatch, mode, code):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    (tmp_path / "credentials").mkdir()
+    words = tmp_path / "credentials" / "passphrase"
+    words.write_text(WORDS)
+    words.chmod(mode)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(words.parent))
+    monkeypatch.setenv(FILE_VARIABLE, str(words))
+    assert key(tmp_path, "show") == code
+    assert ("others can read the passphrase file" in capsys.readouterr().err) is (code != 0)
+
+
 def test_unattended_nodes_say_it_in_the_environment_or_a_file(tmp_path, locked, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert key(tmp_path, "show") == 77
@@ -88,8 +101,11 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(tmp_path, locked, 
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "words"))
     assert key(tmp_path, "show") == 77
     assert "others can read the passphrase file (mode 0640): chmod 600" in capsys.readouterr().err
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "other"))
+    assert key(tmp_path, "show") == 77
     (tmp_path / "words").chmod(0o600)
     assert key(tmp_path, "show") == 0
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
     monkeypatch.setenv(VARIABLE, "something else")
     assert key(tmp_path, "show") == 77
     monkeypatch.setenv(VARIABLE, WORDS)

@@ -29,6 +29,11 @@ CPU = DeviceFacts(
 )
 
 
+def test_an_address_that_a_router_or_a_cloud_has_is_announced_and_not_listened_on():
+    todo = checks.check_port(PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")).todo
+    assert todo == "listen on /ip4/0.0.0.0/tcp/4001, and name this one in network.announce_addrs"
+
+
 def but(facts, **changes):
     return dataclasses.replace(facts, **changes)
 
@@ -73,6 +78,8 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_device(GPU), "ok", 0, "compute capability"),
         (checks.check_device(but(CPU, hardware=["nvidia"])), "fail", 69, "driver is not loaded"),
         (checks.check_device(but(CPU, hardware=["nvidia"], driver="570.1")), "fail", 69, "built for the CPU"),
+        (checks.check_port(PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")),
+         "fail", 69, "192.0.2.1 port 4001: not an address of this machine"),
         (checks.check_device(but(CPU, hardware=["nvidia"], driver="470.1", built_for="CUDA 12.8", gpu_error="driver too old")),
          "fail", 69, "driver 470.1: driver too old"),
         (checks.check_device(but(CPU, hardware=["nvidia"], configured="cpu")), "ok", 0, "cpu"),

@@ -39,6 +39,13 @@ async def test_a_taken_port_is_unavailable_and_named(tmp_path):
                 pytest.fail("listens on a port that is taken")
 
 
+async def test_an_address_of_another_machine_is_announced_and_not_listened_on(tmp_path):
+    remedy = r"not an address of this machine; listen on /ip4/0\.0\.0\.0/tcp/9512, and name this one in network\.announce_addrs"
+    with pytest.raises(Unavailable, match=remedy):
+        async with host(tmp_path, listen_addrs=["/ip4/192.0.2.1/tcp/9512"]):
+            pytest.fail("listens on an address of another machine")
+
+
 async def test_two_nodes_do_not_share_a_data_directory(tmp_path):
     async with host(tmp_path) as network:
         with pytest.raises(Unavailable, match=f"port {port_of(network)}"):

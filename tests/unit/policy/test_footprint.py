@@ -177,6 +177,7 @@ def test_the_command_says_what_fits(model_dir, capsys):
     out = capsys.readouterr().out
     assert "parameters; rows of 512 tokens in bfloat16, on a GPU" in out
     assert "Fits: all weights, micro-batches of up to" in out
+    assert out.splitlines()[-1].endswith(f" swarmnode run --set policy.model={directory}")
     assert "Averaging with others keeps in host memory: all weights: " in out
     assert "Saving takes there, while the state is written: all weights: " in out
     assert run(["plan", str(directory), "--length", "512", "--memory", "100MB", "--json"]) == 0
@@ -234,6 +235,9 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path, files, says, capsys):
 def test_a_length_that_makes_no_sense_is_refused(capsys):
     assert run(["plan", "embedded", "--length", "0"]) == 78
     assert run(["plan", "embedded", "--memory", "much"]) == 78
+    capsys.readouterr()
+    assert run(["plan", "embedded", "--memory", "24"]) == 78
+    assert capsys.readouterr().err == "swarmnode: command line: 24 is 24 bytes; write 24GB or 24GiB if that is meant\n"
 
 
 def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, capsys):

@@ -27,6 +27,8 @@ def test_a_backup_is_the_key_for_ones_own_eyes_and_overwrites_nothing(tmp_path):
     assert mode(file) == 0o600
     with pytest.raises(Refused, match="exists"):
         keys.backup(tmp_path / "a", file)
+    with pytest.raises(Unavailable, match=f"there is no directory {tmp_path / 'stick'}$"):
+        keys.backup(tmp_path / "a", tmp_path / "stick" / "node.key")
 
 
 def test_there_is_nothing_to_back_up_before_there_is_a_key(tmp_path):

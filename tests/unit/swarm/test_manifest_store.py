@@ -1,12 +1,15 @@
 """The manifests in a data directory: chains, choices, damage."""
 
 import pytest
+from structlog.testing import capture_logs
 
 from protocol.generate.frames import OTHER_KEY, PEER
 from swarmnode.config import Config
 from swarmnode.errors import Refused, StateError
 from swarmnode.swarm import manifest_store
 from swarmnode.swarm.manifest_store import ManifestStore
+from swarmnode.swarm.membership import Membership
+from swarmnode.wire.messages import ModelRef
 from tests.support.manifests import founded, succeeding
 
 FIRST = founded()
@@ -14,8 +17,18 @@ SECOND = succeeding(FIRST)
 THIRD = succeeding(SECOND)
 
 
-def config_in(directory):
-    return Config.model_validate({"node": {"data_dir": directory}})
+HUB = ModelRef("org/model", "main", b"\x11" * 32, b"\x22" * 32)
+
+
+def config_in(directory, **sections):
+    return Config.model_validate({"node": {"data_dir": directory}, **sections})
+
+
+def chosen(directory, opened):
+    store = ManifestStore(directory)
+    store.add(opened)
+    store.choose(opened.swarm)
+    return store
 
 
 def test_an_empty_directory_has_no_manifest(tmp_path):
@@ -117,3 +130,36 @@ def test_a_successor_of_somebody_else_is_none(tmp_path):
     store.add(FIRST)
     store.add(succeeding(FIRST, OTHER_KEY))
     assert store.successor(FIRST) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "rate"),
+    [
+        ({}, 1e-6),
+        ({"policy": {"lora": {"r": 8}}}, 1e-5),
+        ({"training": {"learning_rate": 3e-4}}, 3e-4),
+        ({"policy": {"model": "./"}}, 3e-4),
+    ],
+)
+def test_a_model_of_the_hub_is_trained_at_a_rate_that_suits_it_where_nobody_has_set_one(tmp_path, sections, rate):
+    chosen(tmp_path, founded(models=[HUB]))
+    agreed, changes = manifest_store.honoured(config_in(tmp_path, **sections))
+    assert agreed.training.learning_rate == rate
+    assert "training.learning_rate" not in {change.key for change in changes}
+
+
+def test_without_a_manifest_too_and_the_embedded_policy_keeps_its_rate(tmp_path):
+    assert manifest_store.honoured(config_in(tmp_path, policy={"model": "org/model"}))[0].training.learning_rate == 1e-6
+    assert manifest_store.honoured(config_in(tmp_path))[0].training.learning_rate == 3e-4
+
+
+def test_what_the_owner_has_set_and_the_manifest_overrules_is_a_warning(tmp_path):
+    there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
+    chosen(tmp_path, founded(bootstrap=[there]))
+    said = {"policy": {"model": "org/other"}, "task": {"names": ["builtin/sum", "builtin/copy"]}, "network": {"initial_peers": []}}
+    with capture_logs() as logged:
+        Membership(config_in(tmp_path, **said)).prepare()
+    levels = {line["key"]: line["log_level"] for line in logged if "key" in line}
+    assert levels["policy.model"] == "warning"
+    assert set(levels.values()) == {"warning", "info"}
+    assert [key for key, level in levels.items() if level == "warning"] == ["policy.model"]

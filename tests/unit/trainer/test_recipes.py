@@ -126,7 +126,11 @@ def test_what_else_is_said_counts_for_more_than_a_recipe_and_what_is_kept_for_le
 
 def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
     assert run(["recipes"]) == 0
-    assert "24gb-7b-lora     An adapter for a 7 B model, on a card of 24 GB." in capsys.readouterr().out
+    listed = capsys.readouterr().out.splitlines()
+    assert "24gb-7b-lora     An adapter for a 7 B model, on a card of 24 GB." in listed
+    assert "24gb-1.5b        All weights of a 1.5 B model, on a card of 24 GB. Needs: pip install 'swarmnode[quant]'" in listed
+    bitsandbytes = {each.name for each in settings.recipes() if settings.load(recipe=each.name).config.policy.optim == "adamw_8bit"}
+    assert {each.name for each in settings.recipes() if each.needs} == bitsandbytes
     with pytest.raises(ConfigError, match=r"no recipe '12gb'; there are 24gb-1\.5b, "):
         settings.load(recipe="12gb")
     assert run(["run", "--recipe", "../../etc"]) == 78
@@ -146,6 +150,23 @@ def test_what_does_not_suit_a_real_model_is_named(said, warnings):
     found = settings.unsuited(config.policy, config.training)
     assert [line.split(" = ")[0].removeprefix("training.") for line in found] == warnings
     assert all("set " in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("device", "build", "driver", "warned"),
+    [
+        ("auto", "2.13.0+cpu", True, True),
+        ("auto", "2.13.0+cpu", False, False),
+        ("auto", "2.13.0", True, False),
+        ("cpu", "2.13.0+cpu", True, False),
+    ],
+)
+def test_a_gpu_that_torch_is_not_built_for_is_named(tmp_path, monkeypatch, device, build, driver, warned):
+    if driver:
+        (tmp_path / "version").touch()
+    monkeypatch.setattr(settings.metadata, "version", lambda package: build)
+    lines = settings.unused_gpu(settings.load(overrides=[f"policy.device={device}"]).config.policy, tmp_path / "version")
+    assert [f"torch {build} is built for the CPU: pip uninstall -y torch" in line for line in lines] == [True] * warned
 
 
 @pytest.mark.parametrize(("name", "free", "also"), [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")])

@@ -99,6 +99,14 @@ def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(tmp_path, dama
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
 
 
+def test_who_meets_another_models_state_is_told_what_it_was_made_with(tmp_path):
+    model, optimizer, rng = make()
+    owner = state.owner(b"\x01" * 32, 16, shared_a=True)
+    state.write(tmp_path, state.take(model, optimizer, rng, Counters(model="org/model"), owner))
+    with pytest.raises(StateError, match=r"saved with policy\.model = org/model, policy\.lora\.r = 16; set them so .*or move it away"):
+        state.read(tmp_path, state.owner(b"\x02" * 32, 0))
+
+
 def test_a_generator_of_another_kind_of_device_becomes_a_seed():
     on_a_gpu = torch.arange(16, dtype=torch.uint8)  # seed and offset, where a CPU keeps 5 KB
     first, second, other = torch.Generator(), torch.Generator(), torch.Generator()
