@@ -259,13 +259,13 @@ class Head(StageWorker):
     async def _take(self, sender: int, frame: Frame, body: bytes) -> None:
         tail, batch = self.stages - 1, self._batch
         match frame:
-            case frames.Tokens() if sender == tail:
+            case frames.Tokens():
                 self.generation.take(frame, body)
             case frames.Learnt() | frames.Scores() | frames.Failed() if frame.micro_batch not in batch.tokens:
                 return  # of an attempt that is over
-            case frames.Learnt() if sender == tail:
+            case frames.Learnt():
                 batch.learnt[frame.micro_batch] = frame
-            case frames.Scores() if sender == tail:
+            case frames.Scores():
                 if frame.rows != batch.tokens[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
                 batch.scores[frame.micro_batch] = read_scores(body, frame.rows)

@@ -52,17 +52,16 @@ class MicroBatches:
         self.kept: dict[tuple[int, int], Kept] = {}
         self._context = context
         self._finished = finished
-        self._routes = Routes(context.stages, context.settings.swapped)
+        self.routes = Routes(context.stages, context.settings.swapped)
 
     async def forward(self, sender: int, frame: frames.Forward, body: bytes) -> None:
         """Takes it up, or scores it at once. Raises BadMessage, ValueError."""
         at = self._context
         about = body[: frame.about]
         work = read_micro_batch(about, frame.rows, at.links.limits, frame.purpose)
-        route = self._routes.of(frame.micro_batch, frame.purpose)
+        route = self.routes.of(frame.micro_batch, frame.purpose)
         hop = arriving(route, sender, at.index)
-        if hop is None:
-            raise BadMessage("bounds", f"a forward from stage {sender}")
+        assert hop is not None, "see `senders`"
         if sender != at.index and sum(kept.x is not None for kept in self.kept.values()) >= KEPT:
             raise BadMessage("bounds", "more micro-batches than are ever in flight")
         x = None if hop == 0 else at.activations(body[frame.about :], frame.rows, frame.codec)
@@ -79,9 +78,8 @@ class MicroBatches:
     def backward(self, sender: int, frame: frames.Backward, body: bytes) -> None:
         """The gradient of what was sent on. Raises BadMessage."""
         at = self._context
-        hop = returning(self._routes.of(frame.micro_batch), sender, at.index)
-        if hop is None:
-            raise BadMessage("bounds", f"a gradient from stage {sender}")
+        hop = returning(self.routes.of(frame.micro_batch), sender, at.index)
+        assert hop is not None, "see `senders`"
         kept = self.kept.get((frame.micro_batch, hop))
         if kept is None or kept.work.rows != frame.rows:
             raise BadMessage("shape", "not a gradient that is waited for")
@@ -91,7 +89,7 @@ class MicroBatches:
 
     def path(self, micro_batch: int, purpose: frames.Purpose) -> tuple[int, ...]:
         """The stages that it visits, from the head and back to it."""
-        return path_of(self._routes.of(micro_batch, purpose), returns=purpose == "learn")
+        return path_of(self.routes.of(micro_batch, purpose), returns=purpose == "learn")
 
     def next(self) -> Work | None:
         """What to `do` next, where there is room for what comes of it."""

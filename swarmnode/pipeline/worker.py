@@ -27,6 +27,7 @@ from swarmnode.pipeline.links import Arrival, Links
 from swarmnode.pipeline.micro_batches import MicroBatches
 from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.senders import sends
 from swarmnode.pipeline.tied import TiedEmbedding
 
 TICK_SECONDS = 1.0
@@ -49,6 +50,7 @@ class StageWorker:
         self.waves = Decoding(self.context)
         self.tied = TiedEmbedding(self.context)
         links.at_once = self._at_once
+        links.counts = self._counts
         self._held: deque[Arrival] = deque()
         """Scores and tokens for which there was no room yet."""
 
@@ -149,8 +151,18 @@ class StageWorker:
         control = isinstance(frame, frames.Control)
         if self.context.fence.check(frame.place, arrival.sender, None if control else self.participant.step):
             return
+        if not self._is_due(arrival.sender, frame):
+            self.context.refused["bounds"] += 1
+            return
         with self.context.caught(lambda reason: self._cannot(arrival, frame, reason)):
             await self.handle(arrival.sender, frame, arrival.body)
+
+    def _is_due(self, sender: int, frame: Frame) -> bool:
+        return sends(frame, sender, self.index, self.stages, self.micro_batches.routes)
+
+    def _counts(self, sender: int, frame: Frame) -> bool:
+        """Whether a piece of work that comes is one of the present step's, and comes from where it has to."""
+        return self.context.fence.passes(frame.place, sender, self.participant.step) and self._is_due(sender, frame)
 
     def _cannot(self, arrival: Arrival, frame: Frame, reason: frames.RefusalReason) -> None:
         """Notifies the head at once: without it the deadline would."""
@@ -191,31 +203,30 @@ class StageWorker:
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         """One frame that passed the fence. Raises BadMessage, ValueError."""
-        before = sender == self.index - 1 or (sender == 0 == self.index)
         match frame:
             case frames.Forward():
                 await self.micro_batches.forward(sender, frame, body)
             case frames.Backward():
                 self.micro_batches.backward(sender, frame, body)
-            case frames.Prefill() if before:
+            case frames.Prefill():
                 await self.waves.prefill(frame, body)
-            case frames.Decode() if before:
+            case frames.Decode():
                 await self.waves.decode(frame, body)
-            case frames.Drop() if sender == 0:
+            case frames.Drop():
                 self.waves.forget(frame.session)
-            case frames.Embedding() if self.runtime.embedding() is not None and sender in (0, self.stages - 1):
+            case frames.Embedding() if self.runtime.embedding() is not None:
                 if self.tied.take_part(frame, body):
                     self._prepared()
-            case frames.Propose() if sender == 0:
+            case frames.Propose():
                 self._proposed(frame.attempt, self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
-            case frames.Commit() if sender == 0:
+            case frames.Commit():
                 async with self.optimizer.moving:
                     action = self.participant.commit(frame.place.step, frame.attempt)
                     if action == "take":
                         await self.take(frame.clip, frame.learning_rate)
                 if action is not None:
                     self._confirm(frame.attempt)
-            case frames.Abort() if sender == 0:
+            case frames.Abort():
                 if self.participant.abort(frame.place.step, frame.attempt):
                     self._drop_all()
             case _:
