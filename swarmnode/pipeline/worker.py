@@ -118,7 +118,9 @@ class StageWorker:
             self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
             await self.micro_batches.do(work)
-            self._proposed(self.participant.attempt, self.participant.complete())
+            attempt = self.participant.attempt
+            with self.context.caught(lambda reason: self.links.send(0, frames.Acknowledge(self.place, attempt, reason, 0.0))):
+                self._proposed(attempt, self.participant.complete())
         else:
             return False
         await trio.lowlevel.checkpoint()
@@ -195,6 +197,7 @@ class StageWorker:
         """The stream of another stage ended. Nothing of what was begun with it can end well, but for a step that was promised."""
         if self.participant.lose():
             self._drop_all()
+            self._answer(Answer(self.participant.attempt, "micro_batches") if self.participant.lost else None)
         else:
             self.waves.clear()
 
@@ -218,7 +221,7 @@ class StageWorker:
                 if self.tied.take_part(frame, body):
                     self._prepared()
             case frames.Propose():
-                self._proposed(frame.attempt, self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
+                await self._propose(frame, body)
             case frames.Commit():
                 async with self.optimizer.moving:
                     action = self.participant.commit(frame.place.step, frame.attempt)
@@ -233,6 +236,13 @@ class StageWorker:
                 raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
 
     # Taking a step.
+
+    async def _propose(self, frame: frames.Propose, body: bytes) -> None:
+        participant, size = self.participant, frames.DESCRIPTION_BYTES
+        self._proposed(frame.attempt, participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
+        if (participant.step, participant.attempt, participant.phase) == (frame.place.step, frame.attempt, "open"):
+            hashes = {number: body[size * i : size * (i + 1)] for i, number in enumerate(frame.micro_batches)}
+            await self.micro_batches.propose(hashes)
 
     def _proposed(self, attempt: int, action: Next | Answer | None) -> None:
         if action == "confirm":

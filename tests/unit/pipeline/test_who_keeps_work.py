@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 
@@ -17,6 +18,9 @@ from swarmnode.pipeline.routes import plain, swapped
 from swarmnode.pipeline.senders import sends
 from swarmnode.pipeline.waiting import BELIEVED
 from swarmnode.pipeline.whereabouts import Passages, Search, holders, name_of, parties, path_of, path_of_wave
+from swarmnode.pipeline.work import MicroBatch
+from swarmnode.wire import strict
+from swarmnode.wire.tensors import pack_logprobs
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
 
 SECONDS = 60.0
@@ -282,6 +286,72 @@ async def test_who_keeps_work_and_sends_something_else_by_its_name_is_found(mode
         (found, _), _ = await verdict(crew, learn, rows, PATIENCE)
         assert stage in found
         assert 0 not in found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_micro_batch_that_the_head_never_made_is_nobody_s(models, policy, autojump_clock, stage):
+    """Whoever learnt it would have gradients that are not proposed, and be alone with that."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        original = crew.members[stage].links.send
+
+        def send(other, frame, body=b""):
+            original(other, frame, body)
+            if isinstance(frame, frames.Forward):
+                original(other, msgspec.structs.replace(frame, micro_batch=frame.micro_batch + 10**6), body)
+
+        crew.members[stage].links.send = send
+        for _ in range(PATIENCE + 1):
+            assert (await learn(crew.head, rows)).refused is None
+        assert crew.head.blamed is None
+
+
+async def test_what_an_aborted_attempt_has_left_on_the_way_is_no_part_of_the_next(models, policy, autojump_clock):
+    """An abort goes from the head to each stage; a forward that was sent before takes the way through the stages, and comes after it."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        sender, kept = crew.members[1], []
+        original = sender.links.send
+
+        def slow(other, frame, body=b""):
+            kept.append((other, frame, body)) if isinstance(frame, frames.Forward) and not kept else original(other, frame, body)
+
+        sender.links.send = slow
+        assert (await learn(crew.head, rows)).refused == "timeout"
+        original(*kept[0])
+        assert (await learn(crew.head, rows)).refused is None
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 1e-6}, {"completion_lengths": None}, {"weights": 1e20}])
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_who_changes_what_the_head_says_of_a_micro_batch_is_found(models, policy, autojump_clock, stage, changes):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        original = crew.members[stage].links.send
+
+        def send(other, frame, body=b""):
+            if isinstance(frame, frames.Forward):
+                work = changed(strict.decode(body[: frame.about], MicroBatch), changes)
+                about = strict.encode(work)
+                body, frame = about + body[frame.about :], msgspec.structs.replace(frame, about=len(about))
+            original(other, frame, body)
+
+        crew.members[stage].links.send = send
+        (found, _), _ = await verdict(crew, learn, rows, PATIENCE)
+        assert stage in found
+        assert 0 not in found
+        assert len(found) <= 2
+
+
+def changed(work, changes):
+    if "weights" in changes:
+        weights = pack_logprobs(np.full(len(work.completion_lengths), changes["weights"], np.float32))
+        return msgspec.structs.replace(work, loss=msgspec.structs.replace(work.loss, weights=weights))
+    if "temperature" in changes:
+        return msgspec.structs.replace(work, **changes)
+    lengths = list(work.completion_lengths)
+    lengths[0], lengths[-1] = lengths[-1], lengths[0]
+    return msgspec.structs.replace(work, completion_lengths=tuple(lengths), completion_ids=work.completion_ids)
 
 
 class Slow:
