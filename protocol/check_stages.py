@@ -90,6 +90,7 @@ def body_bytes(header, crew):
     return {
         "forward": header.get("about", 0) + activations, "prefill": header.get("about", 0) + activations, "backward": activations,
         "decode": 4 * rows + activations, "scores": 8 * rows, "tokens": 8 * rows, "embedding": activations,
+        "propose": EXACT["description"] * len(header.get("micro_batches", ())),
     }.get(header["type"], 0)  # fmt: skip
 
 
@@ -118,6 +119,8 @@ def read_body(header, body, crew):
         return {"ids": ids, "logprobs": [min(logprob, 0.0) + 0.0 for logprob in logprobs]}
     if tag == "scores":
         return {"logprobs": finite(body, 2 * rows)[:rows], "entropies": finite(body, 2 * rows)[rows:]}
+    if tag == "propose":
+        return {"descriptions": [body[at : at + EXACT["description"]] for at in range(0, len(body), EXACT["description"])]}
     return {}
 
 

@@ -77,7 +77,6 @@ SMALL: list[dict[str, Any]] = [
     header("drop", session=WAVE),
     header("lost", session=WAVE, reason="session", source=63),
     header("failed", micro_batch=2**63 - 1, reason="not_finite", source=0),
-    header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1]),
     header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
     header("acknowledge", attempt=2, refused="micro_batches", squared_norm=0.0),
     header("commit", attempt=2, norm=0.5, clip=1.0, learning_rate=1e-6),
@@ -89,6 +88,7 @@ SMALL: list[dict[str, Any]] = [
     header("located", piece=WAVE, arrived=0, sent=2**63 - 1, full=False, worked=0),
 ]
 """Without a body."""
+PROPOSE = header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1])
 
 
 def frames() -> Iterator[Vector]:
@@ -96,8 +96,10 @@ def frames() -> Iterator[Vector]:
         yield good(f"{message['type']} {number}", joined(message), {"header": message})
     largest = [CREW, 63, 2**63 - 1]
     yield good("largest place", joined(header("done", largest, attempt=2**63 - 1)), {"header": header("done", largest, attempt=2**63 - 1)})
+    hashes = [bytes([n % 256]) * 16 for n in range(1024)]
+    yield good("propose", joined(PROPOSE, b"".join(hashes[:3])), {"header": PROPOSE, "descriptions": hashes[:3]})
     many = header("propose", attempt=1, micro_batches=list(range(1024)))
-    yield good("1024 micro-batches", joined(many), {"header": many})
+    yield good("1024 micro-batches", joined(many, b"".join(hashes)), {"header": many, "descriptions": hashes})
 
     value = {"header": header("forward", **forward_fields(BATCH)), "about": BATCH, "values": floats(*VALUES)}
     yield good("forward", learn(), value)
@@ -144,8 +146,8 @@ def frames() -> Iterator[Vector]:
 
 
 def hostile_headers() -> Iterator[Vector]:
-    done, commit, propose = header("done", attempt=1), SMALL[7], SMALL[4]
-    acknowledge, learnt = SMALL[5], SMALL[0]
+    done, commit, propose = header("done", attempt=1), SMALL[6], PROPOSE
+    acknowledge, learnt = SMALL[4], SMALL[0]
     frame = joined(done)
     yield bad("oversize", "an empty header", bytes(4))
     yield bad("oversize", "a header of 16,385 bytes", struct.pack(">I", 16_385) + bytes(16_385))
@@ -154,6 +156,7 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("truncated", "half a header", frame[:-3])
     yield bad("truncated", "a body that is not there", learn()[: -4 * ROWS * HIDDEN])
     yield bad("truncated", "a body without its last byte", learn()[:-1])
+    yield bad("truncated", "a proposal with a hash too few", joined(propose, bytes(2 * 16)))
     yield bad("malformed", "a header of zeros and a byte", joined(pack(done) + b"\0"))
     yield bad("malformed", "reserved byte c1", joined(b"\xc1"))
     yield bad("malformed", "attempt in two bytes", joined(pack(done)[:-1] + b"\xcc\x01"))

@@ -1,6 +1,6 @@
 """The stage service: carries what crew control decides to peers, trainer and streams, and decides nothing. No torch.
 
-    peers ─ /swarmnode/crews/8 ─▶ Received ─┐                           ┌─▶ Answer, Send ─▶ peers
+    peers ─ /swarmnode/crews/9 ─▶ Received ─┐                           ┌─▶ Answer, Send ─▶ peers
     connections ─▶ PeerGone, PeerBack ──────┤                           ├─▶ Assigned, Released ─▶ stream proxy ─┐
     trainer ─ link ─▶ Offering, … ──────────┼─▶ control.advance (one at ├─▶ Suspended, Resumed ─────────────────┴─▶ link ─▶ trainer
     stream proxy ─▶ StreamLost ─────────────┤   a time, in order) ──────┴─▶ Note

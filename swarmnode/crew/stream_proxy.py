@@ -1,7 +1,7 @@
 """Streams between the trainers of a crew, through both network processes: bytes, not looked at; bounded, back-pressured, of one crew.
 No torch.
 
-    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/8 ═ libp2p ─ pipe ─ Unix socket ─ trainer
+    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/9 ═ libp2p ─ pipe ─ Unix socket ─ trainer
         Open{stage, kind} ─▶            StreamOpen ─▶ is that peer this stage's holder? park
                                         ◀─ StreamReady   once its trainer has opened its end too            ◀─ Open{stage, kind}
 

@@ -75,8 +75,8 @@ class Participant:
         self._have: set[int] = set()
         self._wanted: set[int] = set()
         """What was proposed and is not all here."""
-        self._lost = False
-        """Gradients were here, and will not come again in this attempt."""
+        self.lost = False
+        """Gradients were here, or on their way, and will not come again in this attempt."""
         self._norm = 0.0
         self._since = 0.0
 
@@ -101,7 +101,7 @@ class Participant:
         if self._have == wanted:
             self.phase = "preparing"
             return "prepare"
-        if self._lost or self.phase != "open" or not self._have <= wanted:
+        if self.lost or self.phase != "open" or not self._have <= wanted:
             return Answer(attempt, "micro_batches")
         self._wanted = wanted
         return None
@@ -152,9 +152,9 @@ class Participant:
         """
         if self.phase == "prepared":
             return False
-        lost = bool(self._have) or self._lost
+        lost = bool(self._have or self._wanted) or self.lost
         self._clear()
-        self._lost = lost
+        self.lost = lost
         return True
 
     @property
@@ -175,7 +175,7 @@ class Participant:
     def _clear(self) -> None:
         self.phase = "open"
         self._have.clear()
-        self._wanted, self._lost = set(), False
+        self._wanted, self.lost = set(), False
 
 
 # What the head does next.

@@ -34,6 +34,10 @@ class Fence:
             self.dropped[reason] += 1
         return reason
 
+    def passes(self, place: Place, sender: int, step: int) -> bool:
+        """What `check` would say, without counting."""
+        return self._reason(place, sender, step) is None
+
     def _reason(self, place: Place, sender: int, step: int | None) -> str | None:
         if place.crew != self.place.crew:
             return "crew"

@@ -26,6 +26,7 @@ CHUNK_BYTES: Final = 1024 * 1024
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
 FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
+DESCRIPTION_BYTES: Final = caps.DESCRIPTION_BYTES
 MICRO_BATCHES: Final = caps.MICRO_BATCHES
 STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
@@ -172,11 +173,10 @@ class Embedding(Header, frozen=True, tag="embedding"):
 
 
 class Propose(Header, frozen=True, tag="propose"):
-    """Head → all: take the step of exactly these micro-batches."""
+    """Head → all, before the work itself: what the step is made of. Body: the hash of each micro-batch's description."""
 
     attempt: int
     micro_batches: tuple[int, ...]
-    """Rising."""
 
 
 class Acknowledge(Header, frozen=True, tag="acknowledge"):
@@ -252,8 +252,15 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
             return 8 * frame.rows
         case Embedding():
             return 4 * frame.rows * limits.hidden
+        case Propose():
+            return DESCRIPTION_BYTES * len(frame.micro_batches)
         case _:
             return 0
+
+
+def description_hash(about: bytes) -> bytes:
+    """16 bytes: by which a stage knows that a micro-batch's description is the head's."""
+    return hashlib.blake2b(about, digest_size=DESCRIPTION_BYTES).digest()
 
 
 def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:

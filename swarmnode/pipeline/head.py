@@ -2,7 +2,7 @@
 
     generate   at least S waves in flight, a token per wave and round; rollouts are text and ids, and survive any stage
     score      log-probabilities without gradient
-    update     micro-batches through 1F1B, then propose, acknowledge, commit
+    update     propose, micro-batches through 1F1B, acknowledge, commit
 
 A crew of one is the same code with a stream to nobody.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -82,6 +82,11 @@ class BatchState:
     divisible: bool = False
     """Whether there can be smaller ones, in which a device with little memory may do."""
 
+    def sums(self) -> tuple[float, float]:
+        """(trained tokens, their effective share): of what has been learnt."""
+        count = sum(s.tokens for s in self.learnt.values())
+        return count, effective_share(sum(s.weights for s in self.learnt.values()), sum(s.squares for s in self.learnt.values()), count)
+
     def through(self) -> bool:
         return self.oldest() is None
 
@@ -116,6 +121,8 @@ class Head(StageWorker):
         self.search = Search()
         self._numbers = numbers
         self._batch = BatchState()
+        self._rate: Callable[[float], float] = lambda effective: 0.0
+        """The learning rate for a step of which so large a share is effective."""
         self._learning_rate = 0.0
         """What the present step, or the last one, is taken with."""
 
@@ -177,7 +184,8 @@ class Head(StageWorker):
                     await self.waiting.until(lambda room=room: len(batch.scores) > room or batch.failed is not None)  # type: ignore[misc]
                     if batch.failed is not None:
                         break
-                    self._submit(number, "score", describe([rows[i] for i in piece], temperature))
+                    work = describe([rows[i] for i in piece], temperature)
+                    self._submit(number, "score", work.rows, strict.encode(work))
                 await self.waiting.until(lambda: batch.through() or batch.failed is not None)
         except PeerTimeout:
             self._blame_late()
@@ -209,23 +217,14 @@ class Head(StageWorker):
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
         halves = _half(cuts, lengths, groups)
         batch = self._batch = BatchState(tokens_of, "learn", divisible=halves is not None and len(halves) <= frames.MICRO_BATCHES)
+        self._rate = lambda effective: learning_rate * rate_factor(cfg.options, effective)
         attempt = self.coordinator.begin()
         try:
             with self.waiting.deadline(believing=not batch.divisible):
-                for number, piece in pieces.items():
-                    work = [(row.prompt_ids, row.completion_ids) for row in piece]
-                    self._submit(number, "learn", describe(work, cfg.temperature, describe_loss(piece, cfg, normalizer)))
-                await self.waiting.until(lambda: batch.through() or batch.failed is not None)
-                sums = [batch.learnt[number] for number in pieces if number in batch.learnt]
-                count = sum(s.tokens for s in sums)
-                effective = effective_share(sum(s.weights for s in sums), sum(s.squares for s in sums), count)
-                factor = rate_factor(cfg.options, effective)
-                self._learning_rate = learning_rate * factor
+                self._begin(attempt, {number: _described(piece, cfg, normalizer) for number, piece in pieces.items()})
+                await self.waiting.until(lambda: self.coordinator.over or batch.through() or batch.failed is not None)
                 if batch.failed is not None:
                     self._send_decision(self.coordinator.give_up(batch.failed))
-                else:
-                    for stage in range(self.stages):
-                        self.links.send(stage, frames.Propose(self.place, attempt, tuple(sorted(pieces))))
                 await self.waiting.until(lambda: self.coordinator.over)
         except PeerError as error:
             if isinstance(error, PeerTimeout):
@@ -240,15 +239,24 @@ class Head(StageWorker):
             return StepResult(refused=decided.refused if decided else "timeout", divisible=batch.divisible)
         self._blame.taken(self.coordinator.norms)
         self.search.stepped(trio.current_time())
-        count = max(count, 1.0)
+        (count, effective), learnt = batch.sums(), batch.learnt.values()
         return StepResult(
-            loss=sum(s.loss for s in sums),
-            clip_fraction=sum(s.clipped for s in sums) / count,
-            entropy=sum(s.entropy for s in sums) / count,
+            loss=sum(s.loss for s in learnt),
+            clip_fraction=sum(s.clipped for s in learnt) / max(count, 1.0),
+            entropy=sum(s.entropy for s in learnt) / max(count, 1.0),
             grad_norm=math.sqrt(decided.squared_norm),
             effective=effective,
-            rate_factor=factor,
+            rate_factor=rate_factor(cfg.options, effective),
         )
+
+    def _begin(self, attempt: int, work: dict[int, MicroBatch]) -> None:
+        """What the step is made of, to all stages; then the work itself, which goes from one to the next."""
+        described = {number: strict.encode(each) for number, each in work.items()}
+        numbers, hashes = tuple(sorted(described)), [frames.description_hash(described[number]) for number in sorted(described)]
+        for stage in range(self.stages):
+            self.links.send(stage, frames.Propose(self.place, attempt, numbers), b"".join(hashes))
+        for number, about in described.items():
+            self._submit(number, "learn", work[number].rows, about)
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         progress = self._is_progress(sender, frame)
@@ -259,13 +267,13 @@ class Head(StageWorker):
     async def _take(self, sender: int, frame: Frame, body: bytes) -> None:
         tail, batch = self.stages - 1, self._batch
         match frame:
-            case frames.Tokens() if sender == tail:
+            case frames.Tokens():
                 self.generation.take(frame, body)
             case frames.Learnt() | frames.Scores() | frames.Failed() if frame.micro_batch not in batch.tokens:
                 return  # of an attempt that is over
-            case frames.Learnt() if sender == tail:
+            case frames.Learnt():
                 batch.learnt[frame.micro_batch] = frame
-            case frames.Scores() if sender == tail:
+            case frames.Scores():
                 if frame.rows != batch.tokens[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
                 batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
@@ -273,7 +281,7 @@ class Head(StageWorker):
                 if (why := self.generation.lost(frame.session, frame.reason)) is not None:
                     self.waiting.gone = why
                     self._blame.ended(parties(range(self.stages), sender, frame.source), why)
-            case frames.Failed() if batch.failed is not None:
+            case frames.Failed() if batch.failed is not None or (batch.purpose == "learn" and self.coordinator.decision is not None):
                 return  # one step is spoilt once, in however many pieces it was cut
             case frames.Failed():
                 batch.failed = frame.reason
@@ -286,7 +294,11 @@ class Head(StageWorker):
                 if step_is_ours and frame.refused is not None and undecided:
                     whose = tail if sender == 0 and frame.refused == "frame" else sender  # the tail's part of a tied embedding
                     self._blame.refused({whose}, frame.refused)
+                if undecided and frame.refused is None and self._keeps_the_loss(sender):
+                    return
                 decided = self.coordinator.acknowledged(sender, frame.attempt, frame.refused, frame.squared_norm) if step_is_ours else None
+                if undecided and decided is not None and decided.refused is None:
+                    self._learning_rate = self._rate(batch.sums()[1])
                 self._send_decision(decided)
             case frames.Done():
                 if self.coordinator.done(sender, frame.attempt):
@@ -368,7 +380,7 @@ class Head(StageWorker):
             case frames.Scores():
                 return frame.micro_batch in batch.tokens and frame.micro_batch not in batch.scores
             case frames.Acknowledge():
-                return frame.attempt == coordinator.attempt and sender in coordinator.silent
+                return frame.attempt == coordinator.attempt and sender in coordinator.silent and not self._keeps_the_loss(sender)
             case frames.Done():
                 return frame.attempt == coordinator.attempt and sender in coordinator.unfinished
             case frames.Embedding():
@@ -376,9 +388,12 @@ class Head(StageWorker):
             case _:
                 return isinstance(frame, frames.Backward)
 
-    def _submit(self, number: int, purpose: frames.Purpose, work: MicroBatch) -> None:
-        about = strict.encode(work)
-        self.links.send(0, frames.Forward(self.place, number, purpose, self.context.settings.codec, work.rows, len(about)), about)
+    def _keeps_the_loss(self, stage: int) -> bool:
+        """Whether it is the tail, and has not said what the micro-batches did to the loss: it says so before it acknowledges them."""
+        return stage == self.stages - 1 and len(self._batch.learnt) < len(self._batch.tokens)
+
+    def _submit(self, number: int, purpose: frames.Purpose, rows: int, about: bytes) -> None:
+        self.links.send(0, frames.Forward(self.place, number, purpose, self.context.settings.codec, rows, len(about)), about)
 
     def _send_decision(self, decided: Decided | None) -> None:
         if decided is None:
@@ -395,6 +410,10 @@ class Head(StageWorker):
         norm = math.sqrt(decided.squared_norm)
         clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self.links.send(stage, frames.Commit(self.place, decided.attempt, norm, clip, float(self._learning_rate)))
+
+
+def _described(piece: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> MicroBatch:
+    return describe([(row.prompt_ids, row.completion_ids) for row in piece], cfg.temperature, describe_loss(piece, cfg, normalizer))
 
 
 def _half(batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None) -> list[list[int]] | None:

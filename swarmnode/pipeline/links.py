@@ -108,6 +108,8 @@ class Links:
         self.passed = Passed()
         self.at_once: Callable[[int, Frame], bool] = lambda sender, frame: False
         """Whether it has dealt with a frame of stage `sender`, which goes to no inbox then: what cannot wait for computing."""
+        self.counts: Callable[[int, Frame], bool] = lambda sender, frame: True
+        """Whether a frame of stage `sender` is among what `passed` counts: what is made up for that shall not be."""
         self.refused: Counter[str] = Counter()
         """What was no frame, by FRAME_REASONS, and `unsent`: queues that were full."""
         self._nursery: trio.Nursery | None = None
@@ -169,7 +171,8 @@ class Links:
                 if got is None:
                     break
                 self.frames_received += 1
-                self.passed.arrived.count(peer, got[0])
+                if self.counts(peer, got[0]):
+                    self.passed.arrived.count(peer, got[0])
                 if not self.at_once(peer, got[0]):
                     await self.inbox.put(Arrival(peer, *got))
         except BadMessage as error:

@@ -50,21 +50,41 @@ class MicroBatches:
             raise Refused("swapped stages are for whole weights, and only an adapter is trained here")
         self.schedule = Schedule(context.index, context.stages)
         self.kept: dict[tuple[int, int], Kept] = {}
+        self._proposed: dict[int, bytes] | None = None
+        """Micro-batch → hash of its description, of the present attempt; None until the head has said."""
+        self._early: list[tuple[int, frames.Forward, bytes]] = []
+        """What came before the proposal: of this attempt, if it came another way sooner, or left of the one before."""
         self._context = context
         self._finished = finished
-        self._routes = Routes(context.stages, context.settings.swapped)
+        self.routes = Routes(context.stages, context.settings.swapped)
+
+    async def propose(self, hashes: dict[int, bytes]) -> None:
+        """The step is made of these micro-batches, whose descriptions have these hashes. What came before is taken up, if it is one."""
+        early, self._early, self._proposed = self._early, [], hashes
+        at = self._context
+        for sender, frame, body in early:
+            failed = lambda reason, n=frame.micro_batch, source=sender: at.links.send(0, frames.Failed(at.place, n, reason, source))
+            with at.caught(failed):
+                await self.forward(sender, frame, body)
 
     async def forward(self, sender: int, frame: frames.Forward, body: bytes) -> None:
         """Takes it up, or scores it at once. Raises BadMessage, ValueError."""
         at = self._context
         about = body[: frame.about]
-        work = read_micro_batch(about, frame.rows, at.links.limits, frame.purpose)
-        route = self._routes.of(frame.micro_batch, frame.purpose)
-        hop = arriving(route, sender, at.index)
-        if hop is None:
-            raise BadMessage("bounds", f"a forward from stage {sender}")
-        if sender != at.index and sum(kept.x is not None for kept in self.kept.values()) >= KEPT:
+        if sender != at.index and sum(kept.x is not None for kept in self.kept.values()) + len(self._early) >= KEPT:
             raise BadMessage("bounds", "more micro-batches than are ever in flight")
+        if frame.purpose == "learn":
+            if self._proposed is None:
+                self._early.append((sender, frame, body))
+                return
+            if frame.micro_batch not in self._proposed:
+                return  # of an attempt that is over
+            if frames.description_hash(about) != self._proposed[frame.micro_batch]:
+                raise BadMessage("shape", "not the description that the head has proposed")
+        work = read_micro_batch(about, frame.rows, at.links.limits, frame.purpose)
+        route = self.routes.of(frame.micro_batch, frame.purpose)
+        hop = arriving(route, sender, at.index)
+        assert hop is not None, "see `senders`"
         x = None if hop == 0 else at.activations(body[frame.about :], frame.rows, frame.codec)
         kept = Kept(route, hop, work, about, batch_of(work, at.runtime.device), x)
         if frame.purpose == "score":
@@ -79,9 +99,8 @@ class MicroBatches:
     def backward(self, sender: int, frame: frames.Backward, body: bytes) -> None:
         """The gradient of what was sent on. Raises BadMessage."""
         at = self._context
-        hop = returning(self._routes.of(frame.micro_batch), sender, at.index)
-        if hop is None:
-            raise BadMessage("bounds", f"a gradient from stage {sender}")
+        hop = returning(self.routes.of(frame.micro_batch), sender, at.index)
+        assert hop is not None, "see `senders`"
         kept = self.kept.get((frame.micro_batch, hop))
         if kept is None or kept.work.rows != frame.rows:
             raise BadMessage("shape", "not a gradient that is waited for")
@@ -91,7 +110,7 @@ class MicroBatches:
 
     def path(self, micro_batch: int, purpose: frames.Purpose) -> tuple[int, ...]:
         """The stages that it visits, from the head and back to it."""
-        return path_of(self._routes.of(micro_batch, purpose), returns=purpose == "learn")
+        return path_of(self.routes.of(micro_batch, purpose), returns=purpose == "learn")
 
     def next(self) -> Work | None:
         """What to `do` next, where there is room for what comes of it."""
@@ -173,3 +192,5 @@ class MicroBatches:
     def clear(self) -> None:
         self.schedule.clear()
         self.kept.clear()
+        self._proposed = None
+        self._early.clear()

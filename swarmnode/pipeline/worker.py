@@ -27,6 +27,7 @@ from swarmnode.pipeline.links import Arrival, Links
 from swarmnode.pipeline.micro_batches import MicroBatches
 from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.senders import sends
 from swarmnode.pipeline.tied import TiedEmbedding
 
 TICK_SECONDS = 1.0
@@ -49,6 +50,7 @@ class StageWorker:
         self.waves = Decoding(self.context)
         self.tied = TiedEmbedding(self.context)
         links.at_once = self._at_once
+        links.counts = self._counts
         self._held: deque[Arrival] = deque()
         """Scores and tokens for which there was no room yet."""
 
@@ -116,7 +118,9 @@ class StageWorker:
             self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
             await self.micro_batches.do(work)
-            self._proposed(self.participant.attempt, self.participant.complete())
+            attempt = self.participant.attempt
+            with self.context.caught(lambda reason: self.links.send(0, frames.Acknowledge(self.place, attempt, reason, 0.0))):
+                self._proposed(attempt, self.participant.complete())
         else:
             return False
         await trio.lowlevel.checkpoint()
@@ -149,8 +153,18 @@ class StageWorker:
         control = isinstance(frame, frames.Control)
         if self.context.fence.check(frame.place, arrival.sender, None if control else self.participant.step):
             return
+        if not self._is_due(arrival.sender, frame):
+            self.context.refused["bounds"] += 1
+            return
         with self.context.caught(lambda reason: self._cannot(arrival, frame, reason)):
             await self.handle(arrival.sender, frame, arrival.body)
+
+    def _is_due(self, sender: int, frame: Frame) -> bool:
+        return sends(frame, sender, self.index, self.stages, self.micro_batches.routes)
+
+    def _counts(self, sender: int, frame: Frame) -> bool:
+        """Whether a piece of work that comes is one of the present step's, and comes from where it has to."""
+        return self.context.fence.passes(frame.place, sender, self.participant.step) and self._is_due(sender, frame)
 
     def _cannot(self, arrival: Arrival, frame: Frame, reason: frames.RefusalReason) -> None:
         """Notifies the head at once: without it the deadline would."""
@@ -183,6 +197,7 @@ class StageWorker:
         """The stream of another stage ended. Nothing of what was begun with it can end well, but for a step that was promised."""
         if self.participant.lose():
             self._drop_all()
+            self._answer(Answer(self.participant.attempt, "micro_batches") if self.participant.lost else None)
         else:
             self.waves.clear()
 
@@ -191,37 +206,43 @@ class StageWorker:
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         """One frame that passed the fence. Raises BadMessage, ValueError."""
-        before = sender == self.index - 1 or (sender == 0 == self.index)
         match frame:
             case frames.Forward():
                 await self.micro_batches.forward(sender, frame, body)
             case frames.Backward():
                 self.micro_batches.backward(sender, frame, body)
-            case frames.Prefill() if before:
+            case frames.Prefill():
                 await self.waves.prefill(frame, body)
-            case frames.Decode() if before:
+            case frames.Decode():
                 await self.waves.decode(frame, body)
-            case frames.Drop() if sender == 0:
+            case frames.Drop():
                 self.waves.forget(frame.session)
-            case frames.Embedding() if self.runtime.embedding() is not None and sender in (0, self.stages - 1):
+            case frames.Embedding() if self.runtime.embedding() is not None:
                 if self.tied.take_part(frame, body):
                     self._prepared()
-            case frames.Propose() if sender == 0:
-                self._proposed(frame.attempt, self.participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
-            case frames.Commit() if sender == 0:
+            case frames.Propose():
+                await self._propose(frame, body)
+            case frames.Commit():
                 async with self.optimizer.moving:
                     action = self.participant.commit(frame.place.step, frame.attempt)
                     if action == "take":
                         await self.take(frame.clip, frame.learning_rate)
                 if action is not None:
                     self._confirm(frame.attempt)
-            case frames.Abort() if sender == 0:
+            case frames.Abort():
                 if self.participant.abort(frame.place.step, frame.attempt):
                     self._drop_all()
             case _:
                 raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
 
     # Taking a step.
+
+    async def _propose(self, frame: frames.Propose, body: bytes) -> None:
+        participant, size = self.participant, frames.DESCRIPTION_BYTES
+        self._proposed(frame.attempt, participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
+        if (participant.step, participant.attempt, participant.phase) == (frame.place.step, frame.attempt, "open"):
+            hashes = {number: body[size * i : size * (i + 1)] for i, number in enumerate(frame.micro_batches)}
+            await self.micro_batches.propose(hashes)
 
     def _proposed(self, attempt: int, action: Next | Answer | None) -> None:
         if action == "confirm":

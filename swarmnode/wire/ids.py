@@ -86,11 +86,11 @@ WEIGHTS_PROTOCOL = "/swarmnode/weights/2"
 WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/2"
 """Request/response: the signed manifest of slow weights, and where to fetch them. Not in `PROTOCOLS`."""
 
-CREWS_PROTOCOL = "/swarmnode/crews/8"
+CREWS_PROTOCOL = "/swarmnode/crews/9"
 """Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds a whole policy does
 without."""
 
-STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/8"
+STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/9"
 """A stream between the trainers of two stages of a crew. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"

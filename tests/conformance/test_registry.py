@@ -155,6 +155,7 @@ def test_caps_are_those_of_the_registry():
         "token": limits.TOKEN_BYTES,
         "crew": record.HASH_BYTES,
         "crew_prefix": limits.CREW_PREFIX_BYTES,
+        "description": limits.DESCRIPTION_BYTES,
         "record_hash": record.HASH_BYTES,
         "crew_nonce": record.NONCE_BYTES,
         "wave": limits.WAVE_BYTES,

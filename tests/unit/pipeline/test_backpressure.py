@@ -203,7 +203,9 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
-        crew.head.links.send(1, *forward(0, "learn", crew.head.place))
+        work, body = forward(0, "learn", crew.head.place)
+        crew.head.links.send(1, frames.Propose(crew.head.place, 1, (0,)), frames.description_hash(body[: work.about]))
+        crew.head.links.send(1, work, body)
         await quiet()
         assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
         monkeypatch.setattr(member.links, "full", lambda stage: False)

@@ -456,16 +456,16 @@ async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(mode
 
 
 async def test_a_stage_that_lost_its_gradients_does_not_say_that_it_has_them(models, policy):
-    """Its stream to a neighbour breaks after the last backward, and the head does not know: the step is refused, not taken without it."""
+    """Its stream to a neighbour breaks with the last backward, and the head does not know: the step is refused, not taken without it."""
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         start = weights(crew)
         original = crew.members[1].handle
 
         async def breaks(sender, frame, body):
-            if isinstance(frame, frames.Propose):
-                crew.members[1].gone(2, "closed")
             await original(sender, frame, body)
+            if isinstance(frame, frames.Backward):
+                crew.members[1].gone(2, "closed")
 
         crew.members[1].handle = breaks
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "micro_batches"

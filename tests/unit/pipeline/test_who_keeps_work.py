@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 
@@ -14,8 +15,12 @@ from swarmnode.pipeline import frames
 from swarmnode.pipeline.blame import IMPATIENCE, PATIENCE
 from swarmnode.pipeline.frames import Located, Place
 from swarmnode.pipeline.routes import plain, swapped
+from swarmnode.pipeline.senders import sends
 from swarmnode.pipeline.waiting import BELIEVED
 from swarmnode.pipeline.whereabouts import Passages, Search, holders, name_of, parties, path_of, path_of_wave
+from swarmnode.pipeline.work import MicroBatch
+from swarmnode.wire import strict
+from swarmnode.wire.tensors import pack_logprobs
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
 
 SECONDS = 60.0
@@ -213,6 +218,140 @@ async def test_a_stage_cannot_be_blamed_for_a_gradient_that_its_neighbour_let_th
             nursery.start_soon(let_go)
             assert (await learn(crew.head, rows)).refused is None
         assert crew.head.blamed is None
+
+
+def one_of_each(place, piece, session, limits):
+    """A frame of each type, as the member at `place` would send it."""
+    learnt = (0.0,) * 6
+    made = [
+        frames.Forward(place, piece, "learn", "float32", 1, 1), frames.Forward(place, piece, "score", "float32", 1, 1),
+        frames.Backward(place, piece, "float32", 1), frames.Learnt(place, piece, *learnt), frames.Scores(place, piece, 1),
+        frames.Prefill(place, session, bytes(32), "float32", 1, 1), frames.Decode(place, session, bytes(32), "float32", 1),
+        frames.Tokens(place, session, 1), frames.Drop(place, session), frames.Embedding(place, 1, 0, 1), frames.Propose(place, 1, (piece,)),
+        frames.Commit(place, 1, 1.0, 1.0, 1.0), frames.Abort(place, 1, "frame"),
+    ]  # fmt: skip
+    return [(frame, bytes(frames.body_bytes(frame, limits))) for frame in made]
+
+
+@pytest.mark.parametrize("call", [learn, sample])
+async def test_what_a_stage_never_sends_to_another_gets_nobody_blamed_and_stops_nothing(models, policy, autojump_clock, call):
+    """Whoever is sent such a frame and answers it with a refusal would be alone with it."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        sent = 0
+        for member in crew.members[1:]:
+            original, done = member.handle, set()
+
+            async def handle(sender, frame, body, member=member, original=original, done=done):
+                nonlocal sent
+                await original(sender, frame, body)
+                named = getattr(frame, "micro_batch", 1), getattr(frame, "session", bytes(16))
+                if named in done:
+                    return
+                done.add(named)
+                for stage in {0, 1, 2, 3} - {member.index}:
+                    for made_up, of in one_of_each(member.place, *named, member.links.limits):
+                        if not sends(made_up, member.index, stage, 4, member.micro_batches.routes):
+                            member.links.send(stage, made_up, of)
+                            sent += 1
+
+            member.handle = handle
+        for _ in range(PATIENCE + 1):
+            result = await call(crew.head, rows)
+            assert call is sample or result.refused is None
+        assert sent > 100
+        assert crew.head.blamed is None
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_who_keeps_work_and_sends_something_else_by_its_name_is_found(models, policy, autojump_clock, stage, old):
+    """Scores, or a forward of a step before: what comes counts where it is of the present step and from whom it has to be."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        await learn(crew.head, rows)
+        member, original = crew.members[stage], crew.members[stage].links.send
+
+        def send(other, frame, body=b""):
+            if not isinstance(frame, frames.Forward):
+                return original(other, frame, body)
+            member.links.passed.sent.count(other, frame)
+            if old:
+                past = msgspec.structs.replace(frame.place, step=frame.place.step - 1)
+                original(other, msgspec.structs.replace(frame, place=past), body)
+            else:
+                original(other, frames.Scores(frame.place, frame.micro_batch, 1), bytes(8))
+
+        member.links.send = send
+        (found, _), _ = await verdict(crew, learn, rows, PATIENCE)
+        assert stage in found
+        assert 0 not in found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_micro_batch_that_the_head_never_made_is_nobody_s(models, policy, autojump_clock, stage):
+    """Whoever learnt it would have gradients that are not proposed, and be alone with that."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        original = crew.members[stage].links.send
+
+        def send(other, frame, body=b""):
+            original(other, frame, body)
+            if isinstance(frame, frames.Forward):
+                original(other, msgspec.structs.replace(frame, micro_batch=frame.micro_batch + 10**6), body)
+
+        crew.members[stage].links.send = send
+        for _ in range(PATIENCE + 1):
+            assert (await learn(crew.head, rows)).refused is None
+        assert crew.head.blamed is None
+
+
+async def test_what_an_aborted_attempt_has_left_on_the_way_is_no_part_of_the_next(models, policy, autojump_clock):
+    """An abort goes from the head to each stage; a forward that was sent before takes the way through the stages, and comes after it."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        sender, kept = crew.members[1], []
+        original = sender.links.send
+
+        def slow(other, frame, body=b""):
+            kept.append((other, frame, body)) if isinstance(frame, frames.Forward) and not kept else original(other, frame, body)
+
+        sender.links.send = slow
+        assert (await learn(crew.head, rows)).refused == "timeout"
+        original(*kept[0])
+        assert (await learn(crew.head, rows)).refused is None
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 1e-6}, {"completion_lengths": None}, {"weights": 1e20}])
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_who_changes_what_the_head_says_of_a_micro_batch_is_found(models, policy, autojump_clock, stage, changes):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        original = crew.members[stage].links.send
+
+        def send(other, frame, body=b""):
+            if isinstance(frame, frames.Forward):
+                work = changed(strict.decode(body[: frame.about], MicroBatch), changes)
+                about = strict.encode(work)
+                body, frame = about + body[frame.about :], msgspec.structs.replace(frame, about=len(about))
+            original(other, frame, body)
+
+        crew.members[stage].links.send = send
+        (found, _), _ = await verdict(crew, learn, rows, PATIENCE)
+        assert stage in found
+        assert 0 not in found
+        assert len(found) <= 2
+
+
+def changed(work, changes):
+    if "weights" in changes:
+        weights = pack_logprobs(np.full(len(work.completion_lengths), changes["weights"], np.float32))
+        return msgspec.structs.replace(work, loss=msgspec.structs.replace(work.loss, weights=weights))
+    if "temperature" in changes:
+        return msgspec.structs.replace(work, **changes)
+    lengths = list(work.completion_lengths)
+    lengths[0], lengths[-1] = lengths[-1], lengths[0]
+    return msgspec.structs.replace(work, completion_lengths=tuple(lengths), completion_ids=work.completion_ids)
 
 
 class Slow:
