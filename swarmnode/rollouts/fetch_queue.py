@@ -26,8 +26,8 @@ WORKERS = 8
 PENDING = 64
 PENDING_PEER = 8
 FAILURES_AT_MOST = 4
-PAUSES: dict[str, tuple[float, ...]] = {"fetch_unknown": (1.0, 2.0, 4.0), "fetch_busy": (1.0, 2.0, 4.0)}
-"""Seconds before asking again a forwarder that is still fetching it too."""
+PAUSES: dict[str, tuple[float, ...]] = {"fetch_unknown": (1.0, 2.0, 4.0), "fetch_busy": (5.0, 10.0, 20.0)}
+"""Seconds before asking again whoever is still fetching it too, or has given as much as it does for now."""
 
 
 class Kind(IntEnum):
@@ -118,7 +118,7 @@ class FetchQueue:
         """What was taken ended like this; "" where we gave it up ourselves. Returns whether that is final."""
         self._active.remove(wanted)
         from_author = wanted.source == wanted.announced.peer
-        pauses = () if from_author else PAUSES.get(outcome, ())
+        pauses = () if from_author and outcome == "fetch_unknown" else PAUSES.get(outcome, ())
         if wanted.asked < len(pauses):
             pause = pauses[wanted.asked]
             wanted.asked += 1

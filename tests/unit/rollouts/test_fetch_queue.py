@@ -146,6 +146,24 @@ def test_one_line_is_asked_for_one_at_a_time_and_the_longest_gives_way():
     assert set(world.take()) > {"neighbour"}
 
 
+def test_who_gives_no_more_for_now_rests_and_holds_no_worker():
+    world = World()
+    for _ in range(2):
+        world.announce("author")
+    for pause in PAUSES["fetch_busy"]:
+        assert world.take() == ["author"]
+        assert world.answer("fetch_busy") == 0
+        assert world.take() == []
+        assert world.queue.wait(world.now) == pause
+        world.announce("other")
+        assert world.take() == ["other"]
+        world.answer("ok")
+        world.now += pause
+    world.take()
+    assert world.answer("fetch_busy") == 1
+    assert world.take() == ["author"], "the other group"
+
+
 def test_what_an_author_does_not_have_is_not_asked_for_again_and_what_a_forwarder_does_not_have_yet_is():
     world = World()
     world.announce("author")
