@@ -200,7 +200,9 @@ def admit_one(frame, given, domain, swarm, contents, sequences):
         return "future"
     if (peer, sequence) in sequences:
         return "sequence_reused"
-    reason = None if message["type"] == "announce" else group_reason(message, peer, given, swarm)
+    if message["type"] == "announce":
+        return None
+    reason = group_reason(message, peer, given, swarm)
     if reason is None:
         sequences.add((peer, sequence))
     return reason

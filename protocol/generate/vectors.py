@@ -386,6 +386,7 @@ def admission() -> Iterator[Vector]:
     yield case("reject bounds", "a single completion", changed(honest, "completions", [COMPLETION]))
     yield case("ignore sequence_reused", "another group with the same sequence", text("8"), frame)
     yield case("ignore sequence_reused", "an announcement with the same sequence", {**ANNOUNCE, "sequence": 7}, frame)
+    yield case("accept", "a group after an announcement with its sequence", honest, sealed({**ANNOUNCE, "sequence": 7}))
     yield case("accept", "an hour old", changed(honest, "created_at", GROUP["created_at"] - 3_600_000))
     yield case("ignore stale", "an hour and a second old", changed(honest, "created_at", GROUP["created_at"] - 3_601_000))
     yield case("accept", "two minutes ahead", changed(honest, "created_at", GROUP["created_at"] + 120_000))

@@ -207,12 +207,11 @@ class Admission:
         if isinstance(message, Announce):
             if message.content in self._seen:
                 return "duplicate", peer
-            signer.note(message.sequence, now)
             return Announced(message.content, message.size, peer, message.sequence, message.created_at)
         return self._check_group(message, frame, signed.key, signer, now)
 
     def _check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
-        """Its sequence was taken when it was announced, and must be the one announced."""
+        """Its sequence must be the one announced, which takes it only now: what does not come by a fetch may still be pulled."""
         peer = announced.peer
         if len(body) != announced.size or envelope.content_id(body) != announced.content:
             return "mismatch", peer
@@ -229,7 +228,8 @@ class Admission:
         if self._seen.was_candidate(announced.content):
             return "duplicate", peer
         signer = self._signers.find(signed.key) or Signer(peer, self.cfg.groups_per_second, now)
-        return self._check_group(group, body, signed.key, signer, now)
+        reason = signer.sequence_reason(group.sequence, now)
+        return (reason, peer) if reason else self._check_group(group, body, signed.key, signer, now)
 
     def _check_group(self, group: RolloutGroup, frame: bytes, key: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
         reason = self._group_reason(group, signer, now)

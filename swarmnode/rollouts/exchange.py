@@ -28,6 +28,7 @@ from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
 from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.catalogue import Catalogue
+from swarmnode.rollouts.fetch_queue import FetchQueue
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.forward_budget import ForwardBudget
 from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, GroupRules, OwnGroup, PolicyFacts, without_token_ids
@@ -143,10 +144,11 @@ class RolloutExchange:
         self._policy: PolicyFacts | None = None
         self._version = 0
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
-        self._fetching = Fetching(network, self._fetched, self._refuse, budget.allows, rules.spoken.fetch)
         life, own_key = self._rng.randbytes(limits.LIFE_BYTES), credentials.key.public_key().public_bytes_raw()
         around = Around(budget.allows, self.authors.worth, self._enqueue, self._in_topic)
         gives = lambda peer: self.authors.admitted_of(peer) > 0
+        queue = FetchQueue(gives, network.connected, self._rng)
+        self._fetching = Fetching(network, queue, self._fetched, self._refuse, budget.allows, rules.spoken.fetch)
         self._by_listing = _ByListing(
             Serving(Catalogue(own_key, credentials.swarm, life), budget.allows, gives, clock, rules.spoken.fetch),
             Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),

@@ -1,12 +1,13 @@
 """Groups too long for gossip: announced by hash, fetched by whoever gossips, at most once each and under a deadline. Serving gives them.
 
-    want ─ room? ─▶ pending ─▶ one of a few workers ─ request ─▶ author, or whoever told us of it ─ hash checked ─▶ on_body
-                                                                                                  └ failed ───────▶ on_failed
+    want ─▶ FetchQueue ─▶ one of a few workers ─ request ─▶ author, or whoever told us of it ─ hash checked ─▶ on_body
+               ▲                                               │                              └ failed ───────▶ on_failed
+               └─────────────────── not now ───────────────────┘
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -14,16 +15,11 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
+from swarmnode.rollouts.fetch_queue import WORKERS, FetchQueue, Wanted
 from swarmnode.rollouts.groups import Announced
 from swarmnode.rollouts.pace import Throughput
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.messages import FetchRequest, FetchResponse
-
-WORKERS = 4
-PENDING = 64
-PENDING_PEER = 8
-PAUSES = (1.0, 2.0, 4.0)
-"""Seconds before asking again whoever is still fetching it too."""
 
 
 class FetchStatistics(msgspec.Struct, frozen=True):
@@ -41,6 +37,7 @@ class Fetching:
     def __init__(
         self,
         network: Network,
+        queue: FetchQueue,
         on_body: Callable[[Announced, bytes], None],
         on_failed: Callable[[str, str], None],
         allows: Callable[[str], bool] = lambda choice: True,
@@ -48,14 +45,11 @@ class Fetching:
     ) -> None:
         """`allows("fetch")`: whether there is budget for it. `protocol`: the ordinal that the swarm speaks."""
         self._network = network
+        self._queue = queue
         self._on_body = on_body
         self._on_failed = on_failed
         self._allows = allows
         self._protocol = protocol
-        self._pending: deque[tuple[Announced, str]] = deque()
-        self._of_peer: Counter[str] = Counter()
-        self._active: set[str] = set()
-        self._wanted: set[bytes] = set()
         self._news = trio.Event()
         self._throughput = Throughput()
         self._fetched: Counter[str] = Counter()
@@ -65,63 +59,45 @@ class Fetching:
             nursery.start_soon(self._work)
 
     def want(self, announced: Announced, forwarder: str) -> str | None:
-        """Have it fetched. Returns why not: `busy` (too many pending, in all or of this author), `duplicate` (under way)."""
-        if announced.content in self._wanted:
+        """Have it fetched. Returns why not: `busy` (no room for it), `duplicate` (under way)."""
+        if announced.content in self._queue:
             return "duplicate"
-        if len(self._pending) >= PENDING or self._of_peer[announced.peer] >= PENDING_PEER:
+        out = self._queue.put(announced, forwarder)
+        if out is announced:
             return "busy"
-        self._wanted.add(announced.content)
-        self._pending.append((announced, forwarder))
-        self._of_peer[announced.peer] += 1
+        if out is not None:
+            self._on_failed("busy", out.peer)
         self._news.set()
         return None
 
     def statistics(self) -> FetchStatistics:
         return FetchStatistics(
             fetched=dict(self._fetched),
-            pending=len(self._wanted),
+            pending=len(self._queue),
             bytes_per_second=self._throughput.bytes_per_second,
         )
 
     async def _work(self) -> None:
         while True:
-            while (chosen := self._choose()) is None:
+            while (wanted := self._queue.take(trio.current_time())) is None:
                 self._news = trio.Event() if self._news.is_set() else self._news
-                await self._news.wait()
-            announced, forwarder = chosen
-            self._active.add(announced.peer)
-            try:
-                if self._allows("fetch"):
-                    await self._fetch(announced, forwarder)
-                else:
-                    self._on_failed("busy", announced.peer)  # no budget: lost, as gossip loses what comes too fast
-            finally:
-                self._active.discard(announced.peer)
-                self._wanted.discard(announced.content)
-                self._of_peer[announced.peer] -= 1
-                if not self._of_peer[announced.peer]:
-                    del self._of_peer[announced.peer]
-                self._news.set()
+                with trio.move_on_after(self._queue.wait(trio.current_time())):
+                    await self._news.wait()
+            await self._fetch(wanted)
+            self._news.set()
 
-    def _choose(self) -> tuple[Announced, str] | None:
-        """The oldest pending of an author of whom nothing is under way: one that never delivers holds up one worker, not all."""
-        for place, (announced, forwarder) in enumerate(self._pending):
-            if announced.peer not in self._active:
-                del self._pending[place]
-                return announced, forwarder
-        return None
-
-    async def _fetch(self, announced: Announced, forwarder: str) -> None:
-        """From its author, who has it; where we are not connected to the author, from whoever told us of it, who may not have it yet."""
-        from_author = announced.peer in self._network.connected()
-        source = announced.peer if from_author else forwarder
-        for pause in (None,) if from_author else (None, *PAUSES):
-            if pause is not None:
-                await trio.sleep(pause)
-            started = trio.current_time()
-            body, outcome = await self._pull(announced, source)
-            if outcome not in ("fetch_unknown", "fetch_busy"):
-                break
+    async def _fetch(self, wanted: Wanted) -> None:
+        announced, source, started = wanted.announced, wanted.source, trio.current_time()
+        body, outcome = None, ""
+        try:
+            if self._allows("fetch"):
+                body, outcome = await self._pull(announced, source)
+        finally:
+            final = self._queue.answered(wanted, outcome, trio.current_time())
+        if not outcome:
+            self._on_failed("busy", announced.peer)  # no budget: lost, as gossip loses what comes too fast
+        if not outcome or not final:
+            return
         self._fetched[outcome] += 1
         if body is None:
             self._on_failed(outcome, source)

@@ -32,9 +32,11 @@ export class Admission {
       const message = payloadOf(envelope)
       const reason = this.#late(message, now) ?? this.#repeated(about.peer, message) ?? this.#group(message, about.peer)
       if (reason !== null) throw new Refused(reason)
-      this.sequences.add(`${about.peer} ${message.sequence}`)
       about.message = message
-      if (message.type === 'rollout') about.group = message
+      if (message.type === 'rollout') {
+        this.sequences.add(`${about.peer} ${message.sequence}`)
+        about.group = message
+      }
     } catch (error) {
       if (!(error instanceof Refused)) throw error
       about.reason = error.reason

@@ -89,6 +89,8 @@ async def test_without_upload_long_groups_are_not_served(line, autojump_clock):
     line.budget.allowed = {"publish", "forward", "fetch"}
     await line.publish(1, 0, long=True)
     assert line.admitted() == [0, 0, 0]
+    assert line.exchanges[0].statistics().fetching.fetched == {}, "it is asked again"
+    await trio.sleep(30)
     assert line.exchanges[0].statistics().fetching.fetched == {"fetch_busy": 1}
 
 

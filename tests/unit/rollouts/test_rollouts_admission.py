@@ -265,11 +265,18 @@ def test_an_announced_group_is_admitted_once_fetched():
     assert isinstance(checks.check_fetched(announced, body, NOW), Candidate)
 
 
-def test_an_announcement_takes_its_sequence_number():
+def test_a_sequence_number_is_used_up_by_the_group_that_comes_and_not_by_its_announcement():
     checks = admission()
     announce, body = announced_pair()
-    checks.check_frame(announce, NOW)
-    assert reason(checks.check_frame(body, NOW)) == "sequence_reused"
+    announced = checks.check_frame(announce, NOW)
+    assert reason(checks.check_frame(announce, NOW)) == "duplicate"
+    assert isinstance(checks.check_pulled(body, NOW), Candidate), "it was not fetched, and is pulled"
+    assert reason(checks.check_fetched(announced, body, NOW)) == "sequence_reused"
+    again, _ = announced_pair(created_at=int(NOW * 1000) + 1)
+    assert reason(checks.check_frame(again, NOW)) == "sequence_reused"
+    other, other_body = announced_pair(1)
+    assert isinstance(checks.check_fetched(checks.check_frame(other, NOW), other_body, NOW), Candidate)
+    assert reason(checks.check_frame(AUTHOR.frame(AUTHOR.group(1, NOW, size=3)), NOW)) == "sequence_reused"
 
 
 def other_authors_body():

@@ -7,18 +7,18 @@ import pytest
 import trio
 
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, completion, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
 from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import Draw, GroupRules, Judged
+from swarmnode.rollouts.groups import Candidate, Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import bucket_seed
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
-from swarmnode.wire import codec, ids, limits
+from swarmnode.wire import codec, envelope, ids, limits, tensors
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import ListingRequest, ListingResponse
 from swarmnode.wire.messages import Announce, FetchRequest, FetchResponse, TaskRef
@@ -169,6 +169,55 @@ async def test_an_announcer_without_bodies_holds_few_slots_and_others_are_fetche
     await swarm.exchanges[2].publish(swarm.authors[2].long_group(0))
     await trio.sleep(0.1)  # long before the first of those deadlines
     assert swarm.outcomes(0)["admitted"] == 1
+
+
+async def test_sixteen_authors_without_bodies_keep_no_newcomer_from_being_fetched(nursery, autojump_clock):
+    """Two announcements a second of all together, each connected, and none ever gives anything."""
+    swarm = await Swarm(nursery, 2).start()
+    authors = [Author(SWARM, seed=100 + number) for number in range(16)]
+    networks = [swarm.medium.join(author.peer) for author in authors]
+    for network in networks:
+        network.requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
+    for number in range(420):
+        announce = Announce(number.to_bytes(32), limits.GROUP_BYTES, int(EPOCH * 1000), number // 16)
+        await networks[number % 16].gossip.publish(ids.rollout_topic(SWARM), authors[number % 16].frame(announce))
+        if number % 60 == 30:
+            await swarm.exchanges[1].publish(swarm.authors[1].long_group(number))
+        await trio.sleep(0.5)
+    assert swarm.outcomes(0)["admitted"] == 7
+
+
+async def test_what_finds_no_room_among_the_fetches_may_still_be_pulled(swarm, autojump_clock):
+    swarm.networks[1].requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
+    bodies = [swarm.authors[1].frame(swarm.authors[1].group(sequence, EPOCH)) for sequence in range(9)]
+    for sequence, body in enumerate(bodies):
+        announce = Announce(envelope.content_id(body), len(body), int(EPOCH * 1000), sequence)
+        await swarm.publish_from(1, swarm.authors[1].frame(announce))
+    assert swarm.outcomes(0)["busy"] == 1
+    assert isinstance(swarm.exchanges[0].admission.check_pulled(bodies[8], EPOCH), Candidate)
+
+
+def incompressible(author, sequence):
+    """A group of 480 KB as sent: sixteen answers of 6,000 tokens, none like another."""
+    rng, own = random.Random(0), author.own_group(sequence, size=16)
+    long = [own.completions[0]]
+    for _ in range(15):
+        logprobs = [-rng.random() for _ in range(6_000)]
+        text = completion("".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=6_000)))
+        long.append(msgspec.structs.replace(text, logprobs=tensors.pack_logprobs(logprobs), logprob=sum(logprobs)))
+    return msgspec.structs.replace(own, completions=long, rewards=[1.0] + 15 * [0.0])
+
+
+async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(nursery, autojump_clock):
+    """Of whom nothing was admitted: it is given two of these at once and one in eight seconds, and told `busy` in between."""
+    swarm = await Swarm(nursery, 2).start()
+    for sequence in range(8):
+        assert await swarm.exchanges[0].publish(incompressible(swarm.authors[0], sequence)) == "announced"
+    await settle()
+    assert swarm.exchanges[0].statistics().serving.catalogue.bytes > 8 * 470_000
+    assert swarm.exchanges[1].statistics().fetching.fetched == {"ok": 8}
+    assert swarm.outcomes(1)["admitted"] == 8
+    assert 0 < swarm.exchanges[0].statistics().serving.served["busy"] < 16
 
 
 async def test_a_body_other_than_announced_costs_its_author_reputation(swarm, autojump_clock):
