@@ -348,7 +348,8 @@ class _Turn:
             self._set_peer(peer, replace(known, debt=debt, barred_until=until))
 
     def _doubt(self, peer: str) -> None:
-        """A crew with `peer` ended by its word against another one's: one of the two is bad. It is left out once that was often."""
+        """Nothing came of a crew with `peer`, and it or another one is to blame. It goes behind others from the second time on, and is left
+        out once that was often."""
         known = self._peer(peer)
         debt = min(LONGEST_BAR_SECONDS, known.debt + self.settings.bar_seconds)
         until = self.now + debt if debt >= DOUBTS * self.settings.bar_seconds else known.barred_until
@@ -568,11 +569,8 @@ class _Turn:
                 self._not_in(crew, peer)
         elif isinstance(request, messages.Propose) and isinstance(answer, messages.Signature):
             self._signed(peer, answer)
-        elif isinstance(request, messages.Propose) and self.state.proposal is not None and request.record == self.state.proposal.record:
-            if isinstance(answer, Refuse) and answer.reason not in ("busy", "behind"):
-                known = self._peer(peer)
-                self._set_peer(peer, replace(known, offer=None))
-            self._lapse(self.state.proposal)
+        elif isinstance(request, messages.Propose):
+            self._not_signed(peer, request.record, answer)
 
     def _not_in(self, crew: Crew, peer: str) -> None:
         """A member says that it is not in our crew: it has not heard yet that it was founded, or has left it. What it said before it
@@ -724,7 +722,14 @@ class _Turn:
             self._set(planned=turns, turn_from=self.now)
         if not plan.exact and self.now - state.new_offer_at < settings.gather_seconds:
             return
-        if state.me not in turns or self.now - self.state.turn_from < turns.index(state.me) * settings.turn_seconds:
+        waited = self.now - self.state.turn_from
+        if state.me not in turns:
+            if waited >= 2 * len(turns) * settings.turn_seconds:  # of those whose turn it was nobody wanted this crew
+                for peer in turns:
+                    self._doubt(peer)
+                self._set(planned=())
+            return
+        if waited < turns.index(state.me) * settings.turn_seconds:
             return
         lineage = plan.record.lineage if plan.record.step else self.means.rng.randbytes(HASH_BYTES)
         self._propose(msgspec.structs.replace(plan.record, lineage=lineage, nonce=self.means.rng.randbytes(NONCE_BYTES)))
@@ -765,6 +770,17 @@ class _Turn:
             return
         self._set(proposal=replace(proposal, signatures={**proposal.signatures, peer: answer.signature}))
         self._complete()
+
+    def _not_signed(self, peer: str, record: Record, answer: messages.Answer | None) -> None:
+        """What we proposed comes to nothing because of `peer`, whatever it says: the honest have a reason now and then."""
+        proposal = self.state.proposal
+        ours = proposal is not None and record == proposal.record
+        if ours or isinstance(answer, Refuse):  # who was silent has paid for it
+            self._doubt(peer)
+        if proposal is not None and ours:
+            if isinstance(answer, Refuse) and answer.reason not in ("busy", "behind"):
+                self._set_peer(peer, replace(self._peer(peer), offer=None))
+            self._lapse(proposal)
 
     def _complete(self) -> None:
         proposal = self.state.proposal

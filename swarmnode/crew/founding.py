@@ -166,7 +166,7 @@ def plan_crew(
     return None
 
 
-def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | None:
+def _begin(choice: _Choice, willing: Collection[str], stages: int) -> Record | None:
     """From the base, as `plan.plan_apart` places its layers on the nearest and largest of those who would be together. A speed is a
     claim: it counts half, as it were."""
     able, cost, model = choice.able, choice.cost, choice.model
@@ -187,6 +187,8 @@ def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | Non
     except Refused:
         return None
     members = tuple(Member(peers[member], layers) for member, layers in zip(plan.members, plan.layers, strict=True))
+    if len(members) == 1 and members[0].peer != choice.me:  # who would do it alone may: the others wait for nobody
+        return _begin(choice, [peer for peer in willing if peer != members[0].peer], stages)
     return Record(NO_HASH, model, NO_HASH, 0, Taken(), members, bytes(NONCE_BYTES))
 
 
@@ -232,6 +234,8 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings
         if waited < wait:
             continue
         behind = {peer for peer, offer in able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, settings)}
+        if len(cut) == 1:  # who would do it alone may: the others wait for nobody
+            behind |= able.keys() - {me}
         holders = _place(point, cut, [(peer, copy) for peer, copy in mine if peer not in behind], choice, behind)
         if holders is None:
             continue
@@ -307,7 +311,8 @@ def _place(
     if choice.me in ranks and newest(able[choice.me].copies) is None:
         ranks[choice.me] = 1  # who has learnt nothing is no better known than the others: else it would take what they have
     lines = {peer: _rough(offer.hop_seconds) for peer, offer in able.items()}  # as they say: each plans the same crew
-    peers = sorted(costs, key=lambda peer: (min(costs[peer]), ranks[peer], lines[peer], -able[peer].speed, peer))[:CONSIDERED]
+    least = {peer: min(costs[peer]) + UNKNOWN * (ranks[peer] > 0) for peer in costs}  # a claim alone goes before nobody who is known
+    peers = sorted(costs, key=lambda peer: (least[peer], ranks[peer], lines[peer], -able[peer].speed, peer))[:CONSIDERED]
     clashes = [sum(1 << number for number, other in enumerate(peers) if choice.clash(peer, other)) for peer in peers]
 
     @cache

@@ -24,13 +24,13 @@ OURS = Copy(LINEAGE, 1, 2, 40, b"h" * 32, "memory", Taken(1), b"")
 class Node:
     """`b`, to which others speak."""
 
-    def __init__(self, *copies, trusts=lambda peer: True, layers=2, work=1.0):
+    def __init__(self, *copies, trusts=lambda peer: True, layers=2, work=1.0, stages=2, memory=1.0):
         sign, verify = named_keys("b")
-        self.means = Means(SETTINGS, sign, verify, random.Random(1), trusts)
+        self.means = Means(replace(SETTINGS, stages=stages), sign, verify, random.Random(1), trusts)
         self.state, self.now, self.done = State("b"), 100.0, []
         self.does(ev.PeerBack("a"))
         cost = ModelCost(Part(0.0, 0.0), (Part(1.0, work),) * layers, Part(0.0, 0.0))
-        self.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost, copies))
+        self.does(local.Offering(MODEL, Capacity(memory, 1.0), cost, copies))
 
     def does(self, event):
         self.state, actions = advance(self.state, event, self.now, self.means)
@@ -361,6 +361,38 @@ def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
     offering = local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 3, Part(0.0, 0.0)))
     offers = [one.message for one in node.does(offering) if isinstance(one, ev.Send)]
     assert [offer.without for offer in offers] == [("c",)]
+
+
+def proposed(node, offers, seconds, refuse=None):
+    """The members of each record that `node` proposes while others offer the same again and again. `refuse`: what `x` answers at once."""
+    found = []
+    for tick in range(int(seconds / SETTINGS.tick_seconds)):
+        for peer, offer in offers.items() if tick % 20 == 0 else ():
+            node.answers(peer, offer)
+        node.done.clear()
+        node.waits(SETTINGS.tick_seconds)
+        asked = [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)]
+        found += [{one.peer for one in asked}] if asked else []
+        for one in asked:
+            if one.peer == "x" and refuse is not None:
+                node.does(ev.Answered("x", one.message, m.Refuse(refuse, crew_id(one.message.record)) if refuse else None))
+                node.answers("x", offers["x"])
+    return found
+
+
+@pytest.mark.parametrize("memory", [1e30, 3.0])
+@pytest.mark.parametrize("refuse", ["busy", "crew", ""])
+def test_a_stranger_that_offers_most_and_signs_nothing_is_done_without(memory, refuse):
+    node = Node(layers=4, stages=0, memory=2.0)
+    offers = {"a": m.Offer(MODEL, 2.0, 1.0, 0.0), "c": m.Offer(MODEL, 2.0, 1.0, 0.0), "x": m.Offer(MODEL, memory, 1e30, 0.0)}
+    assert any("x" not in members for members in proposed(node, offers, 40.0, refuse))
+
+
+def test_a_crew_that_nobody_proposes_is_waited_for_a_few_times():
+    """Two strangers that would be faster together than anybody with us."""
+    node = Node(layers=4, stages=0, memory=2.0)
+    offers = {peer: m.Offer(MODEL, 3.0, 1e30, 0.0) if peer in "xy" else m.Offer(MODEL, 2.0, 1.0, 0.0) for peer in "acxy"}
+    assert any(not members & {"x", "y"} for members in proposed(node, offers, 60.0))
 
 
 def test_offers_are_made_while_free_and_taken_back_in_a_crew():
