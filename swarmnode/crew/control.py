@@ -49,6 +49,8 @@ from swarmnode.crew.record import (
 from swarmnode.errors import BadMessage
 
 LONGEST_BAR_SECONDS: Final = 3600.0
+GATHERS: Final = 3
+"""Times that a plan waits for further offers, at most, and for a plan that stays."""
 DOUBTS: Final = 8
 """Bars' worth of debt from which on a peer is left out on doubt alone."""
 LONG_AGO: Final = -1e18
@@ -167,6 +169,8 @@ class State(msgspec.Struct, frozen=True):
     """The moment since which it has been in no crew that took a step; None before the first event."""
     new_offer_at: float = 0.0
     """When something new was offered that may be planned with."""
+    plan_since: float = math.inf
+    """The moment since which there has always been a plan, whichever; infinite while there is none."""
     turn_from: float = 0.0
     """The moment since which our place in the present plan counts."""
     planned: tuple[str, ...] = ()
@@ -646,7 +650,8 @@ class _Turn:
             self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why), because)))
         since = self.now if crew.stepped else self.state.free_since
         stood = self.now if self.state.phase == Phase.RUNNING else self.state.stood_since
-        self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood, planned=())
+        self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood)
+        self._set(planned=(), plan_since=math.inf)
         self._note("broken", f"{because} {why}".strip())
         self._do(local.Released(why))
 
@@ -686,7 +691,9 @@ class _Turn:
         known = self._peer(peer)
         if not self._has_room(peer):
             return
-        news = known.offer is None or known.offer.copies != offer.copies or known.offer.model != offer.model
+        own = self.state.offering
+        new = known.offer is None or known.offer.copies != offer.copies or known.offer.model != offer.model
+        news = new and offer.memory > 0 and (own is None or offer.model == own.model)
         fresh = known.foreign_until > self.now
         self._set_peer(peer, replace(known, offer=offer, offered_at=self.now, foreign_until=LONG_AGO))
         if fresh and self._offers_itself:
@@ -715,19 +722,20 @@ class _Turn:
             {peer: known.seconds for peer, known in state.peers.items() if known.seconds is not None},
         )  # fmt: skip
         if plan is None:
-            self._set(planned=())
+            self._set(planned=(), plan_since=math.inf)
             return
-        turns = plan.turns
+        turns, since = plan.turns, min(state.plan_since, self.now)
+        settled = since + GATHERS * settings.gather_seconds
         if turns != state.planned:
-            self._set(planned=turns, turn_from=self.now)
-        if not plan.exact and self.now - state.new_offer_at < settings.gather_seconds:
+            self._set(planned=turns, plan_since=since, turn_from=min(self.now, settled))
+        if not plan.exact and self.now < min(state.new_offer_at + settings.gather_seconds, settled):
             return
         waited = self.now - self.state.turn_from
         if state.me not in turns:
             if waited >= 2 * len(turns) * settings.turn_seconds:  # of those whose turn it was nobody wanted this crew
                 for peer in turns:
                     self._doubt(peer)
-                self._set(planned=())
+                self._set(planned=(), plan_since=math.inf)
             return
         if waited < turns.index(state.me) * settings.turn_seconds:
             return

@@ -363,13 +363,16 @@ def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
     assert [offer.without for offer in offers] == [("c",)]
 
 
-def proposed(node, offers, seconds, refuse=None):
-    """The members of each record that `node` proposes while others offer the same again and again. `refuse`: what `x` answers at once."""
+def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
+    """The members of each record that `node` proposes while others offer the same again and again. `refuse`: what `x` answers at once;
+    `of_x`: what comes from it besides."""
     found = []
     for tick in range(int(seconds / SETTINGS.tick_seconds)):
         for peer, offer in offers.items() if tick % 20 == 0 else ():
             node.answers(peer, offer)
         node.done.clear()
+        for event in of_x(tick):
+            node.does(event)
         node.waits(SETTINGS.tick_seconds)
         asked = [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)]
         found += [{one.peer for one in asked}] if asked else []
@@ -393,6 +396,14 @@ def test_a_crew_that_nobody_proposes_is_waited_for_a_few_times():
     node = Node(layers=4, stages=0, memory=2.0)
     offers = {peer: m.Offer(MODEL, 3.0, 1e30, 0.0) if peer in "xy" else m.Offer(MODEL, 2.0, 1.0, 0.0) for peer in "acxy"}
     assert any(not members & {"x", "y"} for members in proposed(node, offers, 60.0))
+
+
+@pytest.mark.parametrize("offers", [((MODEL, 0.5), (MODEL, 0.4)), ((b"x" * 32, 1.0),), ((MODEL, 1.0), (MODEL, 0.0)), ((MODEL, 1.5),)])
+def test_who_offers_anew_all_the_time_delays_a_crew_for_seconds(offers):
+    """A stranger that comes back each time, so that it cannot be told from many."""
+    said = [m.Offer(model, memory, 1e30 if memory >= 1.0 else 1.0, 0.0) for model, memory in offers]
+    comes = lambda tick: (ev.PeerGone("x"), ev.PeerBack("x"), ev.Received("x", said[tick // 4 % len(said)])) if tick % 4 == 0 else ()
+    assert proposed(Node(), {"a": m.Offer(MODEL, 1.0, 1.0, 0.0)}, 4 * SETTINGS.gather_seconds + SETTINGS.turn_seconds, of_x=comes)
 
 
 def test_offers_are_made_while_free_and_taken_back_in_a_crew():
