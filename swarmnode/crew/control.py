@@ -51,6 +51,8 @@ from swarmnode.errors import BadMessage
 LONGEST_BAR_SECONDS: Final = 3600.0
 GATHERS: Final = 3
 """Times that a plan waits for further offers, at most, and for a plan that stays."""
+LAPSES: Final = 10
+"""That count: with 1,024 turns in between, many strangers hold nobody for long, and who failed for long waits about as long."""
 DOUBTS: Final = 8
 """Bars' worth of debt from which on a peer is left out on doubt alone."""
 LONG_AGO: Final = -1e18
@@ -98,7 +100,7 @@ class Peer(msgspec.Struct, frozen=True):
     blamed: int = 0
     """Crews that our trainer led and that came to nothing because of it, or of it or another: the bad one is there each time."""
     lapses: int = 0
-    """Proposals of its own in a row that we signed and that came to nothing."""
+    """Proposals of its own that we signed and that came to nothing, since we last worked together."""
     deaf_until: float = LONG_AGO
     """What it proposes is not signed before: others have their turn."""
     seconds: float | None = None
@@ -146,7 +148,7 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """We have signed, and sign nothing else before."""
+    """We have signed for somebody, and sign nothing else before."""
 
     proposer: str
     crew: bytes
@@ -280,6 +282,7 @@ class _Turn:
     def handle(self, event: ev.Event) -> None:
         if self.state.free_since is None:
             self._set(free_since=self.now, new_offer_at=self.now)
+        self._expire()
         match event:
             case ev.Tick(heard=heard):
                 self._tick(heard)
@@ -364,7 +367,7 @@ class _Turn:
         """A step was taken: what its members owe us is less."""
         for peer in crew.members:
             known = self._peer(peer)
-            self._set_peer(peer, replace(known, worked=True, debt=max(0.0, known.debt - (self.now - crew.stepped_at))))
+            self._set_peer(peer, replace(known, worked=True, lapses=0, debt=max(0.0, known.debt - (self.now - crew.stepped_at))))
 
     # ---- time ---------------------------------------------------------------------------------------------------------------
 
@@ -380,11 +383,15 @@ class _Turn:
         news = self._offers_itself and abs(hop - said) > 0.5 * max(hop, said, LEAST_SECONDS)
         if news or self.now - self.state.offered_at >= settings.offer_seconds - slack:
             self._send_offers()
+        self._consider()
+
+    def _expire(self) -> None:
+        """What has lapsed is over before anything else is heard; after somebody's proposal in vain it is our turn before another's."""
         if self.state.proposal is not None and self.now >= self.state.proposal.until:
             self._lapse(self.state.proposal)
         if self.state.reserved is not None and self.now >= self.state.reserved.until:
             self._release(self.state.reserved)
-        self._consider()
+            self._consider()
 
     def _watch(self, crew: Crew, heard: Mapping[str, float]) -> None:
         """Whether the crew is what it was a moment ago."""
@@ -746,7 +753,7 @@ class _Turn:
         crew = crew_id(record)
         until = self.now + self.settings.turn_seconds * (0.8 + 0.4 * self.means.rng.random())
         signature = self.means.sign(member_bytes(crew))
-        self._set(proposal=Proposal(record, crew, {self.state.me: signature}, until), reserved=Reserved(self.state.me, crew, until))
+        self._set(proposal=Proposal(record, crew, {self.state.me: signature}, until))
         self._note("proposed", f"step {record.step}, {len(record.members)} stages")
         for peer in peers_of(record):
             if peer != self.state.me:
@@ -760,15 +767,14 @@ class _Turn:
             self._charge(peer)
         lapses = self.state.lapses + 1
         pause = self.settings.turn_seconds * self.means.rng.uniform(0.1, 0.5) * 2.0 ** min(lapses, 4)
-        self._set(proposal=None, reserved=None, retry_at=self.now + pause, lapses=lapses)
+        self._set(proposal=None, retry_at=self.now + pause, lapses=lapses)
 
     def _release(self, reserved: Reserved) -> None:
         """What we signed came to nothing: others have their turn, and a longer one each time."""
         known = self._peer(reserved.proposer)
-        lapses = min(known.lapses + 1, 4)
+        lapses = min(known.lapses + 1, LAPSES)
         self._set(reserved=None)
-        if reserved.proposer != self.state.me:
-            self._set_peer(reserved.proposer, replace(known, lapses=lapses, deaf_until=self.now + self.settings.turn_seconds * 2.0**lapses))
+        self._set_peer(reserved.proposer, replace(known, lapses=lapses, deaf_until=self.now + self.settings.turn_seconds * 2.0**lapses))
 
     def _signed(self, peer: str, answer: messages.Signature) -> None:
         proposal = self.state.proposal
@@ -824,8 +830,7 @@ class _Turn:
         vouchers = sum(point.is_of(offer.copies) for offer in others if offer is not None)
         if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self.settings):
             return "behind"
-        reserved = state.reserved
-        promised = reserved is not None and self.now < reserved.until and reserved.proposer != proposer
+        promised = state.proposal is not None or (state.reserved is not None and state.reserved.proposer != proposer)
         if promised or self.now < self._peer(proposer).deaf_until:
             return "busy"
         return None
@@ -837,7 +842,7 @@ class _Turn:
             self._note("refused", f"{proposer}: {why}")
             return Refuse(why, crew)
         before = self.state.reserved
-        until = before.until if before is not None and self.now < before.until else self.now + 2 * self.settings.turn_seconds
+        until = before.until if before is not None else self.now + 2 * self.settings.turn_seconds
         self._set(reserved=Reserved(proposer, crew, until))
         return messages.Signature(crew, self.means.sign(member_bytes(crew)))
 
@@ -861,8 +866,6 @@ class _Turn:
         stage = stage_of(record, me)
         assert stage is not None
         members = {peer: Member(Signs(self.now), status_since=self.now, status=LOADING) for peer in peers_of(record) if peer != me}
-        if self.state.reserved is not None:
-            self._set_peer(self.state.reserved.proposer, replace(self._peer(self.state.reserved.proposer), lapses=0))
         self._set(
             phase=Phase.PREPARING,
             proposal=None,

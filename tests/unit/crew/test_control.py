@@ -341,6 +341,35 @@ def test_two_that_propose_for_ever_leave_us_our_turn():
     assert node.state.crew is None
 
 
+def test_ten_that_propose_for_ever_leave_us_most_of_the_time_and_our_turn():
+    """They ask as soon as the last one's time is up, whether or not we have noticed that it is."""
+    node, promised, ticks = Node(), [], 2400
+    node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0))
+    for number in range(ticks):
+        node.now += 0.5
+        if number % 20 == 0:
+            node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0))
+        for stranger in range(10):
+            node.answers(f"x{stranger}", m.Propose(record(f"x{stranger}", "b", nonce=number.to_bytes(8, "big"))))
+        node.does(ev.Tick())
+        promised.append(node.state.reserved is not None)
+    assert sum(promised[ticks // 2 :]) < 0.3 * ticks / 2
+    assert {one.peer for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)} == {"a"}
+
+
+def test_while_we_propose_we_sign_nothing_although_our_proposal_is_overdue_or_lapses_first():
+    node = Node(replace_copy(OURS, 0))
+    node.answers("c", m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
+    node.does(ev.Tick())
+    assert node.state.proposal is not None
+    assert node.answers("a", m.Propose(record("a", "b", step=40))).reason == "busy"
+    node.now = node.state.proposal.until
+    of = record("a", "b", step=40, nonce=b"2" * 8)
+    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    node.does(ev.Tick())
+    assert node.answers("a", founded(of)) == m.Noted()
+
+
 def test_who_leaves_because_of_somebody_is_doubted_as_much_as_whom_it_names():
     node = running(peers=("a", "b", "c"))
     node.answers("a", m.Leave(node.state.crew.id, "is gone", "c"))
