@@ -168,7 +168,7 @@ class State(msgspec.Struct, frozen=True):
     proposal: Proposal | None = None
     reserved: Reserved | None = None
     free_since: float | None = None
-    """The moment since which it has been in no crew that took a step; None before the first event."""
+    """The moment since which it has been in no crew, less the time in those that took no step; None before the first event."""
     new_offer_at: float = 0.0
     """When something new was offered that may be planned with."""
     plan_since: float = math.inf
@@ -655,7 +655,7 @@ class _Turn:
             return
         for peer in crew.members:
             self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why), because)))
-        since = self.now if crew.stepped else self.state.free_since
+        since = self.now if crew.stepped or self.state.free_since is None else self.state.free_since + self.now - crew.since
         stood = self.now if self.state.phase == Phase.RUNNING else self.state.stood_since
         self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood)
         self._set(planned=(), plan_since=math.inf)

@@ -149,6 +149,27 @@ def test_what_was_learnt_is_not_given_up_for_the_base_or_for_less():
     assert isinstance(node.answers("a", m.Propose(record("a", "b", lineage=b"x" * 32))), m.Signature)
 
 
+def test_a_crew_that_restored_for_long_and_took_no_step_is_no_reason_to_begin_anew_the_sooner():
+    """At 7 B a stage takes ten minutes, and then somebody loses his connection for some seconds."""
+    node = Node(OURS)
+    node.waits(5.0)
+    of = record("a", "b", step=40)
+    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    node.answers("a", founded(of))
+    for second in range(200):
+        node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("loading", 40, second)))
+        node.waits(1.0)
+    assert node.state.phase == Phase.PREPARING
+    node.answers("a", m.Leave(node.state.crew.id, "its connection is gone"))
+    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
+    base = record("c", "b", lineage=b"x" * 32)
+    for _ in range(int(SETTINGS.lost_seconds / 10.0) - 1):
+        assert node.answers("c", m.Propose(base)).reason == "behind"
+        node.waits(10.0)
+    node.waits(20.0)
+    assert isinstance(node.answers("c", m.Propose(base)), m.Signature)
+
+
 def test_a_stranger_s_words_change_nothing_about_a_crew_that_works():
     """A witness without a stage got four votes for ending a healthy crew once."""
     node = running()
