@@ -417,10 +417,11 @@ class _Turn:
         self._set_crew(replace(crew, members=members))
         self._run_or_pause()
 
-    def _awaited(self, crew: Crew, share: float = 1.0) -> tuple[list[str], str]:
-        """For whom a crew that does not work has waited for so much of its bound; why. Nothing that they say moves the whole bound."""
-        settings, since = self.settings, self.now - crew.since
-        if since >= share * settings.join_seconds * self.state.slowness:
+    def _awaited(self, crew: Crew, *, elsewhere: bool = False) -> tuple[list[str], str]:
+        """For whom a crew that does not work has waited too long; why. Nothing that they say moves the bound. `elsewhere`: somebody else
+        may have seen it a little earlier. Not much: a head finds out who keeps work back at four fifths of a step's bound."""
+        settings, since, share = self.settings, self.now - crew.since, 0.9 if elsewhere else 1.0
+        if since >= (0.5 if elsewhere else 1.0) * settings.join_seconds * self.state.slowness:
             absent = [peer for peer, member in crew.members.items() if not member.joined]
             if absent:
                 return absent, "has not joined"
@@ -554,7 +555,7 @@ class _Turn:
         is that of one of the two, whoever leaves and because of whom."""
         crew = self.state.crew
         if crew is not None and message.crew == crew.id and peer in crew.members:
-            awaited = [one for one in self._awaited(crew, 0.5)[0] if one != peer]
+            awaited = [one for one in self._awaited(crew, elsewhere=True)[0] if one not in (peer, self.state.me)]
             for one in awaited:
                 self._charge(one, self.now - crew.stepped_at)
             if not awaited and message.because:

@@ -66,7 +66,7 @@ def running(*copies, peers=("a", "b"), step=0, work=1.0):
     of = record(*peers, step=step)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     assert node.answers("a", founded(of)) == m.Noted()
-    node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
+    node.does(local.StageStatus(node.state.crew.id, peers.index("b"), "active", step))
     for peer in set(peers) - {"b"}:
         node.answers(peer, m.Heartbeat(node.state.crew.id, m.Status("active", step, 1)))
     assert node.state.phase == Phase.RUNNING
@@ -397,6 +397,18 @@ def test_who_leaves_because_of_somebody_is_doubted_as_much_as_whom_it_names():
     assert node.state.phase == Phase.FREE
     assert node.state.peers["a"].debt == node.state.peers["c"].debt > 0
     assert max(node.state.peers[peer].barred_until for peer in "ac") < node.now
+
+
+@pytest.mark.parametrize("peers", [("a", "b", "c"), ("b", "a", "c")])
+def test_who_leaves_in_the_middle_of_a_long_step_has_nobody_else_charged(peers):
+    """It may have held up the work itself, just so long that nobody noticed; the head, which is all that others see, may be we."""
+    node = running(peers=peers)
+    node.does(local.StageStatus(node.state.crew.id, node.state.crew.stage, "active", 1))
+    node.waits(0.6 * SETTINGS.step_seconds, alive=("a", "c"))
+    node.answers("c", m.Leave(node.state.crew.id, "because"))
+    assert node.state.phase == Phase.FREE
+    assert node.state.peers["a"].debt == 0
+    assert node.state.peers["c"].debt > 0
 
 
 def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
