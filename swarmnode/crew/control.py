@@ -706,10 +706,9 @@ class _Turn:
         self._set_peer(peer, replace(known, offer=offer, offered_at=self.now, foreign_until=LONG_AGO))
         if fresh and self._offers_itself:
             self._send_offer(peer)
-        if news and not self._is_out(peer):
-            if self.now - known.offered_at >= self.settings.gather_seconds or known.offer is None:  # who changes all the time delays nobody
-                self._set(new_offer_at=self.now)
-            self._consider()
+        again = known.offer is not None and self.now - known.offered_at < self.settings.gather_seconds  # who changes all the time
+        if news and not again and not self._is_out(peer):
+            self._set(new_offer_at=self.now)
 
     # ---- founding ---------------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ CONSIDERED: Final = 12
 """Nodes that a plan chooses from, at most."""
 PLAUSIBLE: Final = 64
 """Steps that a single other node may be ahead of us, and be believed."""
+POINTS: Final = 4
+"""The newest of what a node offers of a lineage that are looked at: a claim costs it nothing, and us a search."""
 IMPOSSIBLE: Final = 10**15
 _WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 3}
 GAP: Final = 10**6
@@ -206,15 +208,20 @@ def _apart(one: float, other: float, exact: bool) -> float:
 def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings) -> Plan | None:
     """The newest point of `lineage` that may be gone on from after `waited` seconds."""
     me, able, cost = choice.me, choice.able, choice.cost
-    mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
-    points = sorted(_points(mine), key=lambda point: (-point.step, point.hash))
-    sayers = {point: {peer for peer, copy in mine if _has(point, copy)} for point in points}
+    claimed = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
+    points = sorted(_points(claimed), key=lambda point: (-point.step, point.hash))
+    sayers = {point: {peer for peer, copy in claimed if _has(point, copy)} for point in points}
     backed = {point for point in points if me in sayers[point] or len(sayers[point]) > 1}
     newest_step = max((point.step for point in backed), default=0)
     own = newest(able[me].copies)
     for point in points:
-        cut = _cut(point, mine, len(cost.layers))
+        cut = _cut(point, claimed, len(cost.layers))
         if cut is None:
+            continue
+        sizes = [last - start for start, last in cut]
+        least = min(stage_memory(cost, sizes, stage) for stage in range(len(cut)))
+        mine = [(peer, copy) for peer, copy in claimed if able[peer].memory >= least]  # who has no room is no member to fetch from
+        if not any(_has(point, copy) for _, copy in mine):
             continue
         if own is not None and point not in backed and (
             point.step <= own.step or is_behind(able[me].copies, point, len(sayers[point]), len(cut), waited, settings)
@@ -250,8 +257,12 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings
 def _points(copies: Iterable[tuple[str, Copy]]) -> Iterable[Point]:
     """Each once; of how its last step was taken, what the lowest peer says that has taken it."""
     found: dict[tuple[int, bytes], Point] = {}
-    for _, copy in copies:
-        found.setdefault((copy.step, copy.hash), Point(copy.lineage, copy.step, copy.hash, copy.taken))
+    named: dict[str, set[tuple[int, bytes]]] = {}
+    for peer, copy in sorted(copies, key=lambda each: -each[1].step):
+        of_peer, at = named.setdefault(peer, set()), (copy.step, copy.hash)
+        if at in of_peer or len(of_peer) < POINTS:
+            of_peer.add(at)
+            found.setdefault(at, Point(copy.lineage, copy.step, copy.hash, copy.taken))
     return found.values()
 
 

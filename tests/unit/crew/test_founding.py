@@ -3,8 +3,10 @@
 from types import MappingProxyType
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
+from swarmnode.crew import founding
 from swarmnode.crew.events import Settings
 from swarmnode.crew.founding import PLAUSIBLE, Point, is_behind, newest, plan_crew
 from swarmnode.crew.messages import Offer
@@ -110,6 +112,30 @@ def test_nobody_believes_a_single_other_node():
     ours = four(9, 9, 9, 9)
     del ours["d"]
     assert plan({**ours, "x": absurd}, 50.0) is None
+
+
+def claims(memory):
+    """Of one that has been everywhere: old copies of everything, and many newer points."""
+    newer = (copy(0, 10 + number, fork=b"x") for number in range(24))
+    return offer(*(copy(stage, 5, fork=b"x") for stage in range(4)), *newer, memory=memory)
+
+
+@pytest.mark.parametrize("me", ["a", "e"])
+@pytest.mark.parametrize("memory", [1e-9, 1.0])
+def test_a_stranger_s_many_claims_cost_little_to_look_at(monkeypatch, me, memory):
+    asked = []
+    monkeypatch.setattr(founding, "is_behind", lambda *about: asked.append(about) or is_behind(*about))
+    offers = {**four(9, 9, 9, 9), "e": offer(), "x": claims(memory)}
+    del offers["d"]
+    for waited in (0.0, 20.0, 60.0):
+        plan(offers, waited, me=me)
+    assert len(asked) < 60
+
+
+def test_who_has_no_room_keeps_nobody_from_a_crew_by_what_it_claims_to_have():
+    offers = {**four(9, 9, 9, 9), "e": offer()}
+    del offers["d"]
+    assert plan({**offers, "x": claims(1e-9)}, 41.0).record == plan(offers, 41.0).record
 
 
 def test_forks_do_not_mix():
