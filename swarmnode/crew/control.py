@@ -52,7 +52,7 @@ LONGEST_BAR_SECONDS: Final = 3600.0
 GATHERS: Final = 3
 """Times that a plan waits for further offers, at most, and for a plan that stays."""
 LAPSES: Final = 10
-"""That count: with 1,024 turns in between, many strangers hold nobody for long, and who failed for long waits about as long."""
+"""A proposer waits up to 1,024 turns: many strangers hold nobody for long, and who failed for long waits about as long."""
 DOUBTS: Final = 8
 """Bars' worth of debt from which on a peer is left out on doubt alone."""
 LONG_AGO: Final = -1e18
