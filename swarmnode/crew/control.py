@@ -49,6 +49,10 @@ from swarmnode.crew.record import (
 from swarmnode.errors import BadMessage
 
 LONGEST_BAR_SECONDS: Final = 3600.0
+GATHERS: Final = 3
+"""Times that a plan waits for further offers, at most, and for a plan that stays."""
+LAPSES: Final = 10
+"""A proposer waits up to 1,024 turns: many strangers hold nobody for long, and who failed for long waits about as long."""
 DOUBTS: Final = 8
 """Bars' worth of debt from which on a peer is left out on doubt alone."""
 LONG_AGO: Final = -1e18
@@ -96,7 +100,7 @@ class Peer(msgspec.Struct, frozen=True):
     blamed: int = 0
     """Crews that our trainer led and that came to nothing because of it, or of it or another: the bad one is there each time."""
     lapses: int = 0
-    """Proposals of its own in a row that we signed and that came to nothing."""
+    """Proposals of its own that we signed and that came to nothing, since we last worked together."""
     deaf_until: float = LONG_AGO
     """What it proposes is not signed before: others have their turn."""
     seconds: float | None = None
@@ -144,7 +148,7 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """We have signed, and sign nothing else before."""
+    """We have signed for somebody, and sign nothing else before."""
 
     proposer: str
     crew: bytes
@@ -164,9 +168,11 @@ class State(msgspec.Struct, frozen=True):
     proposal: Proposal | None = None
     reserved: Reserved | None = None
     free_since: float | None = None
-    """The moment since which it has been in no crew that took a step; None before the first event."""
+    """The moment since which it has been in no crew, less the time in those that took no step; None before the first event."""
     new_offer_at: float = 0.0
     """When something new was offered that may be planned with."""
+    plan_since: float = math.inf
+    """The moment since which there has always been a plan, whichever; infinite while there is none."""
     turn_from: float = 0.0
     """The moment since which our place in the present plan counts."""
     planned: tuple[str, ...] = ()
@@ -276,6 +282,7 @@ class _Turn:
     def handle(self, event: ev.Event) -> None:
         if self.state.free_since is None:
             self._set(free_since=self.now, new_offer_at=self.now)
+        self._expire()
         match event:
             case ev.Tick(heard=heard):
                 self._tick(heard)
@@ -348,7 +355,8 @@ class _Turn:
             self._set_peer(peer, replace(known, debt=debt, barred_until=until))
 
     def _doubt(self, peer: str) -> None:
-        """A crew with `peer` ended by its word against another one's: one of the two is bad. It is left out once that was often."""
+        """Nothing came of a crew with `peer`, and it or another one is to blame. It goes behind others from the second time on, and is left
+        out once that was often."""
         known = self._peer(peer)
         debt = min(LONGEST_BAR_SECONDS, known.debt + self.settings.bar_seconds)
         until = self.now + debt if debt >= DOUBTS * self.settings.bar_seconds else known.barred_until
@@ -359,7 +367,7 @@ class _Turn:
         """A step was taken: what its members owe us is less."""
         for peer in crew.members:
             known = self._peer(peer)
-            self._set_peer(peer, replace(known, worked=True, debt=max(0.0, known.debt - (self.now - crew.stepped_at))))
+            self._set_peer(peer, replace(known, worked=True, lapses=0, debt=max(0.0, known.debt - (self.now - crew.stepped_at))))
 
     # ---- time ---------------------------------------------------------------------------------------------------------------
 
@@ -375,11 +383,15 @@ class _Turn:
         news = self._offers_itself and abs(hop - said) > 0.5 * max(hop, said, LEAST_SECONDS)
         if news or self.now - self.state.offered_at >= settings.offer_seconds - slack:
             self._send_offers()
+        self._consider()
+
+    def _expire(self) -> None:
+        """What has lapsed is over before anything else is heard; after somebody's proposal in vain it is our turn before another's."""
         if self.state.proposal is not None and self.now >= self.state.proposal.until:
             self._lapse(self.state.proposal)
         if self.state.reserved is not None and self.now >= self.state.reserved.until:
             self._release(self.state.reserved)
-        self._consider()
+            self._consider()
 
     def _watch(self, crew: Crew, heard: Mapping[str, float]) -> None:
         """Whether the crew is what it was a moment ago."""
@@ -405,10 +417,11 @@ class _Turn:
         self._set_crew(replace(crew, members=members))
         self._run_or_pause()
 
-    def _awaited(self, crew: Crew, share: float = 1.0) -> tuple[list[str], str]:
-        """For whom a crew that does not work has waited for so much of its bound; why. Nothing that they say moves the whole bound."""
-        settings, since = self.settings, self.now - crew.since
-        if since >= share * settings.join_seconds * self.state.slowness:
+    def _awaited(self, crew: Crew, *, elsewhere: bool = False) -> tuple[list[str], str]:
+        """For whom a crew that does not work has waited too long; why. Nothing that they say moves the bound. `elsewhere`: somebody else
+        may have seen it a little earlier. Not much: a head finds out who keeps work back at four fifths of a step's bound."""
+        settings, since, share = self.settings, self.now - crew.since, 0.9 if elsewhere else 1.0
+        if since >= (0.5 if elsewhere else 1.0) * settings.join_seconds * self.state.slowness:
             absent = [peer for peer, member in crew.members.items() if not member.joined]
             if absent:
                 return absent, "has not joined"
@@ -542,7 +555,7 @@ class _Turn:
         is that of one of the two, whoever leaves and because of whom."""
         crew = self.state.crew
         if crew is not None and message.crew == crew.id and peer in crew.members:
-            awaited = [one for one in self._awaited(crew, 0.5)[0] if one != peer]
+            awaited = [one for one in self._awaited(crew, elsewhere=True)[0] if one not in (peer, self.state.me)]
             for one in awaited:
                 self._charge(one, self.now - crew.stepped_at)
             if not awaited and message.because:
@@ -568,11 +581,8 @@ class _Turn:
                 self._not_in(crew, peer)
         elif isinstance(request, messages.Propose) and isinstance(answer, messages.Signature):
             self._signed(peer, answer)
-        elif isinstance(request, messages.Propose) and self.state.proposal is not None and request.record == self.state.proposal.record:
-            if isinstance(answer, Refuse) and answer.reason not in ("busy", "behind"):
-                known = self._peer(peer)
-                self._set_peer(peer, replace(known, offer=None))
-            self._lapse(self.state.proposal)
+        elif isinstance(request, messages.Propose):
+            self._not_signed(peer, request.record, answer)
 
     def _not_in(self, crew: Crew, peer: str) -> None:
         """A member says that it is not in our crew: it has not heard yet that it was founded, or has left it. What it said before it
@@ -646,9 +656,10 @@ class _Turn:
             return
         for peer in crew.members:
             self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why), because)))
-        since = self.now if crew.stepped else self.state.free_since
+        since = self.now if crew.stepped or self.state.free_since is None else self.state.free_since + self.now - crew.since
         stood = self.now if self.state.phase == Phase.RUNNING else self.state.stood_since
-        self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood, planned=())
+        self._set(phase=Phase.FREE, crew=None, offering=None, free_since=since, new_offer_at=self.now, stood_since=stood)
+        self._set(planned=(), plan_since=math.inf)
         self._note("broken", f"{because} {why}".strip())
         self._do(local.Released(why))
 
@@ -688,15 +699,16 @@ class _Turn:
         known = self._peer(peer)
         if not self._has_room(peer):
             return
-        news = known.offer is None or known.offer.copies != offer.copies or known.offer.model != offer.model
+        own = self.state.offering
+        new = known.offer is None or known.offer.copies != offer.copies or known.offer.model != offer.model
+        news = new and offer.memory > 0 and (own is None or offer.model == own.model)
         fresh = known.foreign_until > self.now
         self._set_peer(peer, replace(known, offer=offer, offered_at=self.now, foreign_until=LONG_AGO))
         if fresh and self._offers_itself:
             self._send_offer(peer)
-        if news and not self._is_out(peer):
-            if self.now - known.offered_at >= self.settings.gather_seconds or known.offer is None:  # who changes all the time delays nobody
-                self._set(new_offer_at=self.now)
-            self._consider()
+        again = known.offer is not None and self.now - known.offered_at < self.settings.gather_seconds  # who changes all the time
+        if news and not again and not self._is_out(peer):
+            self._set(new_offer_at=self.now)
 
     # ---- founding ---------------------------------------------------------------------------------------------------------------
 
@@ -717,14 +729,22 @@ class _Turn:
             {peer: known.seconds for peer, known in state.peers.items() if known.seconds is not None},
         )  # fmt: skip
         if plan is None:
-            self._set(planned=())
+            self._set(planned=(), plan_since=math.inf)
             return
-        turns = plan.turns
+        turns, since = plan.turns, min(state.plan_since, self.now)
+        settled = since + GATHERS * settings.gather_seconds
         if turns != state.planned:
-            self._set(planned=turns, turn_from=self.now)
-        if not plan.exact and self.now - state.new_offer_at < settings.gather_seconds:
+            self._set(planned=turns, plan_since=since, turn_from=min(self.now, settled))
+        if not plan.exact and self.now < min(state.new_offer_at + settings.gather_seconds, settled):
             return
-        if state.me not in turns or self.now - self.state.turn_from < turns.index(state.me) * settings.turn_seconds:
+        waited = self.now - self.state.turn_from
+        if state.me not in turns:
+            if waited >= 2 * len(turns) * settings.turn_seconds:  # of those whose turn it was nobody wanted this crew
+                for peer in turns:
+                    self._doubt(peer)
+                self._set(planned=(), plan_since=math.inf)
+            return
+        if waited < turns.index(state.me) * settings.turn_seconds:
             return
         lineage = plan.record.lineage if plan.record.step else self.means.rng.randbytes(HASH_BYTES)
         self._propose(msgspec.structs.replace(plan.record, lineage=lineage, nonce=self.means.rng.randbytes(NONCE_BYTES)))
@@ -733,7 +753,7 @@ class _Turn:
         crew = crew_id(record)
         until = self.now + self.settings.turn_seconds * (0.8 + 0.4 * self.means.rng.random())
         signature = self.means.sign(member_bytes(crew))
-        self._set(proposal=Proposal(record, crew, {self.state.me: signature}, until), reserved=Reserved(self.state.me, crew, until))
+        self._set(proposal=Proposal(record, crew, {self.state.me: signature}, until))
         self._note("proposed", f"step {record.step}, {len(record.members)} stages")
         for peer in peers_of(record):
             if peer != self.state.me:
@@ -747,15 +767,14 @@ class _Turn:
             self._charge(peer)
         lapses = self.state.lapses + 1
         pause = self.settings.turn_seconds * self.means.rng.uniform(0.1, 0.5) * 2.0 ** min(lapses, 4)
-        self._set(proposal=None, reserved=None, retry_at=self.now + pause, lapses=lapses)
+        self._set(proposal=None, retry_at=self.now + pause, lapses=lapses)
 
     def _release(self, reserved: Reserved) -> None:
         """What we signed came to nothing: others have their turn, and a longer one each time."""
         known = self._peer(reserved.proposer)
-        lapses = min(known.lapses + 1, 4)
+        lapses = min(known.lapses + 1, LAPSES)
         self._set(reserved=None)
-        if reserved.proposer != self.state.me:
-            self._set_peer(reserved.proposer, replace(known, lapses=lapses, deaf_until=self.now + self.settings.turn_seconds * 2.0**lapses))
+        self._set_peer(reserved.proposer, replace(known, lapses=lapses, deaf_until=self.now + self.settings.turn_seconds * 2.0**lapses))
 
     def _signed(self, peer: str, answer: messages.Signature) -> None:
         proposal = self.state.proposal
@@ -765,6 +784,17 @@ class _Turn:
             return
         self._set(proposal=replace(proposal, signatures={**proposal.signatures, peer: answer.signature}))
         self._complete()
+
+    def _not_signed(self, peer: str, record: Record, answer: messages.Answer | None) -> None:
+        """What we proposed comes to nothing because of `peer`, whatever it says: the honest have a reason now and then."""
+        proposal = self.state.proposal
+        ours = proposal is not None and record == proposal.record
+        if ours or isinstance(answer, Refuse):  # who was silent has paid for it
+            self._doubt(peer)
+        if proposal is not None and ours:
+            if isinstance(answer, Refuse) and answer.reason not in ("busy", "behind"):
+                self._set_peer(peer, replace(self._peer(peer), offer=None))
+            self._lapse(proposal)
 
     def _complete(self) -> None:
         proposal = self.state.proposal
@@ -800,8 +830,7 @@ class _Turn:
         vouchers = sum(point.is_of(offer.copies) for offer in others if offer is not None)
         if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self.settings):
             return "behind"
-        reserved = state.reserved
-        promised = reserved is not None and self.now < reserved.until and reserved.proposer != proposer
+        promised = state.proposal is not None or (state.reserved is not None and state.reserved.proposer != proposer)
         if promised or self.now < self._peer(proposer).deaf_until:
             return "busy"
         return None
@@ -813,7 +842,7 @@ class _Turn:
             self._note("refused", f"{proposer}: {why}")
             return Refuse(why, crew)
         before = self.state.reserved
-        until = before.until if before is not None and self.now < before.until else self.now + 2 * self.settings.turn_seconds
+        until = before.until if before is not None else self.now + 2 * self.settings.turn_seconds
         self._set(reserved=Reserved(proposer, crew, until))
         return messages.Signature(crew, self.means.sign(member_bytes(crew)))
 
@@ -837,8 +866,6 @@ class _Turn:
         stage = stage_of(record, me)
         assert stage is not None
         members = {peer: Member(Signs(self.now), status_since=self.now, status=LOADING) for peer in peers_of(record) if peer != me}
-        if self.state.reserved is not None:
-            self._set_peer(self.state.reserved.proposer, replace(self._peer(self.state.reserved.proposer), lapses=0))
         self._set(
             phase=Phase.PREPARING,
             proposal=None,

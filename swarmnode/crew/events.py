@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True):
     foreign_seconds: float = 300.0
     """No offer to a peer that does not speak of crews, for so long."""
     gather_seconds: float = 3.0
-    """A crew that begins with the base is proposed when no new offer came for so long."""
+    """A crew that begins with the base is proposed when no new offer came for so long, or after three times that."""
     turn_seconds: float = 3.0
     """A proposal lives so long, and who is next in turn waits so long."""
     exact_seconds: float = 12.0

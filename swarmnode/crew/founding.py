@@ -34,6 +34,8 @@ CONSIDERED: Final = 12
 """Nodes that a plan chooses from, at most."""
 PLAUSIBLE: Final = 64
 """Steps that a single other node may be ahead of us, and be believed."""
+POINTS: Final = 4
+"""The newest of what a node offers of a lineage that are looked at: a claim costs it nothing, and us a search."""
 IMPOSSIBLE: Final = 10**15
 _WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 3}
 GAP: Final = 10**6
@@ -166,7 +168,7 @@ def plan_crew(
     return None
 
 
-def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | None:
+def _begin(choice: _Choice, willing: Collection[str], stages: int) -> Record | None:
     """From the base, as `plan.plan_apart` places its layers on the nearest and largest of those who would be together. A speed is a
     claim: it counts half, as it were."""
     able, cost, model = choice.able, choice.cost, choice.model
@@ -187,6 +189,8 @@ def _begin(choice: _Choice, willing: Iterable[str], stages: int) -> Record | Non
     except Refused:
         return None
     members = tuple(Member(peers[member], layers) for member, layers in zip(plan.members, plan.layers, strict=True))
+    if len(members) == 1 and members[0].peer != choice.me:  # who would do it alone may: the others wait for nobody
+        return _begin(choice, [peer for peer in willing if peer != members[0].peer], stages)
     return Record(NO_HASH, model, NO_HASH, 0, Taken(), members, bytes(NONCE_BYTES))
 
 
@@ -204,15 +208,20 @@ def _apart(one: float, other: float, exact: bool) -> float:
 def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings) -> Plan | None:
     """The newest point of `lineage` that may be gone on from after `waited` seconds."""
     me, able, cost = choice.me, choice.able, choice.cost
-    mine = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
-    points = sorted(_points(mine), key=lambda point: (-point.step, point.hash))
-    sayers = {point: {peer for peer, copy in mine if _has(point, copy)} for point in points}
+    claimed = [(peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0]
+    points = sorted(_points(claimed), key=lambda point: (-point.step, point.hash))
+    sayers = {point: {peer for peer, copy in claimed if _has(point, copy)} for point in points}
     backed = {point for point in points if me in sayers[point] or len(sayers[point]) > 1}
     newest_step = max((point.step for point in backed), default=0)
     own = newest(able[me].copies)
     for point in points:
-        cut = _cut(point, mine, len(cost.layers))
+        cut = _cut(point, claimed, len(cost.layers))
         if cut is None:
+            continue
+        sizes = [last - start for start, last in cut]
+        least = min(stage_memory(cost, sizes, stage) for stage in range(len(cut)))
+        mine = [(peer, copy) for peer, copy in claimed if able[peer].memory >= least]  # who has no room is no member to fetch from
+        if not any(_has(point, copy) for _, copy in mine):
             continue
         if own is not None and point not in backed and (
             point.step <= own.step or is_behind(able[me].copies, point, len(sayers[point]), len(cut), waited, settings)
@@ -232,6 +241,8 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings
         if waited < wait:
             continue
         behind = {peer for peer, offer in able.items() if is_behind(offer.copies, point, MEMBERS, len(cut), waited, settings)}
+        if len(cut) == 1:  # who would do it alone may: the others wait for nobody
+            behind |= able.keys() - {me}
         holders = _place(point, cut, [(peer, copy) for peer, copy in mine if peer not in behind], choice, behind)
         if holders is None:
             continue
@@ -246,8 +257,12 @@ def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings
 def _points(copies: Iterable[tuple[str, Copy]]) -> Iterable[Point]:
     """Each once; of how its last step was taken, what the lowest peer says that has taken it."""
     found: dict[tuple[int, bytes], Point] = {}
-    for _, copy in copies:
-        found.setdefault((copy.step, copy.hash), Point(copy.lineage, copy.step, copy.hash, copy.taken))
+    named: dict[str, set[tuple[int, bytes]]] = {}
+    for peer, copy in sorted(copies, key=lambda each: -each[1].step):
+        of_peer, at = named.setdefault(peer, set()), (copy.step, copy.hash)
+        if at in of_peer or len(of_peer) < POINTS:
+            of_peer.add(at)
+            found.setdefault(at, Point(copy.lineage, copy.step, copy.hash, copy.taken))
     return found.values()
 
 
@@ -307,7 +322,8 @@ def _place(
     if choice.me in ranks and newest(able[choice.me].copies) is None:
         ranks[choice.me] = 1  # who has learnt nothing is no better known than the others: else it would take what they have
     lines = {peer: _rough(offer.hop_seconds) for peer, offer in able.items()}  # as they say: each plans the same crew
-    peers = sorted(costs, key=lambda peer: (min(costs[peer]), ranks[peer], lines[peer], -able[peer].speed, peer))[:CONSIDERED]
+    least = {peer: min(costs[peer]) + UNKNOWN * (ranks[peer] > 0) for peer in costs}  # a claim alone goes before nobody who is known
+    peers = sorted(costs, key=lambda peer: (least[peer], ranks[peer], lines[peer], -able[peer].speed, peer))[:CONSIDERED]
     clashes = [sum(1 << number for number, other in enumerate(peers) if choice.clash(peer, other)) for peer in peers]
 
     @cache

@@ -25,6 +25,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from swarmnode.crew import events as ev
 from swarmnode.crew import local, messages
 from swarmnode.crew.control import Means, Phase, State, advance
@@ -79,6 +81,8 @@ class World:
         self.rng = rng = random.Random(f"{kind} {seed}")
         self.seed, self.kind, self.now = seed, kind, 0.0
         self._fence_check, self._encode, self._advance = fence_check, encode, options.get("advance", advance)
+        self._greedy = bool(options.get("greedy"))
+        """Strangers offer more than anybody, and refuse what they are asked to sign; nobody says how many stages there are to be."""
         self.history = History()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -111,6 +115,8 @@ class World:
         part = Part(1.0, 1.0)
         self.cost = ModelCost(part, (part,) * self.stages, part, batch_bytes=1e6, crossings=8.0)
         self.settings = Settings(**{**{f: getattr(SETTINGS, f) for f in SETTINGS.__struct_fields__}, "stages": self.stages})
+        if self._greedy and self.stages < 4:  # nodes have room for one cut alone
+            self.settings = replace(self.settings, stages=0)
         for number in range(self.stages + self.spares):
             rate = rng.choice((1.0, 1.0, 0.98, 1.03)) if bad else 1.0
             self._add(f"n{number}", rate, 0.0 if number < self.stages or rng.random() < 0.5 else rng.uniform(5, 25))
@@ -356,6 +362,8 @@ class World:
         point = NO_HASH if step == 0 else rng.choice((b"h" * 32, seen.record.previous if seen and seen.record.step else b"h" * 32))
         others = [peer for peer in sorted(self.nodes) if peer != target]
         peers = rng.sample([name, target, *others], min(self.stages, 2 + len(others)))
+        if self._greedy:
+            return messages.Offer(MODEL, rng.choice((2.5, 1e9)), 1e9, 0.0, ())
         record = Record(lineage, MODEL, point, step, Taken(), tuple(Member(peer, 1) for peer in peers), rng.randbytes(8))
         match rng.randrange(7):
             case 0:
@@ -374,12 +382,14 @@ class World:
         return messages.Offer(MODEL, 0.0, 0.0, 0.0)
 
     def _liar_answers(self, a: str, a_life: int, liar: str, request: messages.Request) -> None:
-        """It signs whatever it is asked to sign, and never joins."""
+        """It signs whatever it is asked to sign and never joins, or signs nothing."""
         answer: messages.Answer = messages.Noted()
         match request:
             case messages.Propose(record):
                 crew = messages.crew_id(record)
                 answer = messages.Signature(crew, named_keys(liar)[0](messages.member_bytes(crew)))
+                if self._greedy:
+                    answer = messages.Refuse(self.rng.choice(("busy", "crew", "trust")), crew)
             case messages.Heartbeat(crew) if self.rng.random() < 0.5:
                 answer = messages.Alive(crew, messages.Status("active", 10**9, 1))
         self.event(a, a_life, ev.Answered(liar, request, answer, seconds=5.0 if liar == "x1" else 0.0))

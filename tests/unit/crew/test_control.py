@@ -24,13 +24,13 @@ OURS = Copy(LINEAGE, 1, 2, 40, b"h" * 32, "memory", Taken(1), b"")
 class Node:
     """`b`, to which others speak."""
 
-    def __init__(self, *copies, trusts=lambda peer: True, layers=2, work=1.0):
+    def __init__(self, *copies, trusts=lambda peer: True, layers=2, work=1.0, stages=2, memory=1.0):
         sign, verify = named_keys("b")
-        self.means = Means(SETTINGS, sign, verify, random.Random(1), trusts)
+        self.means = Means(replace(SETTINGS, stages=stages), sign, verify, random.Random(1), trusts)
         self.state, self.now, self.done = State("b"), 100.0, []
         self.does(ev.PeerBack("a"))
         cost = ModelCost(Part(0.0, 0.0), (Part(1.0, work),) * layers, Part(0.0, 0.0))
-        self.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost, copies))
+        self.does(local.Offering(MODEL, Capacity(memory, 1.0), cost, copies))
 
     def does(self, event):
         self.state, actions = advance(self.state, event, self.now, self.means)
@@ -66,7 +66,7 @@ def running(*copies, peers=("a", "b"), step=0, work=1.0):
     of = record(*peers, step=step)
     assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
     assert node.answers("a", founded(of)) == m.Noted()
-    node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
+    node.does(local.StageStatus(node.state.crew.id, peers.index("b"), "active", step))
     for peer in set(peers) - {"b"}:
         node.answers(peer, m.Heartbeat(node.state.crew.id, m.Status("active", step, 1)))
     assert node.state.phase == Phase.RUNNING
@@ -147,6 +147,27 @@ def test_what_was_learnt_is_not_given_up_for_the_base_or_for_less():
     node = Node(OURS)
     node.now += SETTINGS.lost_seconds
     assert isinstance(node.answers("a", m.Propose(record("a", "b", lineage=b"x" * 32))), m.Signature)
+
+
+def test_a_crew_that_restored_for_long_and_took_no_step_is_no_reason_to_begin_anew_the_sooner():
+    """At 7 B a stage takes ten minutes, and then somebody loses his connection for some seconds."""
+    node = Node(OURS)
+    node.waits(5.0)
+    of = record("a", "b", step=40)
+    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    node.answers("a", founded(of))
+    for second in range(200):
+        node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("loading", 40, second)))
+        node.waits(1.0)
+    assert node.state.phase == Phase.PREPARING
+    node.answers("a", m.Leave(node.state.crew.id, "its connection is gone"))
+    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
+    base = record("c", "b", lineage=b"x" * 32)
+    for _ in range(int(SETTINGS.lost_seconds / 10.0) - 1):
+        assert node.answers("c", m.Propose(base)).reason == "behind"
+        node.waits(10.0)
+    node.waits(20.0)
+    assert isinstance(node.answers("c", m.Propose(base)), m.Signature)
 
 
 def test_a_stranger_s_words_change_nothing_about_a_crew_that_works():
@@ -341,12 +362,53 @@ def test_two_that_propose_for_ever_leave_us_our_turn():
     assert node.state.crew is None
 
 
+def test_ten_that_propose_for_ever_leave_us_most_of_the_time_and_our_turn():
+    """They ask as soon as the last one's time is up, whether or not we have noticed that it is."""
+    node, promised, ticks = Node(), [], 2400
+    node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0))
+    for number in range(ticks):
+        node.now += 0.5
+        if number % 20 == 0:
+            node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0))
+        for stranger in range(10):
+            node.answers(f"x{stranger}", m.Propose(record(f"x{stranger}", "b", nonce=number.to_bytes(8, "big"))))
+        node.does(ev.Tick())
+        promised.append(node.state.reserved is not None)
+    assert sum(promised[ticks // 2 :]) < 0.3 * ticks / 2
+    assert {one.peer for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)} == {"a"}
+
+
+def test_while_we_propose_we_sign_nothing_although_our_proposal_is_overdue_or_lapses_first():
+    node = Node(replace_copy(OURS, 0))
+    node.answers("c", m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
+    node.does(ev.Tick())
+    assert node.state.proposal is not None
+    assert node.answers("a", m.Propose(record("a", "b", step=40))).reason == "busy"
+    node.now = node.state.proposal.until
+    of = record("a", "b", step=40, nonce=b"2" * 8)
+    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    node.does(ev.Tick())
+    assert node.answers("a", founded(of)) == m.Noted()
+
+
 def test_who_leaves_because_of_somebody_is_doubted_as_much_as_whom_it_names():
     node = running(peers=("a", "b", "c"))
     node.answers("a", m.Leave(node.state.crew.id, "is gone", "c"))
     assert node.state.phase == Phase.FREE
     assert node.state.peers["a"].debt == node.state.peers["c"].debt > 0
     assert max(node.state.peers[peer].barred_until for peer in "ac") < node.now
+
+
+@pytest.mark.parametrize("peers", [("a", "b", "c"), ("b", "a", "c")])
+def test_who_leaves_in_the_middle_of_a_long_step_has_nobody_else_charged(peers):
+    """It may have held up the work itself, just so long that nobody noticed; the head, which is all that others see, may be we."""
+    node = running(peers=peers)
+    node.does(local.StageStatus(node.state.crew.id, node.state.crew.stage, "active", 1))
+    node.waits(0.6 * SETTINGS.step_seconds, alive=("a", "c"))
+    node.answers("c", m.Leave(node.state.crew.id, "because"))
+    assert node.state.phase == Phase.FREE
+    assert node.state.peers["a"].debt == 0
+    assert node.state.peers["c"].debt > 0
 
 
 def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
@@ -361,6 +423,49 @@ def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
     offering = local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 3, Part(0.0, 0.0)))
     offers = [one.message for one in node.does(offering) if isinstance(one, ev.Send)]
     assert [offer.without for offer in offers] == [("c",)]
+
+
+def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
+    """The members of each record that `node` proposes while others offer the same again and again. `refuse`: what `x` answers at once;
+    `of_x`: what comes from it besides."""
+    found = []
+    for tick in range(int(seconds / SETTINGS.tick_seconds)):
+        for peer, offer in offers.items() if tick % 20 == 0 else ():
+            node.answers(peer, offer)
+        node.done.clear()
+        for event in of_x(tick):
+            node.does(event)
+        node.waits(SETTINGS.tick_seconds)
+        asked = [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)]
+        found += [{one.peer for one in asked}] if asked else []
+        for one in asked:
+            if one.peer == "x" and refuse is not None:
+                node.does(ev.Answered("x", one.message, m.Refuse(refuse, crew_id(one.message.record)) if refuse else None))
+                node.answers("x", offers["x"])
+    return found
+
+
+@pytest.mark.parametrize("memory", [1e30, 3.0])
+@pytest.mark.parametrize("refuse", ["busy", "crew", ""])
+def test_a_stranger_that_offers_most_and_signs_nothing_is_done_without(memory, refuse):
+    node = Node(layers=4, stages=0, memory=2.0)
+    offers = {"a": m.Offer(MODEL, 2.0, 1.0, 0.0), "c": m.Offer(MODEL, 2.0, 1.0, 0.0), "x": m.Offer(MODEL, memory, 1e30, 0.0)}
+    assert any("x" not in members for members in proposed(node, offers, 40.0, refuse))
+
+
+def test_a_crew_that_nobody_proposes_is_waited_for_a_few_times():
+    """Two strangers that would be faster together than anybody with us."""
+    node = Node(layers=4, stages=0, memory=2.0)
+    offers = {peer: m.Offer(MODEL, 3.0, 1e30, 0.0) if peer in "xy" else m.Offer(MODEL, 2.0, 1.0, 0.0) for peer in "acxy"}
+    assert any(not members & {"x", "y"} for members in proposed(node, offers, 60.0))
+
+
+@pytest.mark.parametrize("offers", [((MODEL, 0.5), (MODEL, 0.4)), ((b"x" * 32, 1.0),), ((MODEL, 1.0), (MODEL, 0.0)), ((MODEL, 1.5),)])
+def test_who_offers_anew_all_the_time_delays_a_crew_for_seconds(offers):
+    """A stranger that comes back each time, so that it cannot be told from many."""
+    said = [m.Offer(model, memory, 1e30 if memory >= 1.0 else 1.0, 0.0) for model, memory in offers]
+    comes = lambda tick: (ev.PeerGone("x"), ev.PeerBack("x"), ev.Received("x", said[tick // 4 % len(said)])) if tick % 4 == 0 else ()
+    assert proposed(Node(), {"a": m.Offer(MODEL, 1.0, 1.0, 0.0)}, 4 * SETTINGS.gather_seconds + SETTINGS.turn_seconds, of_x=comes)
 
 
 def test_offers_are_made_while_free_and_taken_back_in_a_crew():

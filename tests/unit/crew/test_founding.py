@@ -1,8 +1,12 @@
 """Which crew is founded from which offers: the newest step that copies cover, never the base while something newer can be had."""
 
+from types import MappingProxyType
+
 import msgspec
+import pytest
 from msgspec.structs import replace
 
+from swarmnode.crew import founding
 from swarmnode.crew.events import Settings
 from swarmnode.crew.founding import PLAUSIBLE, Point, is_behind, newest, plan_crew
 from swarmnode.crew.messages import Offer
@@ -110,6 +114,30 @@ def test_nobody_believes_a_single_other_node():
     assert plan({**ours, "x": absurd}, 50.0) is None
 
 
+def claims(memory):
+    """Of one that has been everywhere: old copies of everything, and many newer points."""
+    newer = (copy(0, 10 + number, fork=b"x") for number in range(24))
+    return offer(*(copy(stage, 5, fork=b"x") for stage in range(4)), *newer, memory=memory)
+
+
+@pytest.mark.parametrize("me", ["a", "e"])
+@pytest.mark.parametrize("memory", [1e-9, 1.0])
+def test_a_stranger_s_many_claims_cost_little_to_look_at(monkeypatch, me, memory):
+    asked = []
+    monkeypatch.setattr(founding, "is_behind", lambda *about: asked.append(about) or is_behind(*about))
+    offers = {**four(9, 9, 9, 9), "e": offer(), "x": claims(memory)}
+    del offers["d"]
+    for waited in (0.0, 20.0, 60.0):
+        plan(offers, waited, me=me)
+    assert len(asked) < 60
+
+
+def test_who_has_no_room_keeps_nobody_from_a_crew_by_what_it_claims_to_have():
+    offers = {**four(9, 9, 9, 9), "e": offer()}
+    del offers["d"]
+    assert plan({**offers, "x": claims(1e-9)}, 41.0).record == plan(offers, 41.0).record
+
+
 def test_forks_do_not_mix():
     offers = {name: offer(copy(stage, 9, fork=b"x" if stage < 2 else b"y")) for stage, name in enumerate("abcd")}
     assert plan(offers, 99.0) is None
@@ -142,6 +170,21 @@ def test_a_stranger_that_claims_everything_is_no_head_where_somebody_else_has_it
     ours["d"] = offer(copy(0, 9, "disk"))
     del ours["a"]
     assert peers_of(plan({**ours, "c": offer(copy(2, 9)), "x": stranger}, me="b", ranks={"x": 1}).record) == ("d", "b", "c", "x")
+
+
+def test_however_many_strangers_claim_copies_in_memory_those_who_are_known_are_considered():
+    offers = {**four(9, 9, 9, 9, where="disk"), **{f"x{number}": offer(*(copy(stage, 9) for stage in range(4))) for number in range(16)}}
+    ranks = {peer: int(peer.startswith("x")) for peer in offers}
+    assert peers_of(plan(offers, ranks=ranks).record) == tuple("abcd")
+
+
+def test_who_would_hold_all_layers_alone_may_and_nobody_waits_for_it():
+    """Its claims would be the fastest crew for ever, and one that it never founds."""
+    big = offer(memory=1e30, speed=1e30)
+    assert peers_of(begins({}, more={"x": big}).record) == peers_of(begins({}).record)
+    learnt = {"a": offer(copy(0, 9, "disk"), memory=4.0), "x": offer(copy(0, 9), memory=4.0)}
+    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),), Part(0.0, 0.0))
+    assert peers_of(plan_crew("a", learnt, cost, replace(WAITS, stages=1), 0.0, ranks={"a": 1}).record) == ("a",)
 
 
 def test_members_keep_their_stages_whoever_plans_the_crew_and_the_newcomer_gets_the_one_that_is_free():
@@ -247,10 +290,10 @@ def test_the_newest_of_a_node_is_its_own():
     assert newest([copy(1, 9, "neighbour")]) is None
 
 
-def begins(distances, *, me="a", names="abcdefgh", crossings=100.0, hops=()):
+def begins(distances, *, me="a", names="abcdefgh", crossings=100.0, hops=(), more=MappingProxyType({})):
     cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 8, Part(0.0, 0.0), crossings=crossings)
     offers = {name: Offer(MODEL, 4.0, 1.0, dict(hops).get(name, 0.0)) for name in names}
-    return plan_crew(me, offers, cost, WAITS, 0.0, distances=distances)
+    return plan_crew(me, {**offers, **more}, cost, WAITS, 0.0, distances=distances)
 
 
 def test_a_crew_is_begun_with_those_nearby_and_no_more_of_them_than_pays():

@@ -33,6 +33,11 @@ def test_a_crew_goes_on_without_a_member_that_lies():
         assert check(seed, "member").counts["steps"] > 0
 
 
+def test_strangers_that_offer_most_and_sign_nothing_keep_nobody_from_a_crew():
+    for kind in ("calm", "member"):
+        assert sum(check(seed, kind, greedy=True).counts["steps"] for seed in range(15)) > 15
+
+
 def test_whatever_goes_down_the_crew_afterwards_begins_at_the_newest_step_that_is_somewhere():
     """Some cut off for a second to an hour, everybody killed at once, one disk of them gone, all members replaced one by one."""
     outages = Counter()
