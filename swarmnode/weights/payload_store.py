@@ -105,8 +105,15 @@ class PayloadStore:
         self._offers[transfer] = offer
         return offer
 
-    def is_offered(self, payload: LocalPayload) -> bool:
-        return payload.path in self._uses
+    def is_offered(self, offer: PayloadOffer) -> bool:
+        return offer.transfer in self._offers
+
+    def extend(self, offer: PayloadOffer, until: float) -> bool:
+        """Serve it until `until` at least. False where it has ended."""
+        current = self._offers.get(offer.transfer)
+        if current is not None:
+            self._offers[offer.transfer] = msgspec.structs.replace(current, until=max(current.until, until))
+        return current is not None
 
     def withdraw(self, offer: PayloadOffer) -> None:
         if self._offers.pop(offer.transfer, None) is None:
