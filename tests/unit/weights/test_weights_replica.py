@@ -295,6 +295,19 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     assert ENDED_LOCALLY in [msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)]
 
 
+def test_a_few_that_claim_to_be_far_behind_do_not_move_our_outer_steps(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.counters.outer_clocks = [500, 500]
+    for number in range(13):
+        a.step()
+        claim = a.counters.outer_clocks[0] + number % 3 - 1 if number < 10 else 0
+        a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
+        a.between()
+        a.between()
+    assert min(a.counters.outer_clocks) >= 500
+
+
 def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
@@ -304,7 +317,7 @@ def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(
         a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
         a.between()
         a.between()
-    assert a.counters.outer_clocks == [42, 41], "as if at the furthest of them, and one step taken alone"
+    assert a.counters.outer_clocks == [43, 40], "where most of them are; three steps of the first were taken alone"
     a.step()
     a.exchange(partner, b"z" * 16)
     assert a.between()
