@@ -259,7 +259,7 @@ class Replica:
         counters = self._parts.counters
         if exchange.outcome == "probation":
             counters.probation = False
-        else:
+        elif exchange.outcome != "lagging":
             counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
@@ -273,18 +273,12 @@ class Replica:
         self._send(local.ExchangeEnded(session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]))
 
     def _commit_solo(self, exchange: Exchange) -> bool:
-        rest = bool(self._parts.schedule.left(exchange.fragment))
         while not self._step(exchange):  # an exchange, a revert or a neighbour's state came in between: once more, from where we are now
             exchange = self._parts.copy(b"", exchange.fragment)
             exchange = dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot))
         if not exchange.snapshot:  # of a stage without any of the fragment's layers
             return False
-        counters = self._parts.counters
-        counters.solo_steps_total += 1
-        if not rest:
-            counters.revert = counters.revert.stepped_alone()
-        if not counters.revert.peer:  # what is left of an exchange is taken back with it
-            self._parts.outer.keep()
+        self._parts.counters.solo_steps_total += 1
         self._worker.submit(PublishSnapshot(exchange))
         return True
 
@@ -300,8 +294,9 @@ class Replica:
         if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
             return False
         rest = parts.schedule.is_rest(fragment, prepared.phi)
+        alone = not exchange.session or exchange.outcome in ("lagging", "probation")
         with parts.tensors.lock:
-            if not parts.outer.take(prepared, rest=rest):
+            if not parts.outer.take(prepared, rest=rest, alone=alone):
                 return False
             parts.outer.commit(parts.tensors.parameters, {name: exchange.snapshot[name] for name in prepared.phi})
             clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(rest)
@@ -382,16 +377,17 @@ class Replica:
         parts.counters.policy_version += 1
         self._send(local.StateAdopted(adoption.peer, "worse", list(adoption.outer_steps)))
 
-    def _revert(self, peer: str) -> bool:
+    def _revert(self, peers: tuple[str, ...]) -> bool:
         parts = self._parts
         with parts.tensors.lock:
             reverted = parts.outer.revert(parts.tensors.parameters)
             parts.exchanges.clear()
         if reverted:
-            log.warning("held-out reward fell: the exchange with %s is taken back", peer)
-            parts.gate.refused(peer, "reverted", time.monotonic())
+            log.warning("held-out reward fell: what came of %s is taken back", ", ".join(peers))
             parts.counters.policy_version += 1
-            self._send(local.ExchangeReverted(peer))
+            for peer in peers:
+                parts.gate.refused(peer, "reverted", time.monotonic())
+                self._send(local.ExchangeReverted(peer))
         return reverted
 
     # ---- for whoever watches ----------------------------------------------------------------------------------------------------------

@@ -278,6 +278,58 @@ def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without
     assert not again.replica.observe(0.0 if kept else reward), "taken back once"
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("then", ["alone", "lagging", "exchange", "other fragment"])
+def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, then, restarts):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    for _ in range(3):
+        a.replica.observe(0.5)
+    before, slow = a.weights(), a.phi()
+    a.exchange(partner)
+    a.between()
+    if then == "alone":
+        a.step(size=0.0)
+        a.solo(0)
+    elif then == "lagging":
+        a.counters.outer_clocks = [100, 100]
+        a.fetched(partner, b"z" * 16, peer="late")
+        a.between()
+        a.between()
+    else:
+        partner.step(seed=3, size=0.01)
+        a.fetched(partner, b"z" * 16, fragment=int(then == "other fragment"), peer="second", outer_step=1)
+        a.between()
+        a.between()
+    moved = {name for name, phi in a.phi().items() if not torch.equal(phi, slow[name])}
+    assert (moved == set(slow)) == (then == "other fragment")
+    if restarts:
+        a.save(tmp_path / "s")
+        a = made("b")
+        a.load(tmp_path / "s")
+    assert a.replica.observe(0.1)
+    assert identical(a.weights(), before)
+    assert identical(a.phi(), slow)
+    blamed = [message.peer for message in a.said if isinstance(message, local.ExchangeReverted)]
+    assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
+
+
+def test_of_a_large_policy_the_last_exchange_is_taken_back(made, monkeypatch):
+    monkeypatch.setattr("swarmnode.averaging.outer.UNDO_WEIGHTS", 0)
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    for _ in range(3):
+        a.replica.observe(0.5)
+    a.exchange(partner)
+    a.between()
+    before = a.weights()
+    a.exchange(partner, b"z" * 16, fragment=1)
+    a.between()
+    assert not identical(a.weights(), before)
+    assert a.replica.observe(0.1)
+    assert identical(a.weights(), before)
+
+
 def test_a_step_alone_leaves_nothing_to_take_back(made):
     a = made("a")
     a.step()
