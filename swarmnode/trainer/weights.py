@@ -89,7 +89,7 @@ class Replica:
         self._probe = probe
         outer = OuterState(tensors.parameters, make_rule(cfg.rule))
         schedule = OuterSchedule(cfg.sync_every, len(tensors.parts))
-        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate(), schedule)
+        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate(grows=adapter is not None), schedule)
         self._lags: OrderedDict[str, int] = OrderedDict()
         """By how many outer steps the partners met lately were behind us, as they claimed."""
         self._adoption: Adoption | None = None
@@ -321,8 +321,10 @@ class Replica:
         parts, counters = self._parts, self._parts.counters
         if counters.step:
             return "local"  # it came too late: what was learnt here is not thrown away
-        own = norm(parts.outer.phi)
-        if not own / NORM_RATIO <= norm(slow.phi) <= own * NORM_RATIO:
+        own, theirs = norm(parts.outer.phi), norm(slow.phi)
+        if not math.isfinite(theirs):
+            return "not_finite"
+        if self._adapter is None and not own / NORM_RATIO <= theirs <= own * NORM_RATIO:
             return "norm_ratio"
         if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(slow.phi):
             return "worse"

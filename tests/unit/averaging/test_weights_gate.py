@@ -88,6 +88,14 @@ def test_hostile_tensors_are_refused_by_cause_and_change_nothing(attack):
     assert gate.statistics().strikes == (outcome in LIES)
 
 
+def test_an_adapter_of_twice_the_norm_is_no_lie():
+    mine, gate = weights(), AveragingGate(grows=True)
+    for number in range(10):
+        judged = judge(gate, "p", mine, {n: (3 if number % 2 else 0.3) * t for n, t in mine.items()}, 1.0)
+        assert (judged.outcome, judged.mean) == ("too_far" if number < 3 else "incompatible_peer", None)
+    assert gate.statistics().strikes == 0
+
+
 def test_no_partner_moves_the_weights_further_than_the_bound():
     rng = random.Random(0)
     for trial in range(300):

@@ -15,6 +15,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
+from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.manifest import TensorHash
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
@@ -44,15 +45,23 @@ class Silent:
         return False
 
 
+class Approving:
+    """A probe that likes everything."""
+
+    def measure(self, mine, mean, answer):
+        answer(Losses(1.0, 1.0))
+        return True
+
+
 class Made:
-    def __init__(self, directory, cfg=CFG, asking=False, probe=None):
+    def __init__(self, directory, cfg=CFG, asking=False, probe=None, adapter=None):
         self.model = Tiny()
         self.counters = Counters(step=1)
         self.said = []
         self.directory = directory
         self.tensors = tensors_of(self.model, cfg)
         self.probe = probe or Asking() if asking or probe else probe_of(self.model, Judge(self.model), self.tensors)
-        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe)
+        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe, adapter=adapter)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.rng = torch.Generator()
 
@@ -497,6 +506,17 @@ def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
     assert a.counters.outer_clocks == [30, 30]
 
 
+def test_an_adapter_that_has_learnt_nothing_takes_the_state_of_one_that_has(made):
+    a, other = made("a", probe=Approving(), adapter=LoraShape(2, 4, ("q_proj",), 7)), made("b")
+    with torch.no_grad():
+        for p in a.model.parameters():
+            p.zero_()
+    a.replica.restore({})
+    other.step(seed=5)
+    other.solo(0)
+    assert adopt(a, other) == "adopted"
+
+
 def test_a_state_that_comes_when_something_was_learnt_here_is_not_taken(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
@@ -539,7 +559,7 @@ def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
     assert identical(a.weights(), before)
 
 
-@pytest.mark.parametrize(("wrong", "outcome"), [("hash", "hash"), ("nan", "norm_ratio"), ("payload", "payload")])
+@pytest.mark.parametrize(("wrong", "outcome"), [("hash", "hash"), ("nan", "not_finite"), ("payload", "payload")])
 def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, made):
     a, other = made("a"), made("b")
     other.step(seed=5)
