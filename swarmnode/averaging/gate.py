@@ -150,9 +150,13 @@ class PeerRecords:
 
 
 class AveragingGate:
-    """Judges peers' tensors against ours; `now` is any monotonic time in seconds. Every method may be called from any thread."""
+    """Judges peers' tensors against ours; `now` is any monotonic time in seconds. Every method may be called from any thread.
 
-    def __init__(self) -> None:
+    grows: an honest node's may have twice the norm of another's, as those of an adapter do, which starts at 0.
+    """
+
+    def __init__(self, grows: bool = False) -> None:
+        self._unequal = "too_far" if grows else "norm_ratio"
         self._distances: dict[int, deque[tuple[str, float]]] = {}
         self._changes: deque[tuple[str, float]] = deque(maxlen=WINDOW)
         self._records = PeerRecords()
@@ -193,7 +197,7 @@ class AveragingGate:
         relative = distance / own if own > 0 else None
         # young LoRA factors are all but zero, and their ratio says nothing; then the distance decides
         if own > tau and not own / NORM_RATIO <= other <= own * NORM_RATIO:
-            return refuse("norm_ratio", relative)
+            return refuse(self._unequal, relative)
         if known and distance > FAR * tau:
             return refuse("too_far", relative)
         scale = 1.0 if distance <= tau else tau / distance  # 0 where neither of us has a weight yet

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from swarmnode.errors import StateError
+from swarmnode.policy.footprint import UNDO_WEIGHTS
 from swarmnode.weights.rule import Rule
 
 Tensors = dict[str, torch.Tensor]
@@ -75,7 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Undo:
-    """Everything that the last step changed, as it was."""
+    """Everything that steps changed, as it was before the first of them."""
 
     phi: Tensors
     delta: Tensors
@@ -105,8 +106,8 @@ def prepare(rule: Rule, slow: SlowWeights, mean: Mapping[str, torch.Tensor]) -> 
 class OuterState:
     """The slow half of a replica.
 
-    A step that raises has changed nothing. One earlier state is kept for `revert`. `slow` and `tensors` may be called from any thread;
-    everything else is for whoever moves the weights.
+    A step that raises has changed nothing. What was before the steps since the last `keep` is there for `revert`. `slow` and `tensors` may
+    be called from any thread; everything else is for whoever moves the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], rule: Rule) -> None:
@@ -125,22 +126,30 @@ class OuterState:
         with self._lock:
             return SlowWeights({n: self.phi[n] for n in names}, {n: self.delta[n] for n in names})
 
-    def take(self, prepared: Prepared, *, rest: bool = False) -> bool:
+    def take(self, prepared: Prepared, *, rest: bool = False, alone: bool = False) -> bool:
         """φ and δ become what was prepared. False, and nothing changes, where φ has moved since.
 
-        rest: it belongs to the last step, which was of other tensors, and a revert takes both back.
+        A revert takes it back with the steps before it, but for those that went before UNDO_WEIGHTS. rest: it belongs to the last step,
+        which was of other tensors. alone: nobody else's weights are in it, and by itself it needs no revert.
         """
         with self._lock:
             if any(self.phi[name] is not old for name, old in prepared.before.items()):
                 return False
-            undo = self._undo if rest and self._undo is not None else _Undo({}, {}, {})
-            phi, delta = {n: self.phi[n] for n in prepared.phi}, {n: self.delta[n] for n in prepared.phi}
-            self._undo = _Undo({**undo.phi, **phi}, {**undo.delta, **delta}, dict(undo.weights))
+            if not alone:
+                self._undo = self._undo_of(prepared, rest)
             self.phi.update(prepared.phi)
             self.delta.update(prepared.delta)
             self._squares.update(prepared.squares)
             self._steps += 1
         return True
+
+    def _undo_of(self, prepared: Prepared, rest: bool) -> _Undo:
+        """What a revert needs once `prepared` is taken: of each tensor the oldest that is known."""
+        undo = self._undo or _Undo({}, {}, {})
+        phi = {**{n: self.phi[n] for n in prepared.phi}, **undo.phi}
+        if not rest and sum(t.numel() for t in phi.values()) > max(UNDO_WEIGHTS, sum(t.numel() for t in prepared.phi.values())):
+            undo, phi = _Undo({}, {}, {}), {n: self.phi[n] for n in prepared.phi}
+        return _Undo(phi, {**{n: self.delta[n] for n in prepared.phi}, **undo.delta}, dict(undo.weights))
 
     @torch.no_grad()
     def commit(self, parameters: Mapping[str, torch.Tensor], snapshot: Mapping[str, torch.Tensor]) -> None:
@@ -148,8 +157,8 @@ class OuterState:
 
         Where nothing moved in the meantime the weights become φ bit by bit, and where a weight is not finite it becomes φ as well.
         """
-        if self._undo is not None:
-            self._undo.weights.update(host_copy(parameters, snapshot))
+        if (undo := self._undo) is not None:
+            undo.weights.update(host_copy(parameters, [n for n in snapshot if n in undo.phi and n not in undo.weights]))
         for name, then in snapshot.items():
             now, phi = parameters[name], self.phi[name].to(parameters[name].device)
             then = then.to(now.device)
@@ -159,7 +168,7 @@ class OuterState:
 
     @torch.no_grad()
     def revert(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Back to before the last step and its commit: weights, φ and δ of its tensors. False where there is nothing to go back to."""
+        """Back to before the steps since `keep` and their commits: weights, φ and δ. False where there is nothing to go back to."""
         undo, self._undo = self._undo, None
         if undo is None:
             return False
@@ -173,7 +182,7 @@ class OuterState:
         return True
 
     def keep(self) -> None:
-        """The last step has proved itself: forget what was before it."""
+        """The steps have proved themselves: forget what was before them."""
         self._undo = None
 
     @torch.no_grad()
@@ -198,8 +207,8 @@ class OuterState:
             return {f"phi.{n}": t for n, t in self.phi.items()} | {f"delta.{n}": t for n, t in self.delta.items()}
 
     def undo_tensors(self) -> Tensors:
-        """What `revert` needs after a restart, not copied: `undo.phi.<name>`, `undo.delta.<name>`, `undo.weights.<name>` of the last step's
-        tensors; empty where there is nothing to take back."""
+        """What `revert` needs after a restart, not copied: `undo.phi.<name>`, `undo.delta.<name>`, `undo.weights.<name>`;
+        empty where there is nothing to take back."""
         if self._undo is None:
             return {}
         parts = {"phi": self._undo.phi, "delta": self._undo.delta, "weights": self._undo.weights}

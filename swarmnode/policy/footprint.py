@@ -191,13 +191,18 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
     )
 
 
+UNDO_WEIGHTS = 2**26
+"""Averaging keeps so many weights, 12 bytes each, as they were until a reward is seen, or one fragment's where that has more: all that a
+small policy or an adapter has."""
+
+
 def averaging_bytes(trained: int, fragments: int = 4) -> tuple[int, int]:
     """Host memory that averaging so many trained weights takes: (always, and at most more while an exchange is under way).
 
     Always: φ, δ and the base weights that differences are relative to, float32. From an exchange to the next held-out reward, weights, φ
-    and δ of one fragment as they were; during one, its copy, the partner's, their average, and the new φ and δ.
+    and δ of one fragment, or of UNDO_WEIGHTS, as they were; during one, its copy, the partner's, their average, and the new φ and δ.
     """
-    return 12 * trained, (12 + 20) * trained // fragments
+    return 12 * trained, 12 * max(trained // fragments, min(trained, UNDO_WEIGHTS)) + 20 * trained // fragments
 
 
 def saving_bytes(trained: int, optim: Optim = "adamw") -> int:

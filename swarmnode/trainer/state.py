@@ -4,7 +4,7 @@
     first.<name>        AdamW's first moment      second.<name>   its second moment
     optimizer.<k>.<name>  what another optimizer keeps of a parameter under its key k, as it is
     outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where replicas are averaged
-    outer.undo.<…>      what these and the weights were before the last exchange, until a held-out reward has shown that it was good
+    outer.undo.<…>      what these and the weights were before the latest exchanges, until a held-out reward has shown that they were good
     rng                 state of the sampling generator, u8
     metadata            counters and fingerprint, JSON
 
@@ -70,7 +70,7 @@ class Counters(msgspec.Struct):
     exchanges_total: int = 0
     solo_steps_total: int = 0
     revert: RevertMonitor = RevertMonitor()
-    """What the last exchange is held to."""
+    """What the latest exchanges are held to."""
     probation: bool = False
     """Our state is a neighbour's, and no exchange has shown yet that it fits."""
     peer: str = ""

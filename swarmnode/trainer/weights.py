@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ from swarmnode.trainer.weights_worker import (
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.manifest import writing_seconds
-from swarmnode.weights.rule import LARGEST_OUTER_STEP, believed_outer_step, make_rule, next_outer_step
+from swarmnode.weights.rule import LARGEST_OUTER_STEP, excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ log = logging.getLogger(__name__)
 UNLEARNT = 6.0
 """Nats per token by which our own completions may be less likely under a neighbour's state. That of a policy that had learnt for 25 outer
 steps made them 1.7 less likely; weights that are no policy of a vocabulary of 100,000 make it 10 and more."""
+
+MET = 64
+"""Partners whose claims say whether our outer steps are right: those met last."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,9 @@ class Replica:
         self._probe = probe
         outer = OuterState(tensors.parameters, make_rule(cfg.rule))
         schedule = OuterSchedule(cfg.sync_every, len(tensors.parts))
-        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate(), schedule)
-        self._behind: dict[str, int] = {}
-        """Partners that were too far behind us, with their claims, since the last that was not."""
+        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate(grows=adapter is not None), schedule)
+        self._lags: OrderedDict[str, int] = OrderedDict()
+        """By how many outer steps the partners met lately were behind us, as they claimed."""
         self._adoption: Adoption | None = None
         self._settled = threading.Event()
         self._coming = threading.Event()
@@ -191,7 +195,7 @@ class Replica:
         elif found is None:
             self._parts.gate.refused(exchange.peer, examined.outcome, time.monotonic())
             if examined.outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
-                self._doubt_our_counter(exchange)
+                self._note_claim(exchange)
                 alone = {name: exchange.snapshot[name] for name in self._parts.schedule.takes(exchange.fragment, exchange.snapshot)}
                 self._go_on(exchange, "lagging", alone)
             else:
@@ -199,7 +203,7 @@ class Replica:
         elif found.mean is None:
             self._conclude(exchange, found, None)
         else:
-            self._behind.clear()
+            self._note_claim(exchange)
             taken = self._parts.schedule.takes(exchange.fragment, found.mean)
             mine, mean = {name: found.mine[name] for name in taken}, {name: found.mean[name] for name in taken}
             found = dataclasses.replace(found, mine=mine, mean=mean)
@@ -208,15 +212,19 @@ class Replica:
                 log.info("weights of %s are not taken: there is nothing of our own yet to judge them by", exchange.peer)
                 self._end(exchange, exchange.session, "local")
 
-    def _doubt_our_counter(self, exchange: Exchange) -> None:
-        counters = self._parts.counters
-        self._behind[exchange.peer] = exchange.their_outer_step or 0
-        believed = [believed_outer_step(clock, self._behind) for clock in counters.outer_clocks]
-        if believed != counters.outer_clocks:
-            log.warning("everybody is far behind us: our outer steps are %s, not %s", believed, counters.outer_clocks)
+    def _note_claim(self, exchange: Exchange) -> None:
+        counters, lags = self._parts.counters, self._lags
+        lags.pop(exchange.peer, None)
+        lags[exchange.peer] = exchange.outer_step - (exchange.their_outer_step or 0)
+        if len(lags) > MET:
+            lags.popitem(last=False)
+        wrong = excess(lags.values())
+        if wrong:
+            believed = [max(0, clock - wrong) for clock in counters.outer_clocks]
+            log.warning("nearly everybody is far behind us: our outer steps are %s, not %s", believed, counters.outer_clocks)
             with self._parts.tensors.lock:
                 counters.outer_clocks = believed
-            self._behind.clear()
+            self._lags = OrderedDict((peer, lag - wrong) for peer, lag in lags.items())
 
     def _measured(self, measured: AverageMeasured) -> None:
         exchange = self._parts.exchanges.get(measured.session)
@@ -251,7 +259,7 @@ class Replica:
         counters = self._parts.counters
         if exchange.outcome == "probation":
             counters.probation = False
-        else:
+        elif exchange.outcome != "lagging":
             counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
@@ -265,18 +273,12 @@ class Replica:
         self._send(local.ExchangeEnded(session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]))
 
     def _commit_solo(self, exchange: Exchange) -> bool:
-        rest = bool(self._parts.schedule.left(exchange.fragment))
         while not self._step(exchange):  # an exchange, a revert or a neighbour's state came in between: once more, from where we are now
             exchange = self._parts.copy(b"", exchange.fragment)
             exchange = dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot))
         if not exchange.snapshot:  # of a stage without any of the fragment's layers
             return False
-        counters = self._parts.counters
-        counters.solo_steps_total += 1
-        if not rest:
-            counters.revert = counters.revert.stepped_alone()
-        if not counters.revert.peer:  # what is left of an exchange is taken back with it
-            self._parts.outer.keep()
+        self._parts.counters.solo_steps_total += 1
         self._worker.submit(PublishSnapshot(exchange))
         return True
 
@@ -292,8 +294,9 @@ class Replica:
         if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
             return False
         rest = parts.schedule.is_rest(fragment, prepared.phi)
+        alone = not exchange.session or exchange.outcome in ("lagging", "probation")
         with parts.tensors.lock:
-            if not parts.outer.take(prepared, rest=rest):
+            if not parts.outer.take(prepared, rest=rest, alone=alone):
                 return False
             parts.outer.commit(parts.tensors.parameters, {name: exchange.snapshot[name] for name in prepared.phi})
             clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(rest)
@@ -318,8 +321,10 @@ class Replica:
         parts, counters = self._parts, self._parts.counters
         if counters.step:
             return "local"  # it came too late: what was learnt here is not thrown away
-        own = norm(parts.outer.phi)
-        if not own / NORM_RATIO <= norm(slow.phi) <= own * NORM_RATIO:
+        own, theirs = norm(parts.outer.phi), norm(slow.phi)
+        if not math.isfinite(theirs):
+            return "not_finite"
+        if self._adapter is None and not own / NORM_RATIO <= theirs <= own * NORM_RATIO:
             return "norm_ratio"
         if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(slow.phi):
             return "worse"
@@ -332,6 +337,7 @@ class Replica:
         except StateError:
             return "not_finite"
         self._adoption = before
+        self._lags.clear()
         counters.outer_clocks = [read.outer_step] * len(counters.outer_clocks)
         counters.probation = True
         return "adopted"
@@ -373,16 +379,17 @@ class Replica:
         parts.counters.policy_version += 1
         self._send(local.StateAdopted(adoption.peer, "worse", list(adoption.outer_steps)))
 
-    def _revert(self, peer: str) -> bool:
+    def _revert(self, peers: tuple[str, ...]) -> bool:
         parts = self._parts
         with parts.tensors.lock:
             reverted = parts.outer.revert(parts.tensors.parameters)
             parts.exchanges.clear()
         if reverted:
-            log.warning("held-out reward fell: the exchange with %s is taken back", peer)
-            parts.gate.refused(peer, "reverted", time.monotonic())
+            log.warning("held-out reward fell: what came of %s is taken back", ", ".join(peers))
             parts.counters.policy_version += 1
-            self._send(local.ExchangeReverted(peer))
+            for peer in peers:
+                parts.gate.refused(peer, "reverted", time.monotonic())
+                self._send(local.ExchangeReverted(peer))
         return reverted
 
     # ---- for whoever watches ----------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
 
 
 class ExchangeReverted(msgspec.Struct, frozen=True, tag="weights_reverted"):
-    """Held-out reward fell after the exchange with `peer`, which was taken back."""
+    """Held-out reward fell after exchanges, one of them with `peer`, which were taken back."""
 
     peer: str
 

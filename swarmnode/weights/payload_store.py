@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import secrets
 from collections.abc import Collection
@@ -17,16 +19,16 @@ from swarmnode.p2p.api import Bulk, Declined
 from swarmnode.p2p.bulk import BulkSource, FileSink
 from swarmnode.wire import limits
 
+log = logging.getLogger(__name__)
+
 MANIFEST_SECONDS: Final = 10.0
-PUBLISHED_SECONDS: Final = 3600.0
-"""A copy stays open to whoever wants to pull it for so long, or until the next one."""
 SLOWEST: Final = 1e6
 """Bytes per second. A transfer that is slower than this all the time is given up, here and where it is served."""
 PATIENCE_SECONDS: Final = 60.0
 """A transfer may lag behind a steady one by so much: one that sends as little as it may is given up then, and not at its deadline."""
 PACE_INTERVAL: Final = 5.0
-TRIES: Final = 5
-RETRY_SECONDS: Final = 0.2
+RETRY_SECONDS: Final = (0.2, 5.0)
+"""Pause before what broke off is asked for again: the first, doubled each time in which nothing new comes, and the longest."""
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
 
 
@@ -105,8 +107,15 @@ class PayloadStore:
         self._offers[transfer] = offer
         return offer
 
-    def is_offered(self, payload: LocalPayload) -> bool:
-        return payload.path in self._uses
+    def is_offered(self, offer: PayloadOffer) -> bool:
+        return offer.transfer in self._offers
+
+    def extend(self, offer: PayloadOffer, until: float) -> bool:
+        """Serve it until `until` at least. False where it has ended."""
+        current = self._offers.get(offer.transfer)
+        if current is not None:
+            self._offers[offer.transfer] = msgspec.structs.replace(current, until=max(current.until, until))
+        return current is not None
 
     def withdraw(self, offer: PayloadOffer) -> None:
         if self._offers.pop(offer.transfer, None) is None:
@@ -118,12 +127,18 @@ class PayloadStore:
             offer.path.unlink(missing_ok=True)
 
     def publish(self, payload: LocalPayload, fragment: int, outer_step: int, blocks: bytes) -> None:
-        """Open a copy of `fragment` to whoever wants to pull it, in place of the one before."""
+        """Open a copy of `fragment` to whoever wants to pull it, in place of the one before, until the next: that may be hours away."""
         before = self._published.get(fragment)
-        offer = self.offer(payload, trio.current_time() + PUBLISHED_SECONDS, None)
+        offer = self.offer(payload, math.inf, None)
         self._published[fragment] = PublishedCopy(offer, outer_step, blocks)
         if before is not None:
             self.withdraw(before.offer)
+
+    def unpublish(self) -> None:
+        """Our policy is another one."""
+        for copy in self._published.values():
+            self.withdraw(copy.offer)
+        self._published.clear()
 
     def published(self, fragment: int) -> PublishedCopy | None:
         return self._published.get(fragment)
@@ -145,8 +160,8 @@ class PayloadStore:
             os.unlink(path)
 
     async def fetch(self, remote: RemotePayload, path: Path, limit: int, deadline: float) -> None:
-        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off: for as long
-        as it comes fast enough for that, and TRIES times in which nothing new does.
+        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off, for as long
+        as it comes fast enough for that: a connection that is gone may be back in half a minute.
 
         Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable (our disk).
         """
@@ -189,7 +204,7 @@ class PayloadStore:
             raise PeerTimeout(f"weights of {remote.peer} come too slowly")
 
     async def _fill(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
-        tries = 0
+        pause = RETRY_SECONDS[0]
         while True:
             left = deadline - trio.current_time()
             if left <= 0:
@@ -202,7 +217,8 @@ class PayloadStore:
             except BadMessage:
                 raise
             except PeerError as error:
-                tries = tries + 1 if len(sink.missing()) == lacking else 0
-                if tries == TRIES or (isinstance(error, Declined) and error.status != "busy"):
+                if isinstance(error, Declined) and error.status != "busy":
                     raise
-            await trio.sleep(RETRY_SECONDS)
+                log.debug("weights of %s broke off: %s", remote.peer, error)
+            pause = min(2 * pause, RETRY_SECONDS[1]) if len(sink.missing()) == lacking else RETRY_SECONDS[0]
+            await trio.sleep(min(pause, max(0.0, deadline - trio.current_time())))

@@ -9,7 +9,8 @@ are in benchmarks/outer_rules.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Collection
 from typing import Final, Literal
 
 import msgspec
@@ -20,7 +21,7 @@ BETA: Final = 0.7
 LARGEST_OUTER_STEP: Final = 10**8
 """No swarm has taken more outer steps: one a second for three years. A newcomer believes no state that claims to have."""
 WITNESSES: Final = 3
-"""Partners, each too far behind us and none other in between, after which our own counter is taken for wrong."""
+"""Partners too far behind us, and most of those met lately, after which our own counter is taken for wrong."""
 MAX_LAG: Final = 4.0
 """Outer steps. A partner further behind is served our weights, and its own are not mixed in."""
 
@@ -71,13 +72,14 @@ def too_far_behind(lag: float) -> bool:
     return lag > MAX_LAG
 
 
-def believed_outer_step(mine: int, behind: Mapping[str, int]) -> int:
-    """Our outer step counter once all the partners in `behind`, each with its claim, were too far behind us, one after the other.
+def excess(lags: Collection[int]) -> int:
+    """By how much our outer step counter is wrong, where the partners met lately were so many outer steps behind us: 0 where it is right.
 
-    From WITNESSES of them on it is our counter that is wrong, and it becomes the highest of theirs: whoever was told an absurd one as a
-    newcomer would mix with nobody for ever. Lowering it can only have us mix with more.
+    Whoever was told an absurd one as a newcomer would mix with nobody for ever. WITNESSES of them, and most of them, have to be too far
+    behind, and the one in the middle says how far: a few that agree on a lie must not part us from all the others.
     """
-    return min(mine, max(behind.values())) if len(behind) >= WITNESSES else mine
+    behind = sum(too_far_behind(lag) for lag in lags)
+    return statistics.median_low(lags) if behind >= WITNESSES and 2 * behind > len(lags) else 0
 
 
 def next_outer_step(mine: int, theirs: int | None) -> int:

@@ -111,7 +111,10 @@ class WeightService:
         if facts is None or not self._enabled:
             self._replica.stop()
             return
+        before = self._replica.fingerprint
         self._replica.start(facts, self._swarm, base, tokenizer)
+        if self._replica.fingerprint != before:
+            self._store.unpublish()
         self._driver.trainer_started()
         self._discovery.forget()
         self._state_server.trainer_started()

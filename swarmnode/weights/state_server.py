@@ -1,6 +1,6 @@
 """Gives our slow weights to neighbours that have none: signed, written once for all who ask.
 
-    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time
+    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time, one offer for all who ask for it
 
 There is no server of checkpoints. The signature makes a manifest ours: tensors that do not have its hashes are held against us.
 """
@@ -20,7 +20,7 @@ from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import PROOF
-from swarmnode.weights.payload_store import SLOWEST, LocalPayload, PayloadStore
+from swarmnode.weights.payload_store import SLOWEST, PayloadOffer, PayloadStore
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
@@ -52,7 +52,8 @@ class WrittenState(msgspec.Struct, frozen=True):
     """Given to whoever asks until then, on trio's clock."""
     manifest: bytes
     """A signed envelope."""
-    payload: LocalPayload
+    offer: PayloadOffer
+    """To strangers: it takes none of the slots that are for partners."""
 
 
 class StateServer:
@@ -67,7 +68,7 @@ class StateServer:
         self._store = store
         self._send_to_trainer = send_to_trainer
         self._state: WrittenState | None = None
-        self._kept: list[LocalPayload] = []
+        self._kept: list[PayloadOffer] = []
         """Written states that can still be fetched."""
         self._writing: trio.Event | None = None
         """Set when the state that our trainer is writing is there; None while it writes none."""
@@ -90,9 +91,9 @@ class StateServer:
             signed = envelope.sign(strict.encode(manifest), self._credentials.key, ids.DOMAIN_STATE, self._credentials.swarm)
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
-            self._store.offer(payload, until + offer_seconds(payload.source.size), [])  # keeps the file for who comes later
-            self._state = WrittenState(until, codec.encode(signed), payload)
-            self._kept.append(payload)
+            offer = self._store.offer(payload, until + offer_seconds(payload.source.size), None)
+            self._state = WrittenState(until, codec.encode(signed), offer)
+            self._kept.append(offer)
         if self._writing is not None:
             self._writing.set()
             self._writing = None
@@ -109,7 +110,9 @@ class StateServer:
         if self._replica.facts is None or request.fingerprint != self._replica.state_fingerprint:
             raise PeerError("another policy")
         state = await self._current()
-        offer = self._store.offer(state.payload, trio.current_time() + offer_seconds(state.payload.source.size), [peer])
+        offer = state.offer
+        if not self._store.extend(offer, trio.current_time() + offer_seconds(offer.size)):
+            raise PeerError("no state any more")
         self.served += 1
         return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
 
@@ -127,6 +130,6 @@ class StateServer:
 
     def _has_room(self) -> bool:
         """Whether one more state may be written: a large one is fetched for hours, and meanwhile anybody may ask for the next."""
-        self._kept = [payload for payload in self._kept if self._store.is_offered(payload)]
-        size = max((payload.source.size for payload in self._kept), default=0)
-        return sum(payload.source.size for payload in self._kept) + size <= max(SMALL_BYTES, MOST_STATES * size)
+        self._kept = [offer for offer in self._kept if self._store.is_offered(offer)]
+        size = max((offer.size for offer in self._kept), default=0)
+        return sum(offer.size for offer in self._kept) + size <= max(SMALL_BYTES, MOST_STATES * size)

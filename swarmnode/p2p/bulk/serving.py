@@ -1,6 +1,7 @@
 """The side that has something: what is offered, to whom, how many at a time, and the writing of it.
 
 Transfers offered to everybody may fill at most half of the slots, so that strangers cannot keep a partner from what is offered to it alone.
+Of these a slow one makes room for a peer that has none, and takes up again what is left when there is room.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ SERVING = 8
 SERVING_PUBLIC = SERVING // 2
 """Transfers that anybody may ask for get at most so many of these slots."""
 SERVING_PER_PEER = 2
+STEADY = 10**6
+"""Bytes per second. While all slots for strangers are taken, one in which less has moved is given to the next peer."""
+SETTLED_SECONDS = 10.0
+"""A transfer keeps its slot at least for so long."""
 STREAMS = 64
 """Streams that may be open to us at a time, those included that have not asked for anything yet. More are reset."""
 STREAMS_PER_PEER = 4
@@ -64,6 +69,7 @@ class Push:
     offer: BulkOffer
     indices: list[int]
     stop: Callable[[], None]
+    began: float
     moved: int = 0
     metered: int = 0
     """As much of `moved` was counted as traffic."""
@@ -85,9 +91,13 @@ class Push:
 
 
 class Serving:
-    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at. `allows()`: whether there is budget."""
+    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at. `allows()`: whether there is budget.
+    `clock`: seconds."""
 
-    def __init__(self, nursery: trio.Nursery, limiter: trio.CapacityLimiter, welcome: Callable[[str], bool], traffic: Traffic) -> None:
+    def __init__(
+        self, nursery: trio.Nursery, limiter: trio.CapacityLimiter, welcome: Callable[[str], bool], traffic: Traffic,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:  # fmt: skip
         self.allows: Callable[[], bool] = lambda: True
         self.offers: dict[bytes, BulkOffer] = {}
         self.outcomes: dict[BulkPath, collections.Counter[str]] = {"stream": collections.Counter(), "socket": collections.Counter()}
@@ -96,6 +106,7 @@ class Serving:
         self._limiter = limiter
         self._welcome = welcome
         self._traffic = traffic
+        self._clock = clock
         self._streams = PeerCap(STREAMS_PER_PEER, STREAMS)
         self._pushes: set[Push] = set()
 
@@ -118,8 +129,21 @@ class Serving:
     def has_room(self, peer: str, offer: BulkOffer) -> bool:
         if sum(push.peer == peer for push in self._pushes) >= SERVING_PER_PEER or not self.allows():
             return False
-        public = sum(push.offer.audience is None for push in self._pushes)
-        return self.active < SERVING and (offer.audience is not None or public < SERVING_PUBLIC)
+        return self._yielding(peer) is not None if self._is_crowded(offer) else self.active < SERVING
+
+    def _is_crowded(self, offer: BulkOffer) -> bool:
+        """Whether it is to everybody, and strangers have all the slots that they may have."""
+        return offer.audience is None and len(self._public()) >= SERVING_PUBLIC
+
+    def _public(self) -> list[Push]:
+        return [push for push in self._pushes if push.offer.audience is None]
+
+    def _yielding(self, peer: str) -> Push | None:
+        """The slowest of the strangers' transfers, where it is slow enough to make room for `peer`, which has none of them."""
+        public, now = self._public(), self._clock()
+        slow = [push for push in public if now - push.began >= SETTLED_SECONDS and push.moved < STEADY * (now - push.began)]
+        has_none = all(push.peer != peer for push in public)
+        return min(slow, key=lambda push: push.moved / (now - push.began)) if slow and has_none else None
 
     def begin(self, peer: str, request: BulkRequest, stop: Callable[[], None]) -> Push | Refusal:
         """Takes a slot, or says why not: `unknown` or `busy`. Raises BadMessage when the request does not fit what is offered."""
@@ -129,7 +153,10 @@ class Serving:
         indices = bulk.unpack_wanted(request.wanted, bulk.count(offer.source.manifest(request.transfer)))
         if not self.has_room(peer, offer):
             return "busy"
-        push = Push(peer, offer, indices, stop)
+        if self._is_crowded(offer) and (slow := self._yielding(peer)) is not None:
+            slow.end("stalled")
+            self.finish(slow)
+        push = Push(peer, offer, indices, stop, self._clock())
         self._pushes.add(push)
         offer.pushes.add(push)
         return push

@@ -18,7 +18,7 @@ from benchmarks.outer_rules import (
 )
 from swarmnode.averaging.outer import OuterState, SlowWeights, host_copy, prepare
 from swarmnode.errors import StateError
-from swarmnode.weights.rule import MAX_LAG, Rule, check_stability, make_rule, mixing_weight, next_outer_step, too_far_behind
+from swarmnode.weights.rule import MAX_LAG, Rule, check_stability, excess, make_rule, mixing_weight, next_outer_step, too_far_behind
 
 
 def replica(seed, size=50):
@@ -358,3 +358,17 @@ def test_a_partner_that_lags_weighs_less_and_one_that_claims_to_lead_no_more():
 
 def test_counters_meet_and_a_liar_moves_one_by_one():
     assert (next_outer_step(5, None), next_outer_step(5, 5), next_outer_step(5, 2), next_outer_step(5, 2**60)) == (6, 6, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("lags", "wrong"),
+    [
+        ([500, 500], 0),  # two are not enough
+        ([490, 500, 510], 500),
+        ([500, 500, 500, 4, 0, -1], 0),  # not most of them
+        ([500, 500, 500, 4, 0], 500),
+        ([10**8, 10**8, 10**8, 30, 30, 30, 30], 30),  # as far as the one in the middle says
+    ],
+)
+def test_our_counter_is_wrong_where_most_of_those_met_are_far_behind(lags, wrong):
+    assert excess(lags) == wrong

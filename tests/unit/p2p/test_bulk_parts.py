@@ -168,8 +168,8 @@ def test_only_so_many_peers_are_remembered():
     assert next(iter(measured.snapshot())) == "5"
 
 
-def slots() -> serving.Serving:
-    return serving.Serving(None, None, lambda peer: True, Traffic())
+def slots(clock=lambda: 0.0) -> serving.Serving:
+    return serving.Serving(None, None, lambda peer: True, Traffic(), clock)
 
 
 def begin(served: serving.Serving, peer: str, transfer: bytes = TRANSFER, root: bytes | None = None) -> serving.Push | str:
@@ -196,6 +196,32 @@ def test_strangers_cannot_take_the_slots_of_partners():
     assert outcomes.count("busy") == serving.SERVING - serving.SERVING_PUBLIC
     assert isinstance(begin(served, "partner", partner), serving.Push)
     assert begin(served, "stranger", partner) == "unknown"
+
+
+def test_a_stranger_that_hardly_reads_keeps_no_other_waiting():
+    now = 0.0
+    served = slots(lambda: now)
+    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
+    held = [begin(served, f"holder {number}") for number in range(serving.SERVING_PUBLIC)]
+    now = serving.SETTLED_SECONDS - 1
+    assert begin(served, "newcomer") == "busy", "nobody is slow yet"
+    now = 3600.0
+    for number, push in enumerate(held):
+        push.moved = int((1.5 - 0.5 * number) * serving.STEADY * now)  # the last two are slow
+    assert begin(served, "holder 0") == "busy", "who has one gets no other one's"
+    assert [isinstance(begin(served, f"newcomer {number}"), serving.Push) for number in range(3)] == [True, True, False]
+    assert [push.outcome for push in held] == [None, None, "stalled", "stalled"]
+    assert served.active == serving.SERVING_PUBLIC
+
+
+def test_a_slow_line_keeps_its_slot_while_there_is_room():
+    now = 0.0
+    served = slots(lambda: now)
+    served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
+    slow = [begin(served, f"slow {number}") for number in range(serving.SERVING_PUBLIC - 1)]
+    now = 3600.0
+    assert isinstance(begin(served, "newcomer"), serving.Push)
+    assert [push.outcome for push in slow] == [None] * len(slow)
 
 
 def test_what_is_offered_with_another_root_is_unknown_and_nothing_is_served_without_budget():

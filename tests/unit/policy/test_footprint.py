@@ -19,7 +19,7 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy import device
 from swarmnode.policy import footprint as module
 from swarmnode.policy.device import count_parameters
-from swarmnode.policy.footprint import Method, Shape, averaging_bytes, footprint, layer_bytes, micro_batch, tokens_under_way
+from swarmnode.policy.footprint import UNDO_WEIGHTS, Method, Shape, averaging_bytes, footprint, layer_bytes, micro_batch, tokens_under_way
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
 from swarmnode.trainer import engine
@@ -199,12 +199,16 @@ def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
     anchors = size(host_copy(layers))  # `AveragedTensors` keeps one, and does not show it
     always, more = averaging_bytes(4 * 64 * 64, 4)
     assert size(outer.tensors()) + anchors == always
-    copy = averaged.copy(0)
-    prepared = prepare(outer.rule, outer.slow(averaged.names(0)), copy)
-    under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)  # ours, the partner's, their average
-    assert outer.take(prepared)
-    outer.commit(averaged.parameters, copy)
+    for _ in range(2):
+        for fragment in range(4):
+            copy = averaged.copy(fragment)
+            prepared = prepare(outer.rule, outer.slow(averaged.names(fragment)), copy)
+            under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)  # ours, the partner's, their average
+            assert outer.take(prepared)
+            outer.commit(averaged.parameters, copy)
     assert size(outer.undo_tensors()) + under_way == more
+    large = 4 * UNDO_WEIGHTS
+    assert averaging_bytes(large, 2)[1] == (12 + 20) * large // 2, "of a large policy one fragment is kept"
 
 
 def test_the_command_does_not_load_torch():

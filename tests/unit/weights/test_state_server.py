@@ -5,12 +5,14 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p.bulk import BulkSource
+from swarmnode.p2p.bulk import BulkSource, serving
+from swarmnode.p2p.traffic import Traffic
 from swarmnode.weights import local, state_server
 from swarmnode.weights.messages import StateRequest, decode_state, encode_message
 from swarmnode.weights.payload_store import LocalPayload, PayloadStore
 from swarmnode.weights.state_server import StateServer
 from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.messages import BulkRequest
 
 FINGERPRINT = b"\x09" * 32
 SIZE = 4096
@@ -29,6 +31,7 @@ class Network:
 
     def __init__(self):
         self.offered = {}
+        self.audiences = {}
         self.requests = self.bulk = self
 
     def serve(self, protocol, handler, **how):
@@ -36,6 +39,7 @@ class Network:
 
     def offer(self, transfer, source, *, audience):
         self.offered[transfer] = source
+        self.audiences[transfer] = audience
 
     def withdraw(self, transfer):
         del self.offered[transfer]
@@ -100,6 +104,40 @@ async def test_small_states_are_written_as_often_as_they_are_asked_for(tmp_path,
         numbers.append(await served.ask())
         await trio.sleep(10)
     assert numbers == list(range(1, 21))
+
+
+async def test_who_asks_a_thousand_times_is_told_of_one_offer(tmp_path, autojump_clock):
+    served = Served(tmp_path)
+    for _ in range(1000):
+        await served.ask()
+    assert len(served.network.offered) == 1
+
+
+async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(tmp_path, autojump_clock, monkeypatch):
+    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
+    monkeypatch.setattr(state_server, "MOST_STATES", 1)
+    served, seconds = Served(tmp_path), state_server.offer_seconds(SIZE)
+    for _ in range(5):
+        assert await served.ask() == 1
+        await trio.sleep(seconds - 1)
+    await trio.sleep(1)
+    assert await served.ask() == 2, "and its end is not put off by whoever does not ask"
+
+
+async def test_whoever_fetches_states_leaves_room_for_partners(tmp_path, autojump_clock):
+    served, slots = Served(tmp_path), serving.Serving(None, None, lambda peer: True, Traffic())
+    partner = b"p" * 32
+    slots.offers[partner] = serving.BulkOffer(BulkSource(b"x"), frozenset({"partner"}))
+    strangers = [f"stranger {number}" for number in range(serving.SERVING // serving.SERVING_PER_PEER)]
+    for peer in strangers:
+        await served.ask(peer)
+        for transfer, source in served.network.offered.items():
+            audience = served.network.audiences[transfer]
+            slots.offers.setdefault(transfer, serving.BulkOffer(source, None if audience is None else frozenset(audience)))
+    push = lambda peer, name: slots.begin(peer, BulkRequest(name, slots.offers[name].source.root, b"\x01"), lambda: None)
+    begun = [push(peer, name) for peer in strangers for name in slots.offers for _ in range(serving.SERVING_PER_PEER)]
+    assert sum(isinstance(each, serving.Push) for each in begun) == serving.SERVING_PUBLIC
+    assert isinstance(push("partner", partner), serving.Push)
 
 
 async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):

@@ -215,12 +215,12 @@ def test_what_nobody_has_takes_its_step_alone_once(parties, refused):
     whole.do(local.SoloStep(1))
     assert moved(whole, before) == LEFT
     assert whole.counters.outer_clocks == [0, 1]
-    assert whole.counters.revert.peer == "peer", "the exchange that it belongs to can be taken back still"
+    assert whole.counters.revert.peers == ("peer",), "the exchange that it belongs to can be taken back still"
     before = whole.phi()
     whole.do(local.SoloStep(1))
     assert moved(whole, before) == ODD | LEFT
     assert whole.counters.outer_clocks == [0, 2]
-    assert not whole.counters.revert.peer
+    assert whole.counters.revert.peers == ("peer",)
 
 
 def test_one_that_has_the_same_half_again_and_again_keeps_nothing_from_its_step(parties):

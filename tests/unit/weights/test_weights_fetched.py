@@ -5,10 +5,11 @@ import secrets
 import pytest
 import trio
 
-from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource
 from swarmnode.weights import payload_store
-from swarmnode.weights.payload_store import TRIES, PayloadStore, RemotePayload
+from swarmnode.weights.payload_store import LocalPayload, PayloadStore, RemotePayload
 
 CHUNK = 4096
 CHUNKS = 12
@@ -21,12 +22,19 @@ class Breaking:
         self.source = BulkSource(secrets.token_bytes(CHUNK * chunks), chunk_bytes=CHUNK)
         self.moves = list(moves)
         self.sent = []
+        self.raises = lambda: None
+        """What a fetch raises at once, if anything."""
+        self.tried = 0
+        self.offered = set()
 
     async def manifest(self, peer, transfer, *, deadline, root):
         await trio.lowlevel.checkpoint()
         return self.source.manifest(transfer)
 
     async def fetch(self, peer, transfer, manifest, sink, *, deadline):
+        self.tried += 1
+        if (error := self.raises()) is not None:
+            raise error
         await trio.sleep(1.0)
         for index in sink.missing()[: self.moves.pop(0) if self.moves else 0]:
             sink.view(index)[:] = self.source.chunk(index)
@@ -37,6 +45,12 @@ class Breaking:
 
     def deadline(self, peer, count):
         return 10.0
+
+    def offer(self, transfer, source, *, audience):
+        self.offered.add(transfer)
+
+    def withdraw(self, transfer):
+        self.offered.discard(transfer)
 
 
 async def fetch(bulk, tmp_path, seconds=1e6):
@@ -53,17 +67,60 @@ async def test_a_transfer_that_breaks_off_again_and_again_arrives_as_long_as_som
     assert bulk.sent == list(range(CHUNKS)), "nothing is sent twice"
 
 
-async def test_where_nothing_new_comes_it_is_given_up_after_a_few_tries(tmp_path, autojump_clock):
-    bulk = Breaking([3, *[0] * (TRIES - 1), 0, 9])
-    with pytest.raises(PeerTimeout, match="broken off"):
+@pytest.mark.parametrize("error", [PeerError("not connected"), Declined("busy")])
+async def test_who_is_away_or_busy_for_half_a_minute_is_asked_again_now_and_then(tmp_path, autojump_clock, error):
+    bulk = Breaking([CHUNKS])
+    back = trio.current_time() + 30.0
+    bulk.raises = lambda: error if trio.current_time() < back else None
+    await fetch(bulk, tmp_path, 600.0)
+    assert trio.current_time() < back + payload_store.RETRY_SECONDS[1] + 2.0
+    assert bulk.tried < 15
+
+
+async def test_who_stays_away_is_waited_for_a_minute_and_not_to_the_deadline(tmp_path, autojump_clock):
+    bulk, began = Breaking([]), trio.current_time()
+    bulk.raises = lambda: PeerError("not connected")
+    with pytest.raises(PeerTimeout, match="come too slowly"):
+        await fetch(bulk, tmp_path, 14_000.0)
+    assert trio.current_time() - began < 80.0
+
+
+async def test_the_last_pause_ends_with_the_time(tmp_path, autojump_clock):
+    bulk, began = Breaking([]), trio.current_time()
+    bulk.raises = lambda: PeerError("not connected")
+    with pytest.raises(PeerTimeout, match="in time"):
+        await fetch(bulk, tmp_path, 8.0)
+    assert trio.current_time() - began == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("error", [Declined("unknown"), BadMessage("hash", "not what the manifest says")])
+async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_clock, error):
+    bulk = Breaking([])
+    bulk.raises = lambda: error
+    with pytest.raises(type(error)):
         await fetch(bulk, tmp_path)
-    assert bulk.moves == [9]
+    assert bulk.tried == 1
+
+
+async def test_a_copy_can_be_pulled_until_the_next_one_however_long_that_takes(tmp_path, autojump_clock):
+    bulk = Breaking([])
+    store = PayloadStore(bulk, tmp_path)
+    for number in range(2):
+        path = tmp_path / f"out-{number}.bin"
+        path.write_bytes(bytes([number]))
+        store.publish(LocalPayload(BulkSource.from_file(path), path), 0, number, b"\x01")
+        await trio.sleep(10 * 3600)
+        store.expire(trio.current_time())
+        assert bulk.offered == {store.published(0).offer.transfer}
+        assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    store.unpublish()
+    assert (store.published(0), bulk.offered, list(tmp_path.iterdir())) == (None, set(), [])
 
 
 async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
     bulk = Breaking([1] * CHUNKS)
     with pytest.raises(PeerError, match="in time"):
-        await fetch(bulk, tmp_path, seconds=5 * (1 + payload_store.RETRY_SECONDS))
+        await fetch(bulk, tmp_path, seconds=5 * (1 + payload_store.RETRY_SECONDS[0]))
     assert 4 <= len(bulk.sent) <= 6
 
 

@@ -15,6 +15,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
+from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.manifest import TensorHash
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
@@ -44,15 +45,23 @@ class Silent:
         return False
 
 
+class Approving:
+    """A probe that likes everything."""
+
+    def measure(self, mine, mean, answer):
+        answer(Losses(1.0, 1.0))
+        return True
+
+
 class Made:
-    def __init__(self, directory, cfg=CFG, asking=False, probe=None):
+    def __init__(self, directory, cfg=CFG, asking=False, probe=None, adapter=None):
         self.model = Tiny()
         self.counters = Counters(step=1)
         self.said = []
         self.directory = directory
         self.tensors = tensors_of(self.model, cfg)
         self.probe = probe or Asking() if asking or probe else probe_of(self.model, Judge(self.model), self.tensors)
-        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe)
+        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe, adapter=adapter)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.rng = torch.Generator()
 
@@ -278,6 +287,58 @@ def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without
     assert not again.replica.observe(0.0 if kept else reward), "taken back once"
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("then", ["alone", "lagging", "exchange", "other fragment"])
+def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, then, restarts):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    for _ in range(3):
+        a.replica.observe(0.5)
+    before, slow = a.weights(), a.phi()
+    a.exchange(partner)
+    a.between()
+    if then == "alone":
+        a.step(size=0.0)
+        a.solo(0)
+    elif then == "lagging":
+        a.counters.outer_clocks = [100, 100]
+        a.fetched(partner, b"z" * 16, peer="late")
+        a.between()
+        a.between()
+    else:
+        partner.step(seed=3, size=0.01)
+        a.fetched(partner, b"z" * 16, fragment=int(then == "other fragment"), peer="second", outer_step=1)
+        a.between()
+        a.between()
+    moved = {name for name, phi in a.phi().items() if not torch.equal(phi, slow[name])}
+    assert (moved == set(slow)) == (then == "other fragment")
+    if restarts:
+        a.save(tmp_path / "s")
+        a = made("b")
+        a.load(tmp_path / "s")
+    assert a.replica.observe(0.1)
+    assert identical(a.weights(), before)
+    assert identical(a.phi(), slow)
+    blamed = [message.peer for message in a.said if isinstance(message, local.ExchangeReverted)]
+    assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
+
+
+def test_of_a_large_policy_the_last_exchange_is_taken_back(made, monkeypatch):
+    monkeypatch.setattr("swarmnode.averaging.outer.UNDO_WEIGHTS", 0)
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    for _ in range(3):
+        a.replica.observe(0.5)
+    a.exchange(partner)
+    a.between()
+    before = a.weights()
+    a.exchange(partner, b"z" * 16, fragment=1)
+    a.between()
+    assert not identical(a.weights(), before)
+    assert a.replica.observe(0.1)
+    assert identical(a.weights(), before)
+
+
 def test_a_step_alone_leaves_nothing_to_take_back(made):
     a = made("a")
     a.step()
@@ -295,6 +356,19 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     assert ENDED_LOCALLY in [msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)]
 
 
+def test_a_few_that_claim_to_be_far_behind_do_not_move_our_outer_steps(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.counters.outer_clocks = [500, 500]
+    for number in range(13):
+        a.step()
+        claim = a.counters.outer_clocks[0] + number % 3 - 1 if number < 10 else 0
+        a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
+        a.between()
+        a.between()
+    assert min(a.counters.outer_clocks) >= 500
+
+
 def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
@@ -304,7 +378,7 @@ def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(
         a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
         a.between()
         a.between()
-    assert a.counters.outer_clocks == [42, 41], "as if at the furthest of them, and one step taken alone"
+    assert a.counters.outer_clocks == [43, 40], "where most of them are; three steps of the first were taken alone"
     a.step()
     a.exchange(partner, b"z" * 16)
     assert a.between()
@@ -432,6 +506,17 @@ def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
     assert a.counters.outer_clocks == [30, 30]
 
 
+def test_an_adapter_that_has_learnt_nothing_takes_the_state_of_one_that_has(made):
+    a, other = made("a", probe=Approving(), adapter=LoraShape(2, 4, ("q_proj",), 7)), made("b")
+    with torch.no_grad():
+        for p in a.model.parameters():
+            p.zero_()
+    a.replica.restore({})
+    other.step(seed=5)
+    other.solo(0)
+    assert adopt(a, other) == "adopted"
+
+
 def test_a_state_that_comes_when_something_was_learnt_here_is_not_taken(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
@@ -474,7 +559,7 @@ def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
     assert identical(a.weights(), before)
 
 
-@pytest.mark.parametrize(("wrong", "outcome"), [("hash", "hash"), ("nan", "norm_ratio"), ("payload", "payload")])
+@pytest.mark.parametrize(("wrong", "outcome"), [("hash", "hash"), ("nan", "not_finite"), ("payload", "payload")])
 def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, made):
     a, other = made("a"), made("b")
     other.step(seed=5)
