@@ -25,6 +25,9 @@ LEAST: Final = 8
 """Norms that must be known before one can be absurd."""
 ABSURD: Final = 1e4
 """Times the median of a stage's squared norm."""
+ALONE: Final = 1e8
+"""Times the median of the other stages' squared norms: hardly anything of theirs is left where the step is clipped by that. A stage with a
+head or an embedding may have some hundred times the norm of one without."""
 
 
 Verdict = tuple[tuple[int, ...], str]
@@ -60,7 +63,7 @@ class Blame:
     def taken(self, norms: Mapping[int, float]) -> Verdict | None:
         """A step was taken; `norms` are the squared norms by stage."""
         self._worked = True
-        absurd = [stage for stage, norm in norms.items() if self._is_absurd(stage, norm)]
+        absurd = [stage for stage, norm in norms.items() if self._is_absurd(stage, norm) or _is_alone(stage, norms)]
         for stage, norm in norms.items():
             if stage not in absurd:
                 self._norms[stage].append(norm)
@@ -82,3 +85,9 @@ class Blame:
     def _is_absurd(self, stage: int, norm: float) -> bool:
         known = self._norms[stage]
         return len(known) >= LEAST and norm > ABSURD * max(statistics.median(known), 1e-30)
+
+
+def _is_alone(stage: int, norms: Mapping[int, float]) -> bool:
+    """Whether one stage's norm leaves nothing of the others', from the first step on: it would be its own median."""
+    others = [norm for other, norm in norms.items() if other != stage]
+    return len(others) > 1 and norms[stage] > ALONE * statistics.median_low(others) > 0

@@ -99,11 +99,12 @@ class BatchState:
 
 
 class CannotScore(PeerError):
-    """Raised when a stage refuses to score. `too_much`: with fewer tokens at a time it may be able to."""
+    """Raised when a stage refuses to score. `too_much`: its device cannot; `divisible`: with fewer tokens at a time it may be able to."""
 
-    def __init__(self, reason: RefusalReason) -> None:
+    def __init__(self, reason: RefusalReason, divisible: bool) -> None:
         super().__init__(f"the crew cannot score: {reason}")
         self.too_much = reason == TOO_MUCH
+        self.divisible = self.too_much and divisible
 
 
 class Head(StageWorker):
@@ -191,7 +192,7 @@ class Head(StageWorker):
             self._blame_late()
             raise
         if batch.failed is not None:
-            raise CannotScore(batch.failed)
+            raise CannotScore(batch.failed, batch.divisible)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
             (logprobs, entropies), at = batch.scores[number], 0
@@ -265,7 +266,7 @@ class Head(StageWorker):
             self.waiting.extend()
 
     async def _take(self, sender: int, frame: Frame, body: bytes) -> None:
-        tail, batch = self.stages - 1, self._batch
+        batch = self._batch
         match frame:
             case frames.Tokens():
                 self.generation.take(frame, body)
@@ -292,8 +293,7 @@ class Head(StageWorker):
                 step_is_ours = frame.place.step == self.participant.step
                 undecided = frame.attempt == self.coordinator.attempt and self.coordinator.decision is None
                 if step_is_ours and frame.refused is not None and undecided:
-                    whose = tail if sender == 0 and frame.refused == "frame" else sender  # the tail's part of a tied embedding
-                    self._blame.refused({whose}, frame.refused)
+                    self._blame.refused(self._who_spoilt(sender, frame.refused), frame.refused)
                 if undecided and frame.refused is None and self._keeps_the_loss(sender):
                     return
                 decided = self.coordinator.acknowledged(sender, frame.attempt, frame.refused, frame.squared_norm) if step_is_ours else None
@@ -313,6 +313,8 @@ class Head(StageWorker):
 
     def gone(self, stage: int, reason: str) -> None:
         super().gone(stage, reason)
+        if reason in frames.FRAME_REASONS:  # where its next frame begins nobody knows, so that nothing can come of this crew
+            self._blame.ended({stage}, f"what it sent is no frame: {reason}")
         self.waiting.gone = f"stage {stage} is gone: {reason}"
         self.waiting.wake()
 
@@ -387,6 +389,14 @@ class Head(StageWorker):
                 return frame.attempt == coordinator.attempt
             case _:
                 return isinstance(frame, frames.Backward)
+
+    def _who_spoilt(self, stage: int, refused: RefusalReason) -> set[int]:
+        """Who may have made `stage` refuse what is proposed: gradients that are not finite may be so by what came from the next stage, and
+        the only frame that the head could not use is the tail's part of a tied embedding."""
+        tail = self.stages - 1
+        if refused == "not_finite":
+            return {stage, min(stage + 1, tail)} - {0} or {stage}
+        return {tail} if stage == 0 and refused == "frame" else {stage}
 
     def _keeps_the_loss(self, stage: int) -> bool:
         """Whether it is the tail, and has not said what the micro-batches did to the loss: it says so before it acknowledges them."""

@@ -133,7 +133,9 @@ class MicroBatches:
         kind, (micro_batch, hop) = work
         at, kept = self._context, self.kept[micro_batch, hop]
         part = kept.route[hop].part
-        with at.caught(lambda reason: at.links.send(0, frames.Failed(at.place, micro_batch, reason, at.index))):
+        before = kept.route[hop + (1 if kind == "backward" else -1 if hop else 0)].stage
+        failed = lambda reason: at.links.send(0, frames.Failed(at.place, micro_batch, reason, at.index if reason == "device" else before))
+        with at.caught(failed):
             if kind == "forward":
                 self._pass_on(micro_batch, kept, "learn", await at.compute(lambda: at.runtime.forward(kept.batch, kept.x, part)))
                 return

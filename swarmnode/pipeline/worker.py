@@ -168,7 +168,7 @@ class StageWorker:
 
     def _cannot(self, arrival: Arrival, frame: Frame, reason: frames.RefusalReason) -> None:
         """Notifies the head at once: without it the deadline would."""
-        source = self.index if reason in ("device", "not_finite") else arrival.sender
+        source = self.index if reason == "device" else arrival.sender
         if isinstance(frame, (frames.Prefill, frames.Decode)):
             self.waves.forget(frame.session)
             self.links.send(0, frames.Lost(self.place, frame.session, reason, source))

@@ -21,6 +21,7 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
+from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.commit import Participant
 from swarmnode.pipeline.frames import MICRO_BATCHES
 from swarmnode.pipeline.head import TOO_MUCH, CannotScore, Head, StepResult
@@ -49,8 +50,8 @@ log = structlog.get_logger("swarmnode.crew")
 T = TypeVar("T")
 WAIT_SECONDS = 1.0
 """Between two looks whether we should stop."""
-FAILURES = 5
-"""So many calls in a row fail, in one crew, before the process is started again."""
+FAILURES = 2 * PATIENCE
+"""So many calls in a row fail, in one crew, before the process is started again: whoever spoils them alone has been left out before."""
 FIRST_TOKENS = 1024
 """Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds is many times the head's deadline, and
 a crew that has never worked is given up after two of these."""
@@ -240,15 +241,16 @@ class CrewPolicy:
 
     def _ask(self, work: Callable[[Head], Awaitable[T]]) -> T:
         """What `work` gives, from the first head under which it succeeds. Raises EngineGone; PeerError after many failures."""
-        failed: dict[int, int] = {}
+        before, failed = None, 0
         while True:
             head = self._head()
+            before, failed = head, (failed if head is before else 0)
             try:
                 return self._runner.thread.call(lambda head=head: work(head))  # type: ignore[misc]
             except PeerError as error:
-                failed[id(head)] = failed.get(id(head), 0) + 1
+                failed += not (isinstance(error, CannotScore) and error.divisible)  # less at a time is another call
                 log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))
-                if failed[id(head)] >= FAILURES and head.blamed is None:  # the crew ends because of somebody: there will be another
+                if failed >= FAILURES and head.blamed is None:  # the crew ends because of somebody: there will be another
                     raise
                 if self._stop.is_set():
                     raise EngineGone("stopping") from None

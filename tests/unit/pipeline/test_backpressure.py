@@ -237,12 +237,20 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
     assert [len(logprobs) for logprobs, _ in got] == [len(row.completion_ids) for row in rows_of(30)]
 
 
-async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(models, monkeypatch):
+@pytest.mark.parametrize("proposed_first", [True, False])
+async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(models, monkeypatch, proposed_first):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
-        for number in range(micro_batches_module.KEPT + 10):
+        work, body = forward(0, "learn", crew.head.place)
+        numbers = tuple(range(micro_batches_module.KEPT + 10))
+        proposal = frames.Propose(crew.head.place, 1, numbers), len(numbers) * frames.description_hash(body[: work.about])
+        crew.head.links.send(1, *proposal) if proposed_first else None
+        for number in numbers:
             crew.head.links.send(1, *forward(number, "learn", crew.head.place))
+        await quiet(2000)
+        assert member.context.refused == {"bounds": 10}
+        crew.head.links.send(1, *proposal) if not proposed_first else None
         await quiet(2000)
         assert len(member.micro_batches.kept) == micro_batches_module.KEPT
         assert member.context.refused == {"bounds": 10}

@@ -71,6 +71,21 @@ def test_a_norm_that_takes_everybody_else_s_part_of_the_step_away_is_blamed():
     assert verdicts[-1] == ((1,), "an absurd norm step after step")
 
 
+def test_a_norm_that_was_always_absurd_is_blamed_too():
+    blame = Blame(3)
+    verdicts = [blame.taken({0: 2.0, 1: 1e100, 2: 0.5}) for _ in range(PATIENCE)]
+    assert verdicts == [None] * (PATIENCE - 1) + [((1,), "an absurd norm step after step")]
+
+
+def test_who_has_the_head_or_learns_alone_is_not_absurd():
+    blame = Blame(3)
+    for _ in range(3 * PATIENCE):
+        assert blame.taken({0: 1e5, 1: 1.0, 2: 2.0}) is None
+        assert blame.taken({0: 1.0, 1: 0.0, 2: 0.0}) is None
+    for _ in range(3 * PATIENCE):
+        assert Blame(2).taken({0: 1.0, 1: 1e-20}) is None
+
+
 @pytest.mark.parametrize("absurd", [{0, 1, 2}, {0, 1}, set()])
 def test_a_batch_that_is_hard_for_several_is_nobody_s_fault(absurd):
     blame = Blame(3)

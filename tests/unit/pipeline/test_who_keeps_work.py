@@ -343,6 +343,32 @@ async def test_who_changes_what_the_head_says_of_a_micro_batch_is_found(models, 
         assert len(found) <= 2
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+async def test_who_poisons_a_gradient_is_in_doubt_and_not_only_who_cannot_use_it(models, policy, autojump_clock, stage):
+    """What is finite and as large as it can be makes whoever goes on with it infinite."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1], seconds=SECONDS) as crew:
+        original = crew.members[stage].links.send
+
+        def send(other, frame, body=b""):
+            if isinstance(frame, frames.Backward):
+                body = np.full(len(body) // 4, 3e38, "<f4").tobytes()
+            original(other, frame, body)
+
+        crew.members[stage].links.send = send
+        (found, _), _ = await verdict(crew, learn, rows, PATIENCE)
+        assert stage in found
+        assert 0 not in found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_who_sends_the_head_what_is_no_frame_is_left_out_at_once(models, stage):
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        await crew.streams[stage, 0].send_all(b"\xff" * 64)
+        await trio.testing.wait_all_tasks_blocked()
+        assert crew.head.blamed == ((stage,), "what it sent is no frame: oversize")
+
+
 def changed(work, changes):
     if "weights" in changes:
         weights = pack_logprobs(np.full(len(work.completion_lengths), changes["weights"], np.float32))
