@@ -27,7 +27,7 @@ from swarmnode.weights import local, pairing
 from swarmnode.weights.background import Background
 from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, Latest, Propose, Ready, Release
-from swarmnode.weights.outcomes import PROOF, VANISHED
+from swarmnode.weights.outcomes import OURS, PROOF, VANISHED
 from swarmnode.weights.pairing import Phase
 from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, RemotePayload
 from swarmnode.weights.replica import LocalReplica
@@ -69,6 +69,8 @@ class ExchangeSession:
     mine: PayloadOffer | None = None
     theirs: Ready | None = None
     path: Path | None = None
+    mixed: bool = True
+    """Whether the partner's weights are in ours now; not where they are of too long ago."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     began: float = field(default_factory=trio.current_time)
 
@@ -153,8 +155,12 @@ class ExchangeDriver:
         self._background.start(self._offer, snapshot)
 
     def exchange_ended(self, ended: local.ExchangeEnded) -> None:
-        judged = pairing.Failed(ended.session, blameless=True)  # what was wrong with it is the gate's affair
-        self._handle(pairing.Applied(ended.session) if ended.committed else judged)
+        if not ended.committed:
+            self._handle(pairing.Failed(ended.session, ended.outcome in OURS))
+            return
+        if self._session is not None and self._session.id == ended.session:
+            self._session.mixed = ended.outcome != "lagging"
+        self._handle(pairing.Applied(ended.session, ended.outcome != "lagging"))
 
     # ---- what peers send ------------------------------------------------------------------------------------------------------------
 
@@ -215,20 +221,21 @@ class ExchangeDriver:
             case pairing.Apply(name) if session is not None and session.theirs is not None and session.path is not None:
                 theirs, path = session.theirs.outer_step, str(session.path)
                 self._send_or_fail(session, local.ApplyPayload(name, session.fragment, session.peer, theirs, path, session.blocks))
-            case pairing.Close(name):
+            case pairing.Close(name, serve):
                 self._send_to_trainer(local.DropExchange(name))
                 if session is not None and session.id == name:
-                    self._end(session, keep=False)
+                    self._end(session, keep=serve)
             case pairing.Solo(fragment):
                 self._send_to_trainer(local.SoloStep(fragment))
             case pairing.Ended(peer, outcome):
                 self._count(peer, outcome, session)
 
     def _count(self, peer: str, outcome: str, session: ExchangeSession | None) -> None:
-        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) > 1:  # once is what a crash looks like
+        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) >= 2:  # once is what a crash looks like
             self._network.rejected(peer, "weights_vanished", VANISHED)
         if outcome in ("applied", "pulled") and session is not None:
-            self._network.accepted(peer)
+            if session.mixed:
+                self._network.accepted(peer)
             self.totals.note_pair(peer)
             self.totals.seconds += trio.current_time() - session.began
             self.totals.received_bytes += session.theirs.size if session.theirs is not None else 0
@@ -326,7 +333,7 @@ class ExchangeDriver:
             self.lied(session.peer, "weights_size")
             self._fail(session.id, "size")
             return
-        self._handle(pairing.CopiesOffered(session.id))
+        self._handle(pairing.CopiesOffered(session.id, self._network.bulk.deadline("", session.theirs.size)))
         if self._pairing.state.phase is Phase.TRANSFER and self._session is session:
             self._background.start(self._fetch, session, session.theirs)
 

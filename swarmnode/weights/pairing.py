@@ -35,6 +35,11 @@ WASTED: Final = 4.0
 happens again before one has gone well, and so on. (Without it four in sixteen that proposed all the time and sent as slowly as they might
 kept the others from averaging at all.)"""
 LONGEST_AVOIDED: Final = 86400.0
+MOST_TIMES: Final = 8.0
+"""After so many it is LONGEST_AVOIDED."""
+DELIVERED_TIMES: Final = 3.0
+"""Whose copy has come, and was refused, slow or of long ago, is left alone for no longer than if that had happened so often: an honest
+node can have learnt something else, and will not always have."""
 SHORT_SECONDS: Final = 5.0
 """What was over as soon as this does not count as having happened: acceptances that come late are taken back, among honest nodes, too."""
 
@@ -115,6 +120,8 @@ class CopiesOffered(msgspec.Struct, frozen=True):
     """Both ends have offered their copy for `session`: the partner's is being fetched."""
 
     session: bytes
+    usual_seconds: float = math.inf
+    """How long that would take most others at most."""
 
 
 class Transferred(msgspec.Struct, frozen=True):
@@ -127,6 +134,8 @@ class Applied(msgspec.Struct, frozen=True):
     """The trainer has committed."""
 
     session: bytes
+    mixed: bool = True
+    """Whether the partner's weights counted; not where they are of too long ago."""
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -178,6 +187,8 @@ class Close(msgspec.Struct, frozen=True):
     """Drop what was fetched for `session`, and any commit not yet made of it: its weights must not be applied after this."""
 
     session: bytes
+    serve: bool = False
+    """The partner may go on fetching ours."""
 
 
 class Solo(msgspec.Struct, frozen=True):
@@ -219,8 +230,8 @@ class Avoided(msgspec.Struct, frozen=True):
 
     peer: str
     until: float
-    times: int
-    """How often it has held us up in vain or lied since the last exchange with it that went well."""
+    times: float
+    """How often it has held us up in vain or lied; half of that after each exchange with it that went well."""
 
 
 class Resting(msgspec.Struct, frozen=True):
@@ -253,6 +264,9 @@ class PairingState(msgspec.Struct, frozen=True):
     """Whether the session is that of our proposal."""
     one_sided: bool = False
     lease_seconds: float = 0.0
+    usual_seconds: float = math.inf
+    slow: bool = False
+    """What the partner sent took longer than is usual."""
     deadline: float = math.inf
     began: float = 0.0
     """When a partner was found."""
@@ -286,16 +300,20 @@ def _session_event(state: PairingState, event: Event, now: float, settings: Pair
     if isinstance(event, Failed):
         return _abort(state if event.blameless else _in_vain(state, now), now, settings, "failed")
     if isinstance(event, CopiesOffered) and state.phase is Phase.PAIRED:
-        return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds), ()
+        return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds, usual_seconds=event.usual_seconds), ()
     if isinstance(event, Transferred) and state.phase is Phase.TRANSFER:
-        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds), (Apply(state.session),)
+        slow = now - (state.deadline - state.lease_seconds) > max(state.usual_seconds, SHORT_SECONDS)
+        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds, slow=slow), (Apply(state.session),)
     if isinstance(event, Applied) and state.phase is Phase.APPLY:
         ended = Ended(state.peer, "pulled" if state.one_sided else "applied")
         due = state.due
         if due is not None and due.fragment == state.fragment:  # also when the partner proposed: our step was taken early
             due = None
-        avoided = state.remembered.avoided if state.one_sided else _forgiven(state, state.peer)
-        idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds, avoided=avoided)
+        if not event.mixed or state.slow:
+            state = _in_vain(state, now)
+        elif not state.one_sided:
+            state = _went_well(state)
+        idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds)
         return _with((ended,), _go_on(idle, now, settings))
     return state, ()
 
@@ -440,8 +458,9 @@ def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Res
 
 def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, release: bool = True) -> _Result:
     """End the session without effect. Before bytes moved the next candidate is tried; after, the step is taken alone."""
-    actions: tuple[Action, ...] = (Close(state.session), Ended(state.peer, outcome))
-    if release and not state.one_sided:
+    judged = state.phase is Phase.APPLY  # what the partner makes of our copy is its own affair
+    actions: tuple[Action, ...] = (Close(state.session, judged), Ended(state.peer, outcome))
+    if release and not state.one_sided and not judged:
         actions = (Send(state.peer, Release(state.session)), *actions)
     due, fragment = state.due, state.fragment
     started = state.phase is not Phase.PAIRED
@@ -452,25 +471,39 @@ def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: 
 
 
 def _in_vain(state: PairingState, now: float, least: float = 0.0) -> PairingState:
-    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may or by taking back what
-    it agreed to, is worth a share of our time that gets smaller. least: seconds for which it is left alone in any case."""
-    held = now - state.began
+    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may, or what nobody can
+    use, or by taking back what it agreed to, is worth a share of our time that gets smaller. least: it is left alone for in any case."""
+    held, before = now - state.began, _avoided(state, state.peer)
     times = vanished(state, state.peer) + (held >= SHORT_SECONDS or least > 0)
-    seconds = min(WASTED * held * AVOID_FACTOR ** max(0, times - 1), LONGEST_AVOIDED)
-    already = max((entry.until for entry in state.remembered.avoided if entry.peer == state.peer), default=now)
+    growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
+    seconds = min(WASTED * held * AVOID_FACTOR ** max(0.0, growth - 1), LONGEST_AVOIDED)
+    already = before.until if before is not None else now
     return _avoid(state, state.peer, max(already, now + least, now + seconds), times)
 
 
-def _avoid(state: PairingState, peer: str, until: float, times: int) -> PairingState:
-    return _remember(state, avoided=(*_forgiven(state, peer), Avoided(peer, until, times))[-AVOIDED:])
+def _went_well(state: PairingState) -> PairingState:
+    """What the partner did before counts for half: were it forgotten, one that sent well and trickled by turns had most of our time."""
+    times = vanished(state, state.peer) / 2
+    if times < 0.5:
+        return _remember(state, avoided=_others(state, state.peer))
+    return _avoid(state, state.peer, -math.inf, times)
 
 
-def vanished(state: PairingState, peer: str) -> int:
-    """How often an exchange with `peer` has come to nothing since the last that went well; as long as that is remembered."""
-    return next((entry.times for entry in state.remembered.avoided if entry.peer == peer), 0)
+def _avoid(state: PairingState, peer: str, until: float, times: float) -> PairingState:
+    return _remember(state, avoided=(*_others(state, peer), Avoided(peer, until, min(times, MOST_TIMES)))[-AVOIDED:])
 
 
-def _forgiven(state: PairingState, peer: str) -> tuple[Avoided, ...]:
+def vanished(state: PairingState, peer: str) -> float:
+    """How often an exchange with `peer` has come to nothing, as long as that is remembered; half of it after each that went well."""
+    entry = _avoided(state, peer)
+    return entry.times if entry is not None else 0.0
+
+
+def _avoided(state: PairingState, peer: str) -> Avoided | None:
+    return next((entry for entry in state.remembered.avoided if entry.peer == peer), None)
+
+
+def _others(state: PairingState, peer: str) -> tuple[Avoided, ...]:
     return tuple(entry for entry in state.remembered.avoided if entry.peer != peer)
 
 
