@@ -44,7 +44,7 @@ EARLY: Final = 8
 SLOWER: Final = 4.0
 """A partner that was slow before is given so many times what a stranger is."""
 AVOID_SECONDS: Final = 300.0
-"""Longest time for which a peer that vanished or lied is neither asked nor accepted."""
+"""A peer that lied is neither asked nor accepted for so long at least."""
 REST_SHARE: Final = 0.25
 """Share of the time between two outer steps for which, after an exchange, nobody else is accepted."""
 FAILURES: Final = ("timeout", "declined", "malformed", "hash", "failed", "size", "local", "no_trainer", "snapshot")

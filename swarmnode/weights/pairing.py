@@ -41,7 +41,8 @@ DELIVERED_TIMES: Final = 3.0
 """Whose copy has come, and was refused, slow or of long ago, is left alone for no longer than if that had happened so often: an honest
 node can have learnt something else, and will not always have."""
 SHORT_SECONDS: Final = 5.0
-"""What was over as soon as this does not count as having happened: acceptances that come late are taken back, among honest nodes, too."""
+"""What was over as soon as this does not count as having happened, once: acceptances that come late are taken back, among honest nodes,
+too. The next counts as having taken so long."""
 
 OUTCOMES: Final = (
     "applied", "pulled", "solo",  # how an outer step ended
@@ -75,11 +76,8 @@ class PairingSettings(msgspec.Struct, frozen=True):
     """Longest moment in IDLE between two tries."""
     rest_seconds: float = 0.0
     """Others' proposals are refused for so long after an exchange, so that eager peers do not set our sync interval."""
-    avoid_first_seconds: float = 15.0
-    """Refuse and skip a peer that agreed to an exchange and vanished, for so long: a node that was killed is back by then. Five times as
-    long when it does so again before an exchange with it has gone well."""
     avoid_seconds: float = 300.0
-    """But no longer than this; a peer whose lie was proved for exactly this long."""
+    """Refuse and skip a peer whose lie was proved, for so long at least."""
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------------
@@ -223,6 +221,8 @@ class OuterStep(msgspec.Struct, frozen=True):
     answered: tuple[str, ...] = ()
     """Peers that said BUSY: alive, so worth a pull."""
     pulled: bool = False
+    next_try: float = -math.inf
+    """Not before this; no session that somebody else began and that came to nothing makes it later."""
 
 
 class Avoided(msgspec.Struct, frozen=True):
@@ -367,10 +367,12 @@ def _next_try(state: PairingState, now: float, settings: PairingSettings, outcom
 
 def _wait(state: PairingState, actions: tuple[Action, ...], now: float, settings: PairingSettings) -> _Result:
     """IDLE until the next try, for as long as the step's own seed says; without anything due, for ever."""
-    if state.due is None:
+    due = state.due
+    if due is None:
         return state, actions
-    share = int.from_bytes(_nonce(state.due.seed, 128 + state.due.tried)[:4], "big") / 2**32
-    return _replace(state, deadline=now + share * settings.backoff_seconds), actions
+    share = int.from_bytes(_nonce(due.seed, 128 + due.tried)[:4], "big") / 2**32
+    at = now + share * settings.backoff_seconds
+    return _replace(state, due=msgspec.structs.replace(due, next_try=at), deadline=at), actions
 
 
 # ---- what peers send ------------------------------------------------------------------------------------------------------------
@@ -449,10 +451,7 @@ def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Res
     if state.phase is Phase.PROPOSED:  # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
         return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
     if state.phase is Phase.PAIRED:
-        again = AVOID_FACTOR ** vanished(state, state.peer)
-        outcome = "open_timeout" if state.initiator else "vanished"
-        state = _in_vain(state, now, min(settings.avoid_seconds, settings.avoid_first_seconds * again))
-        return _abort(state, now, settings, outcome)
+        return _abort(_in_vain(state, now, silent=True), now, settings, "open_timeout" if state.initiator else "vanished")
     return _abort(_in_vain(state, now) if state.phase is Phase.TRANSFER else state, now, settings, f"{state.phase.value}_timeout")
 
 
@@ -462,23 +461,28 @@ def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: 
     actions: tuple[Action, ...] = (Close(state.session, judged), Ended(state.peer, outcome))
     if release and not state.one_sided and not judged:
         actions = (Send(state.peer, Release(state.session)), *actions)
-    due, fragment = state.due, state.fragment
+    due, fragment, ours = state.due, state.fragment, state.initiator
     started = state.phase is not Phase.PAIRED
     state = _idle(state)
     if due is not None and started and due.fragment == fragment:
         return _replace(state, due=None), (*actions, Solo(fragment), Ended("", "solo"))
-    return _wait(state, actions, now, settings)
+    if due is None or ours:
+        return _wait(state, actions, now, settings)
+    if due.next_try <= now:  # at once: in another moment of IDLE the next would find us
+        return _with(actions, _go_on(state, now, settings))
+    return _replace(state, deadline=due.next_try), actions
 
 
-def _in_vain(state: PairingState, now: float, least: float = 0.0) -> PairingState:
+def _in_vain(state: PairingState, now: float, *, silent: bool = False) -> PairingState:
     """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may, or what nobody can
-    use, or by taking back what it agreed to, is worth a share of our time that gets smaller. least: it is left alone for in any case."""
+    use, or by taking back what it agreed to, is worth a share of our time that gets smaller. silent: nothing was heard of it."""
     held, before = now - state.began, _avoided(state, state.peer)
-    times = vanished(state, state.peer) + (held >= SHORT_SECONDS or least > 0)
+    counts = silent or held >= SHORT_SECONDS or before is not None
+    times = (before.times if before is not None else 0) + counts
     growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
-    seconds = min(WASTED * held * AVOID_FACTOR ** max(0.0, growth - 1), LONGEST_AVOIDED)
+    seconds = WASTED * (max(held, SHORT_SECONDS) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
     already = before.until if before is not None else now
-    return _avoid(state, state.peer, max(already, now + least, now + seconds), times)
+    return _avoid(state, state.peer, max(already, now + min(seconds, LONGEST_AVOIDED)), times)
 
 
 def _went_well(state: PairingState) -> PairingState:
