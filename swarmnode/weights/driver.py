@@ -29,7 +29,7 @@ from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, Latest, Propose, Ready, Release
 from swarmnode.weights.outcomes import OURS, PROOF, VANISHED
 from swarmnode.weights.pairing import Phase
-from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, RemotePayload
+from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, RemotePayload, offer_seconds
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.weights.requests import PeerRequests
 
@@ -319,7 +319,9 @@ class ExchangeDriver:
             return
         self._store.publish(payload, snapshot.fragment, snapshot.outer_step, snapshot.blocks)
         if session is not None and self._pairing.state.phase is Phase.PAIRED:
-            until = trio.current_time() + self._pairing.settings.open_seconds + session.lease_seconds + LINGER_SECONDS
+            # as long as we would need for theirs says nothing about how long they need for ours
+            fetched = max(session.lease_seconds + LINGER_SECONDS, offer_seconds(payload.source.size))
+            until = trio.current_time() + self._pairing.settings.open_seconds + fetched
             session.mine = mine = self._store.offer(payload, until, [session.peer])
             ready = Ready(session.id, mine.transfer, mine.root, mine.size, snapshot.outer_step)
             self._background.start(self._requests.notify, session.peer, ready)

@@ -22,12 +22,18 @@ PUBLISHED_SECONDS: Final = 3600.0
 """A copy stays open to whoever wants to pull it for so long, or until the next one."""
 SLOWEST: Final = 1e6
 """Bytes per second. A transfer that is slower than this all the time is given up, here and where it is served."""
+OFFER_SECONDS: Final = 600.0
 PATIENCE_SECONDS: Final = 60.0
 """A transfer may lag behind a steady one by so much: one that sends as little as it may is given up then, and not at its deadline."""
 PACE_INTERVAL: Final = 5.0
 TRIES: Final = 5
 RETRY_SECONDS: Final = 0.2
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
+
+
+def offer_seconds(size: int) -> float:
+    """For how long so many bytes of ours can be fetched, at least: in time for whoever is slow, or has them from us slowly."""
+    return OFFER_SECONDS + size / SLOWEST
 
 
 class LocalPayload(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import PROOF
-from swarmnode.weights.payload_store import SLOWEST, LocalPayload, PayloadStore
+from swarmnode.weights.payload_store import LocalPayload, PayloadStore, offer_seconds
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
@@ -34,15 +34,9 @@ KEEP_SECONDS: Final = 5.0
 KEEP_FACTOR: Final = 20.0
 """A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
 spends no more than a twentieth of its writing on it."""
-OFFER_SECONDS: Final = 600.0
 MOST_STATES: Final = 2
 SMALL_BYTES: Final = 2**30
 """Written states that can be fetched at a time take two states of disk, or this: whoever asks for them, and however often."""
-
-
-def offer_seconds(size: int) -> float:
-    """For how long a state of so many bytes can be fetched, and is: in time for whoever is slow."""
-    return OFFER_SECONDS + size / SLOWEST
 
 
 class WrittenState(msgspec.Struct, frozen=True):

@@ -24,20 +24,20 @@ EVERY = 10
 
 
 class StubStore:
-    """Everything that is offered is 100 bytes, and everything is fetched in `takes` seconds."""
+    """Everything that is offered is of `size`, and everything is fetched in `takes` seconds."""
 
     def __init__(self):
-        self.takes, self.offered, self.withdrawn = 1.0, [], []
+        self.takes, self.size, self.offered, self.withdrawn = 1.0, SIZE, [], []
 
     async def open(self, path):
         await trio.lowlevel.checkpoint()
-        return SimpleNamespace(path=Path(path), source=SimpleNamespace(size=SIZE))
+        return SimpleNamespace(path=Path(path), source=SimpleNamespace(size=self.size))
 
     def publish(self, *copy):
         pass
 
     def offer(self, payload, until, audience):
-        self.offered.append(PayloadOffer(b"t" * 32, b"r" * 32, SIZE, payload.path, until))
+        self.offered.append(PayloadOffer(b"t" * 32, b"r" * 32, self.size, payload.path, until))
         return self.offered[-1]
 
     def withdraw(self, offer):
@@ -164,3 +164,15 @@ async def test_a_partner_goes_on_fetching_though_its_own_weights_were_refused(au
         await driven.exchange("a", "probe")
         assert driven.store.offered
         assert not driven.store.withdrawn
+
+
+async def test_a_copy_is_offered_for_as_long_as_a_partner_needs_that_we_serve_slowly(autojump_clock):
+    """A quarter of 7 B over 100 Mbit/s here and 10 back."""
+    async with driving() as driven:
+        driven.store.size, driven.deadlines["a"] = 1_950_000_000, 470.0
+        answer, session = driven.proposes("a")
+        assert isinstance(answer, Accept)
+        driven.written(session)
+        await trio.sleep(1.0)
+        (offer,) = driven.store.offered
+        assert offer.until - trio.current_time() > 8 * driven.store.size / 10e6
