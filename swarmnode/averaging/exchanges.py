@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +11,8 @@ from swarmnode.averaging.outer import Prepared, SlowWeights, Tensors
 
 KEPT: Final = 4
 """Exchanges whose copies are kept; the network process has one at a time, the rest are ones that it gave up while we were busy."""
+DROPPED: Final = 1024
+"""Sessions that are remembered as given up: more than can be begun while the worker writes a state."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,14 @@ class ExchangeTable:
 
     def __init__(self) -> None:
         self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
+        self._dropped: deque[bytes] = deque(maxlen=DROPPED)
         self._lock = threading.Lock()
 
     def put(self, exchange: Exchange) -> None:
-        """Take in a new exchange; the oldest beyond KEPT are forgotten."""
+        """Take in a new exchange, unless it was dropped before; the oldest beyond KEPT are forgotten."""
         with self._lock:
+            if exchange.session in self._dropped:
+                return
             self._exchanges[exchange.session] = exchange
             while len(self._exchanges) > KEPT:
                 self._exchanges.popitem(last=False)
@@ -66,6 +71,16 @@ class ExchangeTable:
     def pop(self, session: bytes) -> Exchange | None:
         with self._lock:
             return self._exchanges.pop(session, None)
+
+    def drop(self, session: bytes) -> None:
+        """Forget it, and whatever is still to come of it."""
+        with self._lock:
+            self._exchanges.pop(session, None)
+            self._dropped.append(session)
+
+    def is_dropped(self, session: bytes) -> bool:
+        with self._lock:
+            return session in self._dropped
 
     def drop_fragment(self, fragment: int) -> None:
         """Forget all copies of `fragment`: they are of weights that are gone, and nothing may be corrected against them."""

@@ -141,7 +141,7 @@ class Replica:
         """Take what the network process says."""
         match message:
             case local.DropExchange(session):
-                self._parts.exchanges.pop(session)
+                self._parts.exchanges.drop(session)
             case local.AdoptState(peer=""):
                 self._settled.set()
             case local.AdoptState(path=""):

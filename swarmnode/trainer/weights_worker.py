@@ -8,7 +8,6 @@ and leaves what it has found to the trainer's thread.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -38,7 +37,6 @@ from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
 
-JOBS = 64
 NAMED = ("names", "dtype", "shape", "not_finite")
 """Reasons against a payload that are outcomes by themselves."""
 
@@ -156,14 +154,13 @@ class AveragingWorker:
         self._files = files
         self._trains_a = trains_a
         self._send = send
-        self._jobs: queue.Queue[Job | None] = queue.Queue(JOBS)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Have it done, soon; from any thread. One that finds no room is lost: whoever asked has a deadline."""
-        with contextlib.suppress(queue.Full):
-            self._jobs.put_nowait(job)
+        """Have it done, soon, unless it is of an exchange that is dropped before its turn; from any thread."""
+        self._jobs.put(job)
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -180,6 +177,8 @@ class AveragingWorker:
 
     def _do(self, job: Job) -> None:
         match job:
+            case (local.TakeSnapshot(session) | local.ApplyPayload(session)) if self._parts.exchanges.is_dropped(session):
+                pass  # nobody waits for it
             case local.TakeSnapshot(session, fragment, blocks):
                 if self._is_ours(fragment):
                     self._publish(self._copy(session, fragment, blocks))
@@ -215,6 +214,8 @@ class AveragingWorker:
 
     def _publish(self, exchange: Exchange) -> None:
         data = self._parts.tensors.encode(exchange.fragment, exchange.shared)
+        if self._parts.exchanges.is_dropped(exchange.session):
+            return
         path, blocks = self._files.write([data]), blocks_of(exchange.shared)
         self._send(local.SnapshotWritten(exchange.session, exchange.fragment, path, exchange.outer_step, blocks))
 

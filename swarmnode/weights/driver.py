@@ -27,9 +27,9 @@ from swarmnode.weights import local, pairing
 from swarmnode.weights.background import Background
 from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, Latest, Propose, Ready, Release
-from swarmnode.weights.outcomes import PROOF, VANISHED
+from swarmnode.weights.outcomes import OURS, PROOF, VANISHED
 from swarmnode.weights.pairing import Phase
-from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, RemotePayload
+from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, RemotePayload, offer_seconds
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.weights.requests import PeerRequests
 
@@ -39,12 +39,14 @@ EXPIRY_INTERVAL: Final = 2.0
 LINGER_SECONDS: Final = 30.0
 """The partner may fetch for so long after its lease."""
 OPEN_SECONDS: Final = (5.0, 120.0)
-"""Least and most time for both copies to be offered."""
+"""Least and most time for both copies to be offered, beside what it takes to write them."""
+ENCODED_BYTES: Final = 1e8
+"""A second for so many bytes of a copy."""
 EARLY: Final = 8
 SLOWER: Final = 4.0
 """A partner that was slow before is given so many times what a stranger is."""
 AVOID_SECONDS: Final = 300.0
-"""Longest time for which a peer that vanished or lied is neither asked nor accepted."""
+"""A peer that lied is neither asked nor accepted for so long at least."""
 REST_SHARE: Final = 0.25
 """Share of the time between two outer steps for which, after an exchange, nobody else is accepted."""
 FAILURES: Final = ("timeout", "declined", "malformed", "hash", "failed", "size", "local", "no_trainer", "snapshot")
@@ -69,6 +71,8 @@ class ExchangeSession:
     mine: PayloadOffer | None = None
     theirs: Ready | None = None
     path: Path | None = None
+    mixed: bool = True
+    """Whether the partner's weights are in ours now; not where they are of too long ago."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     began: float = field(default_factory=trio.current_time)
 
@@ -123,8 +127,15 @@ class ExchangeDriver:
             with trio.move_on_at(min(self._pairing.deadline, trio.current_time() + EXPIRY_INTERVAL)):
                 await self._wake.wait()
             if trio.current_time() >= self._pairing.deadline:
-                self._handle(pairing.Tick())
+                self._expired()
             self._store.expire(trio.current_time())
+
+    def _expired(self) -> None:
+        session = self._session
+        if session is not None and self._pairing.state.phase is Phase.PAIRED and session.mine is None and session.theirs is not None:
+            self._fail(session.id, "snapshot")  # ours alone is late
+        else:
+            self._handle(pairing.Tick())
 
     def statistics(self) -> pairing.PairingStatistics:
         return self._pairing.statistics()
@@ -135,15 +146,13 @@ class ExchangeDriver:
         """The trainer (re)started: what an earlier one was doing is over."""
         if self._session is not None:
             self._fail(self._session.id, "no_trainer")
-        self._settings(fingerprint=self._replica.fingerprint)
+        self._settings(fingerprint=self._replica.fingerprint, open_seconds=self._open_seconds(0.0))
 
     def outer_step_due(self, due: local.OuterStepDue, propose: bool) -> None:
         """propose: whether somebody may be asked; otherwise the step is taken alone."""
         step = max(0.0, due.step_seconds)
         interval = self._sync_every * step / max(1, len(self._replica.limits))
-        self._settings(
-            open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval
-        )  # fmt: skip
+        self._settings(open_seconds=self._open_seconds(step), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval)
         partners = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ()
         lease = self._lease(partners[0] if partners else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease))
@@ -153,8 +162,12 @@ class ExchangeDriver:
         self._background.start(self._offer, snapshot)
 
     def exchange_ended(self, ended: local.ExchangeEnded) -> None:
-        judged = pairing.Failed(ended.session, blameless=True)  # what was wrong with it is the gate's affair
-        self._handle(pairing.Applied(ended.session) if ended.committed else judged)
+        if not ended.committed:
+            self._handle(pairing.Failed(ended.session, ended.outcome in OURS))
+            return
+        if self._session is not None and self._session.id == ended.session:
+            self._session.mixed = ended.outcome != "lagging"
+        self._handle(pairing.Applied(ended.session, ended.outcome != "lagging"))
 
     # ---- what peers send ------------------------------------------------------------------------------------------------------------
 
@@ -215,20 +228,21 @@ class ExchangeDriver:
             case pairing.Apply(name) if session is not None and session.theirs is not None and session.path is not None:
                 theirs, path = session.theirs.outer_step, str(session.path)
                 self._send_or_fail(session, local.ApplyPayload(name, session.fragment, session.peer, theirs, path, session.blocks))
-            case pairing.Close(name):
+            case pairing.Close(name, serve):
                 self._send_to_trainer(local.DropExchange(name))
                 if session is not None and session.id == name:
-                    self._end(session, keep=False)
+                    self._end(session, keep=serve)
             case pairing.Solo(fragment):
                 self._send_to_trainer(local.SoloStep(fragment))
             case pairing.Ended(peer, outcome):
                 self._count(peer, outcome, session)
 
     def _count(self, peer: str, outcome: str, session: ExchangeSession | None) -> None:
-        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) > 1:  # once is what a crash looks like
+        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) >= 2:  # once is what a crash looks like
             self._network.rejected(peer, "weights_vanished", VANISHED)
         if outcome in ("applied", "pulled") and session is not None:
-            self._network.accepted(peer)
+            if session.mixed:
+                self._network.accepted(peer)
             self.totals.note_pair(peer)
             self.totals.seconds += trio.current_time() - session.began
             self.totals.received_bytes += session.theirs.size if session.theirs is not None else 0
@@ -272,6 +286,9 @@ class ExchangeDriver:
     def _settings(self, **changes: float | bytes) -> None:
         self._pairing.settings = msgspec.structs.replace(self._pairing.settings, **changes)
 
+    def _open_seconds(self, step: float) -> float:
+        return min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]) + max(self._replica.limits, default=0) / ENCODED_BYTES
+
     def _lease(self, peer: str, fragment: int) -> float:
         """Seconds that a payload may take, both ways at once."""
         size, bulk = self._replica.limits[fragment], self._network.bulk
@@ -312,7 +329,9 @@ class ExchangeDriver:
             return
         self._store.publish(payload, snapshot.fragment, snapshot.outer_step, snapshot.blocks)
         if session is not None and self._pairing.state.phase is Phase.PAIRED:
-            until = trio.current_time() + self._pairing.settings.open_seconds + session.lease_seconds + LINGER_SECONDS
+            # as long as we would need for theirs says nothing about how long they need for ours
+            fetched = max(session.lease_seconds + LINGER_SECONDS, offer_seconds(payload.source.size))
+            until = trio.current_time() + self._pairing.settings.open_seconds + fetched
             session.mine = mine = self._store.offer(payload, until, [session.peer])
             ready = Ready(session.id, mine.transfer, mine.root, mine.size, snapshot.outer_step)
             self._background.start(self._requests.notify, session.peer, ready)
@@ -326,7 +345,7 @@ class ExchangeDriver:
             self.lied(session.peer, "weights_size")
             self._fail(session.id, "size")
             return
-        self._handle(pairing.CopiesOffered(session.id))
+        self._handle(pairing.CopiesOffered(session.id, self._network.bulk.deadline("", session.theirs.size)))
         if self._pairing.state.phase is Phase.TRANSFER and self._session is session:
             self._background.start(self._fetch, session, session.theirs)
 

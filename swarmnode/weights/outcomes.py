@@ -2,7 +2,7 @@
 
 How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's weights is here, with what that costs
 the partner's standing (`p2p.reputation`): a payload that is not what was agreed on proves a lie. What an honest node can cause costs
-nothing: weights that make us worse, or are far away, are those of a node that learned something else, until they prove otherwise.
+none, but time: weights that make us worse, or are far away, are those of a node that learned something else, until they prove otherwise.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ LIES: Final = frozenset(outcome for outcome, cost in OUTCOMES.items() if cost ==
 """Outcomes that no honest trainer can cause: each is a strike at the gate."""
 UNSUITABLE: Final = frozenset(("too_far", "probe", "reverted"))
 """Outcomes that cost no strike, but three of them, counted as strikes are, make an incompatible peer."""
+OURS: Final = frozenset(("own_not_finite", "local"))
+"""Outcomes that are nobody else's fault. For all others without a commit the partner is left alone for a while (`pairing`)."""
 TAKEN: Final = frozenset(("accepted", "clipped"))
 """Outcomes after which a partner's weights are in ours."""
 

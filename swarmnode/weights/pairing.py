@@ -35,8 +35,14 @@ WASTED: Final = 4.0
 happens again before one has gone well, and so on. (Without it four in sixteen that proposed all the time and sent as slowly as they might
 kept the others from averaging at all.)"""
 LONGEST_AVOIDED: Final = 86400.0
+MOST_TIMES: Final = 8.0
+"""After so many it is LONGEST_AVOIDED."""
+DELIVERED_TIMES: Final = 3.0
+"""Whose copy has come, and was refused, slow or of long ago, is left alone for no longer than if that had happened so often: an honest
+node can have learnt something else, and will not always have."""
 SHORT_SECONDS: Final = 5.0
-"""What was over as soon as this does not count as having happened: acceptances that come late are taken back, among honest nodes, too."""
+"""What was over as soon as this does not count as having happened, once: acceptances that come late are taken back, among honest nodes,
+too. The next counts as having taken so long."""
 
 OUTCOMES: Final = (
     "applied", "pulled", "solo",  # how an outer step ended
@@ -70,11 +76,8 @@ class PairingSettings(msgspec.Struct, frozen=True):
     """Longest moment in IDLE between two tries."""
     rest_seconds: float = 0.0
     """Others' proposals are refused for so long after an exchange, so that eager peers do not set our sync interval."""
-    avoid_first_seconds: float = 15.0
-    """Refuse and skip a peer that agreed to an exchange and vanished, for so long: a node that was killed is back by then. Five times as
-    long when it does so again before an exchange with it has gone well."""
     avoid_seconds: float = 300.0
-    """But no longer than this; a peer whose lie was proved for exactly this long."""
+    """Refuse and skip a peer whose lie was proved, for so long at least."""
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------------
@@ -115,6 +118,8 @@ class CopiesOffered(msgspec.Struct, frozen=True):
     """Both ends have offered their copy for `session`: the partner's is being fetched."""
 
     session: bytes
+    usual_seconds: float = math.inf
+    """How long that would take most others at most."""
 
 
 class Transferred(msgspec.Struct, frozen=True):
@@ -127,6 +132,8 @@ class Applied(msgspec.Struct, frozen=True):
     """The trainer has committed."""
 
     session: bytes
+    mixed: bool = True
+    """Whether the partner's weights counted; not where they are of too long ago."""
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -178,6 +185,8 @@ class Close(msgspec.Struct, frozen=True):
     """Drop what was fetched for `session`, and any commit not yet made of it: its weights must not be applied after this."""
 
     session: bytes
+    serve: bool = False
+    """The partner may go on fetching ours."""
 
 
 class Solo(msgspec.Struct, frozen=True):
@@ -212,6 +221,8 @@ class OuterStep(msgspec.Struct, frozen=True):
     answered: tuple[str, ...] = ()
     """Peers that said BUSY: alive, so worth a pull."""
     pulled: bool = False
+    next_try: float = -math.inf
+    """Not before this; no session that somebody else began and that came to nothing makes it later."""
 
 
 class Avoided(msgspec.Struct, frozen=True):
@@ -219,8 +230,8 @@ class Avoided(msgspec.Struct, frozen=True):
 
     peer: str
     until: float
-    times: int
-    """How often it has held us up in vain or lied since the last exchange with it that went well."""
+    times: float
+    """How often it has held us up in vain or lied; half of that after each exchange with it that went well."""
 
 
 class Resting(msgspec.Struct, frozen=True):
@@ -253,6 +264,9 @@ class PairingState(msgspec.Struct, frozen=True):
     """Whether the session is that of our proposal."""
     one_sided: bool = False
     lease_seconds: float = 0.0
+    usual_seconds: float = math.inf
+    slow: bool = False
+    """What the partner sent took longer than is usual."""
     deadline: float = math.inf
     began: float = 0.0
     """When a partner was found."""
@@ -286,16 +300,20 @@ def _session_event(state: PairingState, event: Event, now: float, settings: Pair
     if isinstance(event, Failed):
         return _abort(state if event.blameless else _in_vain(state, now), now, settings, "failed")
     if isinstance(event, CopiesOffered) and state.phase is Phase.PAIRED:
-        return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds), ()
+        return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds, usual_seconds=event.usual_seconds), ()
     if isinstance(event, Transferred) and state.phase is Phase.TRANSFER:
-        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds), (Apply(state.session),)
+        slow = now - (state.deadline - state.lease_seconds) > max(state.usual_seconds, SHORT_SECONDS)
+        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds, slow=slow), (Apply(state.session),)
     if isinstance(event, Applied) and state.phase is Phase.APPLY:
         ended = Ended(state.peer, "pulled" if state.one_sided else "applied")
         due = state.due
         if due is not None and due.fragment == state.fragment:  # also when the partner proposed: our step was taken early
             due = None
-        avoided = state.remembered.avoided if state.one_sided else _forgiven(state, state.peer)
-        idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds, avoided=avoided)
+        if not event.mixed or state.slow:
+            state = _in_vain(state, now)
+        elif not state.one_sided:
+            state = _went_well(state)
+        idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds)
         return _with((ended,), _go_on(idle, now, settings))
     return state, ()
 
@@ -349,10 +367,12 @@ def _next_try(state: PairingState, now: float, settings: PairingSettings, outcom
 
 def _wait(state: PairingState, actions: tuple[Action, ...], now: float, settings: PairingSettings) -> _Result:
     """IDLE until the next try, for as long as the step's own seed says; without anything due, for ever."""
-    if state.due is None:
+    due = state.due
+    if due is None:
         return state, actions
-    share = int.from_bytes(_nonce(state.due.seed, 128 + state.due.tried)[:4], "big") / 2**32
-    return _replace(state, deadline=now + share * settings.backoff_seconds), actions
+    share = int.from_bytes(_nonce(due.seed, 128 + due.tried)[:4], "big") / 2**32
+    at = now + share * settings.backoff_seconds
+    return _replace(state, due=msgspec.structs.replace(due, next_try=at), deadline=at), actions
 
 
 # ---- what peers send ------------------------------------------------------------------------------------------------------------
@@ -431,46 +451,63 @@ def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Res
     if state.phase is Phase.PROPOSED:  # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
         return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
     if state.phase is Phase.PAIRED:
-        again = AVOID_FACTOR ** vanished(state, state.peer)
-        outcome = "open_timeout" if state.initiator else "vanished"
-        state = _in_vain(state, now, min(settings.avoid_seconds, settings.avoid_first_seconds * again))
-        return _abort(state, now, settings, outcome)
+        return _abort(_in_vain(state, now, silent=True), now, settings, "open_timeout" if state.initiator else "vanished")
     return _abort(_in_vain(state, now) if state.phase is Phase.TRANSFER else state, now, settings, f"{state.phase.value}_timeout")
 
 
 def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, release: bool = True) -> _Result:
     """End the session without effect. Before bytes moved the next candidate is tried; after, the step is taken alone."""
-    actions: tuple[Action, ...] = (Close(state.session), Ended(state.peer, outcome))
-    if release and not state.one_sided:
+    judged = state.phase is Phase.APPLY  # what the partner makes of our copy is its own affair
+    actions: tuple[Action, ...] = (Close(state.session, judged), Ended(state.peer, outcome))
+    if release and not state.one_sided and not judged:
         actions = (Send(state.peer, Release(state.session)), *actions)
-    due, fragment = state.due, state.fragment
+    due, fragment, ours = state.due, state.fragment, state.initiator
     started = state.phase is not Phase.PAIRED
     state = _idle(state)
     if due is not None and started and due.fragment == fragment:
         return _replace(state, due=None), (*actions, Solo(fragment), Ended("", "solo"))
-    return _wait(state, actions, now, settings)
+    if due is None or ours:
+        return _wait(state, actions, now, settings)
+    if due.next_try <= now:  # at once: in another moment of IDLE the next would find us
+        return _with(actions, _go_on(state, now, settings))
+    return _replace(state, deadline=due.next_try), actions
 
 
-def _in_vain(state: PairingState, now: float, least: float = 0.0) -> PairingState:
-    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may or by taking back what
-    it agreed to, is worth a share of our time that gets smaller. least: seconds for which it is left alone in any case."""
-    held = now - state.began
-    times = vanished(state, state.peer) + (held >= SHORT_SECONDS or least > 0)
-    seconds = min(WASTED * held * AVOID_FACTOR ** max(0, times - 1), LONGEST_AVOIDED)
-    already = max((entry.until for entry in state.remembered.avoided if entry.peer == state.peer), default=now)
-    return _avoid(state, state.peer, max(already, now + least, now + seconds), times)
+def _in_vain(state: PairingState, now: float, *, silent: bool = False) -> PairingState:
+    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may, or what nobody can
+    use, or by taking back what it agreed to, is worth a share of our time that gets smaller. silent: nothing was heard of it."""
+    held, before = now - state.began, _avoided(state, state.peer)
+    counts = silent or held >= SHORT_SECONDS or before is not None
+    times = (before.times if before is not None else 0) + counts
+    growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
+    seconds = WASTED * (max(held, SHORT_SECONDS) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
+    already = before.until if before is not None else now
+    return _avoid(state, state.peer, max(already, now + min(seconds, LONGEST_AVOIDED)), times)
 
 
-def _avoid(state: PairingState, peer: str, until: float, times: int) -> PairingState:
-    return _remember(state, avoided=(*_forgiven(state, peer), Avoided(peer, until, times))[-AVOIDED:])
+def _went_well(state: PairingState) -> PairingState:
+    """What the partner did before counts for half: were it forgotten, one that sent well and trickled by turns had most of our time."""
+    times = vanished(state, state.peer) / 2
+    if times < 0.5:
+        return _remember(state, avoided=_others(state, state.peer))
+    return _avoid(state, state.peer, -math.inf, times)
 
 
-def vanished(state: PairingState, peer: str) -> int:
-    """How often an exchange with `peer` has come to nothing since the last that went well; as long as that is remembered."""
-    return next((entry.times for entry in state.remembered.avoided if entry.peer == peer), 0)
+def _avoid(state: PairingState, peer: str, until: float, times: float) -> PairingState:
+    return _remember(state, avoided=(*_others(state, peer), Avoided(peer, until, min(times, MOST_TIMES)))[-AVOIDED:])
 
 
-def _forgiven(state: PairingState, peer: str) -> tuple[Avoided, ...]:
+def vanished(state: PairingState, peer: str) -> float:
+    """How often an exchange with `peer` has come to nothing, as long as that is remembered; half of it after each that went well."""
+    entry = _avoided(state, peer)
+    return entry.times if entry is not None else 0.0
+
+
+def _avoided(state: PairingState, peer: str) -> Avoided | None:
+    return next((entry for entry in state.remembered.avoided if entry.peer == peer), None)
+
+
+def _others(state: PairingState, peer: str) -> tuple[Avoided, ...]:
     return tuple(entry for entry in state.remembered.avoided if entry.peer != peer)
 
 

@@ -24,12 +24,18 @@ log = logging.getLogger(__name__)
 MANIFEST_SECONDS: Final = 10.0
 SLOWEST: Final = 1e6
 """Bytes per second. A transfer that is slower than this all the time is given up, here and where it is served."""
+OFFER_SECONDS: Final = 600.0
 PATIENCE_SECONDS: Final = 60.0
 """A transfer may lag behind a steady one by so much: one that sends as little as it may is given up then, and not at its deadline."""
 PACE_INTERVAL: Final = 5.0
 RETRY_SECONDS: Final = (0.2, 5.0)
 """Pause before what broke off is asked for again: the first, doubled each time in which nothing new comes, and the longest."""
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
+
+
+def offer_seconds(size: int) -> float:
+    """For how long so many bytes of ours can be fetched, at least: in time for whoever is slow, or has them from us slowly."""
+    return OFFER_SECONDS + size / SLOWEST
 
 
 class LocalPayload(msgspec.Struct, frozen=True):

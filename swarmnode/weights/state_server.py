@@ -20,7 +20,7 @@ from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
 from swarmnode.weights.outcomes import PROOF
-from swarmnode.weights.payload_store import SLOWEST, PayloadOffer, PayloadStore
+from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, offer_seconds
 from swarmnode.weights.replica import LocalReplica
 from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
@@ -34,15 +34,9 @@ KEEP_SECONDS: Final = 5.0
 KEEP_FACTOR: Final = 20.0
 """A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
 spends no more than a twentieth of its writing on it."""
-OFFER_SECONDS: Final = 600.0
 MOST_STATES: Final = 2
 SMALL_BYTES: Final = 2**30
 """Written states that can be fetched at a time take two states of disk, or this: whoever asks for them, and however often."""
-
-
-def offer_seconds(size: int) -> float:
-    """For how long a state of so many bytes can be fetched, and is: in time for whoever is slow."""
-    return OFFER_SECONDS + size / SLOWEST
 
 
 class WrittenState(msgspec.Struct, frozen=True):
@@ -79,6 +73,15 @@ class StateServer:
             ids.WEIGHTS_STATE_PROTOCOL, self._serve, max_request_bytes=STATE_REQUEST_BYTES, max_response_bytes=STATE_BYTES,
             concurrent=8, per_peer=1, deadline=ANSWER_SECONDS,
         )  # fmt: skip
+
+    @property
+    def is_writing(self) -> bool:
+        """Our trainer is writing a state, and copies nothing else meanwhile."""
+        return self._writing is not None and trio.current_time() < self._asked_at + self._write_seconds
+
+    @property
+    def _write_seconds(self) -> float:
+        return min(WRITE_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS - MARGIN_SECONDS)
 
     def trainer_started(self) -> None:
         self._state = self._writing = None
@@ -122,7 +125,7 @@ class StateServer:
             if self._writing is None:  # once for all who wait
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
                 self._send_to_trainer(local.WriteState())
-            with trio.move_on_after(min(WRITE_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS - MARGIN_SECONDS)):
+            with trio.move_on_after(self._write_seconds):
                 await self._writing.wait()
         if self._state is None:
             raise PeerError("no state now")

@@ -134,8 +134,7 @@ async def test_lies_are_not_listened_to_for_ever(tmp_path, monkeypatch):
 
 
 async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "AVOID_SECONDS", 0.5)
-    monkeypatch.setattr(pairing, "WASTED", 0.0)
+    monkeypatch.setattr(pairing, "WASTED", 0.1)
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         before = victim.weights()
         for times in (1, 2):

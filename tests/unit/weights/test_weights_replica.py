@@ -1,6 +1,7 @@
 """The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing network process costs, who is asked."""
 
 import hashlib
+import threading
 import time
 
 import msgspec
@@ -201,6 +202,32 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     assert not a.between()
     assert identical(a.weights(), before)
     assert (ENDED_LOCALLY in a.said) == (when != "copied")
+
+
+def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(made, monkeypatch):
+    a, encode, copying, go_on = made("a"), codecs.encode, threading.Event(), threading.Event()
+
+    def slow(*args, **options):
+        copying.set()
+        assert go_on.wait(10)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(codecs, "encode", slow)
+    dropped = [number.to_bytes(16, "big") for number in range(200)]
+    a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
+    assert copying.wait(10)
+    for session in dropped:
+        a.replica.receive(local.TakeSnapshot(session, 0, BLOCKS))
+        a.replica.receive(local.ApplyPayload(session, 0, "peer", 0, "nothing", BLOCKS))
+        a.replica.receive(local.DropExchange(session))
+    a.replica.receive(local.DropExchange(SESSION))
+    a.replica.receive(local.SoloStep(0))
+    go_on.set()
+    a.settle()
+    assert not a.said
+    assert not list(a.directory.glob("*/out-*"))
+    assert a.between(), "the step alone"
+    assert [m.session for m in a.said] == [b""]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""Averaging among partners that agree to everything, propose to everybody in every second, and send as slowly as they may."""
+"""Averaging among partners that agree to everything, propose to everybody in every second, and then send as slowly as they may, or what
+nobody can use."""
 
+import itertools
 import random
 from collections import Counter
 
@@ -14,13 +16,23 @@ FINGERPRINT, SWARM = bytes(32), bytes(32)
 TAKES, LEASE, EVERY = 8, 73.0, 120
 """Seconds: an exchange of 23 MB between honest nodes, what it may take, and how often an outer step is due."""
 KEYS = 1
+ALMOST_ALL = 70
+"""Of the LEASE."""
+WELL = (TAKES, pairing.Applied)
+REFUSED = (TAKES, pairing.Failed)
+FAR_BEHIND = (TAKES, lambda session: pairing.Applied(session, mixed=False))
+TRICKLED = None
+"""How an exchange with a hostile node ends, and after how many seconds."""
 
 
 class Swarm:
-    """In ticks of a second; what is sent arrives at once. Each hostile node has KEYS names, of which any proposes."""
+    """In ticks of a second; what is sent arrives at once. Each hostile node has KEYS names, of which any proposes, and whose exchanges with
+    one partner end in these `ways` by turns."""
 
-    def __init__(self, honest, hostile, seed):
+    def __init__(self, honest, hostile, seed, ways=(TRICKLED,)):
         self.rng = random.Random(seed)
+        self.ways = {}
+        self.next_way = lambda name, peer: next(self.ways.setdefault((name, peer), itertools.cycle(ways)))
         self.nodes = {f"honest{i}": pairing.Pairing(pairing.PairingSettings(f"honest{i}", FINGERPRINT)) for i in range(honest)}
         self.hostile = [f"hostile{i}-{key}" for i in range(hostile) for key in range(KEYS)]
         self.now, self.ended, self.done = 0.0, Counter(), {}
@@ -34,15 +46,15 @@ class Swarm:
                     self.handle(name, pairing.Due(0, 1, tuple(order), self.rng.randbytes(16), LEASE))
                 if self.nodes[name].deadline <= self.now:
                     self.handle(name, pairing.Tick())
-                if self.done.get(name, (-1, b""))[0] == second:
-                    session = self.done.pop(name)[1]
+                if self.done.get(name, (-1,))[0] == second:
+                    _, session, end = self.done.pop(name)
                     self.handle(name, pairing.Transferred(session))
-                    self.handle(name, pairing.Applied(session))
+                    self.handle(name, end(session))
             for name in self.rng.sample(list(self.nodes), len(self.nodes)):
                 if self.hostile:
                     nonce = self.rng.randbytes(16)
                     self.handle(name, pairing.Received(self.rng.choice(self.hostile), Propose(nonce, FINGERPRINT, 0, 1), 1, LEASE))
-        total = sum(self.ended[outcome] for outcome in ("applied", "pulled", "solo"))
+        total = sum(self.ended[outcome] for outcome in ("applied", "with hostile", "pulled", "solo"))
         return self.ended["applied"] / total
 
     def handle(self, name, event):
@@ -52,10 +64,10 @@ class Swarm:
             self.carry_out(name, action)
         if node.state.phase is Phase.PAIRED and before is not Phase.PAIRED:
             session, peer = node.state.session, node.state.peer
-            for action in node.handle(pairing.CopiesOffered(session), self.now):
+            for action in node.handle(pairing.CopiesOffered(session, LEASE / 2), self.now):
                 self.carry_out(name, action)
-            if peer in self.nodes:
-                self.done[name] = (int(self.now) + TAKES, session)
+            if way := WELL if peer in self.nodes else self.next_way(name, peer):
+                self.done[name] = (int(self.now) + way[0], session, way[1])
 
     def carry_out(self, name, action):
         match action:
@@ -66,8 +78,8 @@ class Swarm:
             case pairing.Pull(peer, session, _) if peer in self.nodes:
                 self.handle(name, pairing.Transferred(session))
                 self.handle(name, pairing.Applied(session))
-            case pairing.Ended(_, outcome):
-                self.ended[outcome] += 1
+            case pairing.Ended(peer, outcome):
+                self.ended["with hostile" if outcome == "applied" and peer not in self.nodes else outcome] += 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -82,3 +94,22 @@ def test_a_quarter_of_tricklers_keep_nobody_from_averaging(seed, monkeypatch):
 def test_nor_do_they_with_three_names_each(monkeypatch):
     monkeypatch.setattr(f"{__name__}.KEYS", 3)
     assert Swarm(12, 4, 0).run(100) > 0.7
+
+
+@pytest.mark.parametrize(
+    ("ways", "left"),
+    [
+        ([REFUSED], 0.9),
+        ([(ALMOST_ALL, pairing.Failed)], 0.8),
+        ([(ALMOST_ALL, pairing.Applied)], 0.7),
+        ([FAR_BEHIND], 0.6),
+        ([WELL, TRICKLED], 0.5),
+        ([WELL, REFUSED], 0.2),
+    ],
+    ids=["refused", "refused late", "late", "far behind", "trickles every second time", "refused every second time"],
+)
+def test_nor_does_a_quarter_whose_weights_all_arrive_and_are_of_no_use_or_late(ways, left, monkeypatch):
+    """Of outer steps exchanged with the others, a fiftieth and less without it, and a tenth where they trickle every second time."""
+    assert Swarm(12, 4, 0, ways).run(30) > left
+    monkeypatch.setattr(pairing, "WASTED", 0.0)
+    assert Swarm(12, 4, 0, ways).run(10) < 0.1
