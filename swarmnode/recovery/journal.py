@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -98,8 +98,8 @@ class Journal:
             self._failed(error)
         self.skipped = 0
         """Steps after which the disk was still busy with an earlier one."""
-        self._missed: tuple[StageWorker, Tensors] | None = None
-        """Whose last step was not written: it is none of every few, or the disk was busy."""
+        self._missed: tuple[StageWorker, Tensors, _About] | None = None
+        """Whose last step was not written, and which it is: it is none of every few, or the disk was busy."""
         self._condition = threading.Condition()
         self._pending: tuple[dict[str, torch.Tensor], _About] | None = None
         self._busy = self._closing = False
@@ -109,29 +109,32 @@ class Journal:
     def note(self, worker: StageWorker, outer: Tensors = MappingProxyType({})) -> None:
         """Between two steps, in any thread. Copies the state if its step is one of every few, and the disk not busy. `outer`, which must
         never change, is not copied."""
+        about = self._about(worker)
         with self._condition:
+            self._missed = worker, outer, about
             busy = self._busy or self._pending is not None
-            if busy or worker.participant.step % self.every:
+            if busy or about.step % self.every:
                 self.skipped += busy
-                self._missed = worker, outer
                 return
-        self._write(worker, outer)
+        self._write(worker, outer, about)
 
-    def _write(self, worker: StageWorker, outer: Tensors) -> None:
-        self._missed = None
+    def _about(self, worker: StageWorker) -> _About:
+        optimizer, participant = worker.optimizer, worker.participant
+        taken = optimizer.last_commit
+        return _About(
+            self._lineage, self._spec, participant.step, participant.hash.hex(), taken.attempt, taken.clip, taken.learning_rate,
+            optimizer.squared_norm, replace(optimizer.lr_scale),
+        )  # fmt: skip
+
+    def _write(self, worker: StageWorker, outer: Tensors, about: _About) -> None:
         state = take(worker)
         tensors = {"rng": torch.get_rng_state().clone()}
         for part in ("weights", "first", "second"):
             tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
         tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
         tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
-        optimizer, at = worker.optimizer, worker.participant.hash.hex()
-        taken, scale = optimizer.last_commit, optimizer.lr_scale
-        about = _About(
-            self._lineage, self._spec, state.step, at, taken.attempt, taken.clip, taken.learning_rate, state.squared_norm, scale
-        )
         with self._condition:
-            self._pending = tensors, about
+            self._pending, self._missed = (tensors, about), None
             self._condition.notify_all()
 
     def read(self) -> Kept:
@@ -163,11 +166,19 @@ class Journal:
         self._thread.join()
 
     def finish(self) -> None:
-        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in good order."""
+        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in good order. Not where the weights have
+        begun to move since: a step may be under way, and half of one is nobody's."""
         self.flush()
         if self._missed is not None:
-            self._write(*self._missed)
+            worker, _, about = self._missed
+            with worker.optimizer.lock:
+                if worker.optimizer.lr_scale == about.pace:  # it counts each step as it begins
+                    self._write(*self._missed)
         self.close()
+
+    def forget(self) -> None:
+        """What the weights in memory are, nobody knows any more."""
+        self._missed = None
 
     def flush(self) -> None:
         """Returns once nothing is pending: when a node leaves in good order."""

@@ -203,6 +203,11 @@ class StageRecovery:
         """What others sent on state streams that is not what it has to be, and what they asked for and did not get, by reason."""
         return dict(self.peer.channel.refused) if self.peer is not None else {}
 
+    def forget(self) -> None:
+        """The stage in memory is none any more."""
+        if self._journal is not None:
+            self._journal.forget()
+
     def close(self) -> None:
         """Writes the last step of our stage: the trainer ends."""
         if self._journal is not None:
