@@ -33,7 +33,7 @@ from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import host_copy, stage_layouts, take, trained
+from swarmnode.recovery.state import host_copy, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer import state
 from swarmnode.trainer.crew.average import StageAveraging
@@ -90,6 +90,7 @@ class StageRecovery:
         """Opens what this node has on disk of the stage. In a thread."""
         if self._journal is not None:
             self._journal.finish()
+        self._recorder = None  # it knows the stage before, and there may be no room for two
         specs = stage_specs(self._model.config, assigned.layers)
         spec = specs[assigned.stage]
         terms = self._model.terms
@@ -183,7 +184,7 @@ class StageRecovery:
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         lacking = holders != self._holders or (self._store is not None and self._store.get(assigned.stage) is None)
         if lacking and assigned.step > 0 and self._settings.keeps_copies(worker.runtime.spec):  # the base is on every disk
-            self.peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
+            self.peer.sharing.snapshot_of(worker)  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
     def progress(self) -> int:

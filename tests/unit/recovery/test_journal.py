@@ -2,8 +2,11 @@
 
 import copy
 import json
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +151,14 @@ def test_how_often_a_stage_is_written_follows_from_the_largest_of_its_crew():
     assert journal_every([stage(160_000_000), stage(10)]) == 1
     assert journal_every([stage(170_000_000), stage(10)]) == 2
     assert journal_every([stage(10), stage(1_750_000_000)]) == 16  # 7 B in four: 21 GB, 1.3 GB a step
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was")
+def test_a_small_snapshot_beside_a_journal_takes_two_bytes_of_each_weight():
+    """In a process of its own, by the kernel's count; the plan asks for 12 and 2."""
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    done = subprocess.run(command, input='[{"snapshot_every": 1}]', capture_output=True, text=True, check=True, timeout=280)
+    assert json.loads(done.stdout.splitlines()[-1]) == [pytest.approx(14, abs=2)]  # one tensor is there twice for a moment
 
 
 def test_a_full_disk_is_said_once_and_leaves_the_old_state(models, tmp_path, monkeypatch, caplog):

@@ -18,7 +18,7 @@ from swarmnode.recovery.restore import Restored
 from swarmnode.recovery.sharing import Sharing
 from swarmnode.recovery.snapshots import SnapshotRecorder
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
-from swarmnode.recovery.state import load_weights, trained
+from swarmnode.recovery.state import StageState, load_weights, trained
 from swarmnode.trainer.crew.average import CLOCKS
 from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.stage import Stage
@@ -194,7 +194,9 @@ async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a
         crew = msgspec.structs.replace(one.assigned, step=step)
         stored.append(trio.Event())
         async with one.recovery.open(crew, one.stage):
+            one.recovery.peer.stage.restored = StageState(step, {})
             one.recovery.attach(crew, one.stage.begin(crew, {}))
+            assert one.recovery.peer.stage.restored is None, "it is as large as the stage"
             if gives:
                 with trio.fail_after(30):
                     await stored[-1].wait()
