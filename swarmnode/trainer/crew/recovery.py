@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.disk import OnDisk
 from swarmnode.recovery.gathering import Begun
-from swarmnode.recovery.journal import Journal, find_journals, journal_every
+from swarmnode.recovery.journal import Journal, find_journals, journal_every, journal_file
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
@@ -79,17 +80,18 @@ class StageRecovery:
 
     def copies(self) -> tuple[Copy, ...]:
         """What is on this node's disk: its own stages, and its neighbours'. In a thread."""
-        if self._journal is not None:
-            self._journal.flush()
+        coming = self._journal.coming if self._journal is not None else []  # before the files, since it may be there meanwhile
         own, kept = find_journals(self._directory / JOURNALS), find_snapshots(self._directory / SNAPSHOTS)
+        written = {one.lineage for one in coming}
+        own = [*coming, *(one for one in own if one.lineage not in written)]
         found = [*(_copy("disk", one) for one in own), *(_copy("neighbour", one) for one in kept)]
         newest = sorted((copy for copy in found if copy.step > 0), key=lambda copy: -copy.step)
         return tuple(newest[: COPIES - 1])  # and one in memory
 
     def prepare(self, assigned: Assigned) -> None:
-        """Opens what this node has on disk of the stage. In a thread."""
-        if self._journal is not None:
-            self._journal.finish()
+        """Opens what this node has on disk of the stage. In a thread. Steps of the stage before that were not written are not written now:
+        a slow disk would keep a crew waiting."""
+        before = self._journal
         self._recorder = None  # it knows the stage before, and there may be no room for two
         specs = stage_specs(self._model.config, assigned.layers)
         spec = specs[assigned.stage]
@@ -98,7 +100,11 @@ class StageRecovery:
         self._layouts = stage_layouts(self._model.config, specs, lora)
         if terms.frozen_a:  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
-        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec, journal_every(self._layouts))
+        if before is not None:
+            before.leave()
+            if before.writes(journal_file(self._directory / JOURNALS, assigned.lineage)):  # as it will be, it is our best source
+                before.ended()
+        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec, journal_every(self._layouts), after=before)
         kept = range(spec.stages) if self._settings.keep_policy else (spec.index, *ring(spec.index, spec.stages))
         self._arriving = {i: begun for i, begun in self._arriving.items() if i in kept}
         whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)
@@ -188,9 +194,10 @@ class StageRecovery:
         self._holders = holders
 
     def progress(self) -> int:
-        """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
+        """Grows while weights arrive: a stage that is being restored over a slow link, or from a slow disk, is no stage that is stuck."""
         averaging = self._averaging()
-        return (self.peer.channel.progress if self.peer is not None else 0) + (averaging.arrived if averaging is not None else 0)
+        waits = int(time.monotonic()) if self._journal is not None and self._journal.leaving else 0
+        return waits + (self.peer.channel.progress if self.peer is not None else 0) + (averaging.arrived if averaging is not None else 0)
 
     def facts(self, step: int) -> dict[str, int]:
         """Fields of StageStatus about copies: shadow_step, shadow_age_steps, and `more`."""
