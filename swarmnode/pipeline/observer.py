@@ -23,7 +23,8 @@ class Observer:
         """Tail: log-probabilities (tokens,) of what it is learnt from, before the step."""
 
     def committed(self, worker: StageWorker) -> None:
-        """The step is taken: `worker.participant.step` of them now. Where the member computes; nothing else does meanwhile."""
+        """The step is taken: `worker.participant.step` of them now. Where the member computes; nothing else does meanwhile. What the
+        device cannot do of it (`faults.of_device`) is counted, and left out."""
 
     def stepped(self) -> None:
         """After `committed`, in the member's task."""

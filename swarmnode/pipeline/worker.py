@@ -11,12 +11,13 @@ Everything happens in one task, one frame or one piece of work after the other; 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 
 import trio
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline import frames
+from swarmnode.pipeline import faults, frames
 from swarmnode.pipeline.commit import Answer, Next, Participant, Taken
 from swarmnode.pipeline.compute import Compute, in_thread
 from swarmnode.pipeline.context import CrewSettings, StageContext
@@ -29,6 +30,8 @@ from swarmnode.pipeline.optimizer import StageOptimizer
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.senders import sends
 from swarmnode.pipeline.tied import TiedEmbedding
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 
@@ -276,17 +279,25 @@ class StageWorker:
         """
         self.optimizer.last_commit = Taken(self.participant.attempt, clip, learning_rate)
         with trio.CancelScope(shield=True):  # around computing only
-            await self.context.compute(lambda: self.step(clip, learning_rate))
-            for observer in self.context.observers:
-                observer.stepped()
-            self._drop_all()
+            try:
+                await self.context.compute(lambda: self.step(clip, learning_rate))
+                for observer in self.context.observers:
+                    observer.stepped()
+            finally:
+                self._drop_all()
 
     def step(self, clip: float, learning_rate: float) -> None:
-        """What `take` computes. Raises DeviceError."""
+        """What `take` computes. Raises DeviceError. The step is taken, whatever an observer has no room for."""
         if not self.optimizer.step(clip, learning_rate):
             self.context.refused["bounds"] += 1
         for observer in self.context.observers:
-            observer.committed(self)
+            try:
+                observer.committed(self)
+            except (RuntimeError, MemoryError) as error:
+                if not faults.of_device(error):
+                    raise
+                self.context.refused[faults.DEVICE] += 1
+                log.warning("%s after step %d: %s", type(observer).__name__, self.participant.step, error)
 
     def _drop_all(self) -> None:
         """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""

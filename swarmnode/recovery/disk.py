@@ -37,16 +37,21 @@ class OnDisk:
 def save(path: Path, tensors: Mapping[str, torch.Tensor], about: About) -> None:
     """Temporary name, sync, rename. The directory is made (0700) if need be. Raises OSError; the old file is then untouched."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    unfinished = path.with_name(temporary(path.name))
     try:
-        save_file(dict(tensors), temporary, metadata={"about": json.dumps(about)})
-        with open(temporary, "rb") as file:
+        save_file(dict(tensors), unfinished, metadata={"about": json.dumps(about)})
+        with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(unfinished, path)
     except (SafetensorError, OSError) as error:
-        temporary.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
+        unfinished.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
         raise OSError(str(error)) from None
     sync_directory(path.parent)
+
+
+def temporary(name: str) -> str:
+    """What a file is called until it is whole; a process that was killed leaves it."""
+    return f".{name}.tmp"
 
 
 def read_about(path: Path) -> About | None:

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -78,11 +78,15 @@ class Kept:
 
 class Journal:
     """One stage of one lineage, in a directory of the lineage below `directory`. A file of other layers counts as none, and is overwritten;
-    so does one that is damaged, and `error` says so: there are other sources. every: steps between two that are written."""
+    so does one that is damaged, and `error` says so: there are other sources. every: steps between two that are written. after: one that
+    was told to `leave`, of another file; nothing is copied while it writes.
 
-    def __init__(self, directory: Path, lineage: bytes, spec: StageSpec, every: int = 1) -> None:
-        self.path = directory / lineage.hex() / FILE
+    Those of other lineages are deleted once this one has as many steps behind it as they have."""
+
+    def __init__(self, directory: Path, lineage: bytes, spec: StageSpec, every: int = 1, after: Journal | None = None) -> None:
+        self.path = journal_file(directory, lineage)
         self.every = every
+        self._after = after
         self._lineage, self._spec = lineage.hex(), spec
         self.error: str | None = None
         """Why the last write failed, or what is wrong with the file that was there; None after a write that succeeded."""
@@ -98,40 +102,44 @@ class Journal:
             self._failed(error)
         self.skipped = 0
         """Steps after which the disk was still busy with an earlier one."""
-        self._missed: tuple[StageWorker, Tensors] | None = None
-        """Whose last step was not written: it is none of every few, or the disk was busy."""
+        self._missed: tuple[StageWorker, Tensors, _About] | None = None
+        """Whose last step was not written, and which it is: it is none of every few, or the disk was busy."""
         self._condition = threading.Condition()
         self._pending: tuple[dict[str, torch.Tensor], _About] | None = None
-        self._busy = self._closing = False
+        """What is being written, or about to be."""
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="stage journal", daemon=True)
         self._thread.start()
 
     def note(self, worker: StageWorker, outer: Tensors = MappingProxyType({})) -> None:
         """Between two steps, in any thread. Copies the state if its step is one of every few, and the disk not busy. `outer`, which must
         never change, is not copied."""
+        about = self._about(worker)
         with self._condition:
-            busy = self._busy or self._pending is not None
-            if busy or worker.participant.step % self.every:
+            self._missed = worker, outer, about
+            busy = self._busy
+            if busy or about.step % self.every:
                 self.skipped += busy
-                self._missed = worker, outer
                 return
-        self._write(worker, outer)
+        self._write(worker, outer, about)
 
-    def _write(self, worker: StageWorker, outer: Tensors) -> None:
-        self._missed = None
+    def _about(self, worker: StageWorker) -> _About:
+        optimizer, participant = worker.optimizer, worker.participant
+        taken = optimizer.last_commit
+        return _About(
+            self._lineage, self._spec, participant.step, participant.hash.hex(), taken.attempt, taken.clip, taken.learning_rate,
+            optimizer.squared_norm, replace(optimizer.lr_scale),
+        )  # fmt: skip
+
+    def _write(self, worker: StageWorker, outer: Tensors, about: _About) -> None:
         state = take(worker)
         tensors = {"rng": torch.get_rng_state().clone()}
         for part in ("weights", "first", "second"):
             tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(state, part).items()}
         tensors |= {f"counts.{name}": torch.tensor([steps]) for name, steps in state.counts.items()}
         tensors |= {f"outer.{name}": tensor for name, tensor in outer.items()}
-        optimizer, at = worker.optimizer, worker.participant.hash.hex()
-        taken, scale = optimizer.last_commit, optimizer.lr_scale
-        about = _About(
-            self._lineage, self._spec, state.step, at, taken.attempt, taken.clip, taken.learning_rate, state.squared_norm, scale
-        )
         with self._condition:
-            self._pending = tensors, about
+            self._pending, self._missed = (tensors, about), None
             self._condition.notify_all()
 
     def read(self) -> Kept:
@@ -155,39 +163,97 @@ class Journal:
     def _is_ours(self, about: _About) -> bool:
         return (about.lineage, about.spec) == (self._lineage, self._spec)
 
+    @property
+    def _busy(self) -> bool:
+        return self._pending is not None or self._after is not None
+
+    @property
+    def coming(self) -> list[disk.OnDisk]:
+        """What is being written, here and by whom we wait for: it takes the place of what is on disk of the same lineage."""
+        after, pending = self._after, self._pending
+        return [*(after.coming if after is not None else ()), *([_on_disk(pending[1])] if pending is not None else ())]
+
+    def writes(self, path: Path) -> bool:
+        """Whether it, or whom it waits for, may still write there."""
+        after = self._after
+        return self.path == path or (after is not None and after.writes(path))
+
+    @property
+    def leaving(self) -> bool:
+        return self._closing
+
+    def leave(self) -> None:
+        """Writes what is pending, then stops; does not wait for it."""
+        with self._condition:
+            self._closing, self._missed = True, None
+            self._condition.notify_all()
+
+    def ended(self, seconds: float | None = None) -> bool:
+        """Whether all is written. Waits for it."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """Writes what is pending, then stops."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        self._thread.join()
+        self.leave()
+        self.ended()
 
     def finish(self) -> None:
-        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in good order."""
+        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in good order. Not where the weights have
+        begun to move since: a step may be under way, and half of one is nobody's."""
         self.flush()
         if self._missed is not None:
-            self._write(*self._missed)
+            worker, _, about = self._missed
+            with worker.optimizer.lock:
+                if worker.optimizer.lr_scale == about.pace:  # it counts each step as it begins
+                    self._write(*self._missed)
         self.close()
+
+    def forget(self) -> None:
+        """What the weights in memory are, nobody knows any more."""
+        self._missed = None
 
     def flush(self) -> None:
         """Returns once nothing is pending: when a node leaves in good order."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._busy and self._pending is None)
+            self._condition.wait_for(lambda: not self._busy)
 
     def _run(self) -> None:
+        if self._after is not None:
+            self._after.ended()
+        with self._condition:
+            self._after = None
+            self._condition.notify_all()
         while True:
             with self._condition:
-                self._busy = False
-                self._condition.notify_all()
                 self._condition.wait_for(lambda: self._pending is not None or self._closing)
                 if self._pending is None:
                     return
-                (tensors, about), self._pending, self._busy = self._pending, None, True
+                tensors, about = self._pending
             try:
                 disk.save(self.path, tensors, msgspec.to_builtins(about))
                 self.step, self.hash, self.error = about.step, bytes.fromhex(about.hash), None
-            except OSError as error:
+                self._clear_away(about.step)
+            except Exception as error:  # whatever it is, who waits for us must not wait for ever
                 self._failed(error)
+            del tensors
+            with self._condition:
+                self._pending = None
+                self._condition.notify_all()
+
+    def _clear_away(self, step: int) -> None:
+        """Deletes what other lineages, which nobody writes now, have no further than `step`, and what was not written to its end."""
+        try:
+            written = [path for name in (FILE, disk.temporary(FILE)) for path in self.path.parent.parent.glob(f"*/{name}")]
+            for other in {path.with_name(FILE) for path in written}:
+                if other == self.path:
+                    continue
+                other.with_name(disk.temporary(FILE)).unlink(missing_ok=True)
+                if max((one.step for one in _read(other)), default=0) <= step:
+                    other.unlink(missing_ok=True)
+                    other.parent.rmdir()
+        except OSError as error:
+            log.warning("the journal of another lineage stays: %s", error)
 
     def _failed(self, error: Exception) -> None:
         if str(error) != self.error:  # once, not after each step
@@ -195,19 +261,28 @@ class Journal:
         self.error = str(error)
 
 
+def journal_file(directory: Path, lineage: bytes) -> Path:
+    return directory / lineage.hex() / FILE
+
+
 def find_journals(directory: Path) -> list[disk.OnDisk]:
     """What can be read, of every lineage."""
-    found = []
-    for path in sorted(directory.glob(f"*/{FILE}")):
-        try:
-            about = disk.read_about(path)
-            if about is not None:
-                a = _understand(path, about)
-                taken = Taken(a.attempt, a.clip, a.learning_rate)
-                found.append(disk.OnDisk(bytes.fromhex(a.lineage), a.spec.first, a.spec.last, a.step, bytes.fromhex(a.hash), taken))
-        except (StateError, ValueError) as error:
-            log.warning("a journal that cannot be read: %s", error)
-    return found
+    return [one for path in sorted(directory.glob(f"*/{FILE}")) for one in _read(path)]
+
+
+def _read(path: Path) -> list[disk.OnDisk]:
+    """What is said of the file; nothing where there is none, or it is damaged."""
+    try:
+        about = disk.read_about(path)
+        return [] if about is None else [_on_disk(_understand(path, about))]
+    except (StateError, ValueError) as error:
+        log.warning("a journal that cannot be read: %s", error)
+        return []
+
+
+def _on_disk(a: _About) -> disk.OnDisk:
+    taken = Taken(a.attempt, a.clip, a.learning_rate)
+    return disk.OnDisk(bytes.fromhex(a.lineage), a.spec.first, a.spec.last, a.step, bytes.fromhex(a.hash), taken)
 
 
 def _understand(path: Path, about: disk.About) -> _About:

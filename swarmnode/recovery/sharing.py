@@ -9,13 +9,15 @@ from __future__ import annotations
 import trio
 
 from swarmnode.errors import BadMessage, PeerError
+from swarmnode.pipeline import faults
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.channel import LATER_SECONDS, Channel
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.serving import Rations
-from swarmnode.recovery.snapshots import SnapshotStore, form_of, ring
-from swarmnode.recovery.state import StageState, encode_state
+from swarmnode.recovery.snapshots import Copied, SnapshotStore, copy_stage, form_of, ring
+from swarmnode.recovery.state import encode_state
 
 
 class Sharing:
@@ -34,10 +36,15 @@ class Sharing:
 
     # Ours.
 
-    def snapshot(self, state: StageState) -> None:
+    def snapshot(self, copied: Copied) -> None:
         """Stores it, and says so, in the background."""
         if (store := self._stage.store) is not None:
-            self._channel.spawn(lambda: self._store(state, store))
+            self._channel.spawn(lambda: self._store(copied, store))
+
+    def snapshot_of(self, worker: StageWorker) -> None:
+        """Likewise of the weights as they are, which are copied in the background too."""
+        if (store := self._stage.store) is not None:
+            self._channel.spawn(lambda: self._copy(worker, store))
 
     def announce(self, what: m.Given) -> None:
         for stage in self._channel.streams:
@@ -47,13 +54,24 @@ class Sharing:
         """Our snapshot is stored there."""
         self.stored[stage] = max(message.step, self.stored.get(stage, 0))
 
-    async def _store(self, state: StageState, store: SnapshotStore) -> None:
-        own = self._stage.spec.index
+    async def _copy(self, worker: StageWorker, store: SnapshotStore) -> None:
+        try:
+            async with worker.optimizer.moving:  # never in the middle of a step
+                copied = await self._channel.compute(lambda: copy_stage(worker, self._stage.settings))
+        except (RuntimeError, MemoryError) as error:
+            if not faults.of_device(error):
+                raise
+            self._channel.refused["failed"] += 1
+        else:
+            await self._store(copied, store)
+
+    async def _store(self, copied: Copied, store: SnapshotStore) -> None:
+        own, state = self._stage.spec.index, copied.state
         layout = self._stage.layouts[own]
         form = form_of(layout, self._stage.settings)
 
         def put() -> bool:
-            body = encode_state(state, layout, form)
+            body = encode_state(state, layout, form) if copied.body is None else copied.body
             have = m.Have(
                 self._channel.place, 0, "shadow", state.step, len(body), m.root_of(body), state.hash, form, state.squared_norm, state.factor
             )  # fmt: skip

@@ -33,7 +33,7 @@ from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.messages import Form, Have, root_of, state_bytes
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import StageState, Tensors, check_state, host_copy, take
+from swarmnode.recovery.state import StageState, Tensors, check_state, host_copy, layout_of, take, take_small
 from swarmnode.recovery.synthesis import end_names
 from swarmnode.weights.layout import Layout
 
@@ -58,6 +58,22 @@ def ring(stage: int, stages: int) -> tuple[int, ...]:
 def form_of(layout: Layout, settings: RecoverySettings) -> Form:
     """Exact where that is cheap: adapters, and whole weights of small models."""
     return "exact" if state_bytes(layout, "exact") <= settings.exact_bytes else "small"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A stage between two steps, for its snapshot. body: it is encoded already, and `state` has no tensors."""
+
+    state: StageState
+    body: bytearray | None = None
+
+
+def copy_stage(worker: StageWorker, settings: RecoverySettings) -> Copied:
+    """In any thread, while the weights stand still. A journal's copy may lie beside it: what is small is encoded at once, and never there
+    with its moments."""
+    if form_of(layout_of(worker.runtime.model), settings) == "small":
+        return Copied(*take_small(worker))
+    return Copied(take(worker))
 
 
 @dataclass(frozen=True)
@@ -274,7 +290,7 @@ class SnapshotRecorder(Recorder):
         self._journal = journal
         self._store = store
         self._outer = outer
-        self._state: StageState | None = None
+        self._copied: Copied | None = None
 
     def committed(self, worker: StageWorker) -> None:
         super().committed(worker)
@@ -284,17 +300,17 @@ class SnapshotRecorder(Recorder):
         if self._store is not None:
             self._store.ran(step)
         if self.settings.keeps_copies(self.spec) and step % self.settings.snapshot_every == 0:
-            self._state = take(worker)
+            self._copied = copy_stage(worker, self.settings)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
             state = dict(worker.runtime.model.named_parameters())
             self.ends[self.spec.index] = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
 
     def stepped(self) -> None:
-        state, self._state = self._state, None
+        copied, self._copied = self._copied, None
         if self.sharing is None:
             return
-        if state is not None:
-            self.sharing.snapshot(state)
+        if copied is not None:
+            self.sharing.snapshot(copied)
         if self.spec.index in self.ends:
             self.sharing.announce("ends")
         if self.spec.has_head and self.probes:

@@ -9,7 +9,7 @@ Under LoRA that is the adapter, otherwise every tensor of the stage. Names are t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -90,6 +90,14 @@ def take(worker: StageWorker, only: str = "") -> StageState:
     )
 
 
+def take_small(worker: StageWorker) -> tuple[StageState, bytearray]:
+    """Likewise, as bytes in form `small`, which are made of the live tensors: 2 for each weight. The state is without tensors."""
+    optimizer, at, layout = worker.optimizer, worker.participant, layout_of(worker.runtime.model)
+    said = StageState(at.step, {}, squared_norm=optimizer.squared_norm, factor=optimizer.lr_scale.factor, hash=at.hash)
+    live = {name: parameter.detach() for name, parameter in trained(worker.runtime).items()}
+    return said, encode_state(replace(said, weights=live), layout, "small")
+
+
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
@@ -131,9 +139,11 @@ def load_moments(worker: StageWorker, state: StageState) -> None:
 def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
     """`state_bytes(layout, form)` bytes."""
     if form == "small":
-        body = bytearray()
+        body, at = bytearray(state_bytes(layout, form)), 0  # one that grows would be there twice at times
         for spec in layout:  # each is there twice for a moment, and never all
-            body += to_bytes(bfloat16_bits(state.weights[spec.name]), "<i2")
+            part = to_bytes(bfloat16_bits(state.weights[spec.name]), "<i2")
+            body[at : at + len(part)] = part
+            at += len(part)
         return body
     parts = []
     for tensors in (state.weights, state.first, state.second):

@@ -47,5 +47,5 @@ class StatePeer:
 
     def attach(self, worker: StageWorker) -> None:
         """The stage is in order: `worker` runs it."""
-        self.stage.worker = worker
+        self.stage.worker, self.stage.restored = worker, None
         self.stage.phase, self.stage.kind = "whole", None

@@ -1,4 +1,5 @@
-"""`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a trainer's update for each, on stdout.
+"""`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a trainer's update for each, on stdout. A
+case with `snapshot_every` is of a stage: what its copies take for each weight, while the disk stands still.
 
 torch is loaded once; the kernel forgets the peak between two cases.
 """
@@ -9,17 +10,32 @@ import gc
 import json
 import re
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.pipeline.compute import inline
+from swarmnode.pipeline.context import CrewSettings
+from swarmnode.pipeline.fence import Fence
+from swarmnode.pipeline.frames import FrameLimits, Place
+from swarmnode.pipeline.links import Links
+from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.recovery import disk
+from swarmnode.recovery.journal import Journal
+from swarmnode.recovery.snapshots import SnapshotRecorder
+from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
+from tests.support.split_models import split_model
 
 
 def peak(case: dict[str, Any]) -> int:
@@ -37,15 +53,47 @@ def peak(case: dict[str, Any]) -> int:
     old = [[-1.0] * len(completion) for completion in completions]
     group = TrainingGroup([([3, 4] * 8, c) for c in completions], old, [0.0, 1.0], [0.0, 1.0])  # the first one is not run
     assert updater.update(assemble([group], "grpo")).stepped
+    return resident_peak()
+
+
+def resident_peak() -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
 
 
+def copies_peak(case: dict[str, Any]) -> float:
+    """Bytes for each weight, at the peak of what is copied after a step."""
+    torch.set_num_threads(1)
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=512, intermediate_size=1536, num_hidden_layers=5, num_attention_heads=8, tie_word_embeddings=False
+    )
+    spec, model = split_model(AutoModelForCausalLM.from_config(shape), [1, 3, 1])[1]
+    links, fence = Links(1, {}, FrameLimits(hidden=512, vocab=64, tokens=64)), Fence(Place(b"c" * 16, 1, 0), 3)
+    worker = StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
+    for parameter in worker.runtime.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    worker.step(1.0, 1e-3)
+    worker.participant.step = 1
+    go, save = threading.Event(), disk.save
+    disk.save = lambda *given: (go.wait(60), save(*given))  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Journal(Path(directory), b"l" * 32, spec)
+        recorder = SnapshotRecorder(spec, RecoverySettings(case["snapshot_every"], exact_bytes=0), journal)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_peak()
+        recorder.committed(worker)
+        after = resident_peak()
+        go.set()
+        journal.close()
+    return (after - before) / sum(p.numel() for p in worker.runtime.parameters())
+
+
 def main() -> None:
-    peaks = []
+    peaks: list[float] = []
     for case in json.load(sys.stdin):
-        peaks.append(peak(case))
+        peaks.append(copies_peak(case) if "snapshot_every" in case else peak(case))
         gc.collect()
     print(json.dumps(peaks))
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,12 @@ from swarmnode.policy.load import lora_settings
 from swarmnode.recovery import restore as recovery
 from swarmnode.recovery.disk import OnDisk
 from swarmnode.recovery.gathering import Begun
-from swarmnode.recovery.journal import Journal, find_journals, journal_every
+from swarmnode.recovery.journal import Journal, find_journals, journal_every, journal_file
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import host_copy, stage_layouts, take, trained
+from swarmnode.recovery.state import host_copy, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer import state
 from swarmnode.trainer.crew.average import StageAveraging
@@ -79,17 +80,19 @@ class StageRecovery:
 
     def copies(self) -> tuple[Copy, ...]:
         """What is on this node's disk: its own stages, and its neighbours'. In a thread."""
-        if self._journal is not None:
-            self._journal.flush()
+        coming = self._journal.coming if self._journal is not None else []  # before the files, since it may be there meanwhile
         own, kept = find_journals(self._directory / JOURNALS), find_snapshots(self._directory / SNAPSHOTS)
+        written = {one.lineage for one in coming}
+        own = [*coming, *(one for one in own if one.lineage not in written)]
         found = [*(_copy("disk", one) for one in own), *(_copy("neighbour", one) for one in kept)]
         newest = sorted((copy for copy in found if copy.step > 0), key=lambda copy: -copy.step)
         return tuple(newest[: COPIES - 1])  # and one in memory
 
     def prepare(self, assigned: Assigned) -> None:
-        """Opens what this node has on disk of the stage. In a thread."""
-        if self._journal is not None:
-            self._journal.finish()
+        """Opens what this node has on disk of the stage. In a thread. Steps of the stage before that were not written are not written now:
+        a slow disk would keep a crew waiting."""
+        before = self._journal
+        self._recorder = None  # it knows the stage before, and there may be no room for two
         specs = stage_specs(self._model.config, assigned.layers)
         spec = specs[assigned.stage]
         terms = self._model.terms
@@ -97,7 +100,11 @@ class StageRecovery:
         self._layouts = stage_layouts(self._model.config, specs, lora)
         if terms.frozen_a:  # frozen, and everybody derives the same
             self._layouts = tuple(tuple(spec for spec in layout if A_MARK not in spec.name) for layout in self._layouts)
-        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec, journal_every(self._layouts))
+        if before is not None:
+            before.leave()
+            if before.writes(journal_file(self._directory / JOURNALS, assigned.lineage)):  # as it will be, it is our best source
+                before.ended()
+        self._journal = Journal(self._directory / JOURNALS, assigned.lineage, spec, journal_every(self._layouts), after=before)
         kept = range(spec.stages) if self._settings.keep_policy else (spec.index, *ring(spec.index, spec.stages))
         self._arriving = {i: begun for i, begun in self._arriving.items() if i in kept}
         whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)
@@ -183,13 +190,14 @@ class StageRecovery:
         holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
         lacking = holders != self._holders or (self._store is not None and self._store.get(assigned.stage) is None)
         if lacking and assigned.step > 0 and self._settings.keeps_copies(worker.runtime.spec):  # the base is on every disk
-            self.peer.sharing.snapshot(take(worker))  # a neighbour that is new has none of ours, and the next comes in many steps
+            self.peer.sharing.snapshot_of(worker)  # a neighbour that is new has none of ours, and the next comes in many steps
         self._holders = holders
 
     def progress(self) -> int:
-        """Grows while weights arrive: a stage that is being restored over a slow link is no stage that is stuck."""
+        """Grows while weights arrive: a stage that is being restored over a slow link, or from a slow disk, is no stage that is stuck."""
         averaging = self._averaging()
-        return (self.peer.channel.progress if self.peer is not None else 0) + (averaging.arrived if averaging is not None else 0)
+        waits = int(time.monotonic()) if self._journal is not None and self._journal.leaving else 0
+        return waits + (self.peer.channel.progress if self.peer is not None else 0) + (averaging.arrived if averaging is not None else 0)
 
     def facts(self, step: int) -> dict[str, int]:
         """Fields of StageStatus about copies: shadow_step, shadow_age_steps, and `more`."""
@@ -202,6 +210,11 @@ class StageRecovery:
     def refused(self) -> dict[str, int]:
         """What others sent on state streams that is not what it has to be, and what they asked for and did not get, by reason."""
         return dict(self.peer.channel.refused) if self.peer is not None else {}
+
+    def forget(self) -> None:
+        """The stage in memory is none any more."""
+        if self._journal is not None:
+            self._journal.forget()
 
     def close(self) -> None:
         """Writes the last step of our stage: the trainer ends."""

@@ -201,6 +201,7 @@ class CrewTrainer:
         if self._averaging is not None:
             self._averaging.begin(self._recovery.outer)
             stage.observers.insert(1, self._averaging)  # before whoever keeps copies of what it makes
+        self._recovery.outer = {}  # averaging has its own copies
 
     def _lacked(self, assigned: Assigned) -> None:
         """It was planned for this node, and does not fit. From now on less is offered, or the same would be planned again."""

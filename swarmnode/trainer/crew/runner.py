@@ -45,12 +45,12 @@ Notify = Callable[[local.StagePhase, str], None]
 """What is being done now: phase, and source of `local.RUNGS`."""
 
 
-def _first(group: BaseExceptionGroup) -> str:
-    """What the first error in it says, however many nurseries it came through."""
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The first error in it, however many nurseries it came through."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error)
+    return error
 
 
 @dataclass
@@ -226,13 +226,19 @@ class StageRunner:
             self.stage.worker.gone(0, why)  # whoever waits for it
 
     async def _hold(self, session: StageSession) -> None:
-        assigned = session.assigned
+        assigned, broken, short = session.assigned, "", False
         try:
             with session.scope:
                 try:
                     await self._run_session(session)
+                except* DeviceError as group:
+                    error = _first(group)
+                    broken, short = str(error), error.__cause__ is not None and is_oom(error.__cause__)
                 except* SwarmNodeError as group:  # also layers that are not the model's, whoever assigned them
-                    self._failed(session, _first(group))
+                    self._failed(session, str(_first(group)))
+                if broken:
+                    self._give_up(assigned, broken, short)
+                    self._failed(session, broken)
         finally:
             session.over.set()
             log.info("stage session ended", stage=assigned.stage, crew=assigned.crew.hex()[:16], phase=session.phase)
@@ -272,12 +278,22 @@ class StageRunner:
             if not faults.of_device(error):
                 raise
             short, why = is_oom(error), str(error).strip().split("\n")[0]
+        reason = "out of memory" if short else f"the device: {why}"
+        self._give_up(assigned, reason, short)
+        raise DeviceError(reason)
+
+    def _give_up(self, assigned: Assigned, reason: str, short: bool) -> None:
+        """What is in memory is no stage: not offered, not gone on with, not written down. short: for lack of memory."""
+        stage = self.stage
         with self._changed:
             self.stage = None
+        if stage is not None and isinstance(stage.worker, Head):
+            stage.worker.gone(0, reason)  # whoever waits for it
+        self._recovery.forget()
+        del stage
         free_memory()
         if short:
             self._lacked(assigned)
-        raise DeviceError("out of memory" if short else f"the device: {why}")
 
     async def _load(self, session: StageSession) -> Stage:
         """A stage that is not in memory, with the base's weights."""

@@ -18,6 +18,7 @@ from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.compute import in_thread
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.learning import describe
+from swarmnode.pipeline.observer import Observer
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.waves import Wave, cut
 from swarmnode.policy.generate import Sampling, generate
@@ -361,6 +362,35 @@ async def test_half_of_a_step_is_a_stage_that_is_lost(models, policy):
         async with crew_of(models["llama"], [2, 2]) as crew:
             with fails(crew.members[1].optimizer.adam, "step", torch.OutOfMemoryError("CUDA out of memory")):
                 await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+
+
+class NoRoom(Observer):
+    def committed(self, worker):
+        raise self.error
+
+
+class Counts(Observer):
+    steps = 0
+
+    def committed(self, worker):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("mat1 and mat2")])
+async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(models, policy, error, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    ends = []
+    for disturbed in (False, True):
+        async with crew_of(models["llama"], [2, 2]) as crew:
+            member, no_room, after = crew.members[1], NoRoom(), Counts()
+            no_room.error = error
+            member.context.observers = [no_room, after] if disturbed else [after]
+            for _ in range(2):
+                assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
+                assert all(p.grad is None for p in member.runtime.parameters())
+            assert (after.steps, member.context.refused["device"]) == (2, 2 * disturbed)
+            ends.append(weights(crew))
+    assert torch.equal(*ends)
 
 
 async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):

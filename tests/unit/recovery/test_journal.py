@@ -2,8 +2,11 @@
 
 import copy
 import json
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +153,14 @@ def test_how_often_a_stage_is_written_follows_from_the_largest_of_its_crew():
     assert journal_every([stage(10), stage(1_750_000_000)]) == 16  # 7 B in four: 21 GB, 1.3 GB a step
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was")
+def test_a_small_snapshot_beside_a_journal_takes_two_bytes_of_each_weight():
+    """In a process of its own, by the kernel's count; the plan asks for 12 and 2."""
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    done = subprocess.run(command, input='[{"snapshot_every": 1}]', capture_output=True, text=True, check=True, timeout=280)
+    assert json.loads(done.stdout.splitlines()[-1]) == [pytest.approx(14, abs=2)]  # one tensor is there twice for a moment
+
+
 def test_a_full_disk_is_said_once_and_leaves_the_old_state(models, tmp_path, monkeypatch, caplog):
     member = member_of(models)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
@@ -206,10 +217,11 @@ def test_a_damaged_journal_is_no_source(models, tmp_path, damage):
 
 
 def test_a_journal_of_other_layers_counts_as_none_and_each_lineage_has_its_own(models, tmp_path):
-    member = member_of(models)
+    member, further = member_of(models), member_of(models)
     train(member)
+    train(further, 2)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
-    journal.note(member)
+    journal.note(further)
     closed(journal)
     for spec in (replace(member.runtime.spec, index=0), replace(member.runtime.spec, last=2)):
         other = closed(Journal(tmp_path, CREW, spec))
@@ -223,10 +235,50 @@ def test_a_journal_of_other_layers_counts_as_none_and_each_lineage_has_its_own(m
     found = find_journals(tmp_path)
     spec = member.runtime.spec
     assert [(one.lineage, one.first, one.last, one.step, one.hash) for one in found] == [
-        (lineage, spec.first, spec.last, 1, member.participant.hash) for lineage in (CREW, b"d" * 16)
+        (lineage, spec.first, spec.last, step, member.participant.hash) for lineage, step in ((CREW, 2), (b"d" * 16, 1))
     ]
     (tmp_path / CREW.hex() / FILE).write_bytes(b"noise")
     assert [one.lineage for one in find_journals(tmp_path)] == [b"d" * 16]
+
+
+def test_what_is_no_further_than_this_lineage_is_deleted_and_what_is_further_stays(models, tmp_path):
+    member, further = member_of(models), member_of(models)
+    train(member)
+    train(further, 2)
+    for lineage, whose in ((b"f" * 16, further), (b"e" * 16, member)):
+        journal = Journal(tmp_path, lineage, member.runtime.spec)
+        journal.note(whose)
+        closed(journal)
+        (journal.path.parent / f".{FILE}.tmp").write_bytes(b"of a process that was killed")
+    (tmp_path / "averaged").write_bytes(b"no directory")
+    (tmp_path / "shadows").mkdir()
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    journal.note(member)
+    closed(journal)
+    assert [(one.lineage, one.step) for one in find_journals(tmp_path)] == [(CREW, 1), (b"f" * 16, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([CREW.hex(), (b"f" * 16).hex(), "averaged", "shadows"])
+    assert not list(tmp_path.glob("*/.*")), "nothing half written stays"
+    train(member)
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    journal.note(member)
+    closed(journal)
+    assert [one.lineage for one in find_journals(tmp_path)] == [CREW]
+
+
+def test_whoever_waits_for_a_journal_does_not_wait_for_ever(models, tmp_path, monkeypatch):
+    def fails(*args):
+        raise MemoryError("no room for the header")
+
+    member = member_of(models)
+    journal = Journal(tmp_path, CREW, member.runtime.spec)
+    monkeypatch.setattr(disk, "save", fails)
+    train(member)
+    journal.note(member)
+    journal.flush()
+    assert (journal.error, journal.step) == ("no room for the header", None)
+    monkeypatch.undo()
+    journal.note(member)
+    assert closed(journal).step == 1
 
 
 def test_a_state_is_a_copy(models):

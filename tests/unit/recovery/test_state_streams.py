@@ -27,7 +27,7 @@ from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_co
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.outbox import Outbox
 from swarmnode.recovery.probes import Recorder
-from swarmnode.recovery.snapshots import SnapshotStore, find_snapshots, ring
+from swarmnode.recovery.snapshots import Copied, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
@@ -668,7 +668,7 @@ async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_ano
 
 
 async def test_the_part_of_a_snapshot_that_is_wanted_is_sent(wire):
-    wire.peer.sharing.snapshot(wire.state(1))
+    wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     assert isinstance(await wire.answer(0), m.Made)
     body = encode_state(wire.state(1), wire.layouts[1], "exact")
@@ -686,7 +686,7 @@ async def test_the_part_of_a_snapshot_that_is_wanted_is_sent(wire):
 
 
 async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_changes(wire, monkeypatch):
-    wire.peer.sharing.snapshot(wire.state(1))
+    wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     hashed, size = [], m.state_bytes(wire.layouts[1], "exact")
     monkeypatch.setattr(snapshots, "root_of", lambda body: hashed.append(len(body)) or m.root_of(body))
@@ -711,7 +711,7 @@ async def test_tiny_parts_are_not_had_for_ever(wire):
     """Each has a file opened, so each counts for 64 KiB, or for the whole where that is less."""
     size = m.state_bytes(wire.layouts[1], "exact")
     times = 8 * size // min(size, 64 * 1024)
-    wire.peer.sharing.snapshot(wire.state(1))
+    wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     assert isinstance(await wire.answer(0), m.Made)
 
@@ -915,7 +915,7 @@ async def test_who_gives_parts_of_one_snapshot_after_another_gives_none(models, 
 
 async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_is_a_newer_one(wire):
     size = m.state_bytes(wire.layouts[1], "exact")
-    wire.peer.sharing.snapshot(wire.state(1))
+    wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     assert isinstance(await wire.answer(0), m.Made)
 
@@ -930,7 +930,7 @@ async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_i
 
     first, begin = await part(0, size // 2)
     newer = wire.state(1, step=10)
-    wire.peer.sharing.snapshot(replace(newer, second={name: tensor + 1 for name, tensor in newer.second.items()}))
+    wire.peer.sharing.snapshot(Copied(replace(newer, second={name: tensor + 1 for name, tensor in newer.second.items()})))
     await quiet()
     other, _ = await part(size // 2, size, stage=2)  # who was sent nothing of the one before
     rest, end = await part(size // 2, size)
@@ -947,7 +947,7 @@ def in_a_file(data, path):
 
 
 async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
-    wire.peer.sharing.snapshot(wire.state(1))
+    wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     mapped = []
     monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, later, at: mapped.append(body))

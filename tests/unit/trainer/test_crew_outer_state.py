@@ -18,7 +18,7 @@ from swarmnode.recovery.restore import Restored
 from swarmnode.recovery.sharing import Sharing
 from swarmnode.recovery.snapshots import SnapshotRecorder
 from swarmnode.recovery.sources import RecoverySettings, SourceKind
-from swarmnode.recovery.state import load_weights, trained
+from swarmnode.recovery.state import StageState, load_weights, trained
 from swarmnode.trainer.crew.average import CLOCKS
 from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.stage import Stage
@@ -146,6 +146,30 @@ def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch)
     assert equal(kept.state.weights, weights)
 
 
+def test_a_slow_disk_keeps_neither_the_next_stage_nor_an_offer_waiting(node, monkeypatch):
+    begun, go, save = threading.Event(), threading.Event(), disk.save
+    one = node()
+    one.begin()
+    one.train(1)
+    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(30), save(*args)))
+    for steps in (2, 3):  # the last one is not written
+        one.stage.worker.participant.step = steps
+        one.journal.note(one.stage.worker, {})
+        assert begun.wait(10)
+    offered = lambda: [(copy.lineage, copy.step) for copy in one.recovery.copies()]
+    assert offered() == [(one.assigned.lineage, 2)], "what will be there, and not what it takes the place of"
+    one.recovery.prepare(msgspec.structs.replace(one.assigned, lineage=b"m" * 32))
+    assert offered() == [(one.assigned.lineage, 2)]
+    again = threading.Thread(target=one.recovery.prepare, args=[one.assigned])
+    again.start()  # the file that is being written: that is waited for
+    again.join(0.1)
+    assert again.is_alive()
+    assert one.recovery.progress() > 0
+    go.set()
+    again.join(30)
+    assert offered() == [(one.assigned.lineage, 2)]
+
+
 def test_a_journal_without_slow_weights_is_one_and_they_begin_anew(node, model):
     first = node()
     alone = SnapshotRecorder(first.stage.runtime.spec, RecoverySettings(), first.journal)  # a node that averages with nobody
@@ -194,7 +218,9 @@ async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a
         crew = msgspec.structs.replace(one.assigned, step=step)
         stored.append(trio.Event())
         async with one.recovery.open(crew, one.stage):
+            one.recovery.peer.stage.restored = StageState(step, {})
             one.recovery.attach(crew, one.stage.begin(crew, {}))
+            assert one.recovery.peer.stage.restored is None, "it is as large as the stage"
             if gives:
                 with trio.fail_after(30):
                     await stored[-1].wait()

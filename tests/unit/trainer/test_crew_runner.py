@@ -34,6 +34,9 @@ class NoRecovery:
     def refused(self):
         return {"busy": 1}
 
+    def forget(self):
+        pass
+
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, PeerError])
 def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):

@@ -1,5 +1,7 @@
 """What stays of a stage between two crews: the step that was prepared, the numbers that another stage needs for it, and nothing else."""
 
+import threading
+
 import msgspec
 import pytest
 import torch
@@ -7,17 +9,21 @@ import trio
 import trio.testing
 
 from swarmnode.config import Config
-from swarmnode.crew.local import Assigned
+from swarmnode.crew.local import Assigned, Released, Resumed
 from swarmnode.crew.record import Taken
 from swarmnode.errors import DeviceError, PeerError
 from swarmnode.pipeline.commit import NO_HASH, Answer
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
+from swarmnode.recovery.journal import Journal, find_journals
 from swarmnode.trainer.crew import model as crew_model
 from swarmnode.trainer.crew import streams as crew_streams
+from swarmnode.trainer.crew.recovery import JOURNALS, StageRecovery, recovery_settings
+from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
 from tests.support.crew_models import opened
+from tests.support.lost_stages import rows_of
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
 
@@ -151,16 +157,85 @@ async def test_a_step_that_is_counted_is_taken_even_if_the_crew_ends_meanwhile(s
     assert moved(stage, before) > 0.0
 
 
-async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_step(stage):
-    prepare(stage)
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
+async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_step_and_half_a_step_is_not_written_down(stage, tmp_path):
+    journal = Journal(tmp_path, LINEAGE, stage.runtime.spec, every=4)
+    for attempt in (3, 4):
+        prepare(stage, attempt)
+        await stage.follow(after(stage, attempt=attempt))
+    journal.note(stage.worker)  # none of every four
+    stage.begin(assigned(b"d" * 32, step=2, hash=stage.worker.participant.hash), {})  # whose worker is another one
+    prepare(stage, 5)
     stage.worker.optimizer.adam.register_step_pre_hook(no_memory)
     with pytest.raises(DeviceError, match="half of a step"):
-        await stage.follow(after(stage))
+        await stage.follow(after(stage, attempt=5))
     assert not stage.optimizer.lock.locked()
+    journal.finish()
+    assert journal.step is None
+
+
+async def test_a_journal_is_not_written_of_a_step_that_is_under_way(stage, tmp_path):
+    """The trainer ends and does not wait for it any longer."""
+    journal = Journal(tmp_path, LINEAGE, stage.runtime.spec, every=4)
+    prepare(stage)
+    await stage.follow(after(stage))
+    journal.note(stage.worker)
+    prepare(stage, 4)
+    begun, go = threading.Event(), threading.Event()
+    stage.worker.optimizer.adam.register_step_pre_hook(lambda *_: (begun.set(), go.wait(10), None)[-1])
+    following = after(stage, attempt=4)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stage.follow, following)
+        await trio.to_thread.run_sync(begun.wait, 10)
+        ends = threading.Thread(target=journal.finish)
+        ends.start()
+        go.set()
+    await trio.to_thread.run_sync(ends.join, 10)
+    assert (stage.step, journal.step) == (2, None)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("size mismatch")])
+def test_a_stage_whose_device_failed_in_the_middle_of_a_step_is_nobody_s(model, tmp_path, error):
+    config, crew = model
+    said, offered, lacked, gone = [], [], [], threading.Event()
+
+    def send(status):
+        said.append(status)
+        if status.phase == "failed":
+            gone.set()
+
+    def fails(*_):
+        raise error
+
+    recovery = StageRecovery(tmp_path, recovery_settings(config.stages), crew)
+    alone = msgspec.structs.replace(assigned(index=0), layers=(2,), members=("a",))
+    runner = StageRunner(
+        lambda seat: Stage(seat, crew.build(seat.layers, seat.stage), crew.settings(), crew.limits()), recovery, send, lambda what: None,
+        lacked=lacked.append, offer=offered.append,
+    )  # fmt: skip
+    runner.thread.start()
+    try:
+        runner.receive(alone)
+        runner.receive(Resumed(CREW))
+        head = runner.wait(runner.head, 30)
+        learn = lambda: head.update(rows_of(1), config.training, 12.0, 0.01)
+        assert runner.thread.call(learn).refused is None
+        whole = head.participant.hash
+        runner.stage.optimizer.adam.register_step_pre_hook(fails)
+        with pytest.raises(PeerError):  # at once, and not after two minutes
+            runner.thread.call(learn)
+        assert gone.wait(10)
+        assert (runner.stage, said[-1].reason) == (None, f"half of a step: {error}")
+        assert lacked == ([alone] if isinstance(error, torch.OutOfMemoryError) else [])
+        runner.receive(Released("it failed"))
+        assert runner.wait(lambda: offered == [None], 10), "no copy of it is offered, and none is gone on with"
+    finally:
+        runner.thread.stop()
+        recovery.close()
+    assert [(one.step, one.hash) for one in find_journals(tmp_path / JOURNALS)] == [(1, whole)]
 
 
 async def test_no_step_is_taken_faster_than_this_node_is_configured_for(stage, model):
