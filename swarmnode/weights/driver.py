@@ -39,7 +39,9 @@ EXPIRY_INTERVAL: Final = 2.0
 LINGER_SECONDS: Final = 30.0
 """The partner may fetch for so long after its lease."""
 OPEN_SECONDS: Final = (5.0, 120.0)
-"""Least and most time for both copies to be offered."""
+"""Least and most time for both copies to be offered, beside what it takes to write them."""
+ENCODED_BYTES: Final = 1e8
+"""A second for so many bytes of a copy."""
 EARLY: Final = 8
 SLOWER: Final = 4.0
 """A partner that was slow before is given so many times what a stranger is."""
@@ -125,8 +127,15 @@ class ExchangeDriver:
             with trio.move_on_at(min(self._pairing.deadline, trio.current_time() + EXPIRY_INTERVAL)):
                 await self._wake.wait()
             if trio.current_time() >= self._pairing.deadline:
-                self._handle(pairing.Tick())
+                self._expired()
             self._store.expire(trio.current_time())
+
+    def _expired(self) -> None:
+        session = self._session
+        if session is not None and self._pairing.state.phase is Phase.PAIRED and session.mine is None and session.theirs is not None:
+            self._fail(session.id, "snapshot")  # ours alone is late
+        else:
+            self._handle(pairing.Tick())
 
     def statistics(self) -> pairing.PairingStatistics:
         return self._pairing.statistics()
@@ -137,15 +146,13 @@ class ExchangeDriver:
         """The trainer (re)started: what an earlier one was doing is over."""
         if self._session is not None:
             self._fail(self._session.id, "no_trainer")
-        self._settings(fingerprint=self._replica.fingerprint)
+        self._settings(fingerprint=self._replica.fingerprint, open_seconds=self._open_seconds(0.0))
 
     def outer_step_due(self, due: local.OuterStepDue, propose: bool) -> None:
         """propose: whether somebody may be asked; otherwise the step is taken alone."""
         step = max(0.0, due.step_seconds)
         interval = self._sync_every * step / max(1, len(self._replica.limits))
-        self._settings(
-            open_seconds=min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval
-        )  # fmt: skip
+        self._settings(open_seconds=self._open_seconds(step), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval)
         partners = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ()
         lease = self._lease(partners[0] if partners else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease))
@@ -278,6 +285,9 @@ class ExchangeDriver:
 
     def _settings(self, **changes: float | bytes) -> None:
         self._pairing.settings = msgspec.structs.replace(self._pairing.settings, **changes)
+
+    def _open_seconds(self, step: float) -> float:
+        return min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]) + max(self._replica.limits, default=0) / ENCODED_BYTES
 
     def _lease(self, peer: str, fragment: int) -> float:
         """Seconds that a payload may take, both ways at once."""

@@ -31,11 +31,12 @@ from swarmnode.wire import ids
 
 
 class RequestServer:
-    """may_average(): False while the weights here are nobody's to have: then no proposal is accepted and nothing is left to be pulled."""
+    """may_average(): False while the weights here are nobody's to have: then nothing is left to be pulled. may_begin(): False while no
+    proposal is accepted."""
 
     def __init__(
         self, network: Network, requests: PeerRequests, replica: LocalReplica, discovery: Discovery, driver: ExchangeDriver,
-        store: PayloadStore, may_average: Callable[[], bool],
+        store: PayloadStore, may_average: Callable[[], bool], may_begin: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._network = network
         self._requests = requests
@@ -44,6 +45,7 @@ class RequestServer:
         self._driver = driver
         self._store = store
         self._may_average = may_average
+        self._may_begin = may_begin
 
     def start(self) -> None:
         self._network.requests.serve(
@@ -75,7 +77,7 @@ class RequestServer:
                 return self._discovery.claim()
             case Propose():
                 self._discovery.received(peer, message)
-                return self._driver.proposed(peer, message) if self._may_average() else Busy(message.nonce, "busy")
+                return self._driver.proposed(peer, message) if self._may_begin() else Busy(message.nonce, "busy")
             case Release():
                 self._driver.released(peer, message)
             case Ready():

@@ -73,6 +73,15 @@ class StateServer:
             concurrent=8, per_peer=1, deadline=ANSWER_SECONDS,
         )  # fmt: skip
 
+    @property
+    def is_writing(self) -> bool:
+        """Our trainer is writing a state, and copies nothing else meanwhile."""
+        return self._writing is not None and trio.current_time() < self._asked_at + self._write_seconds
+
+    @property
+    def _write_seconds(self) -> float:
+        return min(WRITE_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS - MARGIN_SECONDS)
+
     def trainer_started(self) -> None:
         self._state = self._writing = None
 
@@ -113,7 +122,7 @@ class StateServer:
             if self._writing is None:  # once for all who wait
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
                 self._send_to_trainer(local.WriteState())
-            with trio.move_on_after(min(WRITE_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS - MARGIN_SECONDS)):
+            with trio.move_on_after(self._write_seconds):
                 await self._writing.wait()
         if self._state is None:
             raise PeerError("no state now")

@@ -1,6 +1,7 @@
 """Averaging over real libp2p hosts: two sides agree, fetch, gate and commit; a newcomer gets its neighbours' state."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import trio
 
 from swarmnode.p2p import identity
 from swarmnode.weights import discovery, driver, local, pairing
+from swarmnode.weights.messages import STATE_BYTES, StateRequest, encode_message
+from swarmnode.wire import ids
 from tests.support.hosts import hosts
-from tests.support.replica import CONFIG, SWARM, Node, averaging, identical
+from tests.support.replica import BASE, CONFIG, SWARM, TOKENIZER, Node, averaging, identical
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.swarm
@@ -130,6 +133,22 @@ async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only
         await until(lambda: b.service.statistics().phase == "idle" and a.candidates() == 1)
         a.due()
         await until(lambda: a.outcome("applied"))
+
+
+async def test_while_its_trainer_writes_a_state_a_node_begins_no_exchange(tmp_path):
+    async with nodes(tmp_path, 2) as (a, b):
+        b.hold = {local.WriteState}
+        ask = encode_message(StateRequest(a.replica.facts(False).state_fingerprint(SWARM, BASE, TOKENIZER)))
+        async with trio.open_nursery() as nursery:
+            request = partial(a.network.requests.request, deadline=30.0, max_response_bytes=STATE_BYTES)
+            nursery.start_soon(request, b.network.peer_id, ids.WEIGHTS_STATE_PROTOCOL, ask)
+            await until(lambda: any(isinstance(m, local.WriteState) for m in b.to_trainer))
+            a.due()
+            await until(lambda: a.outcome("busy"))
+            b.due()
+            await until(lambda: b.outcome("solo"))
+            nursery.cancel_scope.cancel()
+        assert not a.outcome("applied")
 
 
 async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path):

@@ -116,6 +116,8 @@ class StageAveraging(Observer):
         if isinstance(message, local.TakeSnapshot | local.ApplyPayload):
             outer_step = self._counters.outer_clocks[message.fragment]
             self._send(local.ExchangeEnded(message.session, message.fragment, "", "local", False, outer_step))
+        elif isinstance(message, local.WriteState):
+            self._send(local.StateWritten("", 0, []))
 
     def facts(self) -> local.ReplicaFacts:
         """While a state is sought, as one that has none."""

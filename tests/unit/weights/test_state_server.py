@@ -106,3 +106,15 @@ async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
     served = Served(tmp_path, writes=False)
     with pytest.raises(PeerError, match="no state now"):
         await served.ask()
+
+
+async def test_while_a_state_is_written_it_says_so_and_not_for_ever(tmp_path, autojump_clock):
+    served = Served(tmp_path, writes=False)
+    assert not served.server.is_writing
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(served.network.ask, "stranger", encode_message(StateRequest(FINGERPRINT)))
+        await trio.sleep(1.0)
+        assert served.server.is_writing
+        nursery.cancel_scope.cancel()
+    await trio.sleep(state_server.WRITE_SECONDS)
+    assert not served.server.is_writing

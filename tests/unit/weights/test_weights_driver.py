@@ -176,3 +176,28 @@ async def test_a_copy_is_offered_for_as_long_as_a_partner_needs_that_we_serve_sl
         await trio.sleep(1.0)
         (offer,) = driven.store.offered
         assert offer.until - trio.current_time() > 8 * driven.store.size / 10e6
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_who_is_there_when_our_own_copy_is_late_is_not_blamed(ready, autojump_clock):
+    async with driving() as driven:
+        answer, session = driven.proposes("a")
+        assert isinstance(answer, Accept)
+        if ready:
+            driven.ready("a", session)
+        await trio.sleep(6.0)
+        assert driven.driver.statistics().phase == "idle"
+        assert driven.is_listened_to("a") is ready
+        assert driven.driver.totals.failures == ({"snapshot": 1} if ready else {})
+
+
+async def test_large_copies_have_longer_to_be_written(autojump_clock):
+    async with driving() as driven:
+        driven.replica.limits = [2_000_000_000]
+        driven.driver.trainer_started()
+        driven.driver.outer_step_due(local.OuterStepDue(0, 20, 1.0), propose=False)
+        assert isinstance(driven.proposes("a")[0], Accept)
+        await trio.sleep(26.0)
+        assert driven.driver.statistics().phase == "paired"
+        await trio.sleep(2.0)
+        assert driven.driver.statistics().phase == "idle"
