@@ -82,7 +82,10 @@ class BatchState:
     divisible: bool = False
     """Whether there can be smaller ones, in which a device with little memory may do."""
 
-    def sums(self) -> tuple[float, float]:
+    rate: Callable[[float | None], float] = lambda effective: 0.0
+    """The learning rate of a step of which so large a share is effective."""
+
+    def sums(self) -> tuple[float, float | None]:
         """(trained tokens, their effective share): of what has been learnt."""
         count = sum(s.tokens for s in self.learnt.values())
         return count, effective_share(sum(s.weights for s in self.learnt.values()), sum(s.squares for s in self.learnt.values()), count)
@@ -122,8 +125,6 @@ class Head(StageWorker):
         self.search = Search()
         self._numbers = numbers
         self._batch = BatchState()
-        self._rate: Callable[[float], float] = lambda effective: 0.0
-        """The learning rate for a step of which so large a share is effective."""
         self._learning_rate = 0.0
         """What the present step, or the last one, is taken with."""
 
@@ -218,7 +219,7 @@ class Head(StageWorker):
         tokens_of = {number: sum(len(row.completion_ids) for row in piece) for number, piece in pieces.items()}
         halves = _half(cuts, lengths, groups)
         batch = self._batch = BatchState(tokens_of, "learn", divisible=halves is not None and len(halves) <= frames.MICRO_BATCHES)
-        self._rate = lambda effective: learning_rate * rate_factor(cfg.options, effective)
+        batch.rate = lambda effective: learning_rate * rate_factor(cfg.options, effective)
         attempt = self.coordinator.begin()
         try:
             with self.waiting.deadline(believing=not batch.divisible):
@@ -298,7 +299,7 @@ class Head(StageWorker):
                     return
                 decided = self.coordinator.acknowledged(sender, frame.attempt, frame.refused, frame.squared_norm) if step_is_ours else None
                 if undecided and decided is not None and decided.refused is None:
-                    self._learning_rate = self._rate(batch.sums()[1])
+                    self._learning_rate = batch.rate(batch.sums()[1])
                 self._send_decision(decided)
             case frames.Done():
                 if self.coordinator.done(sender, frame.attempt):

@@ -67,10 +67,11 @@ class WeightService:
     ) -> None:  # fmt: skip
         self._enabled = cfg.rule != "off"
         self._swarm = credentials.swarm
-        may_begin = lambda: may_average() and not self._state_server.is_writing
-        self._may_propose = lambda: budget("fetch") and may_begin()
         self._replica = LocalReplica()
         self._store = PayloadStore(network.bulk, data_dir / local.DIRECTORY)
+        self._state_server = StateServer(network, credentials, self._replica, self._store, send_to_trainer)
+        may_begin = lambda: may_average() and not self._state_server.is_writing
+        self._may_propose = lambda: budget("fetch") and may_begin()
         requests = PeerRequests(network)
         self._discovery = Discovery(network, requests, self._replica, credentials.swarm, unix_time)
         self._background = Background()
@@ -79,7 +80,6 @@ class WeightService:
         )  # fmt: skip
         self._server = RequestServer(network, requests, self._replica, self._discovery, self._driver, self._store, may_average, may_begin)
         self._seeker = StateSeeker(network, credentials.swarm, self._replica, self._discovery, self._store, send_to_trainer, cfg)
-        self._state_server = StateServer(network, credentials, self._replica, self._store, send_to_trainer)
         self._judged: Counter[str] = Counter()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -70,6 +70,9 @@ def _body(frame: frames.Frame, body: bytes, limits: FrameLimits, codec: str) -> 
             return dict(zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True))
         case frames.Scores():
             return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
+        case frames.Propose():
+            size = frames.DESCRIPTION_BYTES
+            return {"descriptions": [body[at : at + size] for at in range(0, len(body), size)]}
     return {}
 
 

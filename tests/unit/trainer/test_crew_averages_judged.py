@@ -116,5 +116,6 @@ async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_a
         await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now
         head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload"), EVERYTHING))
         head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0, EVERYTHING))
-        await until(lambda: len(ended(head)) == 2, seconds=60)
+        head.link.send_to_trainer(local.WriteState())
+        await until(lambda: local.StateWritten("", 0, []) in head.averaging, seconds=60)
         assert ended(head) == [local.ExchangeEnded(session, 0, "", "local", False, 0) for session in (b"s" * 16, b"t" * 16)]
