@@ -200,7 +200,7 @@ class _Recovery:
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()}
-            candidate = Kept(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
+            candidate = Kept(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings))
             peer.stage.restored = candidate.state
 
     async def _put_in_stage(self, source: Source) -> Kept | None:
@@ -288,7 +288,7 @@ class _Loader:
             case SourceKind.SNAPSHOT:
                 assert source.holder is not None
                 state = await self._snapshot(source.holder)
-                return Kept(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
+                return Kept(state, LrScale() if state.counts else _new_lr_scale(settings))
             case SourceKind.BASE:
                 assert self.base is not None
                 weights = await self.peer.channel.compute(self.base)
@@ -407,8 +407,8 @@ def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> St
     return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
 
 
-def _new_lr_scale(settings: RecoverySettings, factor: float = 1.0) -> LrScale:
-    return LrScale(factor, settings.warmup_steps)
+def _new_lr_scale(settings: RecoverySettings) -> LrScale:
+    return LrScale(warmup=settings.warmup_steps)
 
 
 def _refusal(verdict: Verdict | None, healings: int) -> str:

@@ -58,6 +58,23 @@ def moved(weights, by):
     return {name: tensor + by * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
 
 
+async def test_no_holder_says_how_fast_a_stage_learns_from_then_on(fleet):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        _, true = mine.stations[0].store.read(LOST)
+        kept = mine.stations[0].store.get(LOST)
+        have = Have(crew.head.place, 1, "shadow", 3, len(true), kept.root, kept.hash, squared_norm=kept.squared_norm, factor=1e-30)
+        mine.stations[0].store.put(LOST, have, bytearray(true))
+    mine.kill(LOST)
+    async with mine.up() as crew:
+        assert (mine.restored[LOST].kind, mine.restored[LOST].holder) == (SourceKind.SNAPSHOT, 0)
+        assert crew.members[LOST].optimizer.lr_scale.factor == 1.0
+        before = weights_of(mine)
+        await learn(crew, 1, 3)
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(mine).items())
+
+
 @pytest.mark.parametrize(("liar", "by"), [(0, 0.02), (2, 1.0)], ids=["passes the gate", "noise"])
 async def test_of_two_neighbours_copies_that_differ_the_better_one_is_taken(fleet, liar, by):
     mine = fleet(gate_kl=0.5, gate_nll=0.5)
