@@ -12,6 +12,8 @@ A source that does not fit this device is one that was not there: what it took i
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,7 +112,7 @@ async def restore(
     )
     order = RecoveryOrder(found, peer.stage.spec, step, run, settings)
     loader = _Loader(peer, holds, step, run, journal, base, replica)
-    return await _Recovery(peer, order, loader, await _probes(peer, holds), notify).run()
+    return await _Recovery(peer, order, loader, await _probes(peer, holds, step), notify).run()
 
 
 @dataclass
@@ -369,14 +371,25 @@ async def _ask(peer: StatePeer) -> dict[int, Holds]:
         await trio.sleep(AGAIN_SECONDS)
 
 
-async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:
-    """The newest that anybody has and that are what they say."""
-    for _, stage in sorted(((h.probes, stage) for stage, h in holds.items() if h.probes is not None), reverse=True):
-        try:
-            return await peer.fetch.probes(stage)
-        except PeerError:
-            continue
-    return list(peer.stage.recorder.probes)
+async def _probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
+    """What two have of the tail and its ring neighbours, ourselves among them; else the tail's, else the newest: of steps that were taken.
+    By them a stage is judged, so no one's word decides which, and nobody else is asked."""
+    tail, own = peer.stage.spec.stages - 1, peer.stage.spec.index
+    found = {own: list(peer.stage.recorder.probes)}
+
+    async def one(stage: int) -> None:
+        with contextlib.suppress(PeerError):
+            found[stage] = await peer.fetch.probes(stage)
+
+    async with trio.open_nursery() as nursery:
+        for stage in (tail, *ring(tail, peer.stage.spec.stages)):
+            if stage in holds and holds[stage].probes is not None:
+                nursery.start_soon(one, stage)
+    taken = {stage: [probe for probe in probes if probe.step < step] for stage, probes in found.items()}
+    times = Counter(probe for probes in taken.values() for probe in set(probes))
+    if twice := sorted((probe for probe, count in times.items() if count > 1), key=lambda probe: (probe.step, probe.micro_batch)):
+        return twice
+    return taken.get(tail) or max(taken.values(), key=lambda probes: max((probe.step for probe in probes), default=-1))
 
 
 async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
