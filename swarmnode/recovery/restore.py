@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import torch
 import trio
@@ -41,6 +41,8 @@ from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, R
 from swarmnode.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
 from swarmnode.recovery.synthesis import synthesise
 from swarmnode.recovery.transfer import StatePeer
+
+PAUSE_SECONDS: Final = 30.0
 
 T = TypeVar("T")
 Base = Callable[[], Tensors]
@@ -222,7 +224,7 @@ class _Recovery:
 
     async def _judge(self, source: Source, healings: int) -> Verdict:
         """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
-        until = trio.current_time() + self.peer.stage.settings.neighbour_seconds
+        until, pauses = trio.current_time() + self.peer.stage.settings.neighbour_seconds, _pauses()
         while True:
             unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
             verdict = await judge(self.peer, self._judges())
@@ -231,13 +233,13 @@ class _Recovery:
             others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
             if not others or max(others) < (int(source.kind), -self.peer.stage.spec.index):
                 return verdict
-            await trio.sleep(AGAIN_SECONDS)
+            await trio.sleep(next(pauses))
 
     async def _wait(self) -> Restored | None:
         """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
         was, until that one has found a better. None where there is no other, or it did not help."""
         peer, source = self.peer, self.first
-        until = trio.current_time() + peer.stage.settings.neighbour_seconds
+        until, pauses = trio.current_time() + peer.stage.settings.neighbour_seconds, _pauses()
         if source is None or not await self._unfinished() or (candidate := await self._put_in_stage(source)) is None:
             return None
         peer.stage.exhausted = True
@@ -249,7 +251,7 @@ class _Recovery:
             if all(h.exhausted for _, h in others) or trio.current_time() >= until:
                 peer.stage.phase = "empty"
                 return None
-            await trio.sleep(AGAIN_SECONDS)
+            await trio.sleep(next(pauses))
 
     async def _unfinished(self) -> list[tuple[int, Holds]]:
         """Other stages that answer and are being restored."""
@@ -339,6 +341,14 @@ class _Loader:
             if {n: t.shape for n, t in state.weights.items()} == {n: t.shape for n, t in base.items()}:
                 return StageState(state.step, state.weights)
         return None
+
+
+def _pauses() -> Iterator[float]:
+    """Between two verdicts with the same weights here: each costs everybody a few micro-batches, and who runs them sets a bound."""
+    pause = AGAIN_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, PAUSE_SECONDS)
 
 
 async def _tie(peer: StatePeer, candidate: Kept, holds: Mapping[int, Holds]) -> None:
