@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from swarmnode.policy.load import Model
 
 MOST = 127
+BLOCK = 2**22
+"""Values at a time, each of which takes some 20 bytes meanwhile: an embedding of 7 B whole took 6 GB beside the stage."""
 ROOM = 1.004
 """A row keeps its scale until its largest weight has grown by so much: half a unit of 127, which is cut off."""
 
@@ -29,11 +31,17 @@ def quantise(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[
 
     scales: those of an earlier state, which are kept for every row that they still fit, so that what has not moved has the same code.
     """
-    weight = weight.detach().float()
-    needed = weight.abs().amax(1) / MOST
-    chosen = needed if scales is None else torch.where(needed <= ROOM * scales, scales, needed)
-    codes = torch.where(chosen[:, None] > 0, weight / chosen[:, None], 0.0).round().clamp(-MOST, MOST)
-    return codes.to(torch.int8), chosen
+    count = max(1, BLOCK // max(1, weight.shape[1]))
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    chosen = torch.empty(weight.shape[0], device=weight.device)
+    for at in range(0, weight.shape[0], count):
+        rows = weight.detach()[at : at + count].float()
+        needed = rows.abs().amax(1) / MOST
+        kept = None if scales is None else scales[at : at + count]
+        scale = needed if kept is None else torch.where(needed <= ROOM * kept, kept, needed)
+        chosen[at : at + count] = scale
+        codes[at : at + count] = torch.where(scale[:, None] > 0, rows / scale[:, None], 0.0).round().clamp(-MOST, MOST)
+    return codes, chosen
 
 
 class Int8Matrix(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swarmnode.averaging.codecs import to_bytes
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.activations import decode, encode
 from swarmnode.pipeline.frames import ActivationCodec
@@ -13,9 +12,9 @@ from swarmnode.pipeline.learning import batch_of
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import MicroBatch
-from swarmnode.recovery.state import Tensors, by_name, host_copy
+from swarmnode.recovery.state import Tensors, by_name
 from swarmnode.recovery.synthesis import end_names
-from swarmnode.weights.layout import Layout
+from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire.tensors import pack_logprobs
 
 
@@ -36,8 +35,14 @@ def tied_layout(spec: StageSpec, layout: Layout) -> Layout:
     return tuple(tensor for tensor in layout if tensor.name == name)
 
 
-def pack_floats(tensors: Tensors, layout: Layout) -> bytes:
-    return b"".join(to_bytes(host_copy(tensors[spec.name]), "<f4") for spec in layout)
+def pack_floats(tensors: Tensors, layout: Layout) -> bytearray:
+    """It takes 4 bytes per weight, and a tensor more."""
+    body = bytearray(4 * elements(layout))
+    flat, at = np.frombuffer(body, "<f4"), 0
+    for spec in layout:
+        flat[at : at + spec.elements] = tensors[spec.name].detach().to("cpu", torch.float32).reshape(-1).numpy()
+        at += spec.elements
+    return body
 
 
 def read_floats(body: bytes | bytearray, layout: Layout) -> dict[str, torch.Tensor]:

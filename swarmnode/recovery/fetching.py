@@ -63,7 +63,7 @@ class Fetcher:
     async def snapshot(self, holders: Sequence[int], step: int, root: bytes) -> StageState:
         """The one of ours that all `holders` said they have, from all of them at once; what came of it before, from whomever, is not sent
         again, nor is the whole where the crew ends before it was judged. Where the whole is not what they named, it is fetched from each
-        alone, until one gives it."""
+        alone, until one gives it. No holder's `factor` is taken: where there are snapshots it is 1, and no hash is of it."""
         crowd, left = holders, list(holders)
         while True:
             try:
@@ -104,7 +104,7 @@ class Fetcher:
             if (liar := gathering.alone) is not None:
                 self._channel.refuse(liar, BadMessage("hash", f"a snapshot from stage {liar}"))
             return liar
-        return await self._channel.compute(lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, have.factor))
+        return await self._channel.compute(lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, 1.0))
 
     async def theirs(self, stage: int) -> tuple[m.Have, memoryview]:
         """The snapshot of itself that `stage` has, to be kept here. Nobody waits for it, and at 7 B a home's line is busy with it for ten

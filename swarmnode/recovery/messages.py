@@ -43,7 +43,7 @@ STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated")
 """Beside what is sent: too many requests at a time; our own disk's, device's or numbers' matter; one thing too often."""
 ROOT_BYTES: Final = 32
 FACTOR: Final = 2.0
-"""A peer may make us train a stage with so many times the crew's learning rate, at most."""
+"""No stage says that it learns with more than so many times the crew's learning rate."""
 Form = Literal["exact", "small"]
 """A snapshot is float32 with AdamW's moments and counts, or bfloat16 without."""
 What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran"]
@@ -116,7 +116,7 @@ class Have(StateMessage, frozen=True, tag="have"):
     squared_norm: float = 0.0
     """The stage's last raw gradient's over its layers: CheckFree weights it by this."""
     factor: float = 1.0
-    """Its learning rate is the crew's times this."""
+    """Its learning rate is the crew's times this, as it says itself: nobody trains by it."""
 
 
 class Chunk(StateMessage, frozen=True, tag="chunk"):

@@ -16,6 +16,7 @@ class Outgoing:
     """One transfer on its way out."""
 
     request: int
+    what: m.What
     head: bytes
     """What goes before the first chunk; empty from then on."""
     body: memoryview
@@ -36,7 +37,7 @@ class Outbox:
 
     def transfer(self, have: m.Have, body: bytes | memoryview, later: bool, at: int) -> None:
         """`body` from byte `at` on."""
-        self.transfers.append(Outgoing(have.request, m.pack(have), memoryview(body), later, at))
+        self.transfers.append(Outgoing(have.request, have.what, m.pack(have), memoryview(body), later, at))
         self._wake.set()
 
     def clear(self) -> None:

@@ -12,10 +12,12 @@ A source that does not fit this device is one that was not there: what it took i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import torch
 import trio
@@ -39,6 +41,8 @@ from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, R
 from swarmnode.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
 from swarmnode.recovery.synthesis import synthesise
 from swarmnode.recovery.transfer import StatePeer
+
+PAUSE_SECONDS: Final = 30.0
 
 T = TypeVar("T")
 Base = Callable[[], Tensors]
@@ -110,7 +114,7 @@ async def restore(
     )
     order = RecoveryOrder(found, peer.stage.spec, step, run, settings)
     loader = _Loader(peer, holds, step, run, journal, base, replica)
-    return await _Recovery(peer, order, loader, await _probes(peer, holds), notify).run()
+    return await _Recovery(peer, order, loader, await _probes(peer, holds, step), notify).run()
 
 
 @dataclass
@@ -200,7 +204,7 @@ class _Recovery:
                 return None
             healings.append(healing)
             fresh = {name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()}
-            candidate = Kept(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings, candidate.lr_scale.factor))
+            candidate = Kept(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings))
             peer.stage.restored = candidate.state
 
     async def _put_in_stage(self, source: Source) -> Kept | None:
@@ -220,7 +224,7 @@ class _Recovery:
 
     async def _judge(self, source: Source, healings: int) -> Verdict:
         """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
-        until = trio.current_time() + self.peer.stage.settings.neighbour_seconds
+        until, pauses = trio.current_time() + self.peer.stage.settings.neighbour_seconds, _pauses()
         while True:
             unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
             verdict = await judge(self.peer, self._judges())
@@ -229,13 +233,13 @@ class _Recovery:
             others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
             if not others or max(others) < (int(source.kind), -self.peer.stage.spec.index):
                 return verdict
-            await trio.sleep(AGAIN_SECONDS)
+            await trio.sleep(next(pauses))
 
     async def _wait(self) -> Restored | None:
         """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
         was, until that one has found a better. None where there is no other, or it did not help."""
         peer, source = self.peer, self.first
-        until = trio.current_time() + peer.stage.settings.neighbour_seconds
+        until, pauses = trio.current_time() + peer.stage.settings.neighbour_seconds, _pauses()
         if source is None or not await self._unfinished() or (candidate := await self._put_in_stage(source)) is None:
             return None
         peer.stage.exhausted = True
@@ -247,7 +251,7 @@ class _Recovery:
             if all(h.exhausted for _, h in others) or trio.current_time() >= until:
                 peer.stage.phase = "empty"
                 return None
-            await trio.sleep(AGAIN_SECONDS)
+            await trio.sleep(next(pauses))
 
     async def _unfinished(self) -> list[tuple[int, Holds]]:
         """Other stages that answer and are being restored."""
@@ -288,7 +292,7 @@ class _Loader:
             case SourceKind.SNAPSHOT:
                 assert source.holder is not None
                 state = await self._snapshot(source.holder)
-                return Kept(state, LrScale(state.factor) if state.counts else _new_lr_scale(settings, state.factor))
+                return Kept(state, LrScale() if state.counts else _new_lr_scale(settings))
             case SourceKind.BASE:
                 assert self.base is not None
                 weights = await self.peer.channel.compute(self.base)
@@ -339,6 +343,14 @@ class _Loader:
         return None
 
 
+def _pauses() -> Iterator[float]:
+    """Between two verdicts with the same weights here: each costs everybody a few micro-batches, and who runs them sets a bound."""
+    pause = AGAIN_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, PAUSE_SECONDS)
+
+
 async def _tie(peer: StatePeer, candidate: Kept, holds: Mapping[int, Holds]) -> None:
     """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends are lost, they are the head's."""
     spec = peer.stage.spec
@@ -369,14 +381,25 @@ async def _ask(peer: StatePeer) -> dict[int, Holds]:
         await trio.sleep(AGAIN_SECONDS)
 
 
-async def _probes(peer: StatePeer, holds: Mapping[int, Holds]) -> list[Probe]:
-    """The newest that anybody has and that are what they say."""
-    for _, stage in sorted(((h.probes, stage) for stage, h in holds.items() if h.probes is not None), reverse=True):
-        try:
-            return await peer.fetch.probes(stage)
-        except PeerError:
-            continue
-    return list(peer.stage.recorder.probes)
+async def _probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
+    """What two have of the tail and its ring neighbours, ourselves among them; else the tail's, else the newest: of steps that were taken.
+    By them a stage is judged, so no one's word decides which, and nobody else is asked."""
+    tail, own = peer.stage.spec.stages - 1, peer.stage.spec.index
+    found = {own: list(peer.stage.recorder.probes)}
+
+    async def one(stage: int) -> None:
+        with contextlib.suppress(PeerError):
+            found[stage] = await peer.fetch.probes(stage)
+
+    async with trio.open_nursery() as nursery:
+        for stage in (tail, *ring(tail, peer.stage.spec.stages)):
+            if stage in holds and holds[stage].probes is not None:
+                nursery.start_soon(one, stage)
+    taken = {stage: [probe for probe in probes if probe.step < step] for stage, probes in found.items()}
+    times = Counter(probe for probes in taken.values() for probe in set(probes))
+    if twice := sorted((probe for probe, count in times.items() if count > 1), key=lambda probe: (probe.step, probe.micro_batch)):
+        return twice
+    return taken.get(tail) or max(taken.values(), key=lambda probes: max((probe.step for probe in probes), default=-1))
 
 
 async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
@@ -407,8 +430,8 @@ def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> St
     return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
 
 
-def _new_lr_scale(settings: RecoverySettings, factor: float = 1.0) -> LrScale:
-    return LrScale(factor, settings.warmup_steps)
+def _new_lr_scale(settings: RecoverySettings) -> LrScale:
+    return LrScale(warmup=settings.warmup_steps)
 
 
 def _refusal(verdict: Verdict | None, healings: int) -> str:

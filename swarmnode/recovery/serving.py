@@ -20,9 +20,12 @@ Read = tuple[bytes | bytearray | memoryview, dict[str, Any]]
 """(bytes, fields of `Have`)."""
 Found = tuple[int, Callable[[], Read]]
 """(committed steps, what reads it)."""
-TIMES: Final[Mapping[m.Wanted, int]] = {"copy": 2, "layers": 4, "ends": 4, "probes": 4, "shadow": 8, "tied": 16, "edges": 16}
-"""So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were of a step before. The rest: what a stage
-may want that is being restored: it tries every source, some of them twice, and heals what it has of them."""
+TIMES: Final[Mapping[m.What, int]] = {
+    "copy": 2, "layers": 4, "ends": 4, "probes": 4, "shadow": 8, "tied": 16, "edges": 16, "ran": 64,
+}  # fmt: skip
+"""So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were of a step before. What is run: as many
+rows as so many of the largest micro-batches have. The rest: what a stage may want that is being restored: it tries every source, some of
+them twice, and heals what it has of them."""
 LEAST: Final = 64 * 1024
 """What a part of a snapshot counts for, however short: its file is opened for it."""
 
@@ -31,15 +34,15 @@ class Rations:
     """What a stage was sent, or gave, so that no one thing goes back and forth for ever."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, m.Wanted, int], tuple[int, int]] = {}
+        self._sent: dict[tuple[int, m.What, int], tuple[int, int]] = {}
         """(stage, what, of) → (committed steps in it, how much of it)."""
 
-    def take(self, stage: int, want: m.Want, step: int, part: int = 1, whole: int = 1) -> bool:
+    def take(self, stage: int, what: m.What, of: int, step: int, part: int = 1, whole: int = 1) -> bool:
         """Whether `stage` may have `part` of `whole` once more; it counts as sent."""
-        before, sent = self._sent.get((stage, want.what, want.of), (step, 0))
+        before, sent = self._sent.get((stage, what, of), (step, 0))
         sent = (sent if before == step else 0) + part
-        if allowed := sent <= TIMES[want.what] * whole:
-            self._sent[stage, want.what, want.of] = step, sent
+        if allowed := sent <= TIMES[what] * whole:
+            self._sent[stage, what, of] = step, sent
         return allowed
 
 
@@ -50,6 +53,8 @@ class Server:
         self._channel = channel
         self._stage = stage
         self._rations = Rations()
+        self._making: set[tuple[int, m.What]] = set()
+        """(stage, what) that is being put together for it."""
         self._lent: dict[int, tuple[int, Read]] = {}
         """Stage → (committed steps, our snapshot) that it is being sent, to be kept for later. That may take longer than until we have
         the next; the file of the one before is not on the disk any more then, and can still be read."""
@@ -70,6 +75,21 @@ class Server:
         if want.what in ("layers", "tied", "copy") and self._stage.phase != "whole":
             self._channel.lack(stage, want.request, "loading")
             return
+        if want.what != "shadow" and self._gives(stage, want.what):
+            self._channel.refused["busy"] += 1
+            self._channel.lack(stage, want.request, "busy")
+            return
+        self._making.add((stage, want.what))
+        try:
+            await self._give(stage, want)
+        finally:
+            self._making.discard((stage, want.what))
+
+    def _gives(self, stage: int, what: m.What) -> bool:
+        """Whether it has not read all of one that it wanted before: what is not sent from a file takes memory until then."""
+        return (stage, what) in self._making or any(out.what == what for out in self._channel.outboxes[stage].transfers)
+
+    async def _give(self, stage: int, want: m.Want) -> None:
         found = await self._copy() if want.what == "copy" else self.find(stage, want.what, want.of)
         if found is None:
             self._channel.lack(stage, want.request, "none")
@@ -77,7 +97,7 @@ class Server:
         step, read = found
         part, whole = self._part(want)
         once = want.what in ("layers", "tied", "edges")  # by who is restored: the crew has taken no step yet
-        if not self._rations.take(stage, want, 0 if once else step, part, whole):
+        if not self._rations.take(stage, want.what, want.of, 0 if once else step, part, whole):
             self._channel.refused["repeated"] += 1
             self._channel.lack(stage, want.request, "refused")
             return
@@ -123,7 +143,8 @@ class Server:
         if what == "edges":
             edges = [edge for edge in list(recorder.edges) if stage in (edge.source, edge.target)]  # a step may end meanwhile
             return (self._channel.step, lambda: (strict.encode(edges), {})) if edges else None
-        if what == "layers" and abs(stage - spec.index) == 1 and (layout := layers_layout(own)):
+        made = self._stage.settings.synthesises(stage, spec.stages)
+        if what == "layers" and made and abs(stage - spec.index) == 1 and (layout := layers_layout(own)):
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
             return self._channel.step, lambda: (pack_floats(trained(self._stage.runtime), layout), {"squared_norm": norm})
         if what == "tied" and stage in (0, spec.stages - 1) and spec.shares_embedding and (layout := tied_layout(spec, own)):
@@ -151,5 +172,9 @@ class Server:
             self._channel.lack(stage, asked.request, "loading")
             return
         work = read_micro_batch(body[: asked.about], asked.rows, at.limits, "learn")
+        if not self._rations.take(stage, "ran", at.spec.index, self._channel.step, asked.rows, at.limits.tokens):
+            self._channel.refused["repeated"] += 1
+            self._channel.lack(stage, asked.request, "refused")
+            return
         out = await self._channel.compute(lambda: run_one(at.runtime, work, body[asked.about :], at.codec))
         await self._channel.answer(stage, asked.request, "ran", self._channel.step, out)

@@ -109,7 +109,7 @@ class Sharing:
         key = stage, what
         while self._news[key]:
             self._news[key] = False
-            if not self._rations.take(stage, m.Want(self._channel.place, 0, what, stage, 0, None), self._channel.step):
+            if not self._rations.take(stage, what, stage, self._channel.step):
                 self._channel.refused["repeated"] += 1
             elif what != "shadow":
                 await self._take(stage, what)

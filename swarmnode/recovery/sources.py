@@ -94,6 +94,10 @@ class RecoverySettings:
         """Whether this stage is copied to others and comes back from copies; else it is made of its neighbours."""
         return self.mode == "off" or (self.mode == "checkfree" and (spec.has_embedding or spec.has_head))
 
+    def synthesises(self, stage: int, stages: int) -> bool:
+        """Whether `stage`, of so many, may ever be made of its neighbours' layers; an end needs a copy of what is no layer besides."""
+        return self.synthesis != "none" and (0 < stage < stages - 1 or self.mode == "checkfree+")
+
 
 @dataclass(frozen=True)
 class Source:

@@ -25,10 +25,7 @@ ALLOWED = {
     "swarmnode.pipeline.frames.Abort: nobody reads reason": "for whoever looks at the wire",
     "swarmnode.pipeline.frames.Commit: nobody reads norm": "the same",
     **dict.fromkeys(
-        (
-            "swarmnode.recovery.messages.Edge: nobody reads micro_batch", "swarmnode.recovery.messages.Edge: nobody reads step",
-            "swarmnode.recovery.messages.Probe: nobody reads micro_batch",
-        ),
+        ("swarmnode.recovery.messages.Edge: nobody reads micro_batch", "swarmnode.recovery.messages.Edge: nobody reads step"),
         "names what it is; on the wire",
     ),
     "swarmnode.weights.fingerprint.LoraShape: nobody reads r": "goes into the fingerprint's hash as a whole",

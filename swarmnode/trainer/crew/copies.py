@@ -18,7 +18,8 @@ import torch
 import trio
 
 from swarmnode.averaging.lora import A_SEED, freeze_a
-from swarmnode.errors import PeerError, StateError, Unavailable
+from swarmnode.errors import DeviceError, PeerError, StateError, Unavailable
+from swarmnode.pipeline import faults
 from swarmnode.pipeline.commit import NO_HASH
 from swarmnode.pipeline.spec import StageSpec, stage_specs
 from swarmnode.pipeline.split import adapt, tensors_of
@@ -75,7 +76,7 @@ class WholeCopy:
 
     def sample(self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample] | None:
         """Completions of each prompt, for a crew at `step`. None where there is no copy that is new enough, or only one of steps that are
-        lost, and where its numbers are not finite."""
+        lost, where its numbers are not finite, and where they do not fit, which gives it up."""
         if self._policy is None and not self._lacks:
             self._build()
         arrived, self._arrived = self._arrived, None
@@ -90,7 +91,14 @@ class WholeCopy:
             return None
         seed = int(torch.randint(2**62, (1,), generator=rng))
         there = policy.random_generator(seed)  # a CPU draws 0.3 s for the next tokens of 64 answers, of a vocabulary of 150,000
-        samples = self._batcher.generate(policy, prompts, sampling, there)
+        try:
+            samples = self._batcher.generate(policy, prompts, sampling, there)
+        except DeviceError as error:
+            log.warning("the copy of the whole policy is given up: the stages sample", error=str(error))
+            samples, policy, self._lacks = [], None, True
+        if policy is None:  # outside the handler: the exception's frames hold the memory that has to go
+            self.release()
+            return None
         if all(math.isfinite(math.fsum(c.logprobs)) for sample in samples for c in sample.completions):
             return samples
         log.warning("the copy's numbers are not finite", step=self._at[0])
@@ -137,7 +145,9 @@ class WholeCopy:
         async def one(spec: StageSpec) -> None:
             try:
                 found.append(await peer.fetch.copy(spec))
-            except (PeerError, StateError, Unavailable) as error:
+            except (PeerError, StateError, Unavailable, RuntimeError, MemoryError) as error:
+                if isinstance(error, RuntimeError | MemoryError) and not faults.of_device(error):
+                    raise
                 log.info("a stage gives no copy", stage=spec.index, reason=str(error))
 
         try:

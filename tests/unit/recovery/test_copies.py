@@ -9,6 +9,7 @@ from peft import LoraConfig
 
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.split import adapt
+from swarmnode.policy import quantised as quantised_module
 from swarmnode.policy.load import LORA_MODULES
 from swarmnode.policy.quantised import Int8Matrix, build_quantised, quantise
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy, install
@@ -61,6 +62,24 @@ def test_a_weight_errs_by_half_a_step_and_what_has_not_moved_has_the_same_code()
     assert torch.equal(chosen[:3], scales[:3])
     assert bool((chosen[3:5] > scales[3:5]).all())
     assert bool(((later.float() * chosen[:, None] - moved).abs().amax(1) <= moved.abs().amax(1) / 253).all())
+
+
+@pytest.mark.parametrize("block", [1, 100, 149, 10**6])
+def test_a_matrix_is_quantised_in_pieces_to_the_same_codes(monkeypatch, block):
+    weight = torch.randn(7, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight[4] = 0
+    needed = weight.float().abs().amax(1) / 127
+    scales = needed * torch.tensor([1.0, 0.999, 0.9, 1.1, 1.0, 2.0, 0.996])
+    chosen = torch.where(needed <= 1.004 * scales, scales, needed)
+    codes = torch.where(chosen[:, None] > 0, weight.float() / chosen[:, None], 0.0).round().clamp(-127, 127).to(torch.int8)
+    monkeypatch.setattr(quantised_module, "BLOCK", block)
+    in_pieces = quantise(weight, scales)
+    assert torch.equal(in_pieces[0], codes)
+    assert torch.equal(in_pieces[1], chosen)
+    most = []
+    monkeypatch.setattr(torch, "where", lambda *args, where=torch.where: most.append(max(arg.numel() for arg in args[:2])) or where(*args))
+    quantise(weight, scales)
+    assert max(most) <= max(block, 50), "or one row"
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])

@@ -4,16 +4,19 @@ import copy
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from swarmnode.config import TrainingConfig
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.recovery import gate as gate_module
 from swarmnode.recovery import restore as restore_module
+from swarmnode.recovery.bodies import run_one
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.messages import Have, root_of
+from swarmnode.recovery.probes import work_of
 from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, SourceKind, Verdict
-from swarmnode.recovery.state import StageState, encode_state, trained
+from swarmnode.recovery.state import StageState, encode_state, load_weights, trained
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -37,9 +40,9 @@ def fleet(models, tmp_path):
         one.close()
 
 
-async def learn(crew, steps, first=0):
+async def learn(crew, steps, first=0, rate=1e-4):
     for number in range(first, first + steps):
-        assert (await crew.head.update(rows_of(number), CFG, 30.0, 1e-4)).refused is None
+        assert (await crew.head.update(rows_of(number), CFG, 30.0, rate)).refused is None
     await quiet()
 
 
@@ -56,6 +59,54 @@ def lie(fleet, place, holder, weights, step=3):
 def moved(weights, by):
     generator = torch.Generator().manual_seed(9)
     return {name: tensor + by * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+
+
+async def test_no_holder_says_how_fast_a_stage_learns_from_then_on(fleet):
+    mine = fleet()
+    async with mine.up() as crew:
+        await learn(crew, 3)
+        _, true = mine.stations[0].store.read(LOST)
+        kept = mine.stations[0].store.get(LOST)
+        have = Have(crew.head.place, 1, "shadow", 3, len(true), kept.root, kept.hash, squared_norm=kept.squared_norm, factor=1e-30)
+        mine.stations[0].store.put(LOST, have, bytearray(true))
+    mine.kill(LOST)
+    async with mine.up() as crew:
+        assert (mine.restored[LOST].kind, mine.restored[LOST].holder) == (SourceKind.SNAPSHOT, 0)
+        assert crew.members[LOST].optimizer.lr_scale.factor == 1.0
+        before = weights_of(mine)
+        await learn(crew, 1, 3)
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(mine).items())
+
+
+async def chain(fleet, probe):
+    """What the policy says of it now, with what is in every stage."""
+    work, x = work_of(probe, fleet.limits), b""
+    for station in fleet.stations:
+        x = run_one(station.runtime, work, x, fleet.crew_settings.codec)
+    return x
+
+
+@pytest.mark.parametrize(("liar", "step", "tail"), [(0, 2, True), (2, 3, True), (2, 2**50, True), (0, 3, False)])
+async def test_no_one_member_says_by_what_a_stage_is_judged(fleet, liar, step, tail):
+    """It names probes that the base's stage would pass, and a true copy would not."""
+    mine = fleet(snapshot_every=100, gate_kl=0.002)
+    base = weights_of(mine)
+    mine.stations[LOST].base = lambda: base
+    async with mine.up() as crew:
+        await learn(crew, 1, rate=0.05)
+        old = weights_of(mine)
+        await learn(crew, 2, 1)
+        for holder in (0, 2):
+            lie(mine, crew.head.place, holder, old, 1)
+    mine.kill(LOST).base = lambda: base
+    if not tail:
+        mine.stations[3].watch.probes.clear()
+    load_weights(mine.stations[LOST].runtime, base)
+    watch = mine.stations[liar].watch
+    watch.probes[:] = [replace(probe, step=step, logprobs=await chain(mine, probe)) for probe in watch.probes]
+    async with mine.up() as crew:
+        assert crew is not None, mine.failed
+        assert (mine.restored[LOST].kind, mine.restored[LOST].step) == (SourceKind.SNAPSHOT, 1), mine.restored[LOST].tried
 
 
 @pytest.mark.parametrize(("liar", "by"), [(0, 0.02), (2, 1.0)], ids=["passes the gate", "noise"])

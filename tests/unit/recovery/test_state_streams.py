@@ -12,6 +12,7 @@ import torch
 import trio
 from trio.testing import memory_stream_pair
 
+from swarmnode.config import Config
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError, Unavailable
 from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.context import CrewSettings
@@ -19,8 +20,9 @@ from swarmnode.pipeline.fence import Fence
 from swarmnode.pipeline.frames import FrameLimits, Place, activation_bytes
 from swarmnode.pipeline.links import Links
 from swarmnode.pipeline.runtime import StageRuntime
+from swarmnode.pipeline.work import Loss, MicroBatch
 from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery import channel, disk, fetching, local, serving, snapshots
+from swarmnode.recovery import channel, disk, fetching, local, outbox, serving, snapshots
 from swarmnode.recovery import messages as m
 from swarmnode.recovery.bodies import layers_layout, pack_floats
 from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
@@ -28,10 +30,12 @@ from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.outbox import Outbox
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.snapshots import Copied, SnapshotStore, find_snapshots, ring
-from swarmnode.recovery.sources import RecoverySettings
+from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
+from swarmnode.trainer.crew.run import restoring
 from swarmnode.wire import strict
+from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.split_models import split_model
 
 CREW = b"c" * 16
@@ -499,23 +503,22 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
 
     monkeypatch.setattr(wire.peer.channel, "compute", later)
 
-    async def asked(times):
-        for number in range(1, times + 1):
-            for stage in (0, 2):
-                await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), number, "copy", 1, 0, None)))
+    async def asked():
+        for stage in (0, 2):
+            await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), 1, "copy", 1, 0, None)))
         with trio.fail_after(1):
             read = lambda stage: m.read(wire.ends[stage], LIMITS)
-            got = [(await read(stage), await read(stage)) for stage in (0, 2) for _ in range(times)]
+            got = [(await read(stage), await read(stage)) for stage in (0, 2)]
         assert len({body for _, (_, body) in got}) == 1
         return {have.step for (have, _), _ in got}
 
-    assert await asked(1) == {9}
-    assert await asked(1) == {9}
+    assert await asked() == {9}
+    assert await asked() == {9}
     assert encoded == [9]
     async with trio.open_nursery() as nursery:
         async with wire.worker.optimizer.moving:
             wire.step()  # it is counted, and the weights still move
-            nursery.start_soon(asked, 2)
+            nursery.start_soon(asked)
             await quiet()
             assert encoded == [9]
     assert encoded == [9, 10]
@@ -549,6 +552,7 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH), body)
     of = 0 if what == "shadow" else 1
+    wire.peer.stage.settings = replace(SETTINGS, mode="checkfree+")
 
     async def refused():
         await wire.send(0, m.Want(wire.place(0), 7, what, of, 0, None))
@@ -564,15 +568,14 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
 
 def test_parts_count_for_their_bytes_and_the_whole_is_sent_eight_times():
     size, piece = 209 * 2**24 + 77, 2**24
-    want = m.Want(Place(CREW, 0, 9), 1, "shadow", 1, 0, None)
     rations = serving.Rations()
     pieces = [min(piece, size - at) for at in range(0, size, piece)]
-    whole = lambda step: [rations.take(0, want, step, length, size) for length in pieces]
+    whole = lambda step: [rations.take(0, "shadow", 1, step, length, size) for length in pieces]
     assert [all(whole(9)) for _ in range(9)] == [True] * 8 + [False]
     assert not any(whole(9))
-    assert rations.take(2, want, 9, piece, size), "each stage has its own share"
+    assert rations.take(2, "shadow", 1, 9, piece, size), "each stage has its own share"
     assert all(whole(10))
-    assert [rations.take(0, want, 11) for _ in range(9)] == [True] * 8 + [False]
+    assert [rations.take(0, "shadow", 1, 11) for _ in range(9)] == [True] * 8 + [False]
 
 
 @pytest.mark.parametrize("what", ["layers", "tied"])
@@ -794,13 +797,13 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
 
 
 async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later(wire):
-    outbox, body = Outbox(), bytes(3 * 2**20)
+    box, body = Outbox(), bytes(3 * 2**20)
     have = lambda number: m.Have(wire.place(1), number, "shadow", 9, len(body), HASH, HASH)
-    outbox.transfer(have(7), body, True, 0)
-    outbox.transfer(have(8), body, True, 0)
-    written = lambda: bytes(outbox.next(wire.place(1))[1])
+    box.transfer(have(7), body, True, 0)
+    box.transfer(have(8), body, True, 0)
+    written = lambda: bytes(box.next(wire.place(1))[1])
     assert written().startswith(m.pack(have(7)))
-    outbox.transfer(have(9), body, False, 0)
+    box.transfer(have(9), body, False, 0)
     assert written().startswith(m.pack(have(9)))
     assert not [1 for _ in range(2) if written().startswith((m.pack(have(8)), m.pack(have(7))))], "before all of it was gone"
     assert written().startswith(m.pack(have(8)))
@@ -1012,13 +1015,77 @@ def test_a_ring_of_two_has_one_neighbour():
 
 
 async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
-    wire.peer.stage.phase = "whole"
+    wire.peer.sharing.snapshot(wire.state(1))
+    await quiet()
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     for number in range(1, 4 * channel.SERVED):
-        await wire.send(0, m.Want(wire.place(0), number, "layers", 1, 0, None))
+        await wire.send(0, m.Want(wire.place(0), number, "shadow", 1, 0, None))
     waiting = wire.peer.channel.outboxes[0].transfers
-    assert len(waiting) <= channel.SERVED
+    assert 1 < len(waiting) <= channel.SERVED
     assert set(wire.refused()) <= {"busy", "repeated"}
+
+
+@pytest.mark.parametrize("what", ["layers", "copy", "edges"])
+async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(wire, monkeypatch, what):
+    wire.work()
+    wire.peer.stage.settings = replace(SETTINGS, mode="checkfree+")
+    wire.peer.stage.recorder.edges.append(m.Edge(1, 9, 0, 1, 1, b"a", b"b"))
+    monkeypatch.setattr(channel, "CHUNK_BYTES", 4)  # as a long one: more than one chunk
+    monkeypatch.setattr(outbox, "CHUNK_BYTES", 4)
+
+    async def later(work):
+        await quiet()
+        return work()
+
+    monkeypatch.setattr(wire.peer.channel, "compute", later)
+    wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
+    want = lambda number: m.Want(wire.place(0), number, what, 1, 0, None)
+    for number in range(1, 5):
+        await wire.ends[0].send_all(m.pack(want(number)))  # the second while the first is put together
+        await quiet()
+        await quiet()
+    assert [out.what for out in wire.peer.channel.outboxes[0].transfers] == [what]
+    assert wire.refused() == {"busy": 3}
+    wire.peer.channel.outboxes[0].clear()
+    wire.peer.channel.streams[0].send_stream.send_all_hook = None
+    await wire.send(2, m.Want(wire.place(2), 7, "shadow", 2, 0, None))
+    assert (await wire.answer(2)).reason == "none", "nobody else waits"
+
+
+SCRATCH, PAPER, PRETRAINED, ADAPTER = Run(), Run(swapped=True), Run(pretrained=True), Run(adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "mode", "given"), [(SCRATCH, "off", False), (PAPER, "checkfree+", True), (PRETRAINED, "off", False), (ADAPTER, "off", False)]
+)
+async def test_layers_are_given_to_whom_they_are_of_use(wire, run, mode, given):
+    settings = restoring(Config.model_validate({"stages": {"paper_mode": mode}}).stages, run)
+    wire.peer.stage.phase, wire.peer.stage.settings = "whole", settings
+    await wire.send(0, m.Want(wire.place(0), 7, "layers", 1, 0, None))
+    answer = await wire.answer(0)
+    assert (isinstance(answer, m.Have) if given else answer.reason == "none"), "stage 0 has an embedding that no neighbour keeps"
+    assert settings.synthesises(1, 3) == (not run.pretrained and not run.adapter)
+
+
+async def test_what_a_member_has_run_here_in_a_step_has_a_bound(wire):
+    wire.work()
+    ids = lambda count: pack_ids([1 + i % 60 for i in range(count)])
+    loss = Loss(*(pack_logprobs([0.5] * count) for count in (24, 1, 1)), 1.0, "dapo", 0.2, 0.28, None, (True,), "tis", "token")
+    about = strict.encode(MicroBatch((41,), ids(41), (0,), (24,), ids(24), 1.0, loss))
+    rows = LIMITS.tokens
+    body = about + bytes(activation_bytes("float32", rows, LIMITS.hidden))
+
+    async def ran(stage):
+        await wire.send(stage, (m.Run(wire.place(stage), 7, "float32", rows, len(about)), body))
+        answer = await wire.answer(stage)
+        return isinstance(answer, m.Have) and isinstance(await wire.answer(stage), m.Chunk)
+
+    times = serving.TIMES["ran"]
+    assert [await ran(0) for _ in range(times + 2)] == [True] * times + [False] * 2
+    assert wire.refused() == {"repeated": 2}
+    assert await ran(2), "each stage has its own share"
+    wire.step()
+    assert await ran(0)
 
 
 def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(models, tmp_path):

@@ -16,6 +16,8 @@ from swarmnode.pipeline.split import tensors_of
 from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy
+from swarmnode.policy.micro import MicroBatcher, RowTooLarge
+from swarmnode.recovery import local
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.sources import RecoverySettings
@@ -49,8 +51,8 @@ class One:
         fence, settings = Fence(Place(CREW, 0, 0), 1), RecoverySettings()
         layouts = (layout_of(runtime.model),)
         recorder = Recorder(runtime.spec, settings)
-        local = LocalStage(runtime, runtime.spec, model.limits(), layouts, settings, "float32", recorder, base=tensors_of(model.directory))
-        self.peer, self.layers = StatePeer(local, fence, {}, in_thread), layers
+        stage = LocalStage(runtime, runtime.spec, model.limits(), layouts, settings, "float32", recorder, base=tensors_of(model.directory))
+        self.peer, self.layers = StatePeer(stage, fence, {}, in_thread), layers
         self.worker = StageWorker(runtime, Links(0, {}, model.limits()), fence, model.settings(), inline)
         self.peer.attach(self.worker)
         self.copy = WholeCopy(model, lambda: self.peer, 4096)
@@ -144,3 +146,40 @@ async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
     await one.followed(one.at(1))
     assert one.sample(1) is None
     assert one.copy.has((1, HASH[1])), "it was put in"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("an operator"), MemoryError()])
+async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(one, monkeypatch, error):
+    first, failed = ids(one.sample(0)), []
+
+    def fails(*args):
+        failed.append(1)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "encode_copy", fails)
+        at = one.at(1, by=0.05)
+        await one.copy.follow(one.layers, at)
+        await until(lambda: failed)
+        await trio.testing.wait_all_tasks_blocked()
+        assert ids(one.sample(1)) == first, "the copy is as it was"
+    with trio.fail_after(30):
+        while not one.copy.has(at):
+            await one.copy.follow(one.layers, at)
+            await trio.lowlevel.checkpoint()
+    assert ids(one.sample(1)) != first
+
+
+async def test_samples_that_do_not_fit_are_the_stages_and_the_copy_is_given_up(one, monkeypatch):
+    one.sample(0)
+    tried = []
+
+    def generate(*args):
+        tried.append(1)
+        raise RowTooLarge(0, 4096)
+
+    monkeypatch.setattr(MicroBatcher, "generate", generate)
+    assert one.sample(0) is None
+    assert one.copy.facts(0) == {}, "its memory is free"
+    assert one.sample(0) is None
+    assert len(tried) == 1, "it is not built again"
