@@ -444,12 +444,15 @@ class _Turn:
         return self.settings.prepare_seconds + memory / self.settings.restore_bytes_per_second
 
     def _step_seconds(self, crew: Crew) -> float:
-        """How long a crew may take no step: longer where our own stage is slow, since blocks are cut so that all take as long."""
-        offering = self.state.offering
+        """How long a crew may take no step: longer where our own stage is slow, since blocks are cut so that all take as long, and where
+        peers are far: completions may go through all stages token by token, as many at a time as there are stages."""
+        offering, settings = self.state.offering, self.settings
         if offering is None:
-            return self.settings.step_seconds
-        work = stage_work(offering.cost, [member.layers for member in crew.record.members], crew.stage)
-        return max(self.settings.step_seconds, self.settings.slow_steps * work / offering.capacity.speed)
+            return settings.step_seconds
+        cost, sizes = offering.cost, [member.layers for member in crew.record.members]
+        ways = cost.crossings * cost.batches * max(len(sizes), cost.batches)
+        computing = settings.slow_steps * stage_work(cost, sizes, crew.stage) / offering.capacity.speed
+        return max(settings.step_seconds, computing) + settings.slow_lines * ways * usual_seconds(self.state)
 
     # ---- the own trainer ----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True):
     """A crew that runs and takes no step for so long is left."""
     slow_steps: float = 10.0
     """Or for so many times what its training takes, by the plan: completions and evaluations are computed besides, token by token."""
+    slow_lines: float = 2.0
+    """And for so many times what the way of all tokens through all stages takes messages, whose time it has measured."""
     bar_seconds: float = 10.0
     """How long a peer is left out because of which a crew ended or was not founded, at least: as long as it cost, doubled each time. The
     time that it works with us is taken off."""

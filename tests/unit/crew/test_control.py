@@ -313,6 +313,19 @@ def test_progress_without_end_is_no_reason_to_wait_without_end():
     assert node.state.peers["a"].barred_until - node.now > SETTINGS.prepare_seconds, "left out for longer than it has cost"
 
 
+def test_a_crew_of_homes_that_samples_token_by_token_has_time_for_its_lines():
+    """7 B: 64 answers of 4,000 tokens in sixteen waves, as many at a time as there are stages; 50 ms from each stage to the next."""
+    node, lines = Node(), 16 * 4000 * 0.05
+    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batches=16.0, crossings=4000 / 16)
+    node.does(ev.PeerBack("a"))
+    node.does(ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=0.05))
+    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost))
+    of = record("a", "b")
+    node.answers("a", m.Propose(of))
+    node.answers("a", founded(of))
+    assert node.told()[0].step_seconds == pytest.approx(SETTINGS.step_seconds + SETTINGS.slow_lines * lines)
+
+
 @pytest.mark.parametrize(("work", "bound"), [(1.0, SETTINGS.step_seconds), (200.0, 200.0 * SETTINGS.slow_steps)])
 def test_a_crew_takes_no_step_for_as_long_as_is_slow_for_its_stages(work, bound):
     """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what others say of themselves moves nothing."""
