@@ -369,6 +369,10 @@ class Replica:
             return False
         return self._revert(blamed)
 
+    def keep(self) -> None:
+        """No reward is seen here that could take back what came so far: nothing is remembered for it."""
+        self._parts.outer.keep()
+
     def _give_up(self, adoption: Adoption, reward: float) -> None:
         log.warning("the state of %s is worse than what we had: %.3f, not %.3f", adoption.peer, reward, adoption.reward)
         parts = self._parts

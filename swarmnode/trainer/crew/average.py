@@ -85,7 +85,7 @@ class StageAveraging(Observer):
 
         Between two steps, in the thread that takes them: only there do they move, with the weights.
         """
-        tensors = {n: t for n, t in self._replica.tensors().items() if not n.startswith(UNDO)}  # reward is the head's to see
+        tensors = {n: t for n, t in self._replica.tensors().items() if not n.startswith(UNDO)}
         return {**tensors, CLOCKS: torch.tensor(self._counters.outer_clocks)}
 
     def committed(self, worker: StageWorker) -> None:
@@ -95,6 +95,7 @@ class StageAveraging(Observer):
         if not self._averages():  # the last step of a crew that is suspended
             return
         self._replica.between_steps(self._connected(), seconds, stepped=True)
+        self._replica.keep()  # reward is the head's to see
         if self._counters.exchanges_total and not self._marked:
             self._mark()
 

@@ -30,7 +30,7 @@ from swarmnode.pipeline.spec import check_model_type, stage_specs
 from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import HEADROOM, TRAINED_BYTES, Placement, count_parameters, free_bytes, needed_bytes, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
-from swarmnode.policy.footprint import ITEM_BYTES, LOGITS_COPIES, Method, Shape, host_bytes, layer_bytes, logits_tokens
+from swarmnode.policy.footprint import ITEM_BYTES, LOGITS_COPIES, UNDO_WEIGHTS, Method, Shape, host_bytes, layer_bytes, logits_tokens
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
 from swarmnode.policy.text import Chat, PolicyText
@@ -172,9 +172,10 @@ def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement
 
 
 def kept_bytes(weights: WeightsConfig) -> int:
-    """Host memory for each trained weight, beside training: to save it, to average it, and for snapshots."""
-    parts = weights.fragments
-    return sum(host_bytes(parts, parts if weights.rule != "off" else 0)) // parts + SNAPSHOT_BYTES
+    """Host memory for each trained weight, beside training: to save it, to average it, and for snapshots. Of what came before an exchange a
+    stage keeps no more than one fragment, since it sees no reward."""
+    parts, many = weights.fragments, weights.fragments * UNDO_WEIGHTS
+    return sum(host_bytes(many, parts if weights.rule != "off" else 0)) // many + SNAPSHOT_BYTES
 
 
 def on_host(memory: float, adapter: LoraSettings, weights: WeightsConfig, placement: Placement) -> float:

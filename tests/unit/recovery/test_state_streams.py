@@ -1015,7 +1015,7 @@ def test_a_ring_of_two_has_one_neighbour():
 
 
 async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
-    wire.peer.sharing.snapshot(wire.state(1))
+    wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     for number in range(1, 4 * channel.SERVED):

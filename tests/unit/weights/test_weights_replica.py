@@ -350,6 +350,16 @@ def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, th
     assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
 
 
+def test_where_no_reward_is_seen_nothing_is_remembered_for_it(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.exchange(partner)
+    a.between()
+    assert any(name.startswith("undo.") for name in a.replica.tensors())
+    a.replica.keep()
+    assert not any(name.startswith("undo.") for name in a.replica.tensors())
+
+
 def test_of_a_large_policy_the_last_exchange_is_taken_back(made, monkeypatch):
     monkeypatch.setattr("swarmnode.averaging.outer.UNDO_WEIGHTS", 0)
     a, partner = made("a"), made("c")
