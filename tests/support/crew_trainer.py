@@ -35,7 +35,7 @@ def next_weight(weight: bytes, step: int, micro_batches: tuple[int, ...]) -> byt
 
 @dataclass(frozen=True)
 class Message:
-    """A frame: `kind` is work, propose, acknowledge, commit, abort or done."""
+    """A frame: `kind` is propose, work, acknowledge, commit, abort or done."""
 
     place: Place
     kind: str
@@ -99,6 +99,10 @@ class Trainer:
     blame: Blame | None = None
     progress: int = 0
     learnt: tuple[int, ...] = ()
+    proposed: frozenset[int] | None = None
+    """What the present attempt is made of; None until the head has said."""
+    early: tuple[int, ...] = ()
+    """Micro-batches that came before the head had said so."""
     in_step: bool = False
     work: int = 0
     """Counts what was planned, so that what was planned before is dropped."""
@@ -148,7 +152,8 @@ class Trainer:
                 self._enter("R0", self.held, now)
                 return
         self.own = False
-        self.held, self.phase, self.learnt = None, "loading", ()
+        self.held, self.phase = None, "loading"
+        self._drop()
         self.report()
         self._later(self.world.rng.uniform(0.1, 1.5), "loaded")
 
@@ -207,7 +212,8 @@ class Trainer:
         assert self.assigned is not None
         assert weights is not None
         a = self.assigned
-        self.rung, self.held, self.phase, self.learnt = rung, weights, "probation", ()
+        self.rung, self.held, self.phase = rung, weights, "probation"
+        self._drop()
         self.participant = Participant(a.step, a.hash, a.crew[:16])
         self.fence = Fence(Place(a.crew[:16], a.stage, a.step), len(a.layers))
         self.blame = Blame(len(a.layers))
@@ -239,8 +245,8 @@ class Trainer:
         self.in_step = True
         attempt, self.deadline = self.coordinator.begin(), now + DEADLINE_SECONDS
         self._later(DEADLINE_SECONDS + 0.01, "deadline")
-        batches = tuple(self.participant.step * 10 + i for i in range(3))
-        for kind in ("work", "propose"):
+        batches = tuple(self.participant.step * 1000 + attempt * 10 + i for i in range(3))  # new ones at each attempt
+        for kind in ("propose", "work"):
             for stage in reversed(range(stages)):
                 self._send(stage, kind, attempt, batches)
 
@@ -257,19 +263,17 @@ class Trainer:
     def _handle(self, sender: int, message: Message, now: float) -> None:
         participant, attempt, step = self.participant, message.attempt, message.place.step
         if message.kind == "work":
-            for micro_batch in message.micro_batches:
-                if participant.may_accumulate(micro_batch):
-                    participant.accumulated(micro_batch)
-                    self.learnt = (*self.learnt, micro_batch)
-            self.progress += 1
-            self._proposed(participant.attempt, participant.complete(), now)
+            self._work(message.micro_batches, now)
         elif message.kind == "propose" and not self.keeps:
             self._proposed(attempt, participant.propose(step, attempt, message.micro_batches), now)
+            if (participant.step, participant.attempt, participant.phase) == (step, attempt, "open"):
+                early, self.early, self.proposed = self.early, (), frozenset(message.micro_batches)
+                self._work(early, now)
         elif message.kind == "commit":
             self._take(participant.commit(step, attempt), now, Taken(attempt, 1.0, 1e-3))
         elif message.kind == "abort":
             if participant.abort(step, attempt):
-                self.learnt = ()
+                self._drop()
         elif self.coordinator is not None and message.kind == "acknowledge":
             if message.refused is not None and self.blame is not None and attempt == self.coordinator.attempt:
                 self._blamed(self.blame.refused({sender}, str(message.refused)))
@@ -283,6 +287,21 @@ class Trainer:
                 if self.blame is not None:
                     self.blame.taken({})
                 self._later(self.world.step_seconds, "step")
+
+    def _work(self, micro_batches: tuple[int, ...], now: float) -> None:
+        """What the head has not proposed waits, and is dropped where the proposal does not name it: it is of an attempt that is over."""
+        if self.proposed is None:
+            self.early += micro_batches
+            return
+        for micro_batch in micro_batches:
+            if micro_batch in self.proposed and self.participant.may_accumulate(micro_batch):
+                self.participant.accumulated(micro_batch)
+                self.learnt = (*self.learnt, micro_batch)
+        self.progress += 1
+        self._proposed(self.participant.attempt, self.participant.complete(), now)
+
+    def _drop(self) -> None:
+        self.learnt, self.proposed, self.early = (), None, ()
 
     def _proposed(self, attempt: int, action: Next | Answer | None, now: float) -> None:
         if action == "prepare":
@@ -315,7 +334,7 @@ class Trainer:
         if action == "take":
             assert self.held is not None
             batches = tuple(sorted(self.learnt))
-            self.learnt = ()
+            self._drop()
             weight = next_weight(self.held.weight, self.participant.step - 1, batches)
             self.own = True
             self.held = replace(self.held, step=self.participant.step, hash=self.participant.hash, weight=weight, taken=taken)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from swarmnode.recovery.journal import Journal, find_journals, journal_every, jo
 from swarmnode.recovery.local import LocalStage
 from swarmnode.recovery.restore import Base, Replica, base_adapter, base_stage
 from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, find_snapshots, ring
-from swarmnode.recovery.sources import RecoverySettings
+from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import host_copy, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer import state
@@ -227,6 +228,7 @@ def _copy(where: Where, found: OnDisk) -> Copy:
     return Copy(found.lineage, found.first, found.last, found.step, found.hash, where, found.taken, b"")
 
 
-def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
-    kept = cfg.keep_policy in ("disk", "both")
-    return RecoverySettings(cfg.shadow_every, kept, mode=cfg.paper_mode)
+def recovery_settings(cfg: StagesConfig, run: Run) -> RecoverySettings:
+    """Where no stage is ever made of its neighbours' layers, nobody is given any."""
+    settings = RecoverySettings(cfg.shadow_every, cfg.keep_policy in ("disk", "both"), mode=cfg.paper_mode)
+    return replace(settings, synthesis="none") if run.pretrained or run.adapter else settings

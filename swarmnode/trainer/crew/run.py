@@ -16,7 +16,7 @@ from dataclasses import replace
 import msgspec
 import structlog
 
-from swarmnode.config import Config, StagesConfig
+from swarmnode.config import Config
 from swarmnode.crew import local as stages
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.plan import stage_memory
@@ -27,7 +27,6 @@ from swarmnode.pauses import Told
 from swarmnode.policy.device import probe
 from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
-from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.swarm.manifest import spoken
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
@@ -61,12 +60,6 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
 
-def restoring(cfg: StagesConfig, run: Run) -> RecoverySettings:
-    """Where no stage is ever made of its neighbours' layers, nobody is given any."""
-    settings = recovery_settings(cfg)
-    return replace(settings, synthesis="none") if run.pretrained or run.adapter else settings
-
-
 class CrewTrainer:
     """`run` returns when `stop` was called, or `max_steps` are done in the crew and its head has ended, or goes on."""
 
@@ -92,7 +85,7 @@ class CrewTrainer:
             c = self._config
             terms = crew_terms(c.stages, c.policy.lora, c.weights, c.training)
             self._model = stack.enter_context(open_model(c.policy, c.stages, c.training, c.weights, terms, c.node.data_dir, self._loading))
-            settings = restoring(c.stages, self._model.run)
+            settings = recovery_settings(c.stages, self._model.run)
             directory = c.node.data_dir / "trainer"
             more: Callable[[int], dict[str, int]] = lambda step: self.copy.facts(step) if self.copy is not None else {}
             self._recovery = StageRecovery(directory, settings, self._model, lambda: self._averaging, self._seek, more)

@@ -33,7 +33,7 @@ from swarmnode.recovery.snapshots import Copied, SnapshotStore, find_snapshots, 
 from swarmnode.recovery.sources import RecoverySettings, Run
 from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
 from swarmnode.recovery.transfer import StatePeer
-from swarmnode.trainer.crew.run import restoring
+from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.split_models import split_model
@@ -1059,7 +1059,7 @@ SCRATCH, PAPER, PRETRAINED, ADAPTER = Run(), Run(swapped=True), Run(pretrained=T
     ("run", "mode", "given"), [(SCRATCH, "off", False), (PAPER, "checkfree+", True), (PRETRAINED, "off", False), (ADAPTER, "off", False)]
 )
 async def test_layers_are_given_to_whom_they_are_of_use(wire, run, mode, given):
-    settings = restoring(Config.model_validate({"stages": {"paper_mode": mode}}).stages, run)
+    settings = recovery_settings(Config.model_validate({"stages": {"paper_mode": mode}}).stages, run)
     wire.peer.stage.phase, wire.peer.stage.settings = "whole", settings
     await wire.send(0, m.Want(wire.place(0), 7, "layers", 1, 0, None))
     answer = await wire.answer(0)

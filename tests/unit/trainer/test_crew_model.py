@@ -73,7 +73,7 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     with pytest.raises(Refused, match="it needs four"), opened(stages(stages=3)):
         pass
     with opened(stages(paper_mode="checkfree", stages=3)) as model:
-        settings = recovery_settings(stages(paper_mode="checkfree").stages)
+        settings = recovery_settings(stages(paper_mode="checkfree").stages, model.run)
         assert not model.settings().swapped
         assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [True, False, True]
 

@@ -51,7 +51,8 @@ class Node:
         self.stage = Stage(assigned, crew_model.build((1, 1, 1), 1), crew_model.settings(), crew_model.limits())
         self.said = []
         self.averaging = averaging_of(config, self.stage, self.said.append, connected=lambda: False)
-        self.recovery = StageRecovery(directory / "trainer", recovery_settings(config.stages), crew_model, lambda: self.averaging)
+        settings = recovery_settings(config.stages, crew_model.run)
+        self.recovery = StageRecovery(directory / "trainer", settings, crew_model, lambda: self.averaging)
         self.recovery.prepare(assigned)
         self.recovery.built(self.stage)
         self.journal = self.recovery._journal

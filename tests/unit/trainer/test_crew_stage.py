@@ -210,7 +210,7 @@ def test_a_stage_whose_device_failed_in_the_middle_of_a_step_is_nobody_s(model, 
     def fails(*_):
         raise error
 
-    recovery = StageRecovery(tmp_path, recovery_settings(config.stages), crew)
+    recovery = StageRecovery(tmp_path, recovery_settings(config.stages, crew.run), crew)
     alone = msgspec.structs.replace(assigned(index=0), layers=(2,), members=("a",))
     runner = StageRunner(
         lambda seat: Stage(seat, crew.build(seat.layers, seat.stage), crew.settings(), crew.limits()), recovery, send, lambda what: None,
