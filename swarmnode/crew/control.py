@@ -9,7 +9,7 @@ has learnt. It is free again when a member leaves, is silent for `evict_seconds`
 forgot the crew. Nobody else has a say: what a stranger sends changes nothing here but what is known of its offer.
 
 Who proposes: everybody free plans alike from the same offers (`founding`); the holder of the first stage proposes at once, the next one if
-nothing came of it for `turn_seconds`. All named sign, or it lapses: two proposers are harmless.
+nothing came of it for `turn_seconds`. All named sign, or it lapses. Several that propose one another do not make each other wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swarmnode.crew.detector import Signs, slowness_at
 from swarmnode.crew.events import Settings
 from swarmnode.crew.founding import LEAST_SECONDS, MOST_SECONDS, Point, is_behind, plan_crew
 from swarmnode.crew.messages import WITHOUT, Offer, Refuse, Status
-from swarmnode.crew.plan import stage_memory, stage_work
+from swarmnode.crew.plan import MEMBERS, stage_memory, stage_work
 from swarmnode.crew.record import (
     HASH_BYTES,
     NO_HASH,
@@ -97,6 +97,8 @@ class Peer(msgspec.Struct, frozen=True):
     """Seconds that it is left out for, twice as long with each further failure; working with us takes a second off for each."""
     barred_until: float = LONG_AGO
     """It is in none of our crews before."""
+    uninformed: bool = False
+    """It got no offer of ours while it was left out, and has answered none since: it would not know what we propose to go on from."""
     blamed: int = 0
     """Crews that our trainer led and that came to nothing because of it, or of it or another: the bad one is there each time."""
     lapses: int = 0
@@ -148,11 +150,20 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """We have signed for somebody, and sign nothing else before."""
+    """We have signed `record`, and sign nothing else before `until`, but for its members that propose one another anew: whoever has
+    proposed signs nothing, so of all these records one is founded."""
 
     proposer: str
-    crew: bytes
+    """Who proposed `record`."""
+    record: Record
+    signed: Mapping[str, bytes]
+    """Proposer → crew, which may still be founded."""
     until: float
+
+    def keeps_from(self, proposer: str, record: Record) -> bool:
+        """Whether `record` is not to be signed now."""
+        instead = proposer in peers_of(self.record) and self.signed.keys() <= {*peers_of(record)} and len(self.signed) < MEMBERS
+        return proposer not in self.signed and not instead
 
 
 class State(msgspec.Struct, frozen=True):
@@ -268,7 +279,8 @@ def _offers(state: State, now: float, settings: Settings) -> dict[str, Offer]:
     oldest = now - 3 * settings.offer_seconds
     return {
         peer: known.offer for peer, known in state.peers.items()
-        if known.offer is not None and known.offer.memory > 0 and known.offered_at >= oldest and now >= known.barred_until
+        if known.offer is not None and known.offer.memory > 0 and known.offered_at >= oldest
+        and now >= known.barred_until and not known.uninformed
     }  # fmt: skip
 
 
@@ -577,6 +589,8 @@ class _Turn:
             self._set_peer(peer, replace(known, seconds=min(took, before + FARTHER * (took - before))))
         if isinstance(request, Offer) and event.foreign and peer in self.state.peers:
             self._set_peer(peer, replace(self._peer(peer), foreign_until=self.now + self.settings.foreign_seconds))
+        if isinstance(request, Offer) and isinstance(answer, messages.Noted) and peer in self.state.peers:
+            self._set_peer(peer, replace(self._peer(peer), uninformed=False))
         if isinstance(answer, messages.Alive) and crew is not None and answer.crew == crew.id:
             self._seen(crew, peer, answer.status)
         elif isinstance(request, messages.Heartbeat) and isinstance(answer, Refuse):
@@ -695,7 +709,11 @@ class _Turn:
                 self._send_offer(peer)
 
     def _send_offer(self, peer: str) -> None:
-        if self.now >= self._peer(peer).foreign_until and not self._is_out(peer):
+        if self.now < self._peer(peer).foreign_until:
+            return
+        if self._is_out(peer):
+            self._set_peer(peer, replace(self._peer(peer), uninformed=True))
+        else:
             self._do(ev.Send(peer, self._own_offer()))
 
     def _take_offer(self, peer: str, offer: Offer) -> None:
@@ -833,7 +851,7 @@ class _Turn:
         vouchers = sum(point.is_of(offer.copies) for offer in others if offer is not None)
         if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self.settings):
             return "behind"
-        promised = state.proposal is not None or (state.reserved is not None and state.reserved.proposer != proposer)
+        promised = state.proposal is not None or (state.reserved is not None and state.reserved.keeps_from(proposer, record))
         if promised or self.now < self._peer(proposer).deaf_until:
             return "busy"
         return None
@@ -846,7 +864,8 @@ class _Turn:
             return Refuse(why, crew)
         before = self.state.reserved
         until = before.until if before is not None else self.now + 2 * self.settings.turn_seconds
-        self._set(reserved=Reserved(proposer, crew, until))
+        signed = {**(before.signed if before is not None else {}), proposer: crew}
+        self._set(reserved=Reserved(proposer, record, signed, until))
         return messages.Signature(crew, self.means.sign(member_bytes(crew)))
 
     def _join(self, founded: Founded) -> messages.Answer:
@@ -854,7 +873,7 @@ class _Turn:
         if self.state.crew is not None and crew == self.state.crew.id:
             return messages.Noted()
         reserved = self.state.reserved
-        if reserved is None or reserved.crew != crew or not self._offers_itself:  # it lapsed, or we never signed it
+        if reserved is None or crew not in reserved.signed.values() or not self._offers_itself:  # it lapsed, or we never signed it
             return Refuse("crew", crew)
         try:
             check_founded(founded, self.means.verify)

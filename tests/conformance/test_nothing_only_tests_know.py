@@ -20,7 +20,6 @@ ON_THE_WIRE = {"forbid_unknown_fields", "tag", "tag_field"}
 """Keywords of a struct that is sent."""
 
 ALLOWED = {
-    "swarmnode.crew.messages.Noted: nobody asks for it": "an answer that says nothing more than that there is one",
     "swarmnode.crew.record.Record: nobody reads nonce": "makes the hash of the record another one",
     "swarmnode.pipeline.frames.Abort: nobody reads reason": "for whoever looks at the wire",
     "swarmnode.pipeline.frames.Commit: nobody reads norm": "the same",

@@ -109,6 +109,9 @@ class World:
         """Crews that there were: what a liar replays."""
         self._newest = 0
         """The step that live nodes could have gone on from when the faults were over."""
+        self._free_since: dict[str, float] = {}
+        self._known: dict[bytes, int] = {}
+        """Crew → the step that its members and those free for long could have gone on from when it was founded."""
         self._as_new: set[bytes] = set()
         """Lineages of which some live node was as far as that: where nodes suffice for one crew only, one of them has to be given up."""
         self.nodes: dict[str, Node] = {}
@@ -229,8 +232,15 @@ class World:
         step = max((step for (_, step, _), held in found.items() if len(held) == self.stages), default=0)
         return (step, {lineage for lineage, at, _ in found if at >= step}) if len(live) >= self.stages else (0, set())
 
+    def _is_known(self, node: Node) -> bool:
+        """Whether everybody has heard for a while of what it offers."""
+        assert node.state is not None
+        return node.state.crew is None and self.now - self._free_since[node.name] > 2 * self.settings.offer_seconds
+
     def _check_end(self) -> None:
-        step = self._newest
+        """A crew that was founded without those who had more, since they were in another one just then, is nobody's fault."""
+        running = [n.state.crew.id for n in self._live() if n.state is not None and n.state.crew is not None]
+        step = min(self._newest, max((self._known[crew] for crew in running), default=0))
         held = [n.trainer.held for n in self._live() if n.state is not None and n.state.crew is not None and n.trainer is not None]
         reached = [weights.step for weights in held if weights is not None and weights.lineage in self._as_new]
         if self.kind != "member" and step > 0 and held and max(reached, default=-1) < step:
@@ -247,6 +257,7 @@ class World:
         if node.state is not None or node.dead:
             return
         node.life += 1
+        self._free_since[name] = self.now
         self._draining.discard(name)
         sign, verify = named_keys(name)
         node.state, node.means = State(name), Means(self.settings, sign, verify, random.Random(self.rng.randrange(2**60)))
@@ -291,8 +302,13 @@ class World:
         well = self.kind == "calm" and before is not None and phase == Phase.RUNNING and before.members.keys() <= self.nodes.keys()
         if well and node.state.phase != Phase.RUNNING:
             raise Violation(f"a crew that was well did not go on at {name}: {event}")
+        if crew is None and before is not None:
+            self._free_since[name] = self.now
         if crew is not None and (before is None or before.id != crew.id):
             self._seen.append(crew.founded)
+            if crew.id not in self._known:
+                members = peers_of(crew.record)
+                self._known[crew.id], _ = self._could_go_on_from([n for n in self._live() if n.name in members or self._is_known(n)])
             if crew.record.step < self._begins_at:
                 raise Violation(f"a crew begins at step {crew.record.step}, and everything of step {self._begins_at} was there")
         for action in actions:

@@ -120,6 +120,50 @@ def test_one_proposer_at_a_time_and_for_a_few_seconds():
     assert node.state.crew is None
 
 
+def test_a_member_of_what_was_signed_that_proposes_another_is_not_made_to_wait():
+    """Whoever proposes does not sign: without this, three that propose in turn kept one another waiting for more than a minute."""
+    first, second = record("a", "b", "c"), record("c", "b", "a")
+    for one, proposer in ((first, "a"), (second, "c")):
+        node = Node(layers=3)
+        assert isinstance(node.answers("a", m.Propose(first)), m.Signature)
+        for _ in range(2):
+            assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
+        assert node.answers("d", m.Propose(record("d", "b", "a"))).reason == "busy", "it is no member"
+        node.now += 2 * SETTINGS.turn_seconds - 1
+        assert node.answers(proposer, founded(one)) == m.Noted(), "either may be founded, and waits no longer for it"
+        assert node.state.crew is not None
+
+
+def test_a_member_that_proposes_a_crew_without_the_first_proposer_waits_its_turn():
+    """Else it could have signed both, and we would not join what the first one has founded."""
+    node = Node(layers=3)
+    assert isinstance(node.answers("a", m.Propose(record("a", "b", "c"))), m.Signature)
+    assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy"
+
+
+def test_who_was_left_out_is_named_once_it_has_our_offer_again():
+    """Before, it signs nothing that goes on from what we alone have, and would be left out for longer each time."""
+    node = Node(replace_copy(OURS, 0))
+    offers = lambda: node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
+    proposed = lambda: [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)]
+    told = lambda: [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Offer) and one.message.memory > 0]
+    offers()
+    node.does(ev.Tick())
+    of = proposed()[-1].message
+    while node.now >= node.state.peers["a"].barred_until:  # it does not answer
+        node.waits(SETTINGS.turn_seconds)
+        offers()
+    node.done.clear()
+    until = node.state.peers["a"].barred_until + 2 * SETTINGS.offer_seconds
+    while node.now < until:
+        node.waits(SETTINGS.offer_seconds)
+        offers()
+    assert not proposed(), "no answer to our offer has come"
+    node.does(ev.Answered("a", told()[-1].message, m.Noted()))
+    node.waits(SETTINGS.turn_seconds)
+    assert [one.message.record.step for one in proposed()] == [of.record.step]
+
+
 def test_nobody_gets_us_into_a_crew_that_we_did_not_sign():
     node = Node()
     assert node.answers("a", founded(record("a", "b"))).reason == "crew"
