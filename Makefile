@@ -6,13 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
-.PHONY: help setup demo test long sim chaos soak check bench
+.PHONY: help setup demo test long sim chaos soak check types rules bench
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
 	@echo "make test    the test suite"
 	@echo "make long    what the suite leaves out, because whole nodes need minutes for what one process shows as well"
-	@echo "make check   lint, types, import layers, protocol vectors"
+	@echo "make check   lint, types, import layers, protocol vectors (make types and make rules, each on a processor of its own)"
 	@echo "make bench   every benchmark in its quick form"
 	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
 	@echo "make soak    eight real nodes for an hour, one coming and going every 20 s: does anything grow? (SOAK=--minutes 10 --nodes 4)"
@@ -43,9 +43,13 @@ test: $(VENV)/.test
 long: $(VENV)/.test
 	$(BIN)/pytest -m long
 
-check: $(VENV)/.check $(VENV)/.test
-	$(BIN)/ruff check .
+check: types rules
+
+types: $(VENV)/.check
 	$(BIN)/mypy swarmnode
+
+rules: $(VENV)/.check $(VENV)/.test
+	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python protocol/check.py
 	$(BIN)/pytest tests/conformance/test_house_rules.py tests/conformance/test_nothing_only_tests_know.py

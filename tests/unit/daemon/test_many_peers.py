@@ -33,6 +33,7 @@ from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import FetchRequest, Summary, SummaryRequest
 from swarmnode.wire.summary import seal_summary
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +137,7 @@ async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_th
             await node.meet_all(range(1400, PEERS))
             grown = resident() - before
             late = await node.meet_all(range(PEERS, PEERS + 200))
-            await trio.sleep(0.1)
+            await until(lambda: node.observer.snapshot().rollouts.admission.admitted >= PEERS)
             snapshot, many, status_of_many = node.observer.snapshot(), node.samples(), len(node.status())
             nursery.cancel_scope.cancel()
     assert snapshot.rollouts.admission.admitted == PEERS

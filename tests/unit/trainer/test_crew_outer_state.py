@@ -23,6 +23,7 @@ from swarmnode.trainer.crew.average import CLOCKS
 from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from tests.support.crew_models import averaging_of, opened
+from tests.support.foreign import until
 from tests.support.replica import settle
 
 CREW = b"c" * 32
@@ -163,9 +164,8 @@ def test_a_slow_disk_keeps_neither_the_next_stage_nor_an_offer_waiting(node, mon
     assert offered() == [(one.assigned.lineage, 2)]
     again = threading.Thread(target=one.recovery.prepare, args=[one.assigned])
     again.start()  # the file that is being written: that is waited for
-    again.join(0.1)
+    until(lambda: one.recovery.progress() > 0, lambda: "no progress", pause=0.01)
     assert again.is_alive()
-    assert one.recovery.progress() > 0
     go.set()
     again.join(30)
     assert offered() == [(one.assigned.lineage, 2)]
