@@ -199,15 +199,15 @@ async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monke
         await trio.sleep(2.0)
         await fetch(*args)
 
-    monkeypatch.setattr(PayloadStore, "fetch", slowly)
-    monkeypatch.setattr(PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000)
-    monkeypatch.setattr(state_seeker, "COMES_SECONDS", 0.1)
-    monkeypatch.setattr(average, "FETCH_SECONDS", 1.0)
     async with stages(tmp_path, [(1, 1), (2, 1), (3, 1)]) as (first, second, lost):
         first.connect()
         second.connect()
         await until(lambda: first.candidates() == second.candidates() == 1)
         await meet(first, second)
+        monkeypatch.setattr(PayloadStore, "fetch", slowly)
+        monkeypatch.setattr(PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000)
+        monkeypatch.setattr(state_seeker, "COMES_SECONDS", 0.1)
+        monkeypatch.setattr(average, "FETCH_SECONDS", 1.0)
         lost.averaging.seek()
         lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
         with trio.fail_after(90), contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"):
