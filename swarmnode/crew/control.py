@@ -161,9 +161,10 @@ class Reserved(msgspec.Struct, frozen=True):
     until: float
 
     def keeps_from(self, proposer: str, record: Record) -> bool:
-        """Whether `record` is not to be signed now."""
-        instead = proposer in peers_of(self.record) and self.signed.keys() <= {*peers_of(record)} and len(self.signed) < MEMBERS
-        return proposer not in self.signed and not instead
+        """Whether `record` is not to be signed now. If one whose proposal we signed were not in it, `proposer` could sign both, and we
+        would not be where that one expects us."""
+        known = proposer in self.signed or (proposer in peers_of(self.record) and len(self.signed) < MEMBERS)
+        return not known or not self.signed.keys() - {proposer} <= {*peers_of(record)}
 
 
 class State(msgspec.Struct, frozen=True):

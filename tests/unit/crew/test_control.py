@@ -139,6 +139,9 @@ def test_a_member_that_proposes_a_crew_without_the_first_proposer_waits_its_turn
     node = Node(layers=3)
     assert isinstance(node.answers("a", m.Propose(record("a", "b", "c"))), m.Signature)
     assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy"
+    assert isinstance(node.answers("c", m.Propose(record("c", "b", "a"))), m.Signature)
+    assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy", "nor with a second one"
+    assert node.answers("a", founded(record("a", "b", "c"))) == m.Noted()
 
 
 def test_who_was_left_out_is_named_once_it_has_our_offer_again():
