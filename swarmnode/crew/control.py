@@ -158,12 +158,14 @@ class Reserved(msgspec.Struct, frozen=True):
     record: Record
     signed: Mapping[str, bytes]
     """Proposer → crew, which may still be founded."""
+    since: float
+    """When we signed the first one: nobody takes its place after what that one had of time."""
     until: float
 
-    def keeps_from(self, proposer: str, record: Record) -> bool:
+    def keeps_from(self, proposer: str, record: Record, late: bool) -> bool:
         """Whether `record` is not to be signed now. If one whose proposal we signed were not in it, `proposer` could sign both, and we
         would not be where that one expects us."""
-        known = proposer in self.signed or (proposer in peers_of(self.record) and len(self.signed) < MEMBERS)
+        known = proposer in self.signed or (not late and proposer in peers_of(self.record) and len(self.signed) < MEMBERS)
         return not known or not self.signed.keys() - {proposer} <= {*peers_of(record)}
 
 
@@ -852,7 +854,9 @@ class _Turn:
         vouchers = sum(point.is_of(offer.copies) for offer in others if offer is not None)
         if is_behind(offering.copies, point, vouchers, len(peers), self._waited, self.settings):
             return "behind"
-        promised = state.proposal is not None or (state.reserved is not None and state.reserved.keeps_from(proposer, record))
+        before = state.reserved
+        late = before is not None and self.now >= before.since + 2 * self.settings.turn_seconds
+        promised = state.proposal is not None or (before is not None and before.keeps_from(proposer, record, late))
         if promised or self.now < self._peer(proposer).deaf_until:
             return "busy"
         return None
@@ -864,9 +868,9 @@ class _Turn:
             self._note("refused", f"{proposer}: {why}")
             return Refuse(why, crew)
         before = self.state.reserved
-        until = before.until if before is not None else self.now + 2 * self.settings.turn_seconds
-        signed = {**(before.signed if before is not None else {}), proposer: crew}
-        self._set(reserved=Reserved(proposer, record, signed, until))
+        signed, since = ({}, self.now) if before is None else (before.signed, before.since)
+        until = before.until if before is not None and proposer in signed else self.now + 2 * self.settings.turn_seconds
+        self._set(reserved=Reserved(proposer, record, {**signed, proposer: crew}, since, until))
         return messages.Signature(crew, self.means.sign(member_bytes(crew)))
 
     def _join(self, founded: Founded) -> messages.Answer:

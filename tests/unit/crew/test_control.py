@@ -134,6 +134,19 @@ def test_a_member_of_what_was_signed_that_proposes_another_is_not_made_to_wait()
         assert node.state.crew is not None
 
 
+def test_who_takes_another_s_place_has_as_long_and_nobody_takes_its_place_later():
+    node, turn = Node(layers=4), SETTINGS.turn_seconds
+    assert isinstance(node.answers("a", m.Propose(record("a", "b", "c", "d"))), m.Signature)
+    node.now += 1.9 * turn
+    second = record("c", "b", "a", "d")
+    assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
+    node.now += 0.5 * turn
+    assert node.answers("d", m.Propose(record("d", "b", "a", "c"))).reason == "busy"
+    assert isinstance(node.answers("c", m.Propose(second)), m.Signature), "which gives it no more time"
+    node.now += 1.4 * turn
+    assert node.answers("c", founded(second)) == m.Noted()
+
+
 def test_a_member_that_proposes_a_crew_without_the_first_proposer_waits_its_turn():
     """Else it could have signed both, and we would not join what the first one has founded."""
     node = Node(layers=3)
