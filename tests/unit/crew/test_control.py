@@ -435,20 +435,22 @@ def test_two_that_propose_for_ever_leave_us_our_turn():
     assert node.state.crew is None
 
 
-def test_ten_that_propose_for_ever_leave_us_most_of_the_time_and_our_turn():
-    """They ask as soon as the last one's time is up, whether or not we have noticed that it is."""
-    node, promised, ticks = Node(), [], 2400
-    node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0))
+@pytest.mark.parametrize("friends", [0, 1, 2])
+def test_ten_that_propose_for_ever_leave_us_most_of_the_time_and_our_turn(friends):
+    """They ask as soon as the last one's time is up, whether or not we have noticed that it is. Those that name `friends` of one another
+    may take each other's place, and gain nothing by it."""
+    node, promised, ticks, honest = Node(layers=friends + 2, stages=0), [], 2400, ("a", "c", "d")[: friends + 1]
     for number in range(ticks):
         node.now += 0.5
-        if number % 20 == 0:
-            node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0))
+        for peer in honest if number % 20 == 0 else ():
+            node.answers(peer, m.Offer(MODEL, 1.0, 1.0, 0.0))
         for stranger in range(10):
-            node.answers(f"x{stranger}", m.Propose(record(f"x{stranger}", "b", nonce=number.to_bytes(8, "big"))))
+            named = (f"x{(stranger + other) % 10}" for other in range(1, friends + 1))
+            node.answers(f"x{stranger}", m.Propose(record(f"x{stranger}", "b", *named, nonce=number.to_bytes(8, "big"))))
         node.does(ev.Tick())
         promised.append(node.state.reserved is not None)
     assert sum(promised[ticks // 2 :]) < 0.3 * ticks / 2
-    assert {one.peer for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)} == {"a"}
+    assert {one.peer for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)} == {*honest}
 
 
 def test_while_we_propose_we_sign_nothing_although_our_proposal_is_overdue_or_lapses_first():
