@@ -1,4 +1,4 @@
-"""docs/security.md promises a test for each threat: they exist."""
+"""docs/security.md promises a test for each threat, and what came of it among hostile nodes."""
 
 import importlib.util
 import re
@@ -7,17 +7,6 @@ from pathlib import Path
 from benchmarks.hostile import LEARNING, NETWORK
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_every_test_named_in_the_threat_table_exists():
-    files: dict[str, str] = {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        files[path.name] = files.get(path.name, "") + path.read_text()
-    table = (ROOT / "docs" / "security.md").read_text()
-    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", table)
-    assert len(named) > 20
-    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in files.get(file, "") and (test or file not in files)]
-    assert missing == []
 
 
 def test_every_row_of_the_table_names_a_test():
