@@ -94,7 +94,7 @@ class Peer(msgspec.Struct, frozen=True):
     worked: bool = False
     """A crew with it has taken a step."""
     debt: float = 0.0
-    """Seconds that it is left out for, twice as long with each further failure; working with us takes a second off for each."""
+    """Seconds that it is left out for, twice as long with each further failure; steps with us make it less."""
     barred_until: float = LONG_AGO
     """It is in none of our crews before."""
     uninformed: bool = False
@@ -379,10 +379,12 @@ class _Turn:
             self._set_peer(peer, replace(known, debt=debt, barred_until=max(until, known.barred_until)))
 
     def _repay(self, crew: Crew) -> None:
-        """A step was taken: what its members owe us is less."""
+        """A step was taken: what its members owe us is less by the time that it took, and by an eighth at most, however long steps are:
+        who fails in the middle of every other one is not even."""
         for peer in crew.members:
             known = self._peer(peer)
-            self._set_peer(peer, replace(known, worked=True, lapses=0, debt=max(0.0, known.debt - (self.now - crew.stepped_at))))
+            repaid = min(self.now - crew.stepped_at, max(known.debt, 2 * self.settings.bar_seconds) / 8)
+            self._set_peer(peer, replace(known, worked=True, lapses=0, debt=max(0.0, known.debt - repaid)))
 
     # ---- time ---------------------------------------------------------------------------------------------------------------
 

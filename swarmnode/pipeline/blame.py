@@ -1,7 +1,7 @@
 """Which stage keeps a crew from learning: a member that refuses step after step, or reports norms that leave nothing of the others'. Pure.
 
 The head counts. What one stage refuses now and then is nobody's fault; what it refuses again and again, while no other does, is its own,
-and the crew goes on without it. A step that is taken makes up for one that was spoilt, not for all: who lets every fifth pass is found too.
+and the crew goes on without it. A step that is taken makes up for a third of one that was spoilt: who spoils more than a quarter is found.
 A norm far above what the stage itself reported before takes every other stage's part of the step away by clipping: that counts like a
 refusal. Where two contradict each other both are blamed (`whereabouts.py`): one of them is bad, and has others beside it elsewhere.
 """
@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 PATIENCE: Final = 5
-"""Steps that one stage alone spoils, more than are taken meanwhile."""
+"""Steps that one stage alone spoils, one less for each `REDEEMED` that are taken meanwhile."""
+REDEEMED: Final = 3
 IMPATIENCE: Final = 2
 """Deadlines in a row that one stage lets pass before the first step: a crew that has never worked is given up sooner."""
 SLOWNESS: Final = 3
@@ -41,6 +42,7 @@ class Blame:
         self.verdict: Verdict | None = None
         """The first one."""
         self._spoilt = [0] * stages
+        """Steps, each counted as `REDEEMED`."""
         self._worked = False
         self._norms: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(stages)]
 
@@ -75,8 +77,8 @@ class Blame:
     def _spoils(self, stages: Collection[int], why: str, patience: int) -> Verdict | None:
         if not stages:
             return None
-        self._spoilt = [count + 1 if stage in stages else 0 for stage, count in enumerate(self._spoilt)]
-        guilty = tuple(stage for stage in sorted(stages) if self._spoilt[stage] >= patience)
+        self._spoilt = [count + REDEEMED if stage in stages else 0 for stage, count in enumerate(self._spoilt)]
+        guilty = tuple(stage for stage in sorted(stages) if self._spoilt[stage] >= REDEEMED * patience)
         if not guilty:
             return None
         self.verdict = self.verdict or (guilty, why)

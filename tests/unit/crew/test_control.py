@@ -310,18 +310,37 @@ def test_of_two_that_contradict_each_other_one_is_left_out_and_in_the_end_the_on
     assert out[2:] == ["c", "c"]
 
 
-def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it():
-    for works in (False, True):
+def fails_after(node, steps, seconds):
+    """`a` fails after so many steps that took so long; how long it is left out."""
+    for step in range(1, steps + 1):
+        node.waits(seconds, alive=("a",))
+        node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
+    node.does(ev.Received("a", m.Heartbeat(node.state.crew.id, m.Status("failed", 40, 1))))
+    return max(0.0, node.state.peers["a"].barred_until - node.now)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 20.0, 200.0])
+def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it(seconds):
+    for steps in (0, 2, 5):
         node = running()
         for last in (False, True):
-            if works:
-                node.waits(2 * SETTINGS.bar_seconds, alive=("a",))
-                node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
-            node.does(ev.Received("a", m.Heartbeat(node.state.crew.id, m.Status("failed", 40, 1))))
-            assert (node.now < node.state.peers["a"].barred_until) == (last and not works)
+            out = fails_after(node, steps, seconds)
+            assert (out > 0) == (last and steps * min(seconds, SETTINGS.bar_seconds / 4) < SETTINGS.bar_seconds)
             if not last:
                 node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
                 again(node)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 60.0, 600.0])
+def test_who_fails_in_the_middle_of_every_other_step_is_left_out_for_longer_each_time(seconds):
+    node, out = running(), []
+    for _ in range(6):
+        out.append(fails_after(node, 1, seconds))
+        node.now += out[-1]
+        node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
+        again(node)
+    assert out == sorted(out)
+    assert out[-1] > 20 * SETTINGS.bar_seconds
 
 
 def test_a_stranger_that_ends_a_crew_which_stood_still_owes_all_that_it_cost():

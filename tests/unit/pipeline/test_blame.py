@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnode.pipeline.blame import ABSURD, IMPATIENCE, LEAST, PATIENCE, SLOWNESS, Blame
+from swarmnode.pipeline.blame import ABSURD, IMPATIENCE, LEAST, PATIENCE, REDEEMED, SLOWNESS, Blame
 
 
 def test_who_refuses_every_step_is_blamed_after_a_bound():
@@ -19,17 +19,16 @@ def test_who_refuses_now_and_then_or_in_turn_is_not():
         assert blame.refused({2}, "rows") is None
     for _ in range(4 * PATIENCE):
         assert blame.refused({1}, "rows") is None
-        assert blame.taken({}) is None
+        assert [blame.taken({}) for _ in range(REDEEMED)] == [None] * REDEEMED
 
 
 @pytest.mark.parametrize("spoil", [lambda blame: blame.refused({1}, "frame"), lambda blame: blame.silent({1})])
-def test_who_lets_one_step_pass_of_five_is_found_all_the_same(spoil):
-    """Each refusal halves the crew's micro-batches, and each silence is a deadline: one step that is taken must not buy four more."""
+@pytest.mark.parametrize(("spoils", "of"), [(4, 5), (1, 2), (1, 3)])
+def test_who_lets_a_step_pass_between_those_that_it_spoils_is_found_all_the_same(spoil, spoils, of):
+    """Each refusal halves the crew's micro-batches, and each silence is a deadline: one step that is taken must not buy another."""
     blame = Blame(3)
     blame.taken({})
-    verdicts = []
-    for step in range(2 * PATIENCE):
-        verdicts.append(blame.taken({}) if step % PATIENCE == PATIENCE - 1 else spoil(blame))
+    verdicts = [spoil(blame) if step % of < spoils else blame.taken({}) for step in range(20 * PATIENCE)]
     assert next(verdict[0] for verdict in verdicts if verdict) == (1,)
 
 
