@@ -66,7 +66,8 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], About]:
 
 def _open(path: Path, read: Callable[[safe_open], dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], About]:
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        # By its descriptor: safetensors opens a path twice, and where it is replaced in between, header and tensors are of two files.
+        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", "pt", device="cpu") as file:
             about = json.loads((file.metadata() or {})["about"])
             if not isinstance(about, dict):
                 raise ValueError("no description")
