@@ -113,7 +113,7 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
         alone = {each.name: each.report()["step"] for each in (a, b)}
         wait_until(lambda: all(each.report()["step"] >= alone[each.name] + 3 for each in (a, b)), "each trains on alone", 240.0)
         before = {"a": a.peers_used().get(peers["b"], 0), "b": b.peers_used().get(peers["a"], 0)}
-        NatHost(net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"], relay="server")
+        relay = NatHost(net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"], relay="server")
         found = lambda: a.peers_used().get(peers["b"], 0) > before["a"] and b.peers_used().get(peers["a"], 0) > before["b"]
         try:
             wait_until(found, "they train on each other's groups again", 240.0)
