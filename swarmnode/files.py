@@ -53,6 +53,14 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+@contextmanager
+def held(path: Path) -> Iterator[str]:
+    """Another name for the file that `path` names now, whatever takes its place: for safetensors, which opens a name twice, and would have
+    the header of one file and the tensors of the next. Raises OSError."""
+    with open(path, "rb") as file:
+        yield f"/dev/fd/{file.fileno()}"
+
+
 def read_private(path: Path, what: str, limit: int) -> bytes | None:
     """At most `limit` bytes of a file that only its owner may read; None if there is none. `what`: named in errors, e.g. "key file".
     Of systemd's credentials the group may be one that reads: with DynamicUser they are root's, with an ACL for the service alone.

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
-from swarmnode.files import sync_directory
+from swarmnode.files import held, sync_directory
 from swarmnode.pipeline.commit import Taken
 
 About = Mapping[str, object]
@@ -66,8 +66,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], About]:
 
 def _open(path: Path, read: Callable[[safe_open], dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], About]:
     try:
-        # By its descriptor: safetensors opens a path twice, and where it is replaced in between, header and tensors are of two files.
-        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", "pt", device="cpu") as file:
+        with held(path) as name, safe_open(name, "pt", device="cpu") as file:
             about = json.loads((file.metadata() or {})["about"])
             if not isinstance(about, dict):
                 raise ValueError("no description")

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
-from swarmnode.files import sync_directory
+from swarmnode.files import held, sync_directory
 from swarmnode.policy.load import check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
 from swarmnode.weights.revert_monitor import RevertMonitor
@@ -190,7 +190,7 @@ def read(directory: Path, owner: str) -> tuple[Counters, dict[str, torch.Tensor]
     if not path.exists():
         return None
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with held(path) as name, safe_open(name, "pt", device="cpu") as file:
             metadata = file.metadata() or {}
             counters = msgspec.json.decode(metadata["counters"], type=Counters)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

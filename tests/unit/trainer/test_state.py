@@ -67,6 +67,25 @@ def test_a_snapshot_does_not_follow_the_model(tmp_path):
     assert torch.equal(weights(other), before)
 
 
+def test_a_state_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, monkeypatch):
+    """`swarmnode export` reads it while the node trains; the next one is there once it was opened, before safetensors opens it by name."""
+    model, optimizer, rng = make()
+    step(model, optimizer, rng)
+    expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
+    step(model, optimizer, rng)
+    later = state.take(model, optimizer, rng, Counters(step=2), "f")
+
+    def opened(name, *args, real=state.safe_open, **kwargs):
+        state.write(tmp_path, later)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(state, "safe_open", opened)
+    counters, tensors = state.read(tmp_path, "f")
+    assert counters.step == 1
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.weights(tensors).items())
+
+
 def test_frozen_parameters_are_not_written(tmp_path):
     model, _, rng = make()
     model[0].requires_grad_(False)
