@@ -92,8 +92,8 @@ def loss_of(work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: tor
     )  # fmt: skip
     out = policy_loss(logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer, weights=weights)
     tokens = out.tokens.detach()
-    sums = [out.loss.detach(), out.clip_fraction * tokens, (entropy * mask).sum(), tokens, weights.sum(), weights.square().sum()]
-    return out.loss, [float(x) for x in sums]
+    sums = [out.loss, out.clip_fraction * tokens, (entropy * mask).sum(), tokens, weights.sum(), weights.square().sum()]
+    return out.loss, [float(x.detach()) for x in sums]
 
 
 def _ragged(flat: list, lengths: Sequence[int]) -> list[list]:

@@ -171,7 +171,6 @@ class Loop:
                 self._checkpoints.save()
         if rested and not self._pauses.stop.is_set():
             log.info("going on")
-            self._reporter.enter("generating")
         return not self._pauses.stop.is_set()
 
     def hello(self) -> Hello:
@@ -217,11 +216,13 @@ class Loop:
         started = time.monotonic()
         self._identity.adopt()
 
+        self._reporter.enter("generating")
         experience = self._sampler(self._plan.own_groups)
         own = [row for group in experience.groups for row in group.rows]
         self._engine.remember([row for group in experience.groups for row in best_rows(group)], own)
         sampled = time.monotonic()
 
+        self._reporter.enter("training")
         judgement = self._external.exchange(experience.messages, self._counters.policy_version)
         self._questions.take_hints(judgement)
         training = self._training
@@ -334,7 +335,7 @@ class Loop:
             self._plan.measured(None, None, self._reporter.last.external_share or 0.0, reward)
             log.info("held out", step=c.step, reward=round(reward, 4))
             self._engine.observe(reward)
-        self._reporter.enter("evaluating")
+        self._reporter.enter("evaluating")  # with what it has measured
 
 
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:

@@ -226,12 +226,14 @@ class OuterStep(msgspec.Struct, frozen=True):
 
 
 class Avoided(msgspec.Struct, frozen=True):
-    """A peer that is neither asked nor accepted for a while."""
+    """A peer that is neither asked nor accepted for a while, as long as there is another one (`_left_alone`)."""
 
     peer: str
     until: float
     times: float
     """How often it has held us up in vain or lied; half of that after each exchange with it that went well."""
+    lied: bool = False
+    """Whether a lie was proved since the last exchange with it that went well."""
 
 
 class Resting(msgspec.Struct, frozen=True):
@@ -248,6 +250,8 @@ class Remembered(msgspec.Struct, frozen=True):
     """No proposal is accepted until then."""
     finished: tuple[bytes, ...] = ()
     """Names of sessions."""
+    candidates: tuple[str, ...] = ()
+    """Whom we could have asked at our last outer step."""
     avoided: tuple[Avoided, ...] = ()
     resting: tuple[Resting, ...] = ()
 
@@ -284,7 +288,8 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
     if isinstance(event, Due):
         return _due(state, event, now, settings)
     if isinstance(event, Lied):
-        return _avoid(state, event.peer, now + settings.avoid_seconds, 1 + vanished(state, event.peer)), ()
+        lie = Avoided(event.peer, now + settings.avoid_seconds, 1 + vanished(state, event.peer), lied=True)
+        return _avoid(state, lie), ()
     if isinstance(event, Tick):
         return _timeout(state, now, settings) if now >= state.deadline else (state, ())
     if isinstance(event, Unreachable):
@@ -331,6 +336,7 @@ def _due(state: PairingState, event: Due, now: float, settings: PairingSettings)
             state, more = _drop(state)
             actions = more + actions
     due = OuterStep(event.fragment, event.outer_step, event.seed, event.lease_seconds, event.candidates)
+    state = _remember(state, candidates=tuple(peer for peer in event.candidates if peer != settings.own))
     state = _replace(state, due=due, deadline=math.inf if state.phase is Phase.IDLE else state.deadline)
     return _with(actions, _go_on(state, now, settings) if state.phase is Phase.IDLE else (state, ()))
 
@@ -340,9 +346,8 @@ def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Resul
     due = state.due
     if due is None:
         return state, ()
-    avoided = {entry.peer for entry in state.remembered.avoided if entry.until > now}
-    resting = {entry.peer for entry in state.remembered.resting if entry.until > now}
-    left = sorted((peer for peer in due.untried if peer not in avoided and peer != settings.own), key=lambda peer: peer in resting)
+    alone, resting = _left_alone(state, now), {entry.peer for entry in state.remembered.resting if entry.until > now}
+    left = sorted((peer for peer in due.untried if peer not in alone and peer != settings.own), key=lambda peer: peer in resting)
     if due.tried < settings.tries and left:
         peer, nonce = left[0], _nonce(due.seed, due.tried)
         due = msgspec.structs.replace(due, untried=tuple(p for p in due.untried if p != peer), tried=due.tried + 1)
@@ -404,7 +409,7 @@ def _proposal(state: PairingState, event: Received, message: Propose, now: float
     if in_session and nonce in (state.session, state.answers):  # it arrived twice: answer it twice
         return state, (Send(peer, Accept(nonce, state.session, state.fragment, event.outer_step)),)
     memory = state.remembered
-    if peer == settings.own or nonce in memory.finished or any(entry.peer == peer and entry.until > now for entry in memory.avoided):
+    if peer == settings.own or nonce in memory.finished or peer in _left_alone(state, now):
         return state, (Send(peer, Busy(nonce, "busy")),)
     if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:  # both proposed
         first = settings.own < peer
@@ -481,8 +486,9 @@ def _in_vain(state: PairingState, now: float, *, silent: bool = False) -> Pairin
     times = (before.times if before is not None else 0) + counts
     growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
     seconds = WASTED * (max(held, SHORT_SECONDS) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
-    already = before.until if before is not None else now
-    return _avoid(state, state.peer, max(already, now + min(seconds, LONGEST_AVOIDED)), times)
+    until = now + min(seconds, LONGEST_AVOIDED)
+    lied = before is not None and before.lied
+    return _avoid(state, Avoided(state.peer, max(before.until, until) if before is not None else until, times, lied))
 
 
 def _went_well(state: PairingState) -> PairingState:
@@ -490,11 +496,24 @@ def _went_well(state: PairingState) -> PairingState:
     times = vanished(state, state.peer) / 2
     if times < 0.5:
         return _remember(state, avoided=_others(state, state.peer))
-    return _avoid(state, state.peer, -math.inf, times)
+    return _avoid(state, Avoided(state.peer, -math.inf, times))
 
 
-def _avoid(state: PairingState, peer: str, until: float, times: float) -> PairingState:
-    return _remember(state, avoided=(*_others(state, peer), Avoided(peer, until, min(times, MOST_TIMES)))[-AVOIDED:])
+def _avoid(state: PairingState, entry: Avoided) -> PairingState:
+    entry = _replace(entry, times=min(entry.times, MOST_TIMES))
+    return _remember(state, avoided=(*_others(state, entry.peer), entry)[-AVOIDED:])
+
+
+def _left_alone(state: PairingState, now: float) -> set[str]:
+    """Whom we neither ask nor accept. Where that is everybody whom we could ask, the one of them that would be listened to soonest is
+    not among them, unless it lied: an honest partner was killed, or stood still for a while, and would be missed for minutes; with one
+    that is not there is nobody whom it keeps us from."""
+    avoided = {entry.peer: entry for entry in state.remembered.avoided if entry.until > now}
+    if state.remembered.candidates and avoided.keys() >= set(state.remembered.candidates):
+        least = min((avoided[peer] for peer in state.remembered.candidates), key=lambda entry: (entry.lied, entry.until))
+        if not least.lied:
+            del avoided[least.peer]
+    return set(avoided)
 
 
 def vanished(state: PairingState, peer: str) -> float:

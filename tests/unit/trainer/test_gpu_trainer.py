@@ -71,7 +71,7 @@ async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_pat
 
 async def test_a_card_too_small_for_the_policy_ends_in_one_line(tmp_path, allow):
     allow(2**10)
-    many = {"groups_per_step": 2, "num_generations": 256, "max_completion_length": 256}  # not in what the allocator has left of other tests
+    many = {**LARGE, "max_completion_length": 256}  # not in what the allocator has left of other tests
     with pytest.raises(ExceptionGroup) as raised:
         await train(tmp_path, policy={"device": "cuda"}, max_steps=1, **many)
     assert isinstance(raised.value.exceptions[0], DeviceError)

@@ -1,5 +1,6 @@
 """The trainer over a real link, a real scorer and the embedded policy: it learns, uses what peers send, stops, and resumes."""
 
+import itertools
 import threading
 
 import pytest
@@ -40,6 +41,14 @@ async def train(data_dir, network, sharing=True, **training):
         trainer = Trainer(config, Progress())
         await trio.to_thread.run_sync(trainer.run)
         nursery.cancel_scope.cancel()
+
+
+async def test_what_it_is_at_is_said_when_it_begins(tmp_path):
+    """At 7 B each of these takes minutes, and people look at the page meanwhile."""
+    network = NetworkSide()
+    await train(tmp_path, network, max_steps=2, eval_every=1, eval_budget=1.0)
+    phases = [phase for phase, _ in itertools.groupby(report.phase for report in network.reports)]
+    assert phases == ["loading", "evaluating", *["generating", "training", "evaluating"] * 2, "draining"]
 
 
 async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path):

@@ -119,7 +119,7 @@ async def test_a_model_for_which_an_evaluation_takes_long_is_never_silent(tmp_pa
         await nursery.start(LinkServer(tmp_path, NetworkSide()).run)
         await trio.to_thread.run_sync(Trainer(config, Recorded()).run)
         nursery.cancel_scope.cancel()
-    working = [(at, status) for at, status in spoken if status in ("evaluating", "training")]
+    working = [(at, status) for at, status in spoken if status in ("evaluating", "generating", "training")]
     evaluating = [at for at, status in working if status == "evaluating"]
     silences = [after - before for (before, _), (after, _) in itertools.pairwise(working)]
     assert max(evaluating) - min(evaluating) > 1.0

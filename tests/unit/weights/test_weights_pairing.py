@@ -274,6 +274,52 @@ def test_who_does_so_again_and_again_is_avoided_for_longer_and_half_of_it_forgot
     assert vanish(pairing, now, b"j" * 16) - now - 5.0 == 500.0
 
 
+def breaks(pairing, peer, now, nonce):
+    """Its exchange with `peer`, begun by that at `now`, breaks off at once: whether it was accepted."""
+    answer = pairing.handle(Received(peer, propose(nonce)), now)[0].message
+    pairing.handle(CopiesOffered(nonce), now)
+    pairing.handle(Failed(nonce), now + 10.0)
+    return isinstance(answer, Accept)
+
+
+def test_who_is_left_alone_is_asked_and_accepted_all_the_same_as_long_as_there_is_nobody_else():
+    """As a crew's stage whose only like was killed in the middle of an exchange, or stood still with its crew."""
+    pairing = node("b")
+    pairing.handle(due("a"), 0.0)
+    pairing.handle(Received("a", Accept(pairing.state.session, pairing.state.session, 0, 0)), 0.1)
+    pairing.handle(CopiesOffered(pairing.state.session), 1.0)
+    assert pairing.handle(Failed(pairing.state.session), 10.0)[-2:] == (Solo(0), Ended("", "solo"))
+    assert pairing.handle(due("a"), 11.0)[0].peer == "a"
+    pairing.handle(Tick(), pairing.deadline)
+    assert isinstance(pairing.handle(Received("a", propose()), 20.0)[0].message, Accept)
+    pairing.handle(Failed(NONCE), 20.0)
+    pairing.handle(due("a", "c", seed=b"both"), 25.0)
+    assert pairing.state.peer == "c", "there is somebody else"
+    pairing.handle(Unreachable("c", pairing.state.session), 25.0)
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 25.0)[0].message, Busy)
+
+
+def test_of_all_whom_it_leaves_alone_it_asks_first_whom_it_would_listen_to_soonest():
+    pairing, names = node("b", backoff_seconds=0.0), nonces()
+    for peer, at in (("a", 0.0), ("a", 50.0), ("d", 60.0), ("c", 75.0)):
+        assert breaks(pairing, peer, at, next(names))  # a until 260, d until 110, c until 125
+    asked = [pairing.handle(due("a", "c", "d", "b"), 90.0)[0].peer]
+    assert isinstance(pairing.handle(Received("c", propose()), 90.0)[0].message, Busy)
+    pairing.handle(Received("d", Accept(pairing.state.session, pairing.state.session, 0, 0)), 90.0)
+    pairing.handle(Received("d", Release(pairing.state.session)), 100.0)
+    asked.append(pairing.handle(Tick(), pairing.deadline)[0].peer)
+    assert asked == ["d", "c"]
+
+
+def test_who_lied_is_left_alone_although_there_is_nobody_else():
+    pairing = node("b")
+    pairing.handle(Lied("a"), 0.0)
+    assert pairing.handle(due("a"), 1.0) == (Solo(0), Ended("", "solo"))
+    assert isinstance(pairing.handle(Received("a", propose()), 2.0)[0].message, Busy)
+    assert breaks(pairing, "a", 300.0, OTHER)
+    assert pairing.handle(due("a"), 311.0) == (Solo(0), Ended("", "solo")), "it lied, and has not done well since"
+
+
 def nonces():
     return (number.to_bytes(16, "big") for number in itertools.count())
 
