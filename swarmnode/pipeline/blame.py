@@ -1,7 +1,8 @@
 """Which stage keeps a crew from learning: a member that refuses step after step, or reports norms that leave nothing of the others'. Pure.
 
-The head counts. What one stage refuses now and then is nobody's fault; what it refuses again and again, while no other does, is its own,
-and the crew goes on without it. A step that is taken makes up for a third of one that was spoilt: who spoils more than a quarter is found.
+The head counts. What one stage refuses now and then is nobody's fault; what it refuses again and again is its own, and the crew goes on
+without it. A step that is taken makes up for a third of one that was spoilt: who spoils more than a quarter is found. One that another
+spoils makes up for nothing: two that spoil in turn would clear each other.
 A norm far above what the stage itself reported before takes every other stage's part of the step away by clipping: that counts like a
 refusal. Where two contradict each other both are blamed (`whereabouts.py`): one of them is bad, and has others beside it elsewhere.
 """
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 PATIENCE: Final = 5
-"""Steps that one stage alone spoils, one less for each `REDEEMED` that are taken meanwhile."""
+"""Steps that one stage spoils, one less for each `REDEEMED` that are taken meanwhile."""
 REDEEMED: Final = 3
 IMPATIENCE: Final = 2
 """Deadlines in a row that one stage lets pass before the first step: a crew that has never worked is given up sooner."""
@@ -77,7 +78,8 @@ class Blame:
     def _spoils(self, stages: Collection[int], why: str, patience: int) -> Verdict | None:
         if not stages:
             return None
-        self._spoilt = [count + REDEEMED if stage in stages else 0 for stage, count in enumerate(self._spoilt)]
+        for stage in stages:
+            self._spoilt[stage] += REDEEMED
         guilty = tuple(stage for stage in sorted(stages) if self._spoilt[stage] >= REDEEMED * patience)
         if not guilty:
             return None

@@ -50,8 +50,6 @@ log = structlog.get_logger("swarmnode.crew")
 T = TypeVar("T")
 WAIT_SECONDS = 1.0
 """Between two looks whether we should stop."""
-FAILURES = 2 * PATIENCE
-"""So many calls in a row fail, in one crew, before the process is started again: whoever spoils them alone has been left out before."""
 FIRST_TOKENS = 1024
 """Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds is many times the head's deadline, and
 a crew that has never worked is given up after two of these."""
@@ -250,7 +248,8 @@ class CrewPolicy:
             except PeerError as error:
                 failed += not (isinstance(error, CannotScore) and error.divisible)  # less at a time is another call
                 log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))
-                if failed >= FAILURES and head.blamed is None:  # the crew ends because of somebody: there will be another
+                # whoever spoils them has been left out before, however many take turns; and who is blamed ends the crew: there is another
+                if failed >= PATIENCE * head.stages and head.blamed is None:
                     raise
                 if self._stop.is_set():
                     raise EngineGone("stopping") from None

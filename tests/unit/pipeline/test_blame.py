@@ -1,4 +1,4 @@
-"""Which stage keeps a crew from learning: found when it alone spoils step after step, and nobody else is blamed for it."""
+"""Which stage keeps a crew from learning: found when it spoils step after step, and nobody else is blamed for it."""
 
 import pytest
 
@@ -12,14 +12,22 @@ def test_who_refuses_every_step_is_blamed_after_a_bound():
     assert blame.refused({1}, "not_finite") == ((1,), "refused step after step: not_finite")
 
 
-def test_who_refuses_now_and_then_or_in_turn_is_not():
+def test_who_refuses_now_and_then_is_not():
     blame = Blame(3)
     for _ in range(4 * PATIENCE):
         assert blame.refused({1}, "rows") is None
-        assert blame.refused({2}, "rows") is None
-    for _ in range(4 * PATIENCE):
-        assert blame.refused({1}, "rows") is None
         assert [blame.taken({}) for _ in range(REDEEMED)] == [None] * REDEEMED
+
+
+@pytest.mark.parametrize(("bad", "taken"), [((1, 2), 0), ((0, 1, 2), 0), ((1, 2), 1)])
+def test_those_that_spoil_in_turn_do_not_clear_each_other(bad, taken):
+    """taken: steps between any two that are spoilt."""
+    blame, verdicts = Blame(4), []
+    blame.taken({})
+    for stage in bad * (PATIENCE * (1 if not taken else REDEEMED)):
+        verdicts.append(blame.silent({stage}))
+        verdicts += [blame.taken({}) for _ in range(taken)]
+    assert next(verdict[0] for verdict in verdicts if verdict) == (bad[0],)
 
 
 @pytest.mark.parametrize("spoil", [lambda blame: blame.refused({1}, "frame"), lambda blame: blame.silent({1})])

@@ -8,7 +8,7 @@ from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import PeerError
 from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.head import TOO_MUCH, CannotScore
-from swarmnode.trainer.crew.policy import FAILURES, CrewPolicy
+from swarmnode.trainer.crew.policy import CrewPolicy
 
 
 class Model:
@@ -30,6 +30,7 @@ class Crew:
     """A `StageRunner`, its thread and its head in one, whose calls fail in turn and then give `done`."""
 
     blamed = None
+    stages = 3
     usable = True
 
     def __init__(self, *errors):
@@ -67,6 +68,6 @@ def test_what_is_asked_again_in_smaller_pieces_is_no_failure():
 
 @pytest.mark.parametrize("error", [CannotScore(TOO_MUCH, divisible=False), CannotScore("frame", divisible=True), PeerError("gone")])
 def test_what_fails_again_and_again_with_nobody_to_blame_ends(error):
-    assert scored(*[error] * (FAILURES - 1)) == "done"
+    assert scored(*[error] * (Crew.stages * PATIENCE - 1)) == "done"
     with pytest.raises(PeerError):
-        scored(*[error] * FAILURES)
+        scored(*[error] * (Crew.stages * PATIENCE))
