@@ -120,6 +120,8 @@ class Member(msgspec.Struct, frozen=True):
     """We have received something from it in this crew."""
     refused_at: float | None = None
     """When it said that it is in another crew or none, and nothing else since."""
+    owed: float = 0.0
+    """Its debt when the crew was founded."""
 
 
 class Crew(msgspec.Struct, frozen=True):
@@ -356,15 +358,20 @@ class _Turn:
     def _is_out(self, peer: str) -> bool:
         return self.now < self._peer(peer).barred_until or not self.means.trusts(peer)
 
-    def _charge(self, peer: str, cost: float | None = None) -> None:
+    def _charge(self, peer: str, cost: float | None = None, spoilt: float = 0.0) -> None:
         """`peer` kept us from working for `cost` seconds, as we saw ourselves: none of our crews has it for twice as long, and for longer
         with each further time. None for what happens to everybody (a process starts again): the first time is free, but for one with whom
-        no step was ever taken and whose crew stood still."""
+        no step was ever taken and whose crew stood still. spoilt: for how long it has kept some of our steps from being taken; where that
+        is most of the crew's time, those that were taken have repaid nothing."""
         known, crew = self._peer(peer), self.state.crew
         stood = self.now - crew.stepped_at if crew is not None and self.state.phase != Phase.PREPARING else 0.0
         if cost is None and not known.worked and stood > self.settings.bar_seconds:
             cost = stood
-        debt = min(LONGEST_BAR_SECONDS, 2 * known.debt + max(2 * (cost or 0.0), self.settings.bar_seconds))
+        before = known.debt
+        if crew is not None and 2 * spoilt > self.now - crew.since and (member := crew.members.get(peer)) is not None:
+            before = max(before, member.owed)
+        cheapest, twice = self.settings.bar_seconds, 2 * (cost or 0.0)
+        debt = min(max(LONGEST_BAR_SECONDS, twice), 2 * before + max(twice, cheapest))  # of 7 B one step may have cost hours
         until = self.now + debt if cost is not None or known.debt else known.barred_until
         if peer != self.state.me:
             self._set_peer(peer, replace(known, debt=debt, barred_until=until))
@@ -502,20 +509,24 @@ class _Turn:
             self._send_heartbeats()
 
     def _blames(self, blames: local.Blames) -> None:
-        """Leave one out. Where it may be one of two it is who was blamed more often, in turn where that is no difference: the bad
-        one, once it has been beside others."""
+        """Leave one out. Where it may be one of several it is who was blamed, or beside one that was, more often, in turn where that is no
+        difference: the bad one, once it has been beside others; and of two around an honest one either, in the next crew."""
         crew = self.state.crew
         if crew is None or blames.crew != crew.id:
             return
-        peers = [member.peer for stage, member in enumerate(crew.record.members) if stage in blames.stages]
-        if not peers:
+        stages = {stage: member.peer for stage, member in enumerate(crew.record.members)}
+        blamed = {stages[stage] for stage in blames.stages if stage in stages}
+        if not blamed:
             return
-        out = max(peers, key=lambda peer: (self._peer(peer).blamed, -self._peer(peer).barred_until, self.means.rng.random()))
-        self._charge(out, self.now - crew.stepped_at)
+        peers = [peer for stage, peer in stages.items() if peer in blamed or stage in blames.beside]
+        known = {peer: self._peer(peer) for peer in peers}
+        out = max(peers, key=lambda peer: (known[peer].blamed, peer in blamed, -known[peer].barred_until, self.means.rng.random()))
+        spoilt = min(blames.seconds, self.now - crew.since)
+        self._charge(out, max(self.now - crew.stepped_at, spoilt), spoilt)
         for peer in peers:
-            known = self._peer(peer)
-            self._set_peer(peer, replace(known, blamed=known.blamed + 1))
-            self._note("blamed", f"{peer}: {blames.reason}")
+            self._set_peer(peer, replace(self._peer(peer), blamed=known[peer].blamed + 1))
+            if peer in blamed:
+                self._note("blamed", f"{peer}: {blames.reason}")
         self._break(f"no step comes of it: {blames.reason}", out)
 
     def _drain(self, reason: str) -> None:
@@ -639,7 +650,8 @@ class _Turn:
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         signs = replace(member.signs.seen(self.now), gone_since=None)
         changed = member.signs.suspected or status.phase != member.status.phase
-        self._set_member(crew, peer, Member(signs, status, self.now if moved else member.status_since, joined=True))
+        since = self.now if moved else member.status_since
+        self._set_member(crew, peer, Member(signs, status, since, joined=True, owed=member.owed))
         if status.phase in ("absent", "failed"):
             self._charge(peer)
             self._break(f"its stage is {status.phase}", peer)
@@ -894,7 +906,8 @@ class _Turn:
         record, me = founded.record, self.state.me
         stage = stage_of(record, me)
         assert stage is not None
-        members = {peer: Member(Signs(self.now), status_since=self.now, status=LOADING) for peer in peers_of(record) if peer != me}
+        others = [peer for peer in peers_of(record) if peer != me]
+        members = {peer: Member(Signs(self.now), LOADING, self.now, owed=self._peer(peer).debt) for peer in others}
         self._set(
             phase=Phase.PREPARING,
             proposal=None,

@@ -91,6 +91,10 @@ class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):
     crew: bytes
     stages: tuple[int, ...]
     reason: str
+    seconds: float = 0.0
+    """For how long it has been spoiling steps, among others that were taken."""
+    beside: tuple[int, ...] = ()
+    """Stages that contradict these: all of them are bad, if these are not."""
 
 
 # ---- network → trainer ----------------------------------------------------------------------------------------------------------

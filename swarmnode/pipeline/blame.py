@@ -4,15 +4,16 @@ The head counts. What one stage refuses now and then is nobody's fault; what it 
 without it. A step that is taken makes up for a third of one that was spoilt: who spoils more than a quarter is found. One that another
 spoils makes up for nothing: two that spoil in turn would clear each other.
 A norm far above what the stage itself reported before takes every other stage's part of the step away by clipping: that counts like a
-refusal. Where two contradict each other both are blamed (`whereabouts.py`): one of them is bad, and has others beside it elsewhere.
+refusal. Where two contradict each other both are blamed (`whereabouts.py`): one of them is bad, and has others beside it elsewhere. One in
+the middle that contradicts both its neighbours is bad, or both of them are: who was beside it is named with the verdict.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, NamedTuple
 
 PATIENCE: Final = 5
 """Steps that one stage spoils, one less for each `REDEEMED` that are taken meanwhile."""
@@ -32,18 +33,29 @@ ALONE: Final = 1e8
 head or an embedding may have some hundred times the norm of one without."""
 
 
-Verdict = tuple[tuple[int, ...], str]
-"""Stages, one of which is to blame, and why."""
+class Verdict(NamedTuple):
+    stages: tuple[int, ...]
+    """One of them is to blame."""
+    reason: str
+    seconds: float
+    """Since one of them began to spoil steps: of these it has spoilt more than a quarter."""
+    beside: tuple[int, ...] = ()
+    """Others that contradict them: if these are right, all of those are bad."""
 
 
 class Blame:
     """Counts for a crew of `stages`, at its head. Each call returns a verdict where there is one because of it."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.verdict: Verdict | None = None
         """The first one."""
+        self._clock = clock
         self._spoilt = [0] * stages
         """Steps, each counted as `REDEEMED`."""
+        self._clean_at = [clock()] * stages
+        """When a stage last had none to make up for."""
+        self._beside: list[set[int]] = [set() for _ in range(stages)]
+        """Whom each was blamed with, for those."""
         self._worked = False
         self._norms: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(stages)]
 
@@ -72,6 +84,9 @@ class Blame:
                 self._norms[stage].append(norm)
         if len(absurd) != 1:  # none, or all of them: a batch that is hard for everybody
             self._spoilt = [max(0, count - 1) for count in self._spoilt]
+            for stage in [stage for stage, count in enumerate(self._spoilt) if not count]:
+                self._clean_at[stage] = self._clock()
+                self._beside[stage].clear()
             return None
         return self._spoils(absurd, "an absurd norm step after step", PATIENCE)
 
@@ -80,11 +95,14 @@ class Blame:
             return None
         for stage in stages:
             self._spoilt[stage] += REDEEMED
+            self._beside[stage].update(stages)
         guilty = tuple(stage for stage in sorted(stages) if self._spoilt[stage] >= REDEEMED * patience)
         if not guilty:
             return None
-        self.verdict = self.verdict or (guilty, why)
-        return guilty, why
+        beside = set().union(*(self._beside[stage] for stage in guilty)) - set(guilty)
+        verdict = Verdict(guilty, why, self._clock() - min(self._clean_at[stage] for stage in guilty), tuple(sorted(beside)))
+        self.verdict = self.verdict or verdict
+        return verdict
 
     def _is_absurd(self, stage: int, norm: float) -> bool:
         known = self._norms[stage]

@@ -121,7 +121,7 @@ class Head(StageWorker):
         self.coordinator = Coordinator(self.stages)
         self.waiting = Waiting(seconds)
         self.generation = Generation(self.context, numbers := Numbers())
-        self._blame = Blame(self.stages)
+        self._blame = Blame(self.stages, trio.current_time)
         self.search = Search()
         self._numbers = numbers
         self._batch = BatchState()

@@ -110,6 +110,8 @@ class Trainer:
     """It says at every step that its gradient is none."""
     keeps: bool = False
     """It takes its work, and does none of it."""
+    turns: tuple[int, int] = (1, 0)
+    """Attempts of which it spoils one by either, and which one of them."""
 
     # ---- what the network process says ----------------------------------------------------------------------------------------
 
@@ -216,7 +218,7 @@ class Trainer:
         self._drop()
         self.participant = Participant(a.step, a.hash, a.crew[:16])
         self.fence = Fence(Place(a.crew[:16], a.stage, a.step), len(a.layers))
-        self.blame = Blame(len(a.layers))
+        self.blame = Blame(len(a.layers), lambda: self.world.now)
         self.report()
         self._later(self.world.rng.uniform(0.1, 1.0), "passed")
 
@@ -264,7 +266,7 @@ class Trainer:
         participant, attempt, step = self.participant, message.attempt, message.place.step
         if message.kind == "work":
             self._work(message.micro_batches, now)
-        elif message.kind == "propose" and not self.keeps:
+        elif message.kind == "propose" and not (self.keeps and self._its_turn(attempt)):
             self._proposed(attempt, participant.propose(step, attempt, message.micro_batches), now)
             if (participant.step, participant.attempt, participant.phase) == (step, attempt, "open"):
                 early, self.early, self.proposed = self.early, (), frozenset(message.micro_batches)
@@ -300,12 +302,16 @@ class Trainer:
         self.progress += 1
         self._proposed(self.participant.attempt, self.participant.complete(), now)
 
+    def _its_turn(self, attempt: int) -> bool:
+        of, which = self.turns
+        return attempt % of == which
+
     def _drop(self) -> None:
         self.learnt, self.proposed, self.early = (), None, ()
 
     def _proposed(self, attempt: int, action: Next | Answer | None, now: float) -> None:
         if action == "prepare":
-            action = self.participant.prepared(attempt, None if self.refuses else 1.0, now)
+            action = self.participant.prepared(attempt, None if self.refuses and self._its_turn(attempt) else 1.0, now)
         if isinstance(action, Answer):
             self._send(0, "acknowledge", action.attempt, refused=action.refused)
             self.world.acknowledged(self)

@@ -8,6 +8,7 @@ at once, clocks that run at other speeds. `crew_history` holds what happens to w
     faults    the above, with lying strangers in half of the schedules
     calm      lying strangers and free nodes alone: no crew that runs may end or stand still
     member    one member lies: it goes on without it, or in spite of it
+    members   two lie, in turn, or each at every other step, so that every second or third is taken: it goes on without them
     losses    nobody lies and no message is lost; one outage after the other, and after each a crew begins at the newest step of which there
               is a copy of every block: some are cut off for a second to an hour, all processes are killed at once, one disk of them is
               gone besides, or each member in turn is drained and replaced by a new node
@@ -49,8 +50,10 @@ and answers is not to be told from a slow head before, and before that nobody ha
 it so much, once; what it costs later is bounded by how long it is left out then. A member that keeps its work and has a neighbour blamed
 beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left."""
 KEEPER = 8
-KINDS = ("faults", "calm", "member", "losses")
-SPARES = {"faults": (0, 0, 1, 1, 2), "losses": (0, 0, 1)}
+KINDS = ("faults", "calm", "member", "members", "losses")
+SPARES = {"faults": (0, 0, 1, 1, 2), "members": (2, 3), "losses": (0, 0, 1)}
+LIARS = {"member": 1, "members": 2}
+"""Members that lie."""
 LONGEST_OUTAGE_SECONDS = 3600.0
 
 
@@ -70,6 +73,8 @@ class Node:
     offset: float = 0.0
     dead: bool = False
     lies: bool = False
+    turn: int = 0
+    """Of two that lie in turn."""
 
 
 class World:
@@ -90,6 +95,8 @@ class World:
         self.spares = rng.choice(SPARES.get(kind, (1, 2)))
         if kind in ("member", "losses"):
             self.stages = max(2, self.stages)
+        if kind == "members":
+            self.stages = max(3, self.stages)
         bad = kind == "faults"
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1, 0.3)) if bad else 0.0
         self.copies = rng.choice((0.0, 0.0, 0.1)) if bad else 0.0
@@ -145,8 +152,9 @@ class World:
     def run(self) -> History:
         if self.kind == "faults":
             self._plan_faults()
-        elif self.kind == "member":
-            self.at(8.0, self._turn_coat)
+        elif self.kind in LIARS:
+            for number in range(LIARS[self.kind]):
+                self.at(8.0, self._turn_coat, number)
         elif self.kind == "losses":
             self.at(self.rng.uniform(15.0, 40.0), self._outage, self.rng.choice((1, 1, 2, 3)))
         looked = -1
@@ -165,12 +173,15 @@ class World:
             function(*args)
         if not any(node.state is not None for node in self.nodes.values()):
             return self.history  # the faults left nobody
+        if self.kind == "members" and self._learns_slowly():
+            self.history.note(self.now, "slow head")
+            return self.history
         raise Violation("no end: " + "; ".join(self._describe(node) for node in self.nodes.values()))
 
     def _bound(self) -> float:
         """Seconds, see BOUND_SECONDS."""
-        keeps = any(node.trainer is not None and node.trainer.keeps for node in self.nodes.values())
-        return BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + (self.kind == "member") * (KEEPER if keeps else 1))
+        keeps = self.kind == "members" or any(node.trainer is not None and node.trainer.keeps for node in self.nodes.values())
+        return BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + LIARS.get(self.kind, 0) * (KEEPER if keeps else 1))
 
     def _describe(self, node: Node) -> str:
         state = node.state
@@ -185,7 +196,7 @@ class World:
 
         Where a member lies: a crew without it takes steps.
         """
-        if self.kind == "member":
+        if self.kind in LIARS:
             return any(self._goes_on_without_a_liar(node) for node in self.nodes.values())
         free = 0
         for node in self.nodes.values():
@@ -209,6 +220,14 @@ class World:
             if head is None or head.participant.step < first + 2:
                 return False
         return free < self.stages
+
+    def _learns_slowly(self) -> bool:
+        """Whether a liar leads, and honest nodes have taken a step in ten seconds, all in all: nobody can tell it from a slow machine."""
+        live = self._live()
+        crews = [crew.record for node in live if node.state is not None and (crew := node.state.crew) is not None]
+        heads = {peers_of(record)[0] for record in (self._seen[-1].record, *crews)}
+        led = any(node.lies for name, node in self.nodes.items() if name in heads)
+        return led and max((node.trainer.participant.step for node in live if node.trainer is not None), default=0) > self.now / 10
 
     def _goes_on_without_a_liar(self, node: Node) -> bool:
         crew = node.state.crew if node.state is not None else None
@@ -243,7 +262,7 @@ class World:
         step = min(self._newest, max((self._known[crew] for crew in running), default=0))
         held = [n.trainer.held for n in self._live() if n.state is not None and n.state.crew is not None and n.trainer is not None]
         reached = [weights.step for weights in held if weights is not None and weights.lineage in self._as_new]
-        if self.kind != "member" and step > 0 and held and max(reached, default=-1) < step:
+        if self.kind not in LIARS and step > 0 and held and max(reached, default=-1) < step:
             raise Violation(f"step {step} could have been gone on from, and what runs is at {sorted({w.step for w in held if w})}")
 
     # ---- nodes ----------------------------------------------------------------------------------------------------------------
@@ -410,21 +429,26 @@ class World:
                 answer = messages.Alive(crew, messages.Status("active", 10**9, 1))
         self.event(a, a_life, ev.Answered(liar, request, answer, seconds=5.0 if liar == "x1" else 0.0))
 
-    def _turn_coat(self) -> None:
-        """One member lies from now on: it refuses every step, keeps its work to itself, or says what is not so of itself."""
-        members = [n for n in self.nodes.values() if n.state is not None and n.state.crew is not None and n.state.crew.stage > 0]
+    def _turn_coat(self, number: int) -> None:
+        """A member lies from now on: it refuses steps, keeps its work to itself, or, alone, says what is not so of itself."""
+        inside = [n for n in self.nodes.values() if n.state is not None and n.state.crew is not None and n.state.crew.stage > 0]
+        members = [n for n in inside if not n.lies]
         if not members:
-            self.after(2.0, self._turn_coat)
+            self.after(2.0, self._turn_coat, number)
             return
         node = self.rng.choice(members)
-        node.lies = True
+        node.lies, node.turn = True, number
         self.history.note(self.now, "liar", node.name)
         self._corrupt(node)
 
     def _corrupt(self, node: Node) -> None:
-        if node.trainer is not None:
+        if node.trainer is None:
+            return
+        if self.kind == "members":
+            lie, node.trainer.turns = self.rng.choice(("refuses", "keeps")), self.rng.choice(((2, node.turn), (2, 0), (3, node.turn)))
+        else:
             lie = self.rng.choice(("refuses", "keeps", "says", "says"))
-            node.trainer.refuses, node.trainer.keeps = lie == "refuses", lie == "keeps"
+        node.trainer.refuses, node.trainer.keeps = lie == "refuses", lie == "keeps"
 
     def whose(self, head: Trainer, silent: Set[int]) -> Set[int]:
         """Whom the head finds when it asks who has the work: a liar that has it and says that its neighbour does has both blamed."""

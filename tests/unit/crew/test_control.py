@@ -310,6 +310,55 @@ def test_of_two_that_contradict_each_other_one_is_left_out_and_in_the_end_the_on
     assert out[2:] == ["c", "c"]
 
 
+def next_crew(node, peers, number):
+    """The next crew of `peers`, which the first of them proposes; the node offers as much as it takes."""
+    layers = COST.layers[:1] * len(peers)
+    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, layers, COST.head)))
+    of = record(*peers, nonce=bytes([number]) * 8)
+    assert isinstance(node.answers(peers[0], m.Propose(of)), m.Signature)
+    node.answers(peers[0], founded(of))
+
+
+def test_of_two_around_an_honest_one_either_is_left_out_once_it_has_been_beside_another():
+    """A frame that it has been given and one that it has sent on: the one in the middle contradicts both, and is blamed alone."""
+    node, out = running(peers=("a", "b", "c", "d")), []  # we are b; a and d lie
+    until = lambda peer: node.state.peers[peer].barred_until if peer in node.state.peers else LONG_AGO
+    for number, middle in enumerate(("c", "e", "f")):
+        before = {peer: until(peer) for peer in ("a", middle, "d")}
+        node.does(local.Blames(node.state.crew.id, (2,), "no answer again and again", beside=(0, 3)))
+        out += [peer for peer, at in before.items() if until(peer) != at]
+        node.now = max(map(until, before)) + 1.0
+        next_crew(node, ("a", "b", {"c": "e", "e": "f"}.get(middle, "c"), "d"), number)
+    assert out[0] == "c"
+    assert set(out[1:]) <= {"a", "d"}
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_who_spoils_a_step_in_three_is_left_out_for_longer_than_that_took_and_repays_nothing_meanwhile(clean):
+    """clean: it had long been even when it began to spoil."""
+    node, out = running(), []
+    for number in range(3):
+        for step in range(1, 31):
+            node.waits(2.0, alive=("a",))
+            node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
+        took = 20.0 if clean else 60.0
+        node.does(local.Blames(node.state.crew.id, (0,), "again", seconds=took))
+        out.append(node.state.peers["a"].barred_until - node.now)
+        assert out[-1] >= 2 * took
+        node.now += out[-1]
+        next_crew(node, ("a", "b"), number)
+    assert (out[0] < out[1] < out[2]) == (not clean)
+
+
+def test_a_step_that_cost_hours_costs_whoever_spoilt_it_as_much():
+    node = running()
+    node.waits(2.0, alive=("a",))
+    node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
+    node.now += 10_000.0
+    node.does(local.Blames(node.state.crew.id, (0,), "no answer again and again", seconds=10_000.0))
+    assert node.state.peers["a"].barred_until - node.now >= 20_000.0
+
+
 def fails_after(node, steps, seconds):
     """`a` fails after so many steps that took so long; how long it is left out."""
     for step in range(1, steps + 1):
