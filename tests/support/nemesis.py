@@ -49,7 +49,7 @@ BOUND_SECONDS = 240.0
 and answers is not to be told from a slow head before, and before that nobody has seen anything of it. So it can cost whoever does not know
 it so much, once; what it costs later is bounded by how long it is left out then. A member that keeps its work and has a neighbour blamed
 beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left."""
-KEEPER = 8
+KEEPER = 12
 KINDS = ("faults", "calm", "member", "members", "losses")
 SPARES = {"faults": (0, 0, 1, 1, 2), "members": (2, 3), "losses": (0, 0, 1)}
 LIARS = {"member": 1, "members": 2}
@@ -222,12 +222,12 @@ class World:
         return free < self.stages
 
     def _learns_slowly(self) -> bool:
-        """Whether a liar leads, and honest nodes have taken a step in ten seconds, all in all: nobody can tell it from a slow machine."""
+        """Whether a liar leads, and honest nodes have taken a step in twenty seconds, all in all: nobody can tell it from a slow machine."""
         live = self._live()
         crews = [crew.record for node in live if node.state is not None and (crew := node.state.crew) is not None]
         heads = {peers_of(record)[0] for record in (self._seen[-1].record, *crews)}
         led = any(node.lies for name, node in self.nodes.items() if name in heads)
-        return led and max((node.trainer.participant.step for node in live if node.trainer is not None), default=0) > self.now / 10
+        return led and max((node.trainer.participant.step for node in live if node.trainer is not None), default=0) > self.now / 20
 
     def _goes_on_without_a_liar(self, node: Node) -> bool:
         crew = node.state.crew if node.state is not None else None
