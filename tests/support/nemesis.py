@@ -222,7 +222,7 @@ class World:
         return free < self.stages
 
     def _learns_slowly(self) -> bool:
-        """Whether a liar leads, and honest nodes have taken a step in twenty seconds, all in all: nobody can tell it from a slow machine."""
+        """Whether a liar leads, and honest nodes have taken a step in twenty seconds: nobody can tell it from a slow machine."""
         live = self._live()
         crews = [crew.record for node in live if node.state is not None and (crew := node.state.crew) is not None]
         heads = {peers_of(record)[0] for record in (self._seen[-1].record, *crews)}
