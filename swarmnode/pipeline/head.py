@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -121,7 +122,7 @@ class Head(StageWorker):
         self.coordinator = Coordinator(self.stages)
         self.waiting = Waiting(seconds)
         self.generation = Generation(self.context, numbers := Numbers())
-        self._blame = Blame(self.stages, trio.current_time)
+        self._blame = Blame(self.stages, time.monotonic)
         self.search = Search()
         self._numbers = numbers
         self._batch = BatchState()
