@@ -522,7 +522,7 @@ class _Turn:
         known = {peer: self._peer(peer) for peer in peers}
         out = max(peers, key=lambda peer: (known[peer].blamed, peer in blamed, -known[peer].barred_until, self.means.rng.random()))
         spoilt = min(blames.seconds, self.now - crew.since)
-        self._charge(out, max(self.now - crew.stepped_at, spoilt), spoilt)
+        self._charge(out, max(self.now - crew.stepped_at, spoilt if len(peers) == 1 else 0.0), spoilt)
         for peer in peers:
             self._set_peer(peer, replace(self._peer(peer), blamed=known[peer].blamed + 1))
             if peer in blamed:

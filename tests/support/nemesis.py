@@ -48,8 +48,8 @@ BOUND_SECONDS = 240.0
 """After the last fault, until everybody runs or is free because it must be. Each liar adds `step_seconds`: one that holds the head's place
 and answers is not to be told from a slow head before, and before that nobody has seen anything of it. So it can cost whoever does not know
 it so much, once; what it costs later is bounded by how long it is left out then. A member that keeps its work and has a neighbour blamed
-beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left."""
-KEEPER = 12
+beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left; two that lie are three KEEPERs."""
+KEEPER = 8
 KINDS = ("faults", "calm", "member", "members", "losses")
 SPARES = {"faults": (0, 0, 1, 1, 2), "members": (2, 3), "losses": (0, 0, 1)}
 LIARS = {"member": 1, "members": 2}
@@ -180,8 +180,9 @@ class World:
 
     def _bound(self) -> float:
         """Seconds, see BOUND_SECONDS."""
-        keeps = self.kind == "members" or any(node.trainer is not None and node.trainer.keeps for node in self.nodes.values())
-        return BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + LIARS.get(self.kind, 0) * (KEEPER if keeps else 1))
+        keeps = any(node.trainer is not None and node.trainer.keeps for node in self.nodes.values())
+        times = {"member": KEEPER if keeps else 1, "members": 3 * KEEPER}.get(self.kind, 0)
+        return BOUND_SECONDS + self.settings.step_seconds * (len(self.liars) + times)
 
     def _describe(self, node: Node) -> str:
         state = node.state

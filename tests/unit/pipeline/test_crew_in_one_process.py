@@ -279,7 +279,7 @@ async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_m
             for _ in range(PATIENCE):
                 row_by_row = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
                 assert (await crew.head.update(rows, row_by_row, 10.0, 1e-3)).refused == "device"
-            assert crew.head.blamed == ((1,), "refused step after step: device")
+            assert crew.head.blamed[:2] == ((1,), "refused step after step: device")
 
 
 async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_was_cut(models, policy):
@@ -315,7 +315,7 @@ async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(mod
                 result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
                 assert result.refused == "device"
                 assert not result.divisible
-            assert crew.head.blamed == ((1,), "refused step after step: device")
+            assert crew.head.blamed[:2] == ((1,), "refused step after step: device")
 
 
 async def test_nobody_is_blamed_for_what_another_says_of_a_proposal_nor_twice_for_one(models, policy):
@@ -336,7 +336,7 @@ async def test_nobody_is_blamed_for_what_another_says_of_a_proposal_nor_twice_fo
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
             assert crew.head.blamed is None
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "frame"
-        assert crew.head.blamed == ((1,), "refused step after step: frame")
+        assert crew.head.blamed[:2] == ((1,), "refused step after step: frame")
 
 
 async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):

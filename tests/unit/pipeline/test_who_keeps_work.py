@@ -95,7 +95,7 @@ async def verdict(crew, call, rows, most=IMPATIENCE):
             await call(crew.head, rows)
     assert crew.head.blamed is not None, "nobody was found"
     assert not crew.head.usable
-    return crew.head.blamed, trio.current_time() - began
+    return crew.head.blamed[:2], trio.current_time() - began
 
 
 KEPT = [
@@ -366,7 +366,7 @@ async def test_who_sends_the_head_what_is_no_frame_is_left_out_at_once(models, s
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         await crew.streams[stage, 0].send_all(b"\xff" * 64)
         await trio.testing.wait_all_tasks_blocked()
-        assert crew.head.blamed == ((stage,), "what it sent is no frame: oversize")
+        assert crew.head.blamed[:2] == ((stage,), "what it sent is no frame: oversize")
 
 
 def changed(work, changes):
@@ -415,7 +415,7 @@ async def test_a_row_for_which_a_stage_needs_longer_than_the_deadline_is_waited_
 async def test_and_not_for_ever_whatever_it_says(models, policy, autojump_clock):
     result, blamed, took = await slow_crew(models, policy, 20 * SECONDS, CFG, 1)
     assert result.refused == "timeout"
-    assert blamed == ((1,), "too slow again and again")
+    assert blamed[:2] == ((1,), "too slow again and again")
     assert took <= (BELIEVED + 0.1) * SECONDS
 
 
