@@ -48,7 +48,8 @@ BOUND_SECONDS = 240.0
 """After the last fault, until everybody runs or is free because it must be. Each liar adds `step_seconds`: one that holds the head's place
 and answers is not to be told from a slow head before, and before that nobody has seen anything of it. So it can cost whoever does not know
 it so much, once; what it costs later is bounded by how long it is left out then. A member that keeps its work and has a neighbour blamed
-beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left; two that lie are three KEEPERs."""
+beside it is KEEPER of these: each head has to see it beside two others, and of five nodes that want to hold four stages few are left.
+Two that lie have three times as much."""
 KEEPER = 8
 KINDS = ("faults", "calm", "member", "members", "losses")
 SPARES = {"faults": (0, 0, 1, 1, 2), "members": (2, 3), "losses": (0, 0, 1)}
