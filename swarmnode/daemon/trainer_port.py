@@ -47,6 +47,7 @@ class TrainerPort:
     def left(self) -> None:
         """No trainer is connected any more."""
         self.watch.disconnected()
+        self.weight_exchange.trainer_left()
         self.crew.trainer_left()
 
     async def own_group(self, group: OwnGroup) -> None:

@@ -142,10 +142,14 @@ class ExchangeDriver:
 
     # ---- what the trainer sends -----------------------------------------------------------------------------------------------------
 
-    def trainer_started(self) -> None:
-        """The trainer (re)started: what an earlier one was doing is over."""
+    def trainer_left(self) -> None:
+        """What it was doing is over."""
         if self._session is not None:
             self._fail(self._session.id, "no_trainer")
+
+    def trainer_started(self) -> None:
+        """The trainer (re)started: what an earlier one was doing is over."""
+        self.trainer_left()
         self._settings(fingerprint=self._replica.fingerprint, open_seconds=self._open_seconds(0.0))
 
     def outer_step_due(self, due: local.OuterStepDue, propose: bool) -> None:

@@ -70,7 +70,8 @@ class WeightService:
         self._replica = LocalReplica()
         self._store = PayloadStore(network.bulk, data_dir / local.DIRECTORY)
         self._state_server = StateServer(network, credentials, self._replica, self._store, send_to_trainer)
-        may_begin = lambda: may_average() and not self._state_server.is_writing
+        self._has_trainer = False
+        may_begin = lambda: self._has_trainer and may_average() and not self._state_server.is_writing
         self._may_propose = lambda: budget("fetch") and may_begin()
         requests = PeerRequests(network)
         self._discovery = Discovery(network, requests, self._replica, credentials.swarm, unix_time)
@@ -109,6 +110,7 @@ class WeightService:
 
     def set_policy(self, facts: local.ReplicaFacts | None, base: bytes, tokenizer: bytes) -> None:
         """The trainer (re)started, with this replica: its Hello. What an earlier one was doing is over."""
+        self._has_trainer = True
         if facts is None or not self._enabled:
             self._replica.stop()
             return
@@ -120,6 +122,11 @@ class WeightService:
         self._discovery.forget()
         self._state_server.trainer_started()
         self._seeker.trainer_started()
+
+    def trainer_left(self) -> None:
+        """It is gone, and may load for minutes: what it was doing is over, and nothing is proposed or accepted until there is another."""
+        self._has_trainer = False
+        self._driver.trainer_left()
 
     def receive(self, message: local.FromTrainer) -> None:
         """Take what the trainer sends."""

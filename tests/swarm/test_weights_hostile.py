@@ -234,6 +234,22 @@ async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(t
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
 
 
+async def test_a_node_whose_trainer_is_gone_accepts_nothing_until_there_is_another_and_ends_what_it_was_at(tmp_path):
+    """It may load for minutes: whoever paired with it meanwhile would leave it alone for as long afterwards."""
+    async with victim_and_liar(tmp_path) as (victim, liar, _):
+        latest = Latest(victim.fingerprint(), 0, victim.blocks())
+        victim.hold = {local.TakeSnapshot}
+        victim.due()
+        await until(lambda: victim.service.statistics().phase == "paired")
+        victim.service.trainer_left()
+        assert victim.service.statistics().phase == "idle"
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
+        assert await liar.ask(victim.network.peer_id, latest)  # what it has published may be pulled all the same
+        victim.hold = set()
+        victim.connect()
+        assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
+
+
 async def test_who_agrees_and_takes_it_back_is_left_alone_for_longer_than_it_took(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         began = trio.current_time()
