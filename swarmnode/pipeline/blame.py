@@ -84,9 +84,10 @@ class Blame:
                 self._norms[stage].append(norm)
         if len(absurd) != 1:  # none, or all of them: a batch that is hard for everybody
             self._spoilt = [max(0, count - 1) for count in self._spoilt]
-            for stage in [stage for stage, count in enumerate(self._spoilt) if not count]:
-                self._clean_at[stage] = self._clock()
-                self._beside[stage].clear()
+            for stage, count in enumerate(self._spoilt):
+                if not count:
+                    self._clean_at[stage] = self._clock()
+                    self._beside[stage].clear()
             return None
         return self._spoils(absurd, "an absurd norm step after step", PATIENCE)
 

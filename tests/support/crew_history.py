@@ -22,6 +22,8 @@ class Violation(AssertionError):
 class History:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+        """Of virtual time, when it ended."""
         self.learnt: set[bytes] = set()
         """Step hashes of steps that were taken."""
         self._steps: dict[tuple[bytes, int], tuple[tuple[int, ...], bytes]] = {}

@@ -825,7 +825,9 @@ def check(seed: int, kind: str = "faults", **options: Any) -> History:
     """Run one schedule. Raises Violation with the seed and how to replay it."""
     world = World(seed, kind, **options)
     try:
-        return world.run()
+        history = world.run()
+        history.seconds = world.now
+        return history
     except Exception as error:
         raise Violation(
             f"{kind} {seed} at {world.now:.3f} s: {error}\n  python -m tests.support.nemesis --kind {kind} --seed {seed}"
@@ -843,12 +845,19 @@ def main() -> int:
         return _replay(options.seed, options.kind or "faults")
     began, failures, steps = time.process_time(), 0, 0
     for kind in (options.kind,) if options.kind else KINDS:
+        ends, slow = [], 0
         for seed in range(options.first, options.first + options.schedules):
             try:
-                steps += check(seed, kind).counts["steps"]
+                history = check(seed, kind)
             except Violation as error:
                 failures += 1
                 print(error)
+                continue
+            steps, slow = steps + history.counts["steps"], slow + history.counts["slow head"]
+            ends.append(history.seconds)
+        if ends:
+            shares = ", ".join(f"{share} % {sorted(ends)[len(ends) * share // 100]:.0f}" for share in (50, 75, 95, 99))
+            print(f"{kind}: seconds until the end: {shares}, longest {max(ends):.0f}; {slow} led by a liar that is slow")
     print(
         f"{options.schedules} schedules of each kind, {steps} steps taken by all, {failures} failures, "
         f"{time.process_time() - began:.1f} CPU seconds"

@@ -280,6 +280,7 @@ async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_m
                 row_by_row = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
                 assert (await crew.head.update(rows, row_by_row, 10.0, 1e-3)).refused == "device"
             assert crew.head.blamed[:2] == ((1,), "refused step after step: device")
+            assert crew.head.blamed.seconds > 0
 
 
 async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_was_cut(models, policy):
