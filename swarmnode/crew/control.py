@@ -510,7 +510,8 @@ class _Turn:
 
     def _blames(self, blames: local.Blames) -> None:
         """Leave one out. Where it may be one of several it is who was blamed, or beside one that was, more often, in turn where that is no
-        difference: the bad one, once it has been beside others; and of two around an honest one either, in the next crew."""
+        difference: the bad one, once it has been beside others; and of two around an honest one either, in the next crew. We are not it: if
+        something here is broken, everybody else goes on together when we have left them out."""
         crew = self.state.crew
         if crew is None or blames.crew != crew.id:
             return
@@ -520,7 +521,8 @@ class _Turn:
             return
         peers = [peer for stage, peer in stages.items() if peer in blamed or stage in blames.beside]
         known = {peer: self._peer(peer) for peer in peers}
-        out = max(peers, key=lambda peer: (known[peer].blamed, peer in blamed, -known[peer].barred_until, self.means.rng.random()))
+        others = [peer for peer in peers if peer != self.state.me] or peers
+        out = max(others, key=lambda peer: (known[peer].blamed, peer in blamed, -known[peer].barred_until, self.means.rng.random()))
         spoilt = min(blames.seconds, self.now - crew.since)
         self._charge(out, max(self.now - crew.stepped_at, spoilt if len(peers) == 1 else 0.0), spoilt)
         for peer in peers:

@@ -49,6 +49,11 @@ AVOID_SECONDS: Final = 300.0
 """A peer that lied is neither asked nor accepted for so long at least."""
 REST_SHARE: Final = 0.25
 """Share of the time between two outer steps for which, after an exchange, nobody else is accepted."""
+BACKOFF_SECONDS: Final = 2.0
+BACKOFF_SHARE: Final = 0.125
+"""Longest moment between two tries, also in units of the time between two outer steps: three have to fit into it, and a pull."""
+SHORT_SECONDS: Final = 5.0
+"""As `PairingSettings.short_seconds`; never more than the time between two outer steps, of which being left alone should cost few."""
 FAILURES: Final = ("timeout", "declined", "malformed", "hash", "failed", "size", "local", "no_trainer", "snapshot")
 """Why an exchange failed on our side, where pairing only knows that it did."""
 BLAMELESS: Final = ("local", "no_trainer", "snapshot", "declined")
@@ -156,7 +161,10 @@ class ExchangeDriver:
         """propose: whether somebody may be asked; otherwise the step is taken alone."""
         step = max(0.0, due.step_seconds)
         interval = self._sync_every * step / max(1, len(self._replica.limits))
-        self._settings(open_seconds=self._open_seconds(step), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval)
+        self._settings(
+            open_seconds=self._open_seconds(step), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval,
+            backoff_seconds=min(BACKOFF_SECONDS, BACKOFF_SHARE * interval), short_seconds=min(SHORT_SECONDS, interval),
+        )  # fmt: skip
         partners = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ()
         lease = self._lease(partners[0] if partners else "", due.fragment)
         self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease))

@@ -40,10 +40,6 @@ MOST_TIMES: Final = 8.0
 DELIVERED_TIMES: Final = 3.0
 """Whose copy has come, and was refused, slow or of long ago, is left alone for no longer than if that had happened so often: an honest
 node can have learnt something else, and will not always have."""
-SHORT_SECONDS: Final = 5.0
-"""What was over as soon as this does not count as having happened, once: acceptances that come late are taken back, among honest nodes,
-too. The next counts as having taken so long."""
-
 OUTCOMES: Final = (
     "applied", "pulled", "solo",  # how an outer step ended
     "busy", "other_policy", "unreachable", "propose_timeout", "released", "open_timeout", "vanished",  # how a try ended
@@ -76,6 +72,9 @@ class PairingSettings(msgspec.Struct, frozen=True):
     """Longest moment in IDLE between two tries."""
     rest_seconds: float = 0.0
     """Others' proposals are refused for so long after an exchange, so that eager peers do not set our sync interval."""
+    short_seconds: float = 5.0
+    """What was over as soon as this does not count as having come to nothing, once: acceptances that come late are taken back, among honest
+    nodes, too. The next counts as having taken so long."""
     avoid_seconds: float = 300.0
     """Refuse and skip a peer whose lie was proved, for so long at least."""
 
@@ -303,11 +302,11 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
 
 def _session_event(state: PairingState, event: Event, now: float, settings: PairingSettings) -> _Result:
     if isinstance(event, Failed):
-        return _abort(state if event.blameless else _in_vain(state, now), now, settings, "failed")
+        return _abort(state if event.blameless else _in_vain(state, now, settings), now, settings, "failed")
     if isinstance(event, CopiesOffered) and state.phase is Phase.PAIRED:
         return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds, usual_seconds=event.usual_seconds), ()
     if isinstance(event, Transferred) and state.phase is Phase.TRANSFER:
-        slow = now - (state.deadline - state.lease_seconds) > max(state.usual_seconds, SHORT_SECONDS)
+        slow = now - (state.deadline - state.lease_seconds) > max(state.usual_seconds, settings.short_seconds)
         return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds, slow=slow), (Apply(state.session),)
     if isinstance(event, Applied) and state.phase is Phase.APPLY:
         ended = Ended(state.peer, "pulled" if state.one_sided else "applied")
@@ -315,7 +314,7 @@ def _session_event(state: PairingState, event: Event, now: float, settings: Pair
         if due is not None and due.fragment == state.fragment:  # also when the partner proposed: our step was taken early
             due = None
         if not event.mixed or state.slow:
-            state = _in_vain(state, now)
+            state = _in_vain(state, now, settings)
         elif not state.one_sided:
             state = _went_well(state)
         idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds)
@@ -397,7 +396,7 @@ def _received(state: PairingState, event: Received, now: float, settings: Pairin
             return _next_try(state, now, settings, message.reason, alive=message.reason == "busy")
         return state, ()
     if (peer, message.session) == (state.peer, state.session) and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
-        return _abort(_in_vain(state, now), now, settings, "released", release=False)
+        return _abort(_in_vain(state, now, settings), now, settings, "released", release=False)
     return state, ()  # a peer may send anything at any time
 
 
@@ -456,8 +455,8 @@ def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Res
     if state.phase is Phase.PROPOSED:  # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
         return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
     if state.phase is Phase.PAIRED:
-        return _abort(_in_vain(state, now, silent=True), now, settings, "open_timeout" if state.initiator else "vanished")
-    return _abort(_in_vain(state, now) if state.phase is Phase.TRANSFER else state, now, settings, f"{state.phase.value}_timeout")
+        return _abort(_in_vain(state, now, settings, silent=True), now, settings, "open_timeout" if state.initiator else "vanished")
+    return _abort(_in_vain(state, now, settings) if state.phase is Phase.TRANSFER else state, now, settings, f"{state.phase.value}_timeout")
 
 
 def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, release: bool = True) -> _Result:
@@ -478,14 +477,14 @@ def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: 
     return _replace(state, deadline=due.next_try), actions
 
 
-def _in_vain(state: PairingState, now: float, *, silent: bool = False) -> PairingState:
+def _in_vain(state: PairingState, now: float, settings: PairingSettings, *, silent: bool = False) -> PairingState:
     """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may, or what nobody can
     use, or by taking back what it agreed to, is worth a share of our time that gets smaller. silent: nothing was heard of it."""
     held, before = now - state.began, _avoided(state, state.peer)
-    counts = silent or held >= SHORT_SECONDS or before is not None
+    counts = silent or held >= settings.short_seconds or before is not None
     times = (before.times if before is not None else 0) + counts
     growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
-    seconds = WASTED * (max(held, SHORT_SECONDS) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
+    seconds = WASTED * (max(held, settings.short_seconds) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
     until = now + min(seconds, LONGEST_AVOIDED)
     lied = before is not None and before.lied
     return _avoid(state, Avoided(state.peer, max(before.until, until) if before is not None else until, times, lied))

@@ -319,6 +319,15 @@ def next_crew(node, peers, number):
     node.answers(peers[0], founded(of))
 
 
+def test_of_itself_and_another_a_head_leaves_the_other_out_whoever_of_them_was_blamed_more_often():
+    node = running(peers=("a", "b", "c", "d"))  # we are b
+    for number, other in enumerate((0, 2, 3, 0, 2, 3)):
+        node.does(local.Blames(node.state.crew.id, (1, other), "no answer again and again"))
+        assert node.state.peers["abcd"[other]].barred_until > node.now, "it knows of itself that it is honest"
+        node.now = max(known.barred_until for known in node.state.peers.values()) + 1.0
+        next_crew(node, ("a", "b", "c", "d"), number)
+
+
 def test_of_two_around_an_honest_one_either_is_left_out_once_it_has_been_beside_another():
     """A frame that it has been given and one that it has sent on: the one in the middle contradicts both, and is blamed alone."""
     node, out = running(peers=("a", "b", "c", "d")), []  # we are b; a and d lie

@@ -68,7 +68,8 @@ class Driven:
         )  # fmt: skip
         self.replica.start(local.ReplicaFacts(LAYOUT, "float32", 1, [20], False), bytes(32), bytes(32), bytes(32))
         self.discovery = Discovery(network, None, self.replica, bytes(32), lambda: 0.0)
-        requests = SimpleNamespace(ask=self._silence, notify=self._silence)
+        self.answer = self._silence
+        requests = SimpleNamespace(ask=lambda *asked: self.answer(*asked), notify=self._silence)
         self.driver = ExchangeDriver(
             network, requests, self.replica, self.discovery, self.store, lambda m: not self.to_trainer.append(m), self.background, EVERY
         )  # fmt: skip
@@ -95,13 +96,13 @@ class Driven:
     def ready(self, peer, session):
         self.driver.ready(peer, Ready(session, b"t" * 32, b"r" * 32, SIZE, 20))
 
-    async def exchange(self, peer, outcome, committed=False):
-        """One that `peer` began, up to what our trainer makes of it."""
+    async def exchange(self, peer, outcome, committed=False, judged=1.0):
+        """One that `peer` began, up to what our trainer makes of it `judged` seconds after it is here."""
         answer, session = self.proposes(peer)
         assert isinstance(answer, Accept)
         self.written(session)
         self.ready(peer, session)
-        await trio.sleep(self.store.takes + 1.0)
+        await trio.sleep(self.store.takes + judged)
         assert self.to_trainer[-1].session == session
         assert isinstance(self.to_trainer[-1], local.ApplyPayload)
         self.driver.exchange_ended(local.ExchangeEnded(session, 0, peer, outcome, committed, 20 + committed))
@@ -150,6 +151,40 @@ async def test_who_sends_slowly_is_left_alone_for_a_while_though_it_was_good(aut
             if listened:
                 await trio.sleep(200.0)  # until that is given up
         assert driven.accepted == ["a", "a"]
+
+
+async def test_where_outer_steps_are_close_together_who_is_refused_by_everybody_pulls_within_one(autojump_clock):
+    """It stepped alone, with up to two seconds between two tries, and a newcomer that was left alone by both others drifted away."""
+
+    async def busy(peer, message, *deadline):
+        await trio.sleep(0.01)
+        return Busy(message.nonce, "busy") if isinstance(message, Propose) else Ready(b"", b"t" * 32, b"r" * 32, SIZE, 20)
+
+    async with driving() as driven:
+        driven.store.takes, driven.answer = 0.05, busy
+        for _ in range(50):
+            driven.driver.outer_step_due(local.OuterStepDue(0, 20, 0.4 / EVERY), propose=True)
+            await trio.sleep(0.3)
+            arrived = driven.to_trainer[-1]
+            assert isinstance(arrived, local.ApplyPayload)
+            driven.driver.exchange_ended(local.ExchangeEnded(arrived.session, 0, arrived.peer, "clipped", True, 21))
+            await trio.sleep(0.1)
+        outcomes = driven.driver.statistics().outcomes
+        assert outcomes["pulled"] == 50
+        assert outcomes["busy"] == 100
+
+
+@pytest.mark.parametrize(("interval", "alone"), [(0.5, (0.8, 2.0, 10.0)), (60.0, (0.8, 20.0, 100.0))])
+async def test_where_outer_steps_are_close_together_nobody_is_left_alone_for_hundreds_of_them(interval, alone, autojump_clock):
+    async with driving() as driven:
+        driven.driver.outer_step_due(local.OuterStepDue(0, 20, interval / EVERY), propose=False)
+        driven.store.takes = 0.1
+        for seconds in alone:
+            await driven.exchange("a", "too_far", judged=0.1)
+            await trio.sleep(seconds - 0.2)
+            assert not driven.is_listened_to("a")
+            await trio.sleep(0.2)
+        assert driven.is_listened_to("a")
 
 
 @pytest.mark.parametrize("outcome", ["local", "own_not_finite"])
