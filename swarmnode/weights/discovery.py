@@ -6,7 +6,7 @@ every proposal, and everything that follows is judged by the gate.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -145,14 +145,16 @@ class Discovery:
         """Whether there is something in `fragment` that `peer`, as it claims, and we hold."""
         return bool(self._replica.within(self.shared(peer), fragment))
 
-    def partners(self, fragment: int, outer_step: int, blocks: bytes = b"") -> tuple[str, ...]:
+    def partners(self, fragment: int, outer_step: int, blocks: bytes = b"") -> tuple[tuple[str, ...], int]:
         """Candidates for `fragment`, or for these `blocks` of it (packed), in the order in which they are asked; those far from
-        `outer_step` last, and before them those that lack some of it: with these there is less to gain."""
+        `outer_step` last, and before them those that lack some of it: with these there is less to gain. And how many of the first are
+        worth as much as the first."""
         due = blocks or self._replica.within(self._replica.blocks, fragment)
         has = {peer: some for peer in self.candidates() if (some := common(self.shared(peer), due))}
         order = partner_order(self._network.peer_id, list(has), epoch_bucket(self._unix_time()), self._swarm)
         far = lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))
-        return tuple(sorted(order, key=lambda peer: (far(peer), has[peer] != due)))
+        worth = {peer: (far(peer), has[peer] != due) for peer in order}
+        return tuple(sorted(order, key=worth.__getitem__)), Counter(worth.values())[min(worth.values(), default=(False, False))]
 
     async def _ask(self, peer: str) -> None:
         try:

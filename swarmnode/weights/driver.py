@@ -47,6 +47,9 @@ SLOWER: Final = 4.0
 """A partner that was slow before is given so many times what a stranger is."""
 AVOID_SECONDS: Final = 300.0
 """A peer that lied is neither asked nor accepted for so long at least."""
+MEET_SHARE: Final = 0.4
+"""`PairingSettings.meet_seconds` in units of the time between two outer steps. Who proposes once in that time meets each of n partners once
+in n / 2; at 0.6 two nodes would refuse each other every second time."""
 REST_SHARE: Final = 0.25
 """Share of the time between two outer steps for which, after an exchange, nobody else is accepted."""
 BACKOFF_SECONDS: Final = 2.0
@@ -164,10 +167,11 @@ class ExchangeDriver:
         self._settings(
             open_seconds=self._open_seconds(step), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval,
             backoff_seconds=min(BACKOFF_SECONDS, BACKOFF_SHARE * interval), short_seconds=min(SHORT_SECONDS, interval),
+            meet_seconds=MEET_SHARE * interval,
         )  # fmt: skip
-        partners = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ()
+        partners, best = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ((), 0)
         lease = self._lease(partners[0] if partners else "", due.fragment)
-        self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease))
+        self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease, best))
 
     def snapshot_written(self, snapshot: local.SnapshotWritten) -> None:
         """The trainer has written a copy: for this session's partner, and for whoever comes to pull one."""

@@ -28,6 +28,7 @@ from swarmnode.weights.messages import NONCE_BYTES, Accept, Busy, PairingMessage
 FINISHED: Final = 32
 """Sessions that are remembered, so that an old PROPOSE that arrives again opens nothing."""
 AVOIDED: Final = 256
+MET: Final = 256
 RESTING: Final = 32
 AVOID_FACTOR: Final = 5
 WASTED: Final = 4.0
@@ -75,6 +76,9 @@ class PairingSettings(msgspec.Struct, frozen=True):
     short_seconds: float = 5.0
     """What was over as soon as this does not count as having come to nothing, once: acceptances that come late are taken back, among honest
     nodes, too. The next counts as having taken so long."""
+    meet_seconds: float = 0.0
+    """Whom we have averaged with is not accepted again for so long times the number of those whom we could as well average with: whoever
+    proposes all the time would take all our exchanges otherwise."""
     avoid_seconds: float = 300.0
     """Refuse and skip a peer whose lie was proved, for so long at least."""
 
@@ -93,6 +97,8 @@ class Due(msgspec.Struct, frozen=True):
     """Fresh random bytes; all nonces of this step follow from them."""
     lease_seconds: float
     """How long a transfer of the fragment may take."""
+    best: int | None = None
+    """How many of the first candidates are worth as much as the first; None for all."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -242,6 +248,13 @@ class Resting(msgspec.Struct, frozen=True):
     until: float
 
 
+class Met(msgspec.Struct, frozen=True):
+    """A peer that we have averaged with."""
+
+    peer: str
+    at: float
+
+
 class Remembered(msgspec.Struct, frozen=True):
     """What one exchange leaves behind for the next; of peers the latest last."""
 
@@ -251,8 +264,11 @@ class Remembered(msgspec.Struct, frozen=True):
     """Names of sessions."""
     candidates: tuple[str, ...] = ()
     """Whom we could have asked at our last outer step."""
+    best: int = 0
+    """How many of the first of these were worth as much as the first."""
     avoided: tuple[Avoided, ...] = ()
     resting: tuple[Resting, ...] = ()
+    met: tuple[Met, ...] = ()
 
 
 class PairingState(msgspec.Struct, frozen=True):
@@ -316,7 +332,7 @@ def _session_event(state: PairingState, event: Event, now: float, settings: Pair
         if not event.mixed or state.slow:
             state = _in_vain(state, now, settings)
         elif not state.one_sided:
-            state = _went_well(state)
+            state = _met(_went_well(state), now)
         idle = _remember(_replace(_idle(state), due=due), rest_until=now + settings.rest_seconds)
         return _with((ended,), _go_on(idle, now, settings))
     return state, ()
@@ -335,7 +351,8 @@ def _due(state: PairingState, event: Due, now: float, settings: PairingSettings)
             state, more = _drop(state)
             actions = more + actions
     due = OuterStep(event.fragment, event.outer_step, event.seed, event.lease_seconds, event.candidates)
-    state = _remember(state, candidates=tuple(peer for peer in event.candidates if peer != settings.own))
+    best = len(event.candidates) if event.best is None else event.best
+    state = _remember(state, candidates=tuple(peer for peer in event.candidates if peer != settings.own), best=best)
     state = _replace(state, due=due, deadline=math.inf if state.phase is Phase.IDLE else state.deadline)
     return _with(actions, _go_on(state, now, settings) if state.phase is Phase.IDLE else (state, ()))
 
@@ -346,7 +363,9 @@ def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Resul
     if due is None:
         return state, ()
     alone, resting = _left_alone(state, now), {entry.peer for entry in state.remembered.resting if entry.until > now}
-    left = sorted((peer for peer in due.untried if peer not in alone and peer != settings.own), key=lambda peer: peer in resting)
+    best, met = set(state.remembered.candidates[: state.remembered.best]), _met_lately(state, now, settings)
+    later = lambda peer: (peer in resting, peer not in best, peer in met)
+    left = sorted((peer for peer in due.untried if peer not in alone and peer != settings.own), key=later)
     if due.tried < settings.tries and left:
         peer, nonce = left[0], _nonce(due.seed, due.tried)
         due = msgspec.structs.replace(due, untried=tuple(p for p in due.untried if p != peer), tried=due.tried + 1)
@@ -413,11 +432,12 @@ def _proposal(state: PairingState, event: Received, message: Propose, now: float
     if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:  # both proposed
         first = settings.own < peer
         session, fragment = (state.session, state.due.fragment) if first else (nonce, message.fragment)
-    elif state.phase is Phase.IDLE and now >= memory.rest_until:
-        first, session, fragment = False, nonce, message.fragment
-    else:
-        rest = max(0.0, memory.rest_until - now) if state.phase is Phase.IDLE else 0.0
+    elif state.phase is not Phase.IDLE:
+        return state, (Send(peer, Busy(nonce, "busy")),)
+    elif (rest := max(memory.rest_until - now, _met_lately(state, now, settings).get(peer, 0.0))) > 0:
         return state, (Send(peer, Busy(nonce, "busy", min(3600, math.ceil(rest)))),)
+    else:
+        first, session, fragment = False, nonce, message.fragment
     accept = Send(peer, Accept(nonce, session, fragment, event.outer_step))
     return _replace(_pair(state, event, session, fragment, first, now, settings), answers=nonce), (accept,)
 
@@ -498,6 +518,20 @@ def _went_well(state: PairingState) -> PairingState:
     return _avoid(state, Avoided(state.peer, -math.inf, times))
 
 
+def _met(state: PairingState, now: float) -> PairingState:
+    others = tuple(entry for entry in state.remembered.met if entry.peer != state.peer)
+    return _remember(state, met=(*others, Met(state.peer, now))[-MET:])
+
+
+def _met_lately(state: PairingState, now: float, settings: PairingSettings) -> dict[str, float]:
+    """Whom we are not to average with again yet, and for how many seconds."""
+    memory = state.remembered
+    best = set(memory.candidates[: memory.best])
+    times = lambda peer: memory.best if peer in best else max(1, len(memory.candidates))
+    left = {entry.peer: entry.at + settings.meet_seconds * times(entry.peer) - now for entry in memory.met}
+    return {peer: seconds for peer, seconds in left.items() if seconds > 0}
+
+
 def _avoid(state: PairingState, entry: Avoided) -> PairingState:
     entry = _replace(entry, times=min(entry.times, MOST_TIMES))
     return _remember(state, avoided=(*_others(state, entry.peer), entry)[-AVOIDED:])
@@ -508,8 +542,9 @@ def _left_alone(state: PairingState, now: float) -> set[str]:
     not among them, unless it lied: an honest partner was killed, or stood still for a while, and would be missed for minutes; with one
     that is not there is nobody whom it keeps us from."""
     avoided = {entry.peer: entry for entry in state.remembered.avoided if entry.until > now}
-    if state.remembered.candidates and avoided.keys() >= set(state.remembered.candidates):
-        least = min((avoided[peer] for peer in state.remembered.candidates), key=lambda entry: (entry.lied, entry.until))
+    candidates = state.remembered.candidates
+    if candidates and avoided.keys() >= set(candidates):
+        least = min((avoided[peer] for peer in candidates), key=lambda entry: (entry.lied, entry.until))
         if not least.lied:
             del avoided[least.peer]
     return set(avoided)

@@ -347,8 +347,9 @@ async def test_who_has_all_that_we_hold_of_a_fragment_is_asked_first_and_who_has
             asked.received(peer, Here(replica.fingerprint, 100 if peer == "far" else 3, pack(blocks)))
         asked.received("other", Here(b"x" * 32, 3, pack(WHOLE)))
         first, then = expected
-        order = asked.partners(1, 3)
+        order, best = asked.partners(1, 3)
         assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [first, then, "far"]
+        assert best == len(first)
     assert set(asked.alike()) == {"h"}
 
 
