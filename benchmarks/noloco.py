@@ -263,7 +263,7 @@ class Swarm:
             self._commit(me, snapshots[me], {**whole, **blend(mine, theirs)})
             return
         probe = lambda t: self._probe(me, t)
-        judged = judge(self.gates[me], f"peer{other}", mine, theirs, float(step), moved=norm(moved), probe=probe)
+        judged = judge(self.gates[me], f"peer{other}", mine, theirs, moved=norm(moved), probe=probe)
         self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
         if self.arm.later and judged.mean is not None and len(mine) < len(whole):
             self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mine)

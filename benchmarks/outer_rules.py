@@ -61,13 +61,13 @@ def outer_step_of_gasloc(state: OuterState, proposed: Mapping[str, torch.Tensor]
 
 
 def judge(
-    gate: AveragingGate, peer: str, mine: Tensors, theirs: Tensors, now: float, *, weight: float = 0.5, moved: float = 0.0,
+    gate: AveragingGate, peer: str, mine: Tensors, theirs: Tensors, *, weight: float = 0.5, moved: float = 0.0,
     probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None, probation: bool = False,
 ) -> GateDecision:  # fmt: skip
     """`examine`, the probe and `conclude` in one go, where nothing else has to go on meanwhile. probe: loss with these tensors, nats."""
-    found = gate.examine(peer, mine, theirs, now, weight=weight, moved=moved, probation=probation)
+    found = gate.examine(peer, mine, theirs, weight=weight, moved=moved, probation=probation)
     losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
-    return gate.conclude(found, now, losses)
+    return gate.conclude(found, losses)
 
 
 def stable_bound(alpha: float, share: float = PAIR) -> float:

@@ -1,13 +1,12 @@
 """What a peer's tensors go through before one of our weights moves, in this order; the first failure ends it.
 
-    looked at at all?  greylisted, incompatible_peer; sizes were checked before anything was allocated (`weights.payload`)
     like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
     clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ² = Σ (2 × running median of accepted ‖d‖ of a block)²
     probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by more than ε
 
 `examine` is everything but the probe and needs no model, so another thread can do it while the model trains; `conclude` is the rest.
-A proof of a lie is a strike. Weights that merely do not suit us (too far away, worse on our sequences, a reward that fell) can be an honest
-node's: such a peer counts as incompatible for a while, and no worse for it.
+Sizes were checked before anything was allocated (`weights.payload`). What an outcome costs its sender is in `weights.outcomes`, and for how
+long it is left alone in `weights.pairing`; the gate judges each exchange by itself.
 
 After the commit `revert_monitor` decides whether to take it back. What is left to a hostile partner is a nudge of at most w τ per exchange,
 in a direction that does not hurt on the probe (ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
@@ -18,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,7 +26,7 @@ import torch
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.weights.fragments import block_of
-from swarmnode.weights.outcomes import LIES, OUTCOMES, TAKEN, UNSUITABLE
+from swarmnode.weights.outcomes import OUTCOMES, TAKEN
 
 CLIP: Final = 2.0
 EPSILON: Final = 0.1
@@ -38,15 +37,10 @@ FAR: Final = 10.0
 NORM_RATIO: Final = 2.0
 LARGEST: Final = 65504.0
 """Largest |weight|: that of float16, which no trained policy comes near."""
-STRIKES: Final = 3.0
-FORGIVEN: Final = 0.5
-"""Strikes that one accepted exchange takes back: a peer cannot buy one attack with one good exchange."""
 WINDOW: Final = 32
 """Accepted distances per block that the median runs over."""
 WINDOW_PER_PEER: Final = 4
 """Most of these from one peer: an eager peer must not set the threshold that it is held to."""
-GREYLIST_SECONDS: Final = 3600.0
-INCOMPATIBLE_SECONDS: Final = 600.0
 FIRST: Final = 4
 """Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is called far away: we may have trained for
 one step and the partner for fifty."""
@@ -55,7 +49,6 @@ EPSILON_RANGE: Final = 4.0
 least ε."""
 LEAST_TAU: Final = 1e-4
 """Least τ in units of ‖θ_i‖. Replicas that have become equal would otherwise call the first one that learns an attacker."""
-PEERS: Final = 4096
 CHUNK: Final = 2**22
 
 
@@ -120,37 +113,10 @@ class GateStatistics:
     """Threshold by block."""
     epsilon: float
     """Nats that the probe may be worse, now."""
-    strikes: int
-    """Peers with at least one."""
-    greylisted: int
-    incompatible_peers: int
-
-
-class PeerRecords:
-    """Which peers have lied or never suited us, how often, and until when nothing of them is looked at. Bounded by PEERS in each table."""
-
-    def __init__(self) -> None:
-        self.strikes: OrderedDict[str, float] = OrderedDict()
-        self.greylist: OrderedDict[str, float] = OrderedDict()
-        self.unsuitable: OrderedDict[str, float] = OrderedDict()
-        self.incompatible_peers: OrderedDict[str, float] = OrderedDict()
-
-    def shut_out(self, peer: str, now: float) -> str:
-        """`greylisted` or `incompatible_peer` while nothing of `peer` is looked at, else empty."""
-        if _until(self.greylist, peer, now):
-            return "greylisted"
-        return "incompatible_peer" if _until(self.incompatible_peers, peer, now) else ""
-
-    def note(self, peer: str, outcome: str, now: float) -> None:
-        good = outcome in TAKEN
-        if _struck(self.strikes, peer, outcome in LIES, good):
-            _bounded(self.greylist, peer, now + GREYLIST_SECONDS)
-        if _struck(self.unsuitable, peer, outcome in UNSUITABLE, good):
-            _bounded(self.incompatible_peers, peer, now + INCOMPATIBLE_SECONDS)
 
 
 class AveragingGate:
-    """Judges peers' tensors against ours; `now` is any monotonic time in seconds. Every method may be called from any thread.
+    """Judges peers' tensors against ours. Every method may be called from any thread.
 
     grows: an honest node's may have twice the norm of another's, as those of an adapter do, which starts at 0.
     """
@@ -159,14 +125,13 @@ class AveragingGate:
         self._unequal = "too_far" if grows else "norm_ratio"
         self._distances: dict[int, deque[tuple[str, float]]] = {}
         self._changes: deque[tuple[str, float]] = deque(maxlen=WINDOW)
-        self._records = PeerRecords()
         self._lock = threading.Lock()
         self._outcomes: Counter[str] = Counter()
         self._scales = 0.0
         self._relative: float | None = None
 
     def examine(
-        self, peer: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], now: float, *,
+        self, peer: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], *,
         weight: float = 0.5, moved: float = 0.0, probation: bool = False,
     ) -> Examination:  # fmt: skip
         """Look at `theirs` from `peer`; both are float32 on the host and neither is changed. Counts nothing.
@@ -178,10 +143,6 @@ class AveragingGate:
         def refuse(outcome: str, relative: float | None = None) -> Examination:
             return Examination(peer, outcome, mine, relative_distance=relative)
 
-        with self._lock:
-            shut = self._records.shut_out(peer, now)
-        if shut:
-            return refuse(shut)
         if refusal := _unlike(mine, theirs):
             return refuse(refusal)
         own = norm(mine)
@@ -208,30 +169,30 @@ class AveragingGate:
         remembered = {block: min(distance, limit(block)) for block, distance in distances.items()}
         return Examination(peer, "", mine, mean, relative, scale, remembered, probation)
 
-    def conclude(self, found: Examination, now: float, losses: Losses | None = None) -> GateDecision:
+    def conclude(self, found: Examination, losses: Losses | None = None) -> GateDecision:
         """Decide about what was examined, and count it. losses: None where nothing is probed."""
         with self._lock:
             if found.relative_distance is not None:
                 self._relative = found.relative_distance
             if found.mean is None:
-                return self._ended(found.peer, found.refusal, now)
+                return self._ended(found.refusal)
             if losses is not None:
                 change = losses.change
                 if not change <= self._tolerance():  # a NaN is refused too
-                    return self._ended(found.peer, "probe", now)
+                    return self._ended("probe")
                 _remember(self._changes, found.peer, abs(change))
             for block, distance in found.remembered.items():
                 _remember(self._distances.setdefault(block, deque(maxlen=WINDOW)), found.peer, distance)
             self._scales += found.scale
             if found.probation:
-                return self._ended(found.peer, "probation", now, dict(found.mine))
-            return self._ended(found.peer, "accepted" if found.scale == 1.0 else "clipped", now, found.mean)
+                return self._ended("probation", dict(found.mine))
+            return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
-    def refused(self, peer: str, outcome: str, now: float) -> None:
+    def refused(self, outcome: str) -> None:
         """Count what others than the gate found: payload, lagging, lora_residual, reverted. Raises KeyError for no outcome."""
         OUTCOMES[outcome]
         with self._lock:
-            self._ended(peer, outcome, now)
+            self._ended(outcome)
 
     def medians(self, names: Iterable[str]) -> dict[int, float | None]:
         """Distance of what was accepted of these tensors, by block; None where that was too little."""
@@ -248,9 +209,6 @@ class AveragingGate:
                 relative_distance=self._relative,
                 tau={block: CLIP * statistics.median(d for _, d in window) for block, window in self._distances.items()},
                 epsilon=self._tolerance(),
-                strikes=len(self._records.strikes),
-                greylisted=len(self._records.greylist),
-                incompatible_peers=len(self._records.incompatible_peers),
             )
 
     def _tolerance(self) -> float:
@@ -258,9 +216,8 @@ class AveragingGate:
         usual = 2 * statistics.median(c for _, c in self._changes) if len(self._changes) >= FIRST else 0.0
         return min(max(EPSILON, usual), EPSILON_RANGE * EPSILON)
 
-    def _ended(self, peer: str, outcome: str, now: float, mean: Tensors | None = None) -> GateDecision:
+    def _ended(self, outcome: str, mean: Tensors | None = None) -> GateDecision:
         self._outcomes[outcome] += 1
-        self._records.note(peer, outcome, now)
         return GateDecision(outcome, mean)
 
 
@@ -319,29 +276,3 @@ def _remember(window: deque[tuple[str, float]], peer: str, value: float) -> None
     if len(of_peer) >= WINDOW_PER_PEER:
         window.remove(of_peer[0])
     window.append((peer, value))
-
-
-def _until(table: OrderedDict[str, float], peer: str, now: float) -> bool:
-    """Whether `peer` is in `table` still."""
-    if table.get(peer, -math.inf) > now:
-        return True
-    table.pop(peer, None)
-    return False
-
-
-def _struck(table: OrderedDict[str, float], peer: str, bad: bool, good: bool) -> bool:
-    """Count one more for `peer`, or half a one less. Whether that was the last straw."""
-    count = table.pop(peer, 0.0) + (1.0 if bad else -FORGIVEN if good else 0.0)
-    last = count >= STRIKES
-    if last:
-        count = STRIKES - 1  # once it is heard again, one more is enough
-    if count > 0:
-        _bounded(table, peer, count)
-    return last
-
-
-def _bounded(table: OrderedDict[str, float], peer: str, value: float) -> None:
-    table.pop(peer, None)
-    table[peer] = value
-    if len(table) > PEERS:
-        table.popitem(last=False)

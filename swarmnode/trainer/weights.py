@@ -193,7 +193,7 @@ class Replica:
         if exchange is None:  # dropped, or our weights have moved on without it
             self._end(None, examined.session, "local")
         elif found is None:
-            self._parts.gate.refused(exchange.peer, examined.outcome, time.monotonic())
+            self._parts.gate.refused(examined.outcome)
             if examined.outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
                 self._note_claim(exchange)
                 alone = {name: exchange.snapshot[name] for name in self._parts.schedule.takes(exchange.fragment, exchange.snapshot)}
@@ -234,7 +234,7 @@ class Replica:
             self._conclude(exchange, measured.found, measured.losses)
 
     def _conclude(self, exchange: Exchange, found: Examination, losses: Losses | None) -> None:
-        decision = self._parts.gate.conclude(found, time.monotonic(), losses)
+        decision = self._parts.gate.conclude(found, losses)
         if decision.outcome == "probe" and losses is not None:
             log.info("weights of %s would make us worse: %.3f nats, not %.3f", exchange.peer, losses.after, losses.before)
         if decision.mean is None:
@@ -392,7 +392,7 @@ class Replica:
             log.warning("held-out reward fell: what came of %s is taken back", ", ".join(peers))
             parts.counters.policy_version += 1
             for peer in peers:
-                parts.gate.refused(peer, "reverted", time.monotonic())
+                parts.gate.refused("reverted")
                 self._send(local.ExchangeReverted(peer))
         return reverted
 

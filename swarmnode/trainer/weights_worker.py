@@ -242,7 +242,7 @@ class AveragingWorker:
         if self._trains_a and not lora.residual(exchange.shared, theirs).allowed:
             return PayloadExamined(session, None, "lora_residual")
         found = self._parts.gate.examine(
-            exchange.peer, exchange.shared, theirs, time.monotonic(), weight=mixing_weight(self.lag),
+            exchange.peer, exchange.shared, theirs, weight=mixing_weight(self.lag),
             moved=norm(exchange.shared, minus=exchange.slow.phi), probation=self._parts.counters.probation,
         )  # fmt: skip
         return PayloadExamined(session, found)

@@ -218,6 +218,10 @@ class ExchangeDriver:
         self._network.rejected(peer, reason, cost)
         self._handle(pairing.Lied(peer))
 
+    def reverted(self, peer: str) -> None:
+        """Exchanges with `peer`, among others, were taken back."""
+        self._handle(pairing.Reverted(peer))
+
     # ---- the machine ----------------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: pairing.Event) -> tuple[pairing.Action, ...]:

@@ -12,8 +12,6 @@ from typing import Final
 from swarmnode.p2p.reputation import COST
 
 PROOF: Final = COST
-INSISTENCE: Final = 25.0
-"""Cost for a peer that three strikes have made unwelcome at the gate, and that goes on."""
 VANISHED: Final = 2.0
 """Cost of a proposal after which nothing came, from the second in a row on: once is what a crash looks like."""
 
@@ -22,8 +20,6 @@ OUTCOMES: Final[dict[str, float]] = {
     "clipped": 0.0,  # accepted, shortened: honest replicas differ in speed
     "probation": 0.0,  # passed everything, mixed with weight 0
     "lagging": 0.0,  # too many outer steps behind us: served, not mixed with
-    "greylisted": INSISTENCE,
-    "incompatible_peer": 0.0,  # did not suit us several times: not looked at for a while
     "payload": PROOF,  # what `payload` or `codecs` refused
     "names": PROOF,
     "dtype": PROOF,
@@ -40,10 +36,6 @@ OUTCOMES: Final[dict[str, float]] = {
 }
 """Every outcome of an exchange, with its cost."""
 
-LIES: Final = frozenset(outcome for outcome, cost in OUTCOMES.items() if cost == PROOF)
-"""Outcomes that no honest trainer can cause: each is a strike at the gate."""
-UNSUITABLE: Final = frozenset(("too_far", "probe", "reverted"))
-"""Outcomes that cost no strike, but three of them, counted as strikes are, make an incompatible peer."""
 OURS: Final = frozenset(("own_not_finite", "local"))
 """Outcomes that are nobody else's fault. For all others without a commit the partner is left alone for a while (`pairing`)."""
 TAKEN: Final = frozenset(("accepted", "clipped"))

@@ -80,7 +80,7 @@ class PairingSettings(msgspec.Struct, frozen=True):
     """Whom we have averaged with is not accepted again for so long times the number of those whom we could as well average with: whoever
     proposes all the time would take all our exchanges otherwise."""
     avoid_seconds: float = 300.0
-    """Refuse and skip a peer whose lie was proved, for so long at least."""
+    """Refuse and skip a peer whose lie was proved, for so long at least, and AVOID_FACTOR times as long with each further one."""
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------------
@@ -155,11 +155,17 @@ class Lied(msgspec.Struct, frozen=True):
     peer: str
 
 
+class Reverted(msgspec.Struct, frozen=True):
+    """What came of exchanges with `peer`, among others, was taken back. Ends nothing by itself."""
+
+    peer: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; send one at `Pairing.deadline`."""
 
 
-Event = Due | Received | Unreachable | CopiesOffered | Transferred | Applied | Failed | Lied | Tick
+Event = Due | Received | Unreachable | CopiesOffered | Transferred | Applied | Failed | Lied | Reverted | Tick
 
 
 # ---- actions ------------------------------------------------------------------------------------------------------------------
@@ -303,8 +309,13 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
     if isinstance(event, Due):
         return _due(state, event, now, settings)
     if isinstance(event, Lied):
-        lie = Avoided(event.peer, now + settings.avoid_seconds, 1 + vanished(state, event.peer), lied=True)
-        return _avoid(state, lie), ()
+        times = vanished(state, event.peer)
+        seconds = min(settings.avoid_seconds * AVOID_FACTOR**times, LONGEST_AVOIDED)
+        return _avoid(state, Avoided(event.peer, now + seconds, 1 + times, lied=True)), ()
+    if isinstance(event, Reverted):
+        times = 1 + vanished(state, event.peer)
+        seconds = WASTED * settings.short_seconds * AVOID_FACTOR ** (min(times, DELIVERED_TIMES) - 1)
+        return _avoid(state, Avoided(event.peer, now + seconds, times)), ()
     if isinstance(event, Tick):
         return _timeout(state, now, settings) if now >= state.deadline else (state, ())
     if isinstance(event, Unreachable):

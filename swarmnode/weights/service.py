@@ -142,6 +142,7 @@ class WeightService:
                 self._exchange_ended(message)
             case local.ExchangeReverted(peer):
                 self._count("reverted", peer)
+                self._driver.reverted(peer)
             case local.StateWritten():
                 self._background.start(self._state_server.written, message)
             case local.StateAdopted():

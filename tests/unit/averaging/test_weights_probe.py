@@ -42,8 +42,8 @@ def judged(probe, averaged):
     answers, mine = [], {"w": LOGITS.clone()}
     assert probe.measure(mine, {"w": averaged}, answers.append)
     gate = AveragingGate()
-    found = gate.examine("peer", mine, {"w": averaged}, 0.0, moved=100.0)
-    return answers[0], gate.conclude(found, 0.0, answers[0]).outcome
+    found = gate.examine("peer", mine, {"w": averaged}, moved=100.0)
+    return answers[0], gate.conclude(found, answers[0]).outcome
 
 
 def test_without_any_completion_of_our_own_there_is_no_judgement(probe):

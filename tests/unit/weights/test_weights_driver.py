@@ -119,7 +119,7 @@ async def driving():
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("outcome", ["probe", "too_far", "lora_residual", "incompatible_peer"])
+@pytest.mark.parametrize("outcome", ["probe", "too_far", "lora_residual"])
 async def test_whose_weights_are_refused_is_left_alone_for_a_while_and_for_longer_the_next_time(outcome, autojump_clock):
     async with driving() as driven:
         driven.store.takes = 9.0
@@ -130,6 +130,15 @@ async def test_whose_weights_are_refused_is_left_alone_for_a_while_and_for_longe
             await trio.sleep(1.0)
         assert not driven.accepted
         assert driven.is_listened_to("b")
+
+
+async def test_whose_exchanges_were_taken_back_is_left_alone_for_a_while(autojump_clock):
+    async with driving() as driven:
+        await driven.exchange("a", "accepted", committed=True)
+        driven.driver.reverted("a")
+        assert not driven.is_listened_to("a")
+        await trio.sleep(20.0)
+        assert driven.is_listened_to("a")
 
 
 async def test_who_is_far_behind_is_served_and_gains_nothing_by_that(autojump_clock):

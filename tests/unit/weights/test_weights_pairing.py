@@ -22,6 +22,7 @@ from swarmnode.weights.pairing import (
     Phase,
     Pull,
     Received,
+    Reverted,
     Send,
     Solo,
     Tick,
@@ -248,6 +249,26 @@ def test_one_proved_lie_is_enough_to_leave_a_peer_alone():
     assert pairing.handle(due("a", "c"), 299.0)[0].peer == "c"
     pairing.handle(Tick(), 302.0)
     assert isinstance(pairing.handle(Received("a", propose(OTHER)), 302.0)[0].message, Accept)
+
+
+def test_who_lies_again_is_left_alone_for_longer_each_time_and_no_longer_than_a_day():
+    pairing, now = node("b"), 0.0
+    pairing.handle(due("a", "c"), now)
+    for seconds in (300.0, 1500.0, 7500.0, 37500.0, 86400.0, 86400.0):
+        pairing.handle(Lied("a"), now)
+        assert isinstance(pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy)
+        now += seconds
+    assert vanished(pairing.state, "a") == 6
+
+
+def test_who_is_taken_back_is_left_alone_for_a_while_and_asked_all_the_same_where_there_is_nobody_else():
+    pairing, now = node("b", short_seconds=2.0), 0.0
+    for seconds in (8.0, 40.0, 200.0, 200.0):
+        pairing.handle(Reverted("a"), now)
+        assert isinstance(pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy)
+        now += seconds
+    pairing.handle(Reverted("a"), now)
+    assert pairing.handle(due("a"), now)[0].peer == "a"
 
 
 def test_a_lie_that_ended_an_exchange_is_not_forgotten_because_that_was_short():
