@@ -29,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "training": {"eval_every": 1_000_000},
     "weights": {"rule": "noloco"},
     "http": {"port": 0},
-    "log": {"format": "json"},
 }
 
 
