@@ -315,7 +315,7 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
     if isinstance(event, Reverted):
         times = 1 + vanished(state, event.peer)
         seconds = WASTED * settings.short_seconds * AVOID_FACTOR ** (min(times, DELIVERED_TIMES) - 1)
-        return _avoid(state, Avoided(event.peer, now + seconds, times)), ()
+        return _avoid_longer(state, Avoided(event.peer, now + seconds, times)), ()
     if isinstance(event, Tick):
         return _timeout(state, now, settings) if now >= state.deadline else (state, ())
     if isinstance(event, Unreachable):
@@ -516,9 +516,7 @@ def _in_vain(state: PairingState, now: float, settings: PairingSettings, *, sile
     times = (before.times if before is not None else 0) + counts
     growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
     seconds = WASTED * (max(held, settings.short_seconds) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
-    until = now + min(seconds, LONGEST_AVOIDED)
-    lied = before is not None and before.lied
-    return _avoid(state, Avoided(state.peer, max(before.until, until) if before is not None else until, times, lied))
+    return _avoid_longer(state, Avoided(state.peer, now + min(seconds, LONGEST_AVOIDED), times))
 
 
 def _went_well(state: PairingState) -> PairingState:
@@ -541,6 +539,14 @@ def _met_lately(state: PairingState, now: float, settings: PairingSettings) -> d
     times = lambda peer: memory.best if peer in best else max(1, len(memory.candidates))
     left = {entry.peer: entry.at + settings.meet_seconds * times(entry.peer) - now for entry in memory.met}
     return {peer: seconds for peer, seconds in left.items() if seconds > 0}
+
+
+def _avoid_longer(state: PairingState, entry: Avoided) -> PairingState:
+    """What is known against it stands."""
+    before = _avoided(state, entry.peer)
+    if before is not None:
+        entry = _replace(entry, until=max(before.until, entry.until), lied=before.lied)
+    return _avoid(state, entry)
 
 
 def _avoid(state: PairingState, entry: Avoided) -> PairingState:

@@ -269,6 +269,9 @@ def test_who_is_taken_back_is_left_alone_for_a_while_and_asked_all_the_same_wher
         now += seconds
     pairing.handle(Reverted("a"), now)
     assert pairing.handle(due("a"), now)[0].peer == "a"
+    pairing.handle(Lied("a"), now)
+    pairing.handle(Reverted("a"), now)
+    assert pairing.handle(due("a", seed=b"next"), now)[-2] == Solo(0), "a lie is not forgotten for that"
 
 
 def test_a_lie_that_ended_an_exchange_is_not_forgotten_because_that_was_short():
