@@ -248,7 +248,7 @@ class Avoided(msgspec.Struct, frozen=True):
 
 
 class Resting(msgspec.Struct, frozen=True):
-    """A peer that says how long it will refuse everybody: asked after the others until then."""
+    """A peer that says how long it will refuse us: asked after the others until then."""
 
     peer: str
     until: float
