@@ -226,11 +226,11 @@ class Averaging:
         snapshot = self.tensors.copy(fragment)
         return snapshot, self.tensors.encode(fragment, snapshot)
 
-    def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes, now: float) -> str:
+    def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes) -> str:
         """What the gate made of the partner's payload; the outer step is taken either way."""
         theirs = self.tensors.decode(fragment, payload, snapshot)
         slow = {name: self.outer.phi[name] for name in snapshot}
-        judged = judge_average(self.gate, peer, snapshot, theirs, now, moved=norm(snapshot, minus=slow))
+        judged = judge_average(self.gate, peer, snapshot, theirs, moved=norm(snapshot, minus=slow))
         outer_step(self.outer, judged.mean if judged.mean is not None else snapshot)
         self.outer.commit(self.tensors.parameters, snapshot)
         return judged.outcome
@@ -490,7 +490,7 @@ class Swarm:
             (mine, sent), (theirs, received) = one.replica.copy(fragment), other.replica.copy(fragment)
             for node, snapshot, payload, peer in ((one, mine, received, other.peer), (other, theirs, sent, one.peer)):
                 assert node.replica is not None
-                outcome = node.replica.step(peer, fragment, snapshot, payload, self.now)
+                outcome = node.replica.step(peer, fragment, snapshot, payload)
                 node.version += 1
                 self._received += len(payload)
                 extra["payload_bytes"] = len(payload)
