@@ -311,7 +311,7 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
     if isinstance(event, Lied):
         times = vanished(state, event.peer)
         seconds = min(settings.avoid_seconds * AVOID_FACTOR**times, LONGEST_AVOIDED)
-        return _avoid(state, Avoided(event.peer, now + seconds, 1 + times, lied=True)), ()
+        return _avoid_longer(state, Avoided(event.peer, now + seconds, 1 + times, lied=True)), ()
     if isinstance(event, Reverted):
         times = 1 + vanished(state, event.peer)
         seconds = WASTED * settings.short_seconds * AVOID_FACTOR ** (min(times, DELIVERED_TIMES) - 1)
@@ -545,7 +545,7 @@ def _avoid_longer(state: PairingState, entry: Avoided) -> PairingState:
     """What is known against it stands."""
     before = _avoided(state, entry.peer)
     if before is not None:
-        entry = _replace(entry, until=max(before.until, entry.until), lied=before.lied)
+        entry = _replace(entry, until=max(before.until, entry.until), lied=before.lied or entry.lied)
     return _avoid(state, entry)
 
 

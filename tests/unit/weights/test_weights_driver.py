@@ -141,6 +141,18 @@ async def test_whose_exchanges_were_taken_back_is_left_alone_for_a_while(autojum
         assert driven.is_listened_to("a")
 
 
+async def test_who_proposes_again_at_once_is_told_for_how_long_it_is_not_accepted_and_others_are(autojump_clock):
+    """Two candidates: 0.4 of the time between two outer steps for each."""
+    async with driving() as driven:
+        driven.driver.outer_step_due(local.OuterStepDue(0, 20, 100.0 / EVERY), propose=True)
+        await trio.sleep(20.0)
+        assert driven.driver.statistics().outcomes["solo"] == 1
+        await driven.exchange("a", "accepted", committed=True)
+        await trio.sleep(39.9)
+        assert driven.proposes("a")[0].retry_seconds == 40
+        assert driven.is_listened_to("b")
+
+
 async def test_who_is_far_behind_is_served_and_gains_nothing_by_that(autojump_clock):
     async with driving() as driven:
         driven.store.takes = 9.0

@@ -41,8 +41,8 @@ def node(own="b", **settings):
     return Pairing(PairingSettings(own, FP, **settings))
 
 
-def due(*candidates, fragment=0, seed=b"seed"):
-    return Due(fragment, 7, candidates, seed, lease_seconds=20.0)
+def due(*candidates, fragment=0, seed=b"seed", best=None):
+    return Due(fragment, 7, candidates, seed, lease_seconds=20.0, best=best)
 
 
 def propose(nonce=NONCE, fragment=0, fingerprint=FP):
@@ -259,6 +259,43 @@ def test_who_lies_again_is_left_alone_for_longer_each_time_and_no_longer_than_a_
         assert isinstance(pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy)
         now += seconds
     assert vanished(pairing.state, "a") == 6
+
+
+def test_who_held_us_up_for_hours_is_not_listened_to_sooner_for_lying_too():
+    pairing = node("b")
+    pairing.handle(due("a", "c"), 0.0)
+    holds(pairing, "a", 0.0, 10_000.0, NONCE)
+    pairing.handle(Lied("a"), 10_000.0)
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 49_000.0)[-1].message, Busy)
+
+
+def averaged(pairing, peer, now, nonce):
+    """An exchange that `peer` begins goes well."""
+    assert isinstance(pairing.handle(Received(peer, propose(nonce)), now)[0].message, Accept)
+    for event in (CopiesOffered(nonce), Transferred(nonce), Applied(nonce)):
+        pairing.handle(event, now)
+
+
+def test_whom_we_have_averaged_with_is_not_accepted_again_before_others_and_asked_after_its_like():
+    pairing = node("b", meet_seconds=10.0)
+    pairing.handle(due("a", "c", "d"), 0.0)
+    for _ in range(3):
+        pairing.handle(Unreachable(pairing.state.peer, pairing.state.session), 0.0)
+        pairing.handle(Tick(), pairing.deadline)
+    averaged(pairing, "a", 100.0, NONCE)
+    assert pairing.handle(Received("a", propose(OTHER)), 101.0) == (Send("a", Busy(OTHER, "busy", 29)),), "one of three, and ten each"
+    assert pairing.handle(due("a", "c", "d", seed=b"next"), 102.0)[0].peer == "c"
+    pairing.handle(Unreachable("c", pairing.state.session), 102.0)
+    averaged(pairing, "a", 130.0, OTHER)
+
+
+def test_who_alone_has_all_of_the_fragment_is_asked_first_although_we_have_just_averaged_with_it():
+    pairing = node("b", meet_seconds=10.0)
+    averaged(pairing, "a", 0.0, NONCE)
+    assert pairing.handle(due("a", "c", "d", best=1), 1.0)[0].peer == "a"
+    pairing.handle(Unreachable("a", pairing.state.session), 1.0)
+    assert isinstance(pairing.handle(Received("a", propose(OTHER)), 9.0)[0].message, Busy)
+    averaged(pairing, "a", 10.0, b"k" * 16)
 
 
 def test_who_is_taken_back_is_left_alone_for_a_while_and_asked_all_the_same_where_there_is_nobody_else():
