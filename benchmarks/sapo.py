@@ -393,7 +393,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--nodes", type=int, default=Size.nodes)
+    parser.add_argument("--nodes", type=int, help=f"default: {NODES}; {PULLING_NODES} with --exchange pull, {LAGGING_NODES} with --lag")
     parser.add_argument("--steps-only", action="store_true", help="no arm runs on for the tables of equal samples and tokens")
     parser.add_argument("--hostile-rounds", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="the default of training.learning_rate")
@@ -406,18 +406,18 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--base", default="embedded", help="policy that the start policies are made from")
     args = parser.parse_args()
-    size = Size(args.rounds, args.hostile_rounds, args.learning_rate, nodes=args.nodes, steps_only=args.steps_only)
+    size = Size(args.rounds, args.hostile_rounds, args.learning_rate, nodes=args.nodes or NODES, steps_only=args.steps_only)
     if args.quick:
         size = Size(14, 8, 3e-4, eval_every=4, eval_questions=6)
         args.seeds, args.arms, args.regimes, args.attacks = 1, ["8/0", "4/4", "adaptive"], ["sparse"], ["silent", "mixed"]
     if args.curriculum:
         args.attacks = []
     if args.exchange == "pull":
-        size = replace(size, nodes=PULLING_NODES, turns=PULLING_TURNS)
+        size = replace(size, nodes=args.nodes or PULLING_NODES, turns=PULLING_TURNS)
         args.attacks = []
         args.arms = list(PULLING) if args.arms == list(ARMS) else args.arms
     if args.lag:
-        size = replace(size, nodes=LAGGING_NODES, lag=args.lag, steps_only=True)
+        size = replace(size, nodes=args.nodes or LAGGING_NODES, lag=args.lag, steps_only=True)
         args.attacks = []
         args.arms = ["no lag", *LAGGING] if args.arms == list(ARMS) else args.arms
     for name in args.arms:
