@@ -1,7 +1,9 @@
-"""A swarm in which some peers are hostile: signed frames through the real admission, pool, reputation and judgement of every honest node.
+"""A swarm in which some peers are hostile: signed frames through the real admission, pool,
+reputation and judgement of every honest node.
 
-Adversaries know everything: the code, every question's answer, an honest node's current weights. They send frames directly to everybody.
-Those in ADAPTIVE ask the product's own judgement, with an honest node's policy, before they send anything.
+Adversaries know everything: the code, every question's answer, an honest node's current weights.
+They send frames directly to everybody. Those in ADAPTIVE ask the product's own judgement, with an
+honest node's policy, before they send anything.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, Ta
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 FRAMES_PER_ROUND = 8
-"""Of one adversary, as many as an honest node sends at most. Flooding is `benchmarks.ingest`'s subject."""
+"""Of one adversary, as many as an honest node sends at most. Flooding is `benchmarks.ingest`'s
+subject."""
 WELL_MADE = 3
-"""Of those that take more work. Honest nodes send less than one useful group a round where rewards are few, and draw three of one peer."""
+"""Of those that take more work. Honest nodes send less than one useful group a round where rewards
+are few, and draw three of one peer."""
 LONGEST = 32
 """Four times the honest limit: what admission still takes."""
 IDENTITIES = 10
@@ -54,19 +58,29 @@ IDENTITIES = 10
 PRAISE = 200
 """Accepted groups for the best reputation that there is: less than an hour of honest work."""
 DRAWN = 16
-"""Completions that an adversary samples from an honest node's policy for one question, to choose among them."""
+"""Completions that an adversary samples from an honest node's policy for one question, to choose
+among them."""
 
 
 class HostileSwarm(Swarm):
     """`hostile` maps node index → attack name; the other nodes are honest and counted."""
 
     def __init__(
-        self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, hostile: dict[int, str],
+        self,
+        arm: Arm,
+        policies: Sequence[Policy],
+        training: TrainingConfig,
+        scorer: Scorer,
+        seed: int,
+        hostile: dict[int, str],
         eval_questions: int = 12,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(arm, policies, training, scorer, seed, eval_questions)
         self.honest = [n for n in self.nodes if n.index not in hostile]
-        self.hostile = [Adversary(self.nodes[i], attack, self, random.Random(f"{seed}/{i}/{attack}")) for i, attack in hostile.items()]
+        self.hostile = [
+            Adversary(self.nodes[i], attack, self, random.Random(f"{seed}/{i}/{attack}"))
+            for i, attack in hostile.items()
+        ]
         self.report: list[Node] = []
         """Honest nodes whose results are averaged; empty means all."""
         self.crashes: list[str] = []
@@ -81,14 +95,27 @@ class HostileSwarm(Swarm):
         for node in self.honest:
             reputation = Reputation()
             gate = Admission(
-                self.swarm, node.peer, self.names, SharingConfig(), max_completion_length=training.max_completion_length,
-                is_greylisted=lambda peer, r=reputation: r.standing(peer, self.now) is not Standing.GOOD,
-            )  # fmt: skip
+                self.swarm,
+                node.peer,
+                self.names,
+                SharingConfig(),
+                max_completion_length=training.max_completion_length,
+                is_greylisted=lambda peer, r=reputation: (
+                    r.standing(peer, self.now) is not Standing.GOOD
+                ),
+            )
             gate.set_policy(node.policy.fingerprint, node.policy.tokenizer_hash, 1.0)
             self.gates[node.index] = gate, reputation
             node.on_judged = lambda peer, outcome, n=node: self._judged(n, peer, outcome)
-            node.trust = lambda peer, n=node, r=reputation: n.trusted.of(peer, 1.0 + min(0.0, r.score(peer, self.now)) / -GREYLIST)
-            for peer in (peer for adversary in self.hostile if adversary.attack in PATIENT for peer in adversary.peers):
+            node.trust = lambda peer, n=node, r=reputation: n.trusted.of(
+                peer, 1.0 + min(0.0, r.score(peer, self.now)) / -GREYLIST
+            )
+            for peer in (
+                peer
+                for adversary in self.hostile
+                if adversary.attack in PATIENT
+                for peer in adversary.peers
+            ):
                 for _ in range(PROBATION_GROUPS):
                     node.trusted.judged(peer, "used")
                 for _ in range(PRAISE):
@@ -104,7 +131,9 @@ class HostileSwarm(Swarm):
 
     def share(self, own: dict[int, list[OwnSample]]) -> None:
         frames = [
-            (n, seal(n.rollout(o, self.now), n.key, DOMAIN_ROLLOUT, self.swarm)) for n in self.honest for o in own[n.index]
+            (n, seal(n.rollout(o, self.now), n.key, DOMAIN_ROLLOUT, self.swarm))
+            for n in self.honest
+            for o in own[n.index]
         ]
         overheard = [frame for _, frame in frames]
         for adversary in self.hostile:
@@ -144,11 +173,14 @@ class HostileSwarm(Swarm):
     def _regenerate(self, content: bytes, group: RolloutGroup) -> Scored | Exception:
         """The scorer's answer; the same for every receiver, so asked once."""
         if content not in self._answers:
-            (self._answers[content],) = self.scorer.score_many([(group.task, [c.text for c in group.completions])])
+            (self._answers[content],) = self.scorer.score_many(
+                [(group.task, [c.text for c in group.completions])]
+            )
         return self._answers[content]
 
     def _guard(self, work: Callable[..., Any], *args: Any) -> Any:
-        """An exception here would have ended a peer's handler or the node. Counted, the run goes on."""
+        """An exception here would have ended a peer's handler or the node. Counted, the run goes
+        on."""
         try:
             return work(*args)
         except Exception:
@@ -178,7 +210,9 @@ class HostileSwarm(Swarm):
         peers = {peer for a in self.hostile for peer in a.peers}
         used = sum(n.used.total() for n in self.honest)
         theirs = sum(n.used[p] for n in self.honest for p in peers)
-        standing = [self.gates[n.index][1].standing(p, self.now) for n in self.honest for p in peers]
+        standing = [
+            self.gates[n.index][1].standing(p, self.now) for n in self.honest for p in peers
+        ]
         return {
             "honest": len(self.honest),
             "frames_sent": self.sent,
@@ -190,8 +224,12 @@ class HostileSwarm(Swarm):
             "trained_on": theirs,
             "honest_trained_on": used - theirs,
             "share_of_external": theirs / used if used else 0.0,
-            "shut_out": sum(s is not Standing.GOOD for s in standing) / len(standing) if standing else None,
-            "internal_errors": sum(g.statistics().outcomes.get("internal", 0) for g, _ in self.gates.values()),
+            "shut_out": sum(s is not Standing.GOOD for s in standing) / len(standing)
+            if standing
+            else None,
+            "internal_errors": sum(
+                g.statistics().outcomes.get("internal", 0) for g, _ in self.gates.values()
+            ),
             "crashes": len(self.crashes),
             "first_crash": self.crashes[0] if self.crashes else "",
         }
@@ -201,7 +239,9 @@ class Alias:
     """One more key of an adversary, with a stream of questions of its own."""
 
     def __init__(self, name: str, swarm: bytes) -> None:
-        self.key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(name.encode(), digest_size=32).digest())
+        self.key = Ed25519PrivateKey.from_private_bytes(
+            hashlib.blake2b(name.encode(), digest_size=32).digest()
+        )
         self.peer = peer_id(self.key.public_key().public_bytes_raw())
         self.swarm = swarm
         self.sequence = 0
@@ -210,11 +250,15 @@ class Alias:
 
 
 class Adversary:
-    """Makes one attack's frames. It uses its own keys, streams and counters like an honest node, and lies where that may pay."""
+    """Makes one attack's frames. It uses its own keys, streams and counters like an honest node,
+    and lies where that may pay."""
 
     def __init__(self, node: Node, attack: str, world: HostileSwarm, rng: random.Random) -> None:
         self.node, self.attack, self.world, self.rng = node, attack, world, rng
-        others = [Alias(f"{node.peer}/{i}", world.swarm) for i in range(1, IDENTITIES if attack in COLLUDING else 1)]
+        others = [
+            Alias(f"{node.peer}/{i}", world.swarm)
+            for i in range(1, IDENTITIES if attack in COLLUDING else 1)
+        ]
         self.identity: Any = node
         """In whose name it speaks: a Node's, or an Alias's."""
         self._identities = [node, *others]
@@ -246,19 +290,32 @@ class Adversary:
         ((ref, sequence),) = self.identity.ask(1, self.world.names)
         return ref, sequence, self.gym[ref.id].item(ref.seed, ref.index).answer
 
-    def group(self, ref: TaskRef, sequence: int, completions: list[Completion], max_tokens: int = LONGEST) -> RolloutGroup:
+    def group(
+        self, ref: TaskRef, sequence: int, completions: list[Completion], max_tokens: int = LONGEST
+    ) -> RolloutGroup:
         policy = self.node.policy
         return RolloutGroup(
-            ref, policy.fingerprint, policy.tokenizer_hash, self.node.version, int(self.world.now * 1000), sequence,
-            SamplingParams(1.0, 1.0, max_tokens), completions,
-        )  # fmt: skip
+            ref,
+            policy.fingerprint,
+            policy.tokenizer_hash,
+            self.node.version,
+            int(self.world.now * 1000),
+            sequence,
+            SamplingParams(1.0, 1.0, max_tokens),
+            completions,
+        )
 
-    def completions(self, texts: list[str], truthful: bool, ref: TaskRef, temperature: float = 1.0) -> list[Completion]:
-        """`truthful`: log-probabilities as an honest node's policy would really give; else what a confident policy would claim."""
+    def completions(
+        self, texts: list[str], truthful: bool, ref: TaskRef, temperature: float = 1.0
+    ) -> list[Completion]:
+        """`truthful`: log-probabilities as an honest node's policy would really give; else what a
+        confident policy would claim."""
         victim = self.world.honest[0].policy
         prompt = victim.encode_prompt(self.gym[ref.id].item(ref.seed, ref.index).prompt)
         rows = [(prompt, victim.tokenize_completion(text, "eos")) for text in texts]
-        values = score(victim, rows, temperature) if truthful else [[-0.3] * len(ids) for _, ids in rows]
+        values = (
+            score(victim, rows, temperature) if truthful else [[-0.3] * len(ids) for _, ids in rows]
+        )
         values = [[max(v, -900.0) for v in row] for row in values]
         return [
             Completion(text, len(ids), sum(lp), "eos", pack_ids(ids), pack_logprobs(lp))
@@ -266,56 +323,96 @@ class Adversary:
         ]
 
     def sampled(self, ref: TaskRef) -> list[tuple[str, float]]:
-        """What an honest node's policy answers, and what that earns: (text, reward), DRAWN of them."""
+        """What an honest node's policy answers, and what that earns: (text, reward), DRAWN of
+        them."""
         victim = self.world.honest[0]
         t, prompt = victim.training, self.gym[ref.id].item(ref.seed, ref.index).prompt
         sampling = Sampling(DRAWN, t.max_completion_length, t.temperature, t.top_p)
-        (sample,) = generate(victim.policy, [prompt], sampling, victim.policy.random_generator(self.rng.randrange(2**31)))
+        (sample,) = generate(
+            victim.policy,
+            [prompt],
+            sampling,
+            victim.policy.random_generator(self.rng.randrange(2**31)),
+        )
         texts = [c.text for c in sample.completions if c.finish == "eos"]
         return list(zip(texts, self.rewards(ref, [texts])[0], strict=True)) if texts else []
 
     def rewards(self, ref: TaskRef, drafts: Sequence[Sequence[str]]) -> list[list[float]]:
         return [scored.rewards for scored in self.world.score([(ref, texts) for texts in drafts])]
 
-    def most_credible(self, ref: TaskRef, sequence: int, drafts: Sequence[Sequence[str]], taught: Callable[[str], float]) -> list[bytes]:
-        """Of groups with these texts the one that teaches an honest node the most of what it should not learn: sent if there is one that
-        its judgement takes. taught: what a completion is worth to the adversary if it is rewarded."""
+    def most_credible(
+        self,
+        ref: TaskRef,
+        sequence: int,
+        drafts: Sequence[Sequence[str]],
+        taught: Callable[[str], float],
+    ) -> list[bytes]:
+        """Of groups with these texts the one that teaches an honest node the most of what it should
+        not learn: sent if there is one that its judgement takes. taught: what a completion is worth
+        to the adversary if it is rewarded."""
         victim = self.world.honest[0]
-        some = [(draft, rewards) for draft, rewards in zip(drafts, self.rewards(ref, drafts), strict=True) if rewards[0] > min(rewards)]
+        some = [
+            (draft, rewards)
+            for draft, rewards in zip(drafts, self.rewards(ref, drafts), strict=True)
+            if rewards[0] > min(rewards)
+        ]
         texts = sorted({text for draft, _ in some for text in draft})
         if not texts:
             return []
         made = dict(zip(texts, self.completions(texts, True, ref), strict=True))
         prompt = self.gym[ref.id].item(ref.seed, ref.index).prompt
         external = [
-            ExternalGroup(bytes(32), self.identity.peer, self.group(ref, sequence, [made[t] for t in draft]), prompt, rewards, staleness=0)
+            ExternalGroup(
+                bytes(32),
+                self.identity.peer,
+                self.group(ref, sequence, [made[t] for t in draft]),
+                prompt,
+                rewards,
+                staleness=0,
+            )
             for draft, rewards in some
-        ]  # fmt: skip
+        ]
         scored = partial(victim.batcher.score_with_entropy, victim.policy)
-        judged = judge(external, victim.policy, scored, victim.training.temperature, victim.arm.sharing.checks)
+        judged = judge(
+            external, victim.policy, scored, victim.training.temperature, victim.arm.sharing.checks
+        )
         taken = [group for group, outcome in judged.outcomes if outcome == "used"]
         best, frames = 0.0, list[bytes]()
         for each, weighed in zip(taken, judged.accepted, strict=True):
             mean = sum(each.rewards) / len(each.rewards)
             of_each = zip(each.group.completions, each.rewards, weighed.weights, strict=True)
-            worth = sum(weight * (reward - mean) * taught(completion.text) for completion, reward, weight in of_each)
+            worth = sum(
+                weight * (reward - mean) * taught(completion.text)
+                for completion, reward, weight in of_each
+            )
             if worth > best:
                 best, frames = worth, [self.seal(each.group)]
         return frames
 
 
 def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """A question of its own choice (easy, answer known), a task or version that does not exist, an exam question."""
+    """A question of its own choice (easy, answer known), a task or version that does not exist, an
+    exam question."""
     seed, index = task_seed(self.world.swarm, self.identity.peer, self.rng.randrange(2**40))
     name = choose_task(self.world.names, seed, index)
     answer = self.gym[name].item(seed, index).answer
     exam = evaluation_seed(name)
-    ref = self.rng.choice([
-        TaskRef(name, task_version(name), seed, index),
-        TaskRef("rg/binary_matrix", task_version(name), *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence)),
-        TaskRef(name, "0" * 16, *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence)),
-        TaskRef(name, task_version(name), exam, index),
-    ])  # fmt: skip
+    ref = self.rng.choice(
+        [
+            TaskRef(name, task_version(name), seed, index),
+            TaskRef(
+                "rg/binary_matrix",
+                task_version(name),
+                *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence),
+            ),
+            TaskRef(
+                name,
+                "0" * 16,
+                *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence),
+            ),
+            TaskRef(name, task_version(name), exam, index),
+        ]
+    )
     known = TaskRef(name, task_version(name), seed, index)
     texts = [answer] * 4 + ["?"] * 4
     made = self.group(ref, self.identity.sequence, self.completions(texts, False, known))
@@ -330,12 +427,14 @@ def _poison(self: Adversary, truthful: bool, temperature: float = 1.0) -> Rollou
 
 
 def poison(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Right answers with a payload in front, in a form that the verifier accepts; claimed to be sampled with confidence."""
+    """Right answers with a payload in front, in a form that the verifier accepts; claimed to be
+    sampled with confidence."""
     return [self.seal(_poison(self, truthful=False))]
 
 
 def informed(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The same, with the log-probabilities that the victim's own policy gives to that text: the spot check compares equal numbers."""
+    """The same, with the log-probabilities that the victim's own policy gives to that text: the
+    spot check compares equal numbers."""
     return [self.seal(_poison(self, truthful=True))]
 
 
@@ -347,17 +446,26 @@ def stripped(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def foreign(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The poison as another model's, whose log-probabilities nobody can compute again; with our tokenizer or another."""
+    """The poison as another model's, whose log-probabilities nobody can compute again; with our
+    tokenizer or another."""
     group = _poison(self, truthful=False)
-    model, tokenizer = self.rng.randbytes(32), self.rng.choice([group.tokenizer, self.rng.randbytes(32)])
+    model, tokenizer = (
+        self.rng.randbytes(32),
+        self.rng.choice([group.tokenizer, self.rng.randbytes(32)]),
+    )
     return [self.seal(msgspec.structs.replace(group, model=model, tokenizer=tokenizer))]
 
 
 def hot(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The poison as sampled at a temperature at which it is as likely as anything, with the log-probabilities that it then has."""
+    """The poison as sampled at a temperature at which it is as likely as anything, with the
+    log-probabilities that it then has."""
     temperature = self.rng.choice([2.0, 5.0, 100.0])
     group = _poison(self, truthful=True, temperature=temperature)
-    return [self.seal(msgspec.structs.replace(group, sampling=SamplingParams(temperature, 1.0, LONGEST)))]
+    return [
+        self.seal(
+            msgspec.structs.replace(group, sampling=SamplingParams(temperature, 1.0, LONGEST))
+        )
+    ]
 
 
 def ids(self: Adversary, overheard: list[bytes]) -> list[bytes]:
@@ -366,15 +474,21 @@ def ids(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     honest = self.completions([answer] * 4 + ["?"] * 4, True, ref)
     payload = self.node.policy.tokenize_completion(PAYLOAD * 3, "eos")
     lies = [
-        msgspec.structs.replace(c, tokens=len(payload), logprob=-0.3 * len(payload), token_ids=pack_ids(payload),
-                                logprobs=pack_logprobs([-0.3] * len(payload)))
+        msgspec.structs.replace(
+            c,
+            tokens=len(payload),
+            logprob=-0.3 * len(payload),
+            token_ids=pack_ids(payload),
+            logprobs=pack_logprobs([-0.3] * len(payload)),
+        )
         for c in honest[:4]
-    ]  # fmt: skip
+    ]
     return [self.seal(self.group(ref, sequence, [*lies, *honest[4:]]))]
 
 
 def length(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Right answers far too long: a hundred times, with the truth about it or a lie, and just within what admission takes."""
+    """Right answers far too long: a hundred times, with the truth about it or a lie, and just
+    within what admission takes."""
     ref, sequence, answer = self.question()
     tag = f"<answer>{answer}</answer>"
     kind = self.rng.choice(["long", "lie", "limit"])
@@ -382,12 +496,18 @@ def length(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     texts = [pad + tag] * 4 + ["?"] * 4
     made = self.completions(texts, kind != "lie", ref)
     if kind == "lie":
-        made = [msgspec.structs.replace(c, tokens=2, logprob=-0.6, token_ids=b"", logprobs=b"") for c in made]
-    return [self.seal(self.group(ref, sequence, made, max_tokens=LONGEST if kind != "long" else 1024))]
+        made = [
+            msgspec.structs.replace(c, tokens=2, logprob=-0.6, token_ids=b"", logprobs=b"")
+            for c in made
+        ]
+    return [
+        self.seal(self.group(ref, sequence, made, max_tokens=LONGEST if kind != "long" else 1024))
+    ]
 
 
 def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Random bytes, cut and flipped frames, absurd headers, numbers that are none, a foreign swarm's signature."""
+    """Random bytes, cut and flipped frames, absurd headers, numbers that are none, a foreign
+    swarm's signature."""
     rng = self.rng
     victim = bytearray(rng.choice(overheard)) if overheard else bytearray(b"\x00")
     flipped = bytearray(victim)
@@ -410,7 +530,8 @@ def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """A few genuine groups, then those again and again, others' frames again, and others' completions under its own name."""
+    """A few genuine groups, then those again and again, others' frames again, and others'
+    completions under its own name."""
     made: list[bytes] = []
     if self.genuine < FRAMES_PER_ROUND:
         ref, sequence, answer = self.question()
@@ -421,7 +542,8 @@ def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     else:
         good = self.rng.choice(self.kept)
         made.append(self.seal(good))
-        made.append(self.seal(msgspec.structs.replace(good, created_at=int(self.world.now * 1000))))  # other bytes, same question
+        # other bytes, same question
+        made.append(self.seal(msgspec.structs.replace(good, created_at=int(self.world.now * 1000))))
     if overheard:
         other = self.rng.choice(overheard)
         _, group = unseal(other, DOMAIN_ROLLOUT, self.world.swarm, GOSSIP_BYTES)
@@ -433,22 +555,24 @@ def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def diluted(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The payload in the rewarded answers of a group, the others as an honest node's policy samples them: as many and where its judgement
-    takes most of them, and nothing where it takes none."""
+    """The payload in the rewarded answers of a group, the others as an honest node's policy samples
+    them: as many and where its judgement takes most of them, and nothing where it takes none."""
     ref, sequence, answer = self.question()
     poor = sorted((text for text, reward in self.sampled(ref) if reward < 1), key=len)
     tag = f"<answer>{answer}</answer>"
     drafts = [
         [text] * count + poor[: 8 - count]
-        for text in (tag + PAYLOAD, PAYLOAD + tag, answer + PAYLOAD, PAYLOAD + answer) for count in (1, 2, 4)
+        for text in (tag + PAYLOAD, PAYLOAD + tag, answer + PAYLOAD, PAYLOAD + answer)
+        for count in (1, 2, 4)
         if len(poor) >= 8 - count
-    ]  # fmt: skip
+    ]
     return self.most_credible(ref, sequence, drafts, lambda text: float(PAYLOAD in text))
 
 
 def lengthy(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Right answers that are long, wrong ones that are short, all as likely as can be: repeated, padded, or the longest that an honest
-    node's policy samples by itself. What it teaches is a habit, and the rewards are what they should be.
+    """Right answers that are long, wrong ones that are short, all as likely as can be: repeated,
+    padded, or the longest that an honest node's policy samples by itself. What it teaches is a
+    habit, and the rewards are what they should be.
 
     Source: the length attacks of HTTT (arXiv 2511.09780).
     """
@@ -459,7 +583,12 @@ def lengthy(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     longest = sorted((text for text, reward in samples if reward == 1), key=len)[-1:]
     padded = (f"{answer} {tag}", " " * 4 + tag, tag + " " * 12, answer + " " * 4, " " * 4 + answer)
     right = [*longest, tag, tag * 2, *padded]
-    drafts = [[text] * count + poor[: 8 - count] for text in right for count in (1, 4) if len(poor) >= 8 - count]
+    drafts = [
+        [text] * count + poor[: 8 - count]
+        for text in right
+        for count in (1, 4)
+        if len(poor) >= 8 - count
+    ]
     usual = sum(len(text) for text, _ in samples) / max(1, len(samples))
     return self.most_credible(ref, sequence, drafts, lambda text: max(0.0, len(text) - usual))
 
@@ -477,12 +606,19 @@ ATTACKS: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "replay": replay,
 }
 
-ADAPTIVE: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {"diluted": diluted, "lengthy": lengthy}
+ADAPTIVE: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
+    "diluted": diluted,
+    "lengthy": lengthy,
+}
 WAYS = {
-    "mixed": list(ATTACKS), "patient": list(ADAPTIVE), "colluding": list(ADAPTIVE), "together": [*ATTACKS, *ADAPTIVE],
-}  # fmt: skip
+    "mixed": list(ATTACKS),
+    "patient": list(ADAPTIVE),
+    "colluding": list(ADAPTIVE),
+    "together": [*ATTACKS, *ADAPTIVE],
+}
 """Attacks that are several."""
 COLLUDING = ("colluding", "together")
 """Of IDENTITIES keys each."""
 PATIENT = ("patient", "together")
-"""With the standing that an hour of honest groups has earned them: past probation, and of the best reputation."""
+"""With the standing that an hour of honest groups has earned them: past probation, and of the best
+reputation."""

@@ -1,10 +1,12 @@
 """Does a node keep to its bandwidth? `python -m benchmarks.budget`
 
-Three real hosts on loopback, each publishing short groups fifty times a second; the first has a cap. Real exchange, gossip and meter;
-scored in this process. What is counted are bytes of streams, all protocols, in both directions.
+Three real hosts on loopback, each publishing short groups fifty times a second; the first has a
+cap. Real exchange, gossip and meter; scored in this process. What is counted are bytes of streams,
+all protocols, in both directions.
 
-Goal: no more than the rate and its burst, and the other direction goes on. What is on its way when the node leaves the topic still
-comes, and is made up for afterwards: download needs minutes to come down to its average.
+Goal: no more than the rate and its burst, and the other direction goes on. What is on its way when
+the node leaves the topic still comes, and is made up for afterwards: download needs minutes to come
+down to its average.
 """
 
 from __future__ import annotations
@@ -49,19 +51,42 @@ class Result:
 
 async def measure(arm: str, seconds: float) -> Result:
     """`arm`: none, upload or download, the first host's cap."""
-    caps = {"none": {}, "upload": {"upload_bytes_per_second": CAP}, "download": {"download_bytes_per_second": CAP}}[arm]
+    caps = {
+        "none": {},
+        "upload": {"upload_bytes_per_second": CAP},
+        "download": {"download_bytes_per_second": CAP},
+    }[arm]
     with tempfile.TemporaryDirectory() as directory:
-        async with hosts(Path(directory), 3, swarm=SWARM) as networks, trio.open_nursery() as nursery:
+        async with (
+            hosts(Path(directory), 3, swarm=SWARM) as networks,
+            trio.open_nursery() as nursery,
+        ):
             meters = [
-                Meter(NetworkConfig(**(caps if n == 0 else {})), "", Path(directory) / f"meter{n}", traffic(network))
+                Meter(
+                    NetworkConfig(**(caps if n == 0 else {})),
+                    "",
+                    Path(directory) / f"meter{n}",
+                    traffic(network),
+                )
                 for n, network in enumerate(networks)
             ]
             for n, (network, meter) in enumerate(zip(networks, meters, strict=True)):
                 author = Author(SWARM, seed=n)
                 cfg = SharingConfig(groups_per_second=1000)
                 credentials = Credentials(author.key, SWARM)
-                exchange = RolloutExchange(network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), cfg, budget=meter)
-                exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
+                exchange = RolloutExchange(
+                    network,
+                    InProcessScorer(),
+                    credentials,
+                    GroupRules(BUILTIN_TASKS),
+                    cfg,
+                    budget=meter,
+                )
+                exchange.set_policy(
+                    SimpleNamespace(
+                        model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0
+                    )
+                )
                 await nursery.start(exchange.run)
                 nursery.start_soon(publish, exchange, author)
             started = trio.current_time()
@@ -71,7 +96,14 @@ async def measure(arm: str, seconds: float) -> Result:
             nursery.cancel_scope.cancel()
     sent = sum(after.sent.values()) - sum(before.sent.values())
     received = sum(after.received.values()) - sum(before.received.values())
-    return Result(arm, took, sent, received, meters[0].statistics().refused, CAP * took + max(CAP * BURST_SECONDS, BURST_BYTES))
+    return Result(
+        arm,
+        took,
+        sent,
+        received,
+        meters[0].statistics().refused,
+        CAP * took + max(CAP * BURST_SECONDS, BURST_BYTES),
+    )
 
 
 def traffic(network: Libp2pNetwork):  # type: ignore[no-untyped-def]
@@ -86,21 +118,38 @@ async def publish(exchange: RolloutExchange, author: Author) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a fifth of the time")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--arms", nargs="+", default=["none", "upload", "download"], choices=["none", "upload", "download"])
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=["none", "upload", "download"],
+        choices=["none", "upload", "download"],
+    )
     parser.add_argument("--json", type=Path, help="write the results there too")
     options = parser.parse_args()
     seconds = options.seconds / 5 if options.quick else options.seconds
     results = [trio.run(measure, arm, seconds) for arm in options.arms]
     print(report.heading("budget: does a node keep to its bandwidth?"))
     rows = [
-        [r.arm, f"{r.seconds:.0f}", f"{r.sent / r.seconds / 1000:.1f}", f"{r.received / r.seconds / 1000:.1f}",
-         "–" if r.arm == "none" else f"{r.bound / r.seconds / 1000:.1f}", str(sum(r.refused.values()))]
+        [
+            r.arm,
+            f"{r.seconds:.0f}",
+            f"{r.sent / r.seconds / 1000:.1f}",
+            f"{r.received / r.seconds / 1000:.1f}",
+            "–" if r.arm == "none" else f"{r.bound / r.seconds / 1000:.1f}",
+            str(sum(r.refused.values())),
+        ]
         for r in results
-    ]  # fmt: skip
-    print(report.table(["cap", "seconds", "up kB/s", "down kB/s", "rate and burst kB/s", "refusals"], rows))
+    ]
+    print(
+        report.table(
+            ["cap", "seconds", "up kB/s", "down kB/s", "rate and burst kB/s", "refusals"], rows
+        )
+    )
     if options.json:
         report.write_json(options.json, [r.__dict__ for r in results])
 

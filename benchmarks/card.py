@@ -1,13 +1,19 @@
-"""What a model of a published size does on a real card: `python -m benchmarks.card [update] [sampling] [node] [crew]`. CUDA.
+"""What a model of a published size does on a real card: `python -m benchmarks.card [update]
+[sampling] [node] [crew]`. CUDA.
 
-Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Answers rarely end before they are as
-long as they may be.
+Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Answers
+rarely end before they are as long as they may be.
 
-    update      one row of a length in an update, layers kept or run again: bytes at the peak against `swarmnode plan`, seconds
-    sampling    tokens a second by how many completions are under way, of the policy and of the whole int8 copy that a crew samples from
-    node        a whole node with a recipe (`--recipe`), as it is, on a card that has so much memory free as the recipe names: what else
-                there is of it is held by this process. Phases, steps, the most memory that it had, whether anything was started again
-    crew        the same model held in stages by `--members` whole nodes that share the card: seconds of a step, copies that sample
+    update      one row of a length in an update, layers kept or run again: bytes at the peak
+    against `swarmnode plan`, seconds
+    sampling    tokens a second by how many completions are under way, of the policy and of the
+    whole int8 copy that a crew samples from
+    node        a whole node with a recipe (`--recipe`), as it is, on a card that has so much memory
+    free as the recipe names: what else
+                there is of it is held by this process. Phases, steps, the most memory that it had,
+                whether anything was started again
+    crew        the same model held in stages by `--members` whole nodes that share the card:
+    seconds of a step, copies that sample
 """
 
 from __future__ import annotations
@@ -42,9 +48,18 @@ RANK, PROMPT, TOKENS = 16, 64, 96
 ADAPTER = PolicyConfig(device="cuda", dtype="bfloat16", lora=LoraSettings(r=RANK))
 WAYS: dict[str, tuple[PolicyConfig, tuple[tuple[int, bool], ...]]] = {
     "LoRA 16": (ADAPTER, ((2560, False), (2560, True), (4608, True), (8704, True))),
-    "LoRA 16, base in 4 bits": (ADAPTER.model_copy(update={"quantization": "4bit"}), ((2560, True),)),
-    "LoRA 16, base in 8 bits": (ADAPTER.model_copy(update={"quantization": "8bit"}), ((2560, True),)),
-    "all weights, moments in 8 bits": (PolicyConfig(device="cuda", dtype="bfloat16", optim="adamw_8bit"), ((2560, True),)),
+    "LoRA 16, base in 4 bits": (
+        ADAPTER.model_copy(update={"quantization": "4bit"}),
+        ((2560, True),),
+    ),
+    "LoRA 16, base in 8 bits": (
+        ADAPTER.model_copy(update={"quantization": "8bit"}),
+        ((2560, True),),
+    ),
+    "all weights, moments in 8 bits": (
+        PolicyConfig(device="cuda", dtype="bfloat16", optim="adamw_8bit"),
+        ((2560, True),),
+    ),
     "all weights": (PolicyConfig(device="cuda", dtype="bfloat16"), ((2560, True),)),
 }
 """name → what is trained, and (tokens of the row, whether layers are run again)."""
@@ -52,13 +67,30 @@ ROWS_UNDER_WAY = (8, 64)
 END_SECONDS = 15.0
 """A step may take minutes: a node that does not end by itself is killed."""
 KNOWN = (
-    "step_seconds", "generate_seconds", "train_seconds", "own_groups", "zero_advantage_share", "tokens_total", "device_memory_bytes",
-    "micro_batch_tokens", "generation_tokens", "oom_retries_total", "reward_own",
-)  # fmt: skip
+    "step_seconds",
+    "generate_seconds",
+    "train_seconds",
+    "own_groups",
+    "zero_advantage_share",
+    "tokens_total",
+    "device_memory_bytes",
+    "micro_batch_tokens",
+    "generation_tokens",
+    "oom_retries_total",
+    "reward_own",
+)
 """What is told of the trainer's last report."""
 UPDATE = [
-    "trained", "tokens", "layers run again", "plan, GB", "held, GB", "with what the allocator keeps", "context, GB", "held ÷ plan", "s",
-]  # fmt: skip
+    "trained",
+    "tokens",
+    "layers run again",
+    "plan, GB",
+    "held, GB",
+    "with what the allocator keeps",
+    "context, GB",
+    "held ÷ plan",
+    "s",
+]
 SAMPLING = ["what", "completions at once", "ms a step", "tokens/s", "GB beside the weights"]
 QUESTIONS = [f"Tell me about the number {i}." for i in range(32)]
 
@@ -69,11 +101,20 @@ def used_bytes() -> int:
     return total - free
 
 
-def update(name: str, policy: Policy, cfg: PolicyConfig, updater: Updater, length: int, again: bool) -> list[object]:
+def update(
+    name: str, policy: Policy, cfg: PolicyConfig, updater: Updater, length: int, again: bool
+) -> list[object]:
     """A row: what an update with one row of `length` tokens took and how long, the second time."""
     logprobs.needs_checkpointing = lambda *given: again
     answer = [5 + i % 90 for i in range(length - PROMPT)]
-    rows = assemble([TrainingGroup([([5] * PROMPT, answer)] * 2, [[-1.0] * len(answer)] * 2, [0.0, 1.0], [0.0, 1.0])], "grpo")
+    rows = assemble(
+        [
+            TrainingGroup(
+                [([5] * PROMPT, answer)] * 2, [[-1.0] * len(answer)] * 2, [0.0, 1.0], [0.0, 1.0]
+            )
+        ],
+        "grpo",
+    )
     updater.update(rows)
     free_memory()
     torch.cuda.reset_peak_memory_stats()
@@ -82,11 +123,26 @@ def update(name: str, policy: Policy, cfg: PolicyConfig, updater: Updater, lengt
     torch.cuda.synchronize()
     took = time.perf_counter() - began
     context = used_bytes() - torch.cuda.memory_reserved()
-    held, reserved = torch.cuda.max_memory_allocated() + context, torch.cuda.max_memory_reserved() + context
+    held, reserved = (
+        torch.cuda.max_memory_allocated() + context,
+        torch.cuda.max_memory_reserved() + context,
+    )
     shape = Shape.of_config(policy.base.config.to_dict())
-    plan = footprint(shape, Method("cuda", "bfloat16", cfg.lora.r, BASE_BITS[cfg.quantization], cfg.optim, again), length).total
+    plan = footprint(
+        shape,
+        Method("cuda", "bfloat16", cfg.lora.r, BASE_BITS[cfg.quantization], cfg.optim, again),
+        length,
+    ).total
     gb = [f"{each / 1e9:.1f}" for each in (plan, held, reserved)]
-    return [name, length, "yes" if again else "no", *gb, f"{context / 1e9:.2f}", f"{held / plan:.2f}", f"{took:.2f}"]
+    return [
+        name,
+        length,
+        "yes" if again else "no",
+        *gb,
+        f"{context / 1e9:.2f}",
+        f"{held / plan:.2f}",
+        f"{took:.2f}",
+    ]
 
 
 def updates(model: str, names: Sequence[str]) -> list[list[object]]:
@@ -96,7 +152,12 @@ def updates(model: str, names: Sequence[str]) -> list[list[object]]:
         cfg, cases = WAYS[name]
         try:
             policy = load_policy(cfg.model_copy(update={"model": model}))
-            updater = Updater(policy, TrainingConfig(), MicroBatcher(max(length for length, _ in cases)), optim=cfg.optim)
+            updater = Updater(
+                policy,
+                TrainingConfig(),
+                MicroBatcher(max(length for length, _ in cases)),
+                optim=cfg.optim,
+            )
             rows += [update(name, policy, cfg, updater, length, again) for length, again in cases]
         except (DeviceError, torch.OutOfMemoryError, ImportError, Unavailable) as error:
             rows.append([name, *["–"] * 7, str(error).partition("\n")[0][:80]])
@@ -123,30 +184,48 @@ def sampling(name: str, policy: Policy, rows: int) -> list[object]:
 
 
 def copy_of(policy: Policy) -> Policy:
-    weights = {name.replace(".base_layer", ""): tensor for name, tensor in policy.base.state_dict().items()}
-    return replace(policy, model=build_quantised(policy.base.config, weights.__getitem__, policy.dtype, policy.device))
+    weights = {
+        name.replace(".base_layer", ""): tensor for name, tensor in policy.base.state_dict().items()
+    }
+    return replace(
+        policy,
+        model=build_quantised(policy.base.config, weights.__getitem__, policy.dtype, policy.device),
+    )
 
 
-def node(directory: Path, name: str, model: str, asked: argparse.Namespace, more: dict[str, dict[str, object]]) -> DemoNode:
+def node(
+    directory: Path,
+    name: str,
+    model: str,
+    asked: argparse.Namespace,
+    more: dict[str, dict[str, object]],
+) -> DemoNode:
     sections: dict[str, dict[str, object]] = {
         "swarm": {"name": "card"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"model": model},
         "task": {"names": ["data/long"]},
-        'task.datasets."data/long"': {"source": str(directory / "rows.jsonl"), "verifier": "slow_reward:length"},
+        'task.datasets."data/long"': {
+            "source": str(directory / "rows.jsonl"),
+            "verifier": "slow_reward:length",
+        },
         "http": {"port": 0},
     }
     return RecipeNode(asked.recipe, name, directory / name, {**sections, **more})
 
 
 class RecipeNode(DemoNode):
-    def __init__(self, recipe: str, name: str, directory: Path, sections: dict[str, dict[str, object]]) -> None:
+    def __init__(
+        self, recipe: str, name: str, directory: Path, sections: dict[str, dict[str, object]]
+    ) -> None:
         super().__init__(name, directory, sections)
         self._recipe = recipe
 
     def start(self, initial_peers: Sequence[str]) -> None:
         peers = [argument for peer in initial_peers for argument in ("--peer", peer)]
-        self.launch("-c", START, "run", "--recipe", self._recipe, "--config", str(self.config_file), *peers)
+        self.launch(
+            "-c", START, "run", "--recipe", self._recipe, "--config", str(self.config_file), *peers
+        )
 
 
 class Looked(Watched):
@@ -160,25 +239,38 @@ class Looked(Watched):
 
 
 def held(gigabytes: float | None) -> torch.Tensor:
-    """What has to be held of this card so that it has as much free as one of so many GB; nothing for None."""
+    """What has to be held of this card so that it has as much free as one of so many GB; nothing
+    for None."""
     if gigabytes is None:
         return torch.empty(0)
     total = torch.cuda.mem_get_info()[1]
-    return torch.empty(max(0, total - int(gigabytes * 1e9) - used_bytes()), dtype=torch.uint8, device="cuda")
+    return torch.empty(
+        max(0, total - int(gigabytes * 1e9) - used_bytes()), dtype=torch.uint8, device="cuda"
+    )
 
 
-def whole(title: str, nodes: Sequence[DemoNode], asked: argparse.Namespace, gigabytes: float | None) -> bool:
+def whole(
+    title: str, nodes: Sequence[DemoNode], asked: argparse.Namespace, gigabytes: float | None
+) -> bool:
     """Run the nodes, tell of them; whether nobody was started again and all made a step."""
     kept = held(gigabytes)
     before = used_bytes()
     watched = run(nodes, asked.minutes, Looked, END_SECONDS)
     print(heading(title), flush=True)
-    print(table(["node", "phase", "times", "seconds, median [least–greatest]"], [row for each in watched for row in each.rows()]))
+    print(
+        table(
+            ["node", "phase", "times", "seconds, median [least–greatest]"],
+            [row for each in watched for row in each.rows()],
+        )
+    )
     well = True
     for each in watched:
         report, again = each.report, each.again()
         known = {name: report.get(name) for name in KNOWN}
-        card = f"{(each.most - before) / 1e9:.1f} GB of the card at most, of {(torch.cuda.mem_get_info()[1] - before) / 1e9:.1f}"
+        card = (
+            f"{(each.most - before) / 1e9:.1f} GB of the card at most, of"
+            f" {(torch.cuda.mem_get_info()[1] - before) / 1e9:.1f}"
+        )
         steps = f"{each.step} steps in {asked.minutes} minutes, in {each.crews} crews"
         print(f"\n{each.node.name}: {steps}; started again: {again}; {card}; {known}")
         well = well and each.step > 0 and not any(again.values())
@@ -189,22 +281,33 @@ def whole(title: str, nodes: Sequence[DemoNode], asked: argparse.Namespace, giga
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=["update", "sampling", "node", "crew"])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
     parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
     parser.add_argument("--minutes", type=float, default=4.0, help="of whole nodes")
     parser.add_argument("--recipe", default="24gb-7b-lora")
     parser.add_argument("--members", type=int, default=2)
-    parser.add_argument("--logs", type=int, default=0, help="characters of each node's log, its last ones, on stderr")
-    parser.add_argument("--ways", nargs="*", choices=sorted(WAYS), help="to train, of those that `update` has")
+    parser.add_argument(
+        "--logs",
+        type=int,
+        default=0,
+        help="characters of each node's log, its last ones, on stderr",
+    )
+    parser.add_argument(
+        "--ways", nargs="*", choices=sorted(WAYS), help="to train, of those that `update` has"
+    )
     asked = parser.parse_args()
     well = True
     with tempfile.TemporaryDirectory(prefix="card-") as made:
         directory = Path(made)
         model = str(asked.model or directory / "model")
         if not (Path(model) / "config.json").exists():
-            build(asked.shape, load_policy(PolicyConfig(device="cpu")).tokenizer, Path(model), "cuda")
+            build(
+                asked.shape, load_policy(PolicyConfig(device="cpu")).tokenizer, Path(model), "cuda"
+            )
             free_memory()
         (directory / "rows.jsonl").write_text(ROWS)
         (directory / "slow_reward.py").write_text(REWARD)
@@ -221,16 +324,33 @@ def main() -> int:
             del copy
             free_memory()
         if "update" in asked.parts:
-            print(heading("card: one row in an update") + "\n" + table(UPDATE, updates(model, asked.ways or list(WAYS))), flush=True)
+            print(
+                heading("card: one row in an update")
+                + "\n"
+                + table(UPDATE, updates(model, asked.ways or list(WAYS))),
+                flush=True,
+            )
         if "node" in asked.parts:
             gigabytes = float(asked.recipe.partition("gb")[0])
-            well &= whole(f"card: {asked.recipe}", [node(directory, "node0", model, asked, {})], asked, gigabytes)
+            well &= whole(
+                f"card: {asked.recipe}",
+                [node(directory, "node0", model, asked, {})],
+                asked,
+                gigabytes,
+            )
         if "crew" in asked.parts:
             crew: dict[str, dict[str, object]] = {
-                "stages": {"mode": "always", "stages": asked.members, "trust": "anyone", "keep_policy": "memory"},
+                "stages": {
+                    "mode": "always",
+                    "stages": asked.members,
+                    "trust": "anyone",
+                    "keep_policy": "memory",
+                },
                 "training": {"max_completion_length": 1024},
             }
-            nodes = [node(directory, f"member{i}", model, asked, crew) for i in range(asked.members)]
+            nodes = [
+                node(directory, f"member{i}", model, asked, crew) for i in range(asked.members)
+            ]
             well &= whole(f"card: a crew of {asked.members}", nodes, asked, None)
     return int(not well)
 

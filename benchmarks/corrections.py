@@ -1,9 +1,12 @@
-"""How far is each off-policy correction from the exact gradient? `python -m benchmarks.corrections [--quick] [--json PATH] [--seeds N]`
+"""How far is each off-policy correction from the exact gradient? `python -m benchmarks.corrections
+[--quick] [--json PATH] [--seeds N]`
 
-A policy so small that all its completions, of at most two tokens, can be enumerated, and with them the gradient of its expected reward,
-and mean and variance of every estimator: nothing is sampled, so nothing here is noise but the choice of policy and rewards, which differ by
-seed. A policy is trained by its exact gradient (Adam); completions come from what it was `lag` steps before, and the estimators are asked
-for the gradient as it is now. Through the product's own loss and weights (`rl.objectives`, `rl.corrections`).
+A policy so small that all its completions, of at most two tokens, can be enumerated, and with them
+the gradient of its expected reward, and mean and variance of every estimator: nothing is sampled,
+so nothing here is noise but the choice of policy and rewards, which differ by seed. A policy is
+trained by its exact gradient (Adam); completions come from what it was `lag` steps before, and the
+estimators are asked for the gradient as it is now. Through the product's own loss and weights
+(`rl.objectives`, `rl.corrections`).
 
     bias       |E[estimate] − exact| / |exact|
     deviation  sqrt(trace of the covariance of one completion's estimate) / |exact|
@@ -22,7 +25,13 @@ import torch
 
 from benchmarks.report import heading, spread, table, write_json
 from swarmnode.config import TrainingConfig
-from swarmnode.rl.corrections import Correction, Level, effective_share, importance_weights, sequence_correction
+from swarmnode.rl.corrections import (
+    Correction,
+    Level,
+    effective_share,
+    importance_weights,
+    sequence_correction,
+)
 from swarmnode.rl.objectives import Objective, policy_loss
 
 WORDS = 8
@@ -31,7 +40,8 @@ LAGS = (0, 1, 2, 4, 8, 16, 32)
 RIGHT = 0.1
 """Share of the completions that earn a reward."""
 LEARNING_RATE = 0.05
-"""Of Adam: in 32 steps the policy goes from one success in ten to most, as in a run's steepest part."""
+"""Of Adam: in 32 steps the policy goes from one success in ten to most, as in a run's steepest
+part."""
 FLOORS = (0.1, 0.5, 0.8)
 
 
@@ -50,20 +60,29 @@ class World:
 
 
 def make_world(seed: int) -> tuple[World, torch.Tensor]:
-    """With the logits (WORDS + 1, WORDS) of a policy: of the first token, and of the second by the first."""
+    """With the logits (WORDS + 1, WORDS) of a policy: of the first token, and of the second by the
+    first."""
     generator = torch.Generator().manual_seed(seed)
     pairs = [(0, 0, False)] + [(a, b, True) for a in range(1, WORDS) for b in range(WORDS)]
     first, second = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
-    mask = torch.stack([torch.ones(len(pairs), dtype=torch.bool), torch.tensor([p[2] for p in pairs])], 1)
+    mask = torch.stack(
+        [torch.ones(len(pairs), dtype=torch.bool), torch.tensor([p[2] for p in pairs])], 1
+    )
     rewards = torch.zeros(len(pairs), dtype=torch.float64)
-    rewards[torch.randperm(len(pairs), generator=generator)[: max(2, round(RIGHT * len(pairs)))]] = 1.0
-    return World(first, second, mask, rewards), torch.randn(WORDS + 1, WORDS, generator=generator, dtype=torch.float64)
+    rewards[
+        torch.randperm(len(pairs), generator=generator)[: max(2, round(RIGHT * len(pairs)))]
+    ] = 1.0
+    return World(first, second, mask, rewards), torch.randn(
+        WORDS + 1, WORDS, generator=generator, dtype=torch.float64
+    )
 
 
 def logprobs_of(world: World, logits: torch.Tensor) -> torch.Tensor:
     """(N, 2) log-probability of each token; 0 where there is none."""
     table_ = logits.log_softmax(-1)
-    return torch.stack([table_[0, world.first], table_[1 + world.first, world.second] * world.mask[:, 1]], 1)
+    return torch.stack(
+        [table_[0, world.first], table_[1 + world.first, world.second] * world.mask[:, 1]], 1
+    )
 
 
 def trained(world: World, logits: torch.Tensor, steps: int) -> list[torch.Tensor]:
@@ -97,12 +116,16 @@ def estimators() -> dict[str, Estimator]:
     ones = lambda world, now, sampler: torch.ones_like(now)
 
     def corrected(kind: Correction, level: Level) -> Estimator:
-        weights = lambda world, now, sampler: importance_weights(now, sampler, world.mask, kind, level).double()
+        weights = lambda world, now, sampler: importance_weights(
+            now, sampler, world.mask, kind, level
+        ).double()
         return Estimator(now_itself, weights, clips("dapo"))
 
     def foreign(floor: float, masks: bool) -> Estimator:
         def weights(world: World, now: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
-            some = sequence_correction(now.sum(1), sampler.sum(1), world.mask.sum(1), floor=floor if masks else 0.0).double()
+            some = sequence_correction(
+                now.sum(1), sampler.sum(1), world.mask.sum(1), floor=floor if masks else 0.0
+            ).double()
             return (some if masks else some.clamp(min=floor)).unsqueeze(1).expand_as(now)
 
         return Estimator(now_itself, weights, clips("dapo"))
@@ -113,25 +136,45 @@ def estimators() -> dict[str, Estimator]:
         "gspo against the sampler": Estimator(the_sampler, ones, clips("gspo")),
         "cispo against the sampler": Estimator(the_sampler, ones, clips("cispo")),
     }
-    known |= {f"{kind}, {level}": corrected(kind, level) for level in get_args(Level) for kind in get_args(Correction)}
+    known |= {
+        f"{kind}, {level}": corrected(kind, level)
+        for level in get_args(Level)
+        for kind in get_args(Correction)
+    }
     known |= {f"at most 1, at least {floor:g}": foreign(floor, masks=False) for floor in FLOORS}
     known |= {f"at most 1, masked below {floor:g}": foreign(floor, masks=True) for floor in FLOORS}
     return known
 
 
-def measure(world: World, ours: torch.Tensor, theirs: torch.Tensor, jacobian: torch.Tensor, estimator: Estimator) -> dict[str, float]:
+def measure(
+    world: World,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    jacobian: torch.Tensor,
+    estimator: Estimator,
+) -> dict[str, float]:
     """Exact bias, deviation and effective share.
 
     ours, theirs (N, 2): log-probabilities, now and of the sampler; jacobian (N, 2, P): of ours.
     """
     drawn = theirs.sum(1).exp()  # (N,) probability of each completion under whoever samples
-    worth = world.rewards - (drawn * world.rewards).sum()  # a large group's mean is the sampler's expectation
+    # a large group's mean is the sampler's expectation
+    worth = world.rewards - (drawn * world.rewards).sum()
     exact = torch.einsum("n,n,ntp->p", ours.sum(1).exp(), world.rewards, jacobian)
 
     weights = estimator.weights(world, ours, theirs) * world.mask
     leaf = ours.clone().requires_grad_()
-    # of each completion alone, whatever a loss divides by: (per-token gradient) x its length where a sequence is averaged
-    loss = policy_loss(leaf, estimator.old(ours, theirs), worth, world.mask, estimator.objective, 1.0, weights=weights).loss
+    # of each completion alone, whatever a loss divides by: (per-token gradient) x its length where
+    # a sequence is averaged
+    loss = policy_loss(
+        leaf,
+        estimator.old(ours, theirs),
+        worth,
+        world.mask,
+        estimator.objective,
+        1.0,
+        weights=weights,
+    ).loss
     (per_token,) = torch.autograd.grad(-loss, leaf)
     if estimator.objective.loss_type in ("grpo", "gspo"):
         per_token = per_token * world.mask.sum(1, keepdim=True)
@@ -154,9 +197,16 @@ def run(seed: int, lags: Sequence[int]) -> list[dict[str, Any]]:
     world, start = make_world(seed)
     policies = trained(world, start, max(LAGS))
     ours = logprobs_of(world, policies[-1])
-    jacobian = torch.autograd.functional.jacobian(lambda logits: logprobs_of(world, logits), policies[-1]).flatten(2)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda logits: logprobs_of(world, logits), policies[-1]
+    ).flatten(2)
     return [
-        {"seed": seed, "lag": lag, "estimator": name, **measure(world, ours, logprobs_of(world, policies[-1 - lag]), jacobian, estimator)}
+        {
+            "seed": seed,
+            "lag": lag,
+            "estimator": name,
+            **measure(world, ours, logprobs_of(world, policies[-1 - lag]), jacobian, estimator),
+        }
         for lag in lags
         for name, estimator in estimators().items()
     ]
@@ -169,7 +219,11 @@ def tables(results: Sequence[dict[str, Any]], lags: Sequence[int]) -> str:
     names = list(estimators())
     drift = ", ".join(f"{lag}: {of(names[0], lag, 'divergence')}" for lag in lags)
     lines = [f"KL(sampler ‖ policy), nats per token, by lag: {drift}", ""]
-    for key, title in (("bias", "Bias"), ("deviation", "Deviation of one completion's estimate"), ("effective", "Effective share")):
+    for key, title in (
+        ("bias", "Bias"),
+        ("deviation", "Deviation of one completion's estimate"),
+        ("effective", "Effective share"),
+    ):
         rows = [[name, *(of(name, lag, key) for lag in lags)] for name in names]
         lines += [f"{title}, by lag:", "", table(["estimator", *map(str, lags)], rows), ""]
     return "\n".join(lines)
@@ -177,8 +231,10 @@ def tables(results: Sequence[dict[str, Any]], lags: Sequence[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.corrections", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )  # fmt: skip
+        prog="python -m benchmarks.corrections",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="two seeds and three lags")
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--seeds", type=int, default=16)
@@ -186,7 +242,11 @@ def main() -> None:
     seeds, lags = (2, (0, 4, 32)) if args.quick else (args.seeds, LAGS)
     torch.set_num_threads(1)
     print(heading("corrections: how far is each from the exact gradient?"))
-    print(f"{WORDS} words, completions of at most two tokens, Adam at {LEARNING_RATE:g}, {seeds} seeds\n", flush=True)
+    print(
+        f"{WORDS} words, completions of at most two tokens, Adam at {LEARNING_RATE:g}, {seeds}"
+        " seeds\n",
+        flush=True,
+    )
     results = [row for seed in range(seeds) for row in run(seed, lags)]
     print(tables(results, lags), flush=True)
     if args.json:

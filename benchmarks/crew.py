@@ -1,13 +1,17 @@
-"""How fast is a policy whole again when a stage is lost, and what does being split cost? `python -m benchmarks.crew`
+"""How fast is a policy whole again when a stage is lost, and what does being split cost? `python -m
+benchmarks.crew`
 
-Four real nodes on this machine (supervisor, network process and trainer each) hold the embedded policy, made eight layers deep, as four
-stages. Then, again and again: kill -9 of the trainer of one stage, each in turn; the same with its own journal gone, so that it comes back
-from a neighbour's snapshot (R2) and not from the own disk (R0); of two neighbours' trainers at once; of everything that a node runs, which
-is started again at once, as systemd would. (Base, CheckFree: `benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten
-times a second: seconds from the kill to the next step that every stage has taken, the steps that were taken and are gone, and the rung that
-brought the stage back.
+Four real nodes on this machine (supervisor, network process and trainer each) hold the embedded
+policy, made eight layers deep, as four stages. Then, again and again: kill -9 of the trainer of one
+stage, each in turn; the same with its own journal gone, so that it comes back from a neighbour's
+snapshot (R2) and not from the own disk (R0); of two neighbours' trainers at once; of everything
+that a node runs, which is started again at once, as systemd would. (Base, CheckFree:
+`benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten times a second: seconds
+from the kill to the next step that every stage has taken, the steps that were taken and are gone,
+and the rung that brought the stage back.
 
-The same nodes before the first kill, and one node that holds the same policy whole, say what the split costs.
+The same nodes before the first kill, and one node that holds the same policy whole, say what the
+split costs.
 
 Goals: p95 of the seconds at most 10; at most one step lost.
 """
@@ -47,7 +51,8 @@ class Recovery:
     """trainer, disk, neighbours, node."""
     stages: tuple[int, ...]
     seconds: float | None
-    """From the kill to the next step of the whole crew; None if there was none within RETURN_SECONDS."""
+    """From the kill to the next step of the whole crew; None if there was none within
+    RETURN_SECONDS."""
     lost: int
     """Steps that had been taken and are not any more, of the stages that are held."""
     rungs: tuple[str, ...]
@@ -68,7 +73,8 @@ class Crew:
         self._known: list[str] = []
 
     def start(self) -> None:
-        """Each knows all before it: behind a delay they are not seen where they can be reached, and so nobody is told of them."""
+        """Each knows all before it: behind a delay they are not seen where they can be reached, and
+        so nobody is told of them."""
         for node in self.nodes:
             node.start(self._known)
             self._known = [*self._known, *node.wait_for_address(time.monotonic() + FORM_SECONDS)]
@@ -94,10 +100,14 @@ class Crew:
         return None
 
     def running(self) -> bool:
-        return all(self.holder(stage).view.stage_phase == "active" for stage in range(len(self.nodes))) and min(self.steps()) > 0
+        return (
+            all(self.holder(stage).view.stage_phase == "active" for stage in range(len(self.nodes)))
+            and min(self.steps()) > 0
+        )
 
     def lose(self, kind: str, stages: Sequence[int], patience: float = RETURN_SECONDS) -> Recovery:
-        """Kill what holds `stages`, and wait for the crew to go on. Raises LookupError where one of them is nobody's."""
+        """Kill what holds `stages`, and wait for the crew to go on. Raises LookupError where one of
+        them is nobody's."""
         holders = [self.holder(stage) for stage in stages]
         before, pids = max(self.steps()), [node.view.trainer_pid for node in holders]
         for node, pid in zip(holders, pids, strict=True):
@@ -112,7 +122,10 @@ class Crew:
 
         def again() -> bool:
             nonlocal least
-            back = all(node.view.trainer_pid not in (None, pid) for node, pid in zip(holders, pids, strict=True))
+            back = all(
+                node.view.trainer_pid not in (None, pid)
+                for node, pid in zip(holders, pids, strict=True)
+            )
             steps = self.steps()
             if not back:
                 least = max(least, *steps)  # a step that was under way may still have been taken
@@ -120,8 +133,16 @@ class Crew:
             return self.running() and min(steps) > least
 
         seconds = self.wait(again, patience)
-        after = max((node.view.stage_step for node in self.nodes if node.view.stage is not None), default=0)
-        return Recovery(kind, tuple(stages), seconds, max(0, before - after), tuple(node.view.rung for node in holders))
+        after = max(
+            (node.view.stage_step for node in self.nodes if node.view.stage is not None), default=0
+        )
+        return Recovery(
+            kind,
+            tuple(stages),
+            seconds,
+            max(0, before - after),
+            tuple(node.view.rung for node in holders),
+        )
 
     def speed(self, arm: str) -> Speed:
         """Over STEPS steps, of the node that leads them."""
@@ -155,7 +176,8 @@ def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
 
 
 def kills(rounds: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Each stage in turn, first and last included, with its disk and without, then neighbours, then whole nodes."""
+    """Each stage in turn, first and last included, with its disk and without, then neighbours, then
+    whole nodes."""
     trainers = [("trainer", (stage,)) for stage in range(STAGES)]
     pairs = [("neighbours", (stage, stage + 1)) for stage in range(STAGES - 1)]
     nodes = [("node", (stage,)) for stage in range(STAGES)]
@@ -170,7 +192,9 @@ def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], lis
         speeds.append(whole.speed("whole, one node"))
     with crew(directory, STAGES, "always") as split:
         if split.wait(split.running, FORM_SECONDS) is None:
-            raise SystemExit(f"the crew did not form: {[node.last_words() for node in split.nodes]}")
+            raise SystemExit(
+                f"the crew did not form: {[node.last_words() for node in split.nodes]}"
+            )
         speeds.append(split.speed(f"in {STAGES} stages"))
         for kind, stages in [("trainer", (2,)), ("disk", (1,))] if quick else kills(rounds):
             split.wait(split.running, RETURN_SECONDS)
@@ -189,39 +213,105 @@ def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
             continue
         seconds = [r.seconds if r.seconds is not None else float("inf") for r in mine]
         rungs = sorted({rung for r in mine for rung in r.rungs})
-        counted = ", ".join(f"{rung or 'none'} {sum(r.rungs.count(rung) for r in mine)}" for rung in rungs)
+        counted = ", ".join(
+            f"{rung or 'none'} {sum(r.rungs.count(rung) for r in mine)}" for rung in rungs
+        )
         p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
-        out.append([kind, str(len(mine)), f"{p50:.1f}", f"{p95:.1f}", f"{max(seconds):.1f}", str(max(r.lost for r in mine)), counted])
+        out.append(
+            [
+                kind,
+                str(len(mine)),
+                f"{p50:.1f}",
+                f"{p95:.1f}",
+                f"{max(seconds):.1f}",
+                str(max(r.lost for r in mine)),
+                counted,
+            ]
+        )
     return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two kills")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each of the fifteen kills is done")
-    parser.add_argument("--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance")
-    parser.add_argument("--scaled", action="store_true", help="7 B, with everything sixty times smaller, see benchmarks.crew_scaled")
-    parser.add_argument("--rank", type=int, default=0, help="with --scaled: of an adapter; 0 trains all weights")
-    parser.add_argument("--generation", action="store_true", help="sampling from a whole copy, see benchmarks.crew_copies")
-    parser.add_argument("--codecs", action="store_true", help="int8 against bfloat16 between stages, see benchmarks.crew_codecs")
-    parser.add_argument("--restoring", action="store_true", help="a stage from several holders, see benchmarks.crew_restoring")
-    parser.add_argument("--members", action="store_true", help="what members' samples bring, see benchmarks.crew_members")
-    parser.add_argument("--copies", action="store_true", help="with --distance, --scaled: the head samples from a whole copy")
-    parser.add_argument("--milliseconds", type=int, nargs="+", help="with --distance: only these; with --scaled: the first (50)")
-    parser.add_argument("--steps", type=int, help="--distance (5), --scaled (2), --generation, --codecs (120), --members (200)")
-    parser.add_argument("--seeds", type=int, default=4, help="with --generation, --codecs, --members")
-    parser.add_argument("--losses", type=int, default=3, help="with --distance, --scaled: stages that are lost")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="how often each of the fifteen kills is done"
+    )
+    parser.add_argument(
+        "--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance"
+    )
+    parser.add_argument(
+        "--scaled",
+        action="store_true",
+        help="7 B, with everything sixty times smaller, see benchmarks.crew_scaled",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, help="with --scaled: of an adapter; 0 trains all weights"
+    )
+    parser.add_argument(
+        "--generation",
+        action="store_true",
+        help="sampling from a whole copy, see benchmarks.crew_copies",
+    )
+    parser.add_argument(
+        "--codecs",
+        action="store_true",
+        help="int8 against bfloat16 between stages, see benchmarks.crew_codecs",
+    )
+    parser.add_argument(
+        "--restoring",
+        action="store_true",
+        help="a stage from several holders, see benchmarks.crew_restoring",
+    )
+    parser.add_argument(
+        "--members",
+        action="store_true",
+        help="what members' samples bring, see benchmarks.crew_members",
+    )
+    parser.add_argument(
+        "--copies",
+        action="store_true",
+        help="with --distance, --scaled: the head samples from a whole copy",
+    )
+    parser.add_argument(
+        "--milliseconds",
+        type=int,
+        nargs="+",
+        help="with --distance: only these; with --scaled: the first (50)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="--distance (5), --scaled (2), --generation, --codecs (120), --members (200)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=4, help="with --generation, --codecs, --members"
+    )
+    parser.add_argument(
+        "--losses", type=int, default=3, help="with --distance, --scaled: stages that are lost"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.scaled:
         from benchmarks import crew_scaled
 
-        crew_scaled.run((options.milliseconds or [50])[0], options.steps or 2, options.losses, options.rank, options.copies)
+        crew_scaled.run(
+            (options.milliseconds or [50])[0],
+            options.steps or 2,
+            options.losses,
+            options.rank,
+            options.copies,
+        )
         return
     if options.distance:
         from benchmarks import crew_distance  # late: it is about this module's crews
 
-        crew_distance.run(options.milliseconds or crew_distance.MILLISECONDS, options.steps or 5, options.losses, options.copies)
+        crew_distance.run(
+            options.milliseconds or crew_distance.MILLISECONDS,
+            options.steps or 5,
+            options.losses,
+            options.copies,
+        )
         return
     if options.members:
         from benchmarks import crew_members
@@ -251,10 +341,16 @@ def main() -> None:
     print()
     base = speeds[0].step_seconds
     print(
-        report.table(["arm", "s per step", "of whole"], [[s.arm, f"{s.step_seconds:.2f}", f"{base / s.step_seconds:.2f}"] for s in speeds])
+        report.table(
+            ["arm", "s per step", "of whole"],
+            [[s.arm, f"{s.step_seconds:.2f}", f"{base / s.step_seconds:.2f}"] for s in speeds],
+        )
     )
     if options.json:
-        report.write_json(options.json, {"speeds": [asdict(s) for s in speeds], "recoveries": [asdict(r) for r in recoveries]})
+        report.write_json(
+            options.json,
+            {"speeds": [asdict(s) for s in speeds], "recoveries": [asdict(r) for r in recoveries]},
+        )
 
 
 if __name__ == "__main__":

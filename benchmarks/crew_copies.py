@@ -1,13 +1,18 @@
-"""Sampling through the crew, token by token, against sampling from a whole int8 copy at its head: `python -m benchmarks.crew --generation`.
+"""Sampling through the crew, token by token, against sampling from a whole int8 copy at its head:
+`python -m benchmarks.crew --generation`.
 
-The embedded policy eight layers deep in four stages, all in this process, over streams that are late by so many milliseconds each way
-(and carry whatever they are given).
+The embedded policy eight layers deep in four stages, all in this process, over streams that are
+late by so many milliseconds each way (and carry whatever they are given).
 
-    speed      64 samples of eight questions, by either way, at each distance; and one update through the crew, which both need
-    learning   the same run by either way, from equal weights, at distance 0: `pipeline` samples the present policy through all stages,
-               `copies` from an int8 copy of what the policy was one step before. Either is corrected for the recorded log-probabilities,
-               by `tis`. Held-out reward of the trained float32 policy, at equal steps
-    refresh    bytes of each copy's refresh, as it would travel, against the weights; once more at the learning rate of a large model
+    speed      64 samples of eight questions, by either way, at each distance; and one update
+    through the crew, which both need
+    learning   the same run by either way, from equal weights, at distance 0: `pipeline` samples the
+    present policy through all stages,
+               `copies` from an int8 copy of what the policy was one step before. Either is
+               corrected for the recorded log-probabilities, by `tis`. Held-out reward of the
+               trained float32 policy, at equal steps
+    refresh    bytes of each copy's refresh, as it would travel, against the weights; once more at
+    the learning rate of a large model
 """
 
 from __future__ import annotations
@@ -69,7 +74,10 @@ class Copy:
         self.plain = sum(p.numel() for p in policy.model.parameters())
 
     def encoded(self, runtimes: Sequence[StageRuntime]) -> list[bytes]:
-        return [encode_copy(r.spec, trained(r), copied(r.spec, layout_of(r.model)), self._base) for r in runtimes]
+        return [
+            encode_copy(r.spec, trained(r), copied(r.spec, layout_of(r.model)), self._base)
+            for r in runtimes
+        ]
 
     def refresh(self, runtimes: Sequence[StageRuntime], bodies: Sequence[bytes]) -> None:
         for runtime, body in zip(runtimes, bodies, strict=True):
@@ -78,9 +86,14 @@ class Copy:
 
 
 @contextlib.asynccontextmanager
-async def late_crew(runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, seconds: float) -> AsyncIterator[Head]:
+async def late_crew(
+    runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, seconds: float
+) -> AsyncIterator[Head]:
     """A crew whose streams are late by `seconds` each way."""
-    async with trio.open_nursery() as nursery, open_crew(runtimes, settings, limits, far=partial(late, nursery, seconds)) as crew:
+    async with (
+        trio.open_nursery() as nursery,
+        open_crew(runtimes, settings, limits, far=partial(late, nursery, seconds)) as crew,
+    ):
         yield crew.head
         nursery.cancel_scope.cancel()
 
@@ -125,7 +138,10 @@ class Start:
 
     def runtimes(self) -> list[StageRuntime]:
         model = self.policy.clone().model
-        return [StageRuntime(spec, stage) for spec, stage in split_model(model, [LAYERS // STAGES] * STAGES)]
+        return [
+            StageRuntime(spec, stage)
+            for spec, stage in split_model(model, [LAYERS // STAGES] * STAGES)
+        ]
 
 
 def start() -> Start:
@@ -137,10 +153,20 @@ def start() -> Start:
     return Start(policy, TrainingConfig(), limits, CrewSettings(policy.fingerprint, CODEC, CODEC))
 
 
-async def through_the_crew(head: Head, policy: Policy, prompts: Sequence[str], s: Sampling, seed: int) -> list[GroupSample]:
+async def through_the_crew(
+    head: Head, policy: Policy, prompts: Sequence[str], s: Sampling, seed: int
+) -> list[GroupSample]:
     """As `trainer.crew.policy.CrewPolicy.generate`."""
     heads = [policy.encode_prompt(prompt) for prompt in prompts]
-    waves = await head.generate(heads, s.num_generations, s.max_tokens, s.temperature, s.top_p, policy.eos_ids, random.Random(seed))
+    waves = await head.generate(
+        heads,
+        s.num_generations,
+        s.max_tokens,
+        s.temperature,
+        s.top_p,
+        policy.eos_ids,
+        random.Random(seed),
+    )
     out = []
     for wave in waves:
         done = [
@@ -148,18 +174,30 @@ async def through_the_crew(head: Head, policy: Policy, prompts: Sequence[str], s
             for ids, logprobs in zip(wave.ids, wave.logprobs, strict=True)
         ]
         size = wave.num_generations
-        out += [GroupSample(prompt, done[q * size : (q + 1) * size]) for q, prompt in enumerate(wave.prompts)]
+        out += [
+            GroupSample(prompt, done[q * size : (q + 1) * size])
+            for q, prompt in enumerate(wave.prompts)
+        ]
     return out
 
 
-async def learn(head: Head, training: TrainingConfig, samples: Sequence[tuple[GroupSample, list[float]]]) -> bool:
+async def learn(
+    head: Head, training: TrainingConfig, samples: Sequence[tuple[GroupSample, list[float]]]
+) -> bool:
     """One step of all stages, as `CrewPolicy.update`. Whether there was something to learn."""
     rows = assemble([own_group(sample, rewards) for sample, rewards in samples], training.advantage)
     own, _ = rows_trained(rows, training)
     if not own:
         return False
     work = [
-        LearnRow(*rows.rows[i], rows.recorded(i), float(rows.advantages[i]), float(rows.weights[i]), rows.groups[i], sampled=True)
+        LearnRow(
+            *rows.rows[i],
+            rows.recorded(i),
+            float(rows.advantages[i]),
+            float(rows.weights[i]),
+            rows.groups[i],
+            sampled=True,
+        )
         for i in own
     ]
     result = await head.update(work, training, normalizer(rows, training), training.learning_rate)
@@ -177,8 +215,12 @@ class Questions(Swarm):
         refs = [ref for ref, _ in self.node.ask(count, TaskConfig().names)]
         return refs, [q.prompt for q in scored(self.scorer, [(ref, []) for ref in refs])]
 
-    def rewards(self, refs: Sequence[Any], samples: Sequence[GroupSample]) -> list[tuple[GroupSample, list[float]]]:
-        answers = [(ref, [c.text for c in s.completions]) for ref, s in zip(refs, samples, strict=True)]
+    def rewards(
+        self, refs: Sequence[Any], samples: Sequence[GroupSample]
+    ) -> list[tuple[GroupSample, list[float]]]:
+        answers = [
+            (ref, [c.text for c in s.completions]) for ref, s in zip(refs, samples, strict=True)
+        ]
         return [(s, r.rewards) for s, r in zip(samples, scored(self.scorer, answers), strict=True)]
 
     def held_out(self) -> float:
@@ -190,7 +232,9 @@ def sampling(t: TrainingConfig) -> Sampling:
     return Sampling(t.num_generations, t.max_completion_length, t.temperature, t.top_p)
 
 
-async def learning(begin: Start, arm: str, seed: int, steps: int, every: int, scorer: Scorer) -> dict[str, Any]:
+async def learning(
+    begin: Start, arm: str, seed: int, steps: int, every: int, scorer: Scorer
+) -> dict[str, Any]:
     """Held-out rewards {step: reward} of one arm, and bytes of its refreshes."""
     whole, runtimes, t = begin.policy.clone(), begin.runtimes(), begin.training
     questions, copy = Questions(whole, t, scorer, seed), Copy(begin.policy)
@@ -204,7 +248,9 @@ async def learning(begin: Start, arm: str, seed: int, steps: int, every: int, sc
                 samples = generate(copy.policy, prompts, sampling(t), generator)
                 copy.refresh(runtimes, waiting)  # what was on its way while these were sampled
             else:
-                samples = await through_the_crew(head, whole, prompts, sampling(t), seed * 100_003 + step)
+                samples = await through_the_crew(
+                    head, whole, prompts, sampling(t), seed * 100_003 + step
+                )
             if step % every == 0:
                 off.append(await apart(head, t, samples))
             await learn(head, t, questions.rewards(refs, samples))
@@ -215,7 +261,14 @@ async def learning(begin: Start, arm: str, seed: int, steps: int, every: int, sc
                 for runtime in runtimes:
                     load_whole_state_of(runtime, whole)
                 held_out[step] = questions.held_out()
-    return {"arm": arm, "seed": seed, "held_out": held_out, "bytes": sizes, "weights": copy.plain, "apart": off}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "held_out": held_out,
+        "bytes": sizes,
+        "weights": copy.plain,
+        "apart": off,
+    }
 
 
 async def apart(head: Head, t: TrainingConfig, samples: Sequence[GroupSample]) -> float:
@@ -223,7 +276,11 @@ async def apart(head: Head, t: TrainingConfig, samples: Sequence[GroupSample]) -
     rows = [(sample.prompt_ids, c.ids) for sample in samples for c in sample.completions]
     now = await head.score(rows, t.temperature)
     recorded = [c.logprobs for sample in samples for c in sample.completions]
-    return statistics.fmean(abs(a - b) for (ours, _), theirs in zip(now, recorded, strict=True) for a, b in zip(ours, theirs, strict=True))
+    return statistics.fmean(
+        abs(a - b)
+        for (ours, _), theirs in zip(now, recorded, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def load_whole_state_of(runtime: StageRuntime, whole: Policy) -> None:
@@ -238,7 +295,9 @@ async def speed(begin: Start, milliseconds: int, repeats: int, scorer: Scorer) -
     """Seconds of 64 samples by either way, of an update, and of making and taking a refresh."""
     t, runtimes = begin.training, begin.runtimes()
     questions, copy = Questions(begin.policy, t, scorer, 1), Copy(begin.policy)
-    found: dict[str, list[float]] = {name: [] for name in ("pipeline", "copies", "update", "refresh")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("pipeline", "copies", "update", "refresh")
+    }
     generator, tokens = begin.policy.random_generator(1), []
     async with late_crew(runtimes, begin.settings, begin.limits, milliseconds / 1000) as head:
         for repeat in range(repeats):
@@ -257,19 +316,32 @@ async def speed(begin: Start, milliseconds: int, repeats: int, scorer: Scorer) -
             started = time.perf_counter()
             copy.refresh(runtimes, copy.encoded(runtimes))
             found["refresh"].append(time.perf_counter() - started)
-    return {"milliseconds": milliseconds, "samples": t.groups_per_step * t.num_generations, "longest": tokens, **found}
+    return {
+        "milliseconds": milliseconds,
+        "samples": t.groups_per_step * t.num_generations,
+        "longest": tokens,
+        **found,
+    }
 
 
 def speed_rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
     out = []
     for one in found:
         rate = {way: [one["samples"] / s for s in one[way]] for way in ("pipeline", "copies")}
-        some = lambda values, spec=".1f": f"{statistics.median(values):{spec}} [{min(values):{spec}} … {max(values):{spec}}]"
+        some = lambda values, spec=".1f": (
+            f"{statistics.median(values):{spec}} [{min(values):{spec}} … {max(values):{spec}}]"
+        )
         gain = statistics.median(rate["copies"]) / statistics.median(rate["pipeline"])
-        out.append([
-            str(one["milliseconds"]), some(rate["pipeline"]), some(rate["copies"]), f"{gain:.1f}", some(one["update"], ".2f"),
-            some(one["refresh"], ".3f"),
-        ])  # fmt: skip
+        out.append(
+            [
+                str(one["milliseconds"]),
+                some(rate["pipeline"]),
+                some(rate["copies"]),
+                f"{gain:.1f}",
+                some(one["update"], ".2f"),
+                some(one["refresh"], ".3f"),
+            ]
+        )
     return out
 
 
@@ -289,7 +361,13 @@ def refresh_rows(found: Sequence[dict[str, Any]]) -> list[list[str]]:
     for step in sorted({1, 10, min(100, len(copies[0]["bytes"])), len(copies[0]["bytes"])}):
         sizes = [one["bytes"][step - 1] for one in copies if len(one["bytes"]) >= step]
         if sizes:
-            out.append([str(step), f"{statistics.fmean(sizes):,.0f}", f"{statistics.fmean(sizes) / copies[0]['weights']:.3f}"])
+            out.append(
+                [
+                    str(step),
+                    f"{statistics.fmean(sizes):,.0f}",
+                    f"{statistics.fmean(sizes) / copies[0]['weights']:.3f}",
+                ]
+            )
     return out
 
 
@@ -299,19 +377,45 @@ def run(seeds: int, steps: int, out: Path | None, every: int = 20, repeats: int 
     with Scorer() as scorer:
         speeds = [trio.run(speed, begin, one, repeats, scorer) for one in MILLISECONDS]
         print(report.heading("crew: sampling through the stages, and from a whole int8 copy"))
-        headers = ["ms, one way", "samples/s, pipeline", "samples/s, copies", "times", "s per update", "s of CPU per refresh, all stages"]
+        headers = [
+            "ms, one way",
+            "samples/s, pipeline",
+            "samples/s, copies",
+            "times",
+            "s per update",
+            "s of CPU per refresh, all stages",
+        ]
         print(report.table(headers, speed_rows(speeds)), flush=True)
         found = []
         for seed in range(1, seeds + 1):
             for arm in ("pipeline", "copies"):
                 found.append(trio.run(learning, begin, arm, seed, steps, every, scorer))
                 held_out, off = found[-1]["held_out"], found[-1]["apart"]
-                print(arm, seed, {step: round(one, 3) for step, one in held_out.items()}, [round(nats, 4) for nats in off], flush=True)
+                print(
+                    arm,
+                    seed,
+                    {step: round(one, 3) for step, one in held_out.items()},
+                    [round(nats, 4) for nats in off],
+                    flush=True,
+                )
         slowly = replace(begin, training=begin.training.model_copy(update={"learning_rate": SLOW}))
         slow = trio.run(learning, slowly, "copies", 1, steps, steps, scorer)
-    print(report.table(["step", "held-out, pipeline", "held-out, copies a step old", "difference"], learning_rows(found)))
+    print(
+        report.table(
+            ["step", "held-out, pipeline", "held-out, copies a step old", "difference"],
+            learning_rows(found),
+        )
+    )
     print()
-    rows = [[f"{r:g}", *row] for r, some in ((begin.training.learning_rate, found), (SLOW, [slow])) for row in refresh_rows(some)]
-    print(report.table(["learning rate", "after step", "bytes of a refresh", "bytes per weight"], rows))
+    rows = [
+        [f"{r:g}", *row]
+        for r, some in ((begin.training.learning_rate, found), (SLOW, [slow]))
+        for row in refresh_rows(some)
+    ]
+    print(
+        report.table(
+            ["learning rate", "after step", "bytes of a refresh", "bytes per weight"], rows
+        )
+    )
     if out is not None:
         report.write_json(out, {"speeds": speeds, "learning": [*found, slow]})

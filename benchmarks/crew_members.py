@@ -1,11 +1,13 @@
 """What the samples of a crew's other members bring: `python -m benchmarks.crew --members`.
 
-Four whole nodes hold the embedded policy, eight layers deep, as four stages, each with a whole copy of it. In one arm nothing is shared, so
-that the head alone samples; in the other the other three sample too, a quarter of a step's groups each, and the head learns from them as
-from any peer's. By seed, at equal steps of the crew: held-out reward, the tokens that the head has sampled for it without evaluations, the
-groups of others among those that were trained on, seconds.
+Four whole nodes hold the embedded policy, eight layers deep, as four stages, each with a whole copy
+of it. In one arm nothing is shared, so that the head alone samples; in the other the other three
+sample too, a quarter of a step's groups each, and the head learns from them as from any peer's. By
+seed, at equal steps of the crew: held-out reward, the tokens that the head has sampled for it
+without evaluations, the groups of others among those that were trained on, seconds.
 
-All share the cores of one machine here, so that seconds say little: members that are apart sample beside the head.
+All share the cores of one machine here, so that seconds say little: members that are apart sample
+beside the head.
 """
 
 from __future__ import annotations
@@ -30,7 +32,16 @@ ARMS = {"the head alone": False, "members too": True}
 EVERY = 50
 """Steps between two looks."""
 PATIENCE = 600.0
-HEADERS = ["arm", "seed", "steps", "held out", "million tokens by the head", "own groups", "groups of members", "s"]
+HEADERS = [
+    "arm",
+    "seed",
+    "steps",
+    "held out",
+    "million tokens by the head",
+    "own groups",
+    "groups of members",
+    "s",
+]
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,16 @@ def looks(nodes: Sequence[DemoNode], steps: int) -> list[Look]:
                 raise SystemExit(f"the crew stands still: {[node.last_words() for node in nodes]}")
             tokens = told["tokens_total"] - told["evaluation_tokens_total"]
             own, external = told["own_groups_total"], told["external_groups_total"]
-            found.append(Look(told["step"], told["reward_held_out"], tokens, own, external, time.monotonic() - began))
+            found.append(
+                Look(
+                    told["step"],
+                    told["reward_held_out"],
+                    tokens,
+                    own,
+                    external,
+                    time.monotonic() - began,
+                )
+            )
             print(found[-1], flush=True)
     finally:
         crew.end()
@@ -92,10 +112,24 @@ def run(steps: int, seeds: int) -> None:
             last.setdefault(name, []).append(found[-1])
             for at in found:
                 reward = "–" if at.reward is None else f"{at.reward:.3f}"
-                rows.append([name, seed, at.step, reward, f"{at.tokens / 1e6:.3f}", at.own, at.external, f"{at.seconds:.0f}"])
+                rows.append(
+                    [
+                        name,
+                        seed,
+                        at.step,
+                        reward,
+                        f"{at.tokens / 1e6:.3f}",
+                        at.own,
+                        at.external,
+                        f"{at.seconds:.0f}",
+                    ]
+                )
     print(report.heading("crew: what members' samples bring"))
     print(report.table(HEADERS, rows))
     for name, ends in last.items():
         rewards = [end.reward for end in ends if end.reward is not None]
         tokens = statistics.fmean(end.tokens for end in ends) / 1e6
-        print(f"\n{name}: held out {report.spread(rewards, 3)}, {tokens:.3f} million tokens by the head")
+        print(
+            f"\n{name}: held out {report.spread(rewards, 3)}, {tokens:.3f} million tokens by the"
+            " head"
+        )

@@ -1,14 +1,17 @@
-"""What does a failure cost the policy? Real crews that lose stages, and the same crew undisturbed. `python -m benchmarks.crew_paired`
+"""What does a failure cost the policy? Real crews that lose stages, and the same crew undisturbed.
+`python -m benchmarks.crew_paired`
 
-Two crews of four whole nodes with one model, one configuration, the same keys and seeds, one after the other, to the same committed step.
-One is left alone. In the other trainers are killed -9 in the midst of steps: of one stage after the other, of two neighbours at once, and
-at last everything of a node; in a third the head's. A stage comes back from its own journal (R0), or, with that deleted at the kill as if
-the disk were lost, from its neighbours' shadows (R2).
+Two crews of four whole nodes with one model, one configuration, the same keys and seeds, one after
+the other, to the same committed step. One is left alone. In the other trainers are killed -9 in the
+midst of steps: of one stage after the other, of two neighbours at once, and at last everything of a
+node; in a third the head's. A stage comes back from its own journal (R0), or, with that deleted at
+the kill as if the disk were lost, from its neighbours' shadows (R2).
 
-Then the policy is put together from the four stages' own files and asked what it was not trained on: nats per token of the right answers
-to held-out questions, and the reward of its own.
+Then the policy is put together from the four stages' own files and asked what it was not trained
+on: nats per token of the right answers to held-out questions, and the reward of its own.
 
-The same run twice, and with other random numbers, say how much of a difference is none. Weights are not averaged: there is no other crew.
+The same run twice, and with other random numbers, say how much of a difference is none. Weights are
+not averaged: there is no other crew.
 
 Goal: within 0.01 nats of the paired run.
 """
@@ -63,9 +66,16 @@ TEXT_QUESTIONS = 32
 REWARD_QUESTIONS = 8
 FIRST_KILL, KILL_EVERY = 4, 3
 """Committed steps."""
-OTHERS = [("trainer", (1,)), ("trainer", (2,)), ("trainer", (3,)), ("neighbours", (1, 2)), ("node", (2,))]
+OTHERS = [
+    ("trainer", (1,)),
+    ("trainer", (2,)),
+    ("trainer", (3,)),
+    ("neighbours", (1, 2)),
+    ("node", (2,)),
+]
 HEAD = [("trainer", (0,))]
-"""By itself: a head that begins again leaves group numbers out, so that what it asks from then on is something else than in the pair."""
+"""By itself: a head that begins again leaves group numbers out, so that what it asks from then on
+is something else than in the pair."""
 
 
 @dataclass(frozen=True)
@@ -122,18 +132,24 @@ class Run:
 @contextlib.contextmanager
 def crew(directory: Path, model: Path, seed: int, arm: Arm) -> Iterator[WholeCrew]:
     nodes = like_nodes(
-        directory, model, str(seed),
-        training={"seed": seed + 1000 * arm.other_numbers, "step_interval": STEP_SECONDS}, weights={"rule": "off"},
+        directory,
+        model,
+        str(seed),
+        training={"seed": seed + 1000 * arm.other_numbers, "step_interval": STEP_SECONDS},
+        weights={"rule": "off"},
         stages={"shadow_every": arm.shadow_every},
-    )  # fmt: skip
+    )
     try:
         yield WholeCrew(nodes, start(nodes))
     finally:
-        for node in nodes:  # not in good order: who leaves last would take steps without the others' files
+        # not in good order: who leaves last would take steps without the others' files
+        for node in nodes:
             node.kill()
 
 
-def train(directory: Path, model: Path, seed: int, arm: Arm, steps: int) -> tuple[Run, dict[str, torch.Tensor]]:
+def train(
+    directory: Path, model: Path, seed: int, arm: Arm, steps: int
+) -> tuple[Run, dict[str, torch.Tensor]]:
     run, moments = Run(seed, arm.name), random.Random(seed)
     with crew(directory, model, seed, arm) as nodes:
         assert is_like(nodes), "another node leads"
@@ -149,8 +165,11 @@ def train(directory: Path, model: Path, seed: int, arm: Arm, steps: int) -> tupl
     return run, weights
 
 
-def train_until_seen(directory: Path, model: Path, seed: int, arm: Arm, steps: int) -> tuple[Run, dict[str, torch.Tensor]]:
-    """On a busy machine another node may lead, and the last step can be over before it was looked at; then everything again."""
+def train_until_seen(
+    directory: Path, model: Path, seed: int, arm: Arm, steps: int
+) -> tuple[Run, dict[str, torch.Tensor]]:
+    """On a busy machine another node may lead, and the last step can be over before it was looked
+    at; then everything again."""
     for attempt in range(ATTEMPTS):
         try:
             return train(directory / str(attempt), model, seed, arm, steps)
@@ -181,11 +200,21 @@ def lose(crew: WholeCrew, kind: str, stages: Sequence[int], disks: bool) -> Kill
     seconds = time.monotonic() - started
     told = [restored(after[stage][0]) for stage in stages]
     goes_on = max(t["step"] for t in told)
-    ages = tuple(t["step"] - t["source_step"] if t["source_step"] is not None else None for t in told)
-    return Kill(kind, tuple(stages), taken, max(0, taken - goes_on), ages, tuple(t["rung"] for t in told), seconds)
+    ages = tuple(
+        t["step"] - t["source_step"] if t["source_step"] is not None else None for t in told
+    )
+    return Kill(
+        kind,
+        tuple(stages),
+        taken,
+        max(0, taken - goes_on),
+        ages,
+        tuple(t["rung"] for t in told),
+        seconds,
+    )
 
 
-# ---- what the policy is worth ----------------------------------------------------------------------------------------------
+# ---- what the policy is worth --------------------------------------------------------------------
 
 
 def answers(policy: Policy, names: Sequence[str]) -> list[tuple[list[int], list[int]]]:
@@ -195,11 +224,15 @@ def answers(policy: Policy, names: Sequence[str]) -> list[tuple[list[int], list[
         task = GymTask(TASKS[name])
         for index in range(TEXT_QUESTIONS):
             item = task.item(evaluation_seed(name, TEXT_BLOCK), index)
-            rows.append((policy.encode_prompt(item.prompt), policy.tokenize_completion(item.answer, "eos")))
+            rows.append(
+                (policy.encode_prompt(item.prompt), policy.tokenize_completion(item.answer, "eos"))
+            )
     return rows
 
 
-def judge(config: Config, policy: Policy, weights: Mapping[str, torch.Tensor], scorer: Scorer, run: Run) -> None:
+def judge(
+    config: Config, policy: Policy, weights: Mapping[str, torch.Tensor], scorer: Scorer, run: Run
+) -> None:
     overwrite(trainable(policy.model), dict(weights))
     rows = answers(policy, config.task.names)
     told = [value for row in score(policy, rows, 1.0) for value in row]
@@ -213,9 +246,14 @@ def judge(config: Config, policy: Policy, weights: Mapping[str, torch.Tensor], s
 def measure(directory: Path, seeds: Sequence[int], steps: int, arms: Sequence[Arm]) -> list[Run]:
     model = write_model(directory / "model")
     config = Config.model_validate(
-        {"policy": {"model": str(model), "threads": 1, "device": "cpu"}, "weights": {"rule": "off"}, "stages": {"mode": "off"},
-         "task": {"held_out_per_task": REWARD_QUESTIONS}, "node": {"data_dir": str(directory / "judge")}}
-    )  # fmt: skip
+        {
+            "policy": {"model": str(model), "threads": 1, "device": "cpu"},
+            "weights": {"rule": "off"},
+            "stages": {"mode": "off"},
+            "task": {"held_out_per_task": REWARD_QUESTIONS},
+            "node": {"data_dir": str(directory / "judge")},
+        }
+    )
     policy, runs = load_policy(config.policy), []
     base = trainable(policy.model)
     base = {name: tensor.clone() for name, tensor in base.items()}
@@ -227,7 +265,9 @@ def measure(directory: Path, seeds: Sequence[int], steps: int, arms: Sequence[Ar
             print(start_of, flush=True)
             first: dict[str, torch.Tensor] = {}
             for number, arm in enumerate(arms):
-                run, weights = train_until_seen(directory / f"{seed}-{number}", model, seed, arm, steps)
+                run, weights = train_until_seen(
+                    directory / f"{seed}-{number}", model, seed, arm, steps
+                )
                 judge(config, policy, weights, scorer, run)
                 first = first or weights
                 run.apart = max(float((weights[name] - first[name]).abs().max()) for name in first)
@@ -245,13 +285,22 @@ def rows(runs: Sequence[Run], arms: Sequence[Arm]) -> list[list[str]]:
         kills = [kill for run in mine for kill in run.kills]
         rungs = [rung for kill in kills for rung in kill.rungs]
         ages = [age for kill in kills for age in kill.ages if age is not None]
-        out.append([
-            name, str(len(mine)), ", ".join(f"{rung} {rungs.count(rung)}" for rung in sorted(set(rungs))) or "–",
-            str(max(kill.lost for kill in kills)) if kills else "–", f"{min(ages)} to {max(ages)}" if ages else "–",
-            report.spread([run.nats for run in mine], 4), ", ".join(f"{n:+.4f}" for n in nats),
-            report.spread([run.reward for run in mine], 3), ", ".join(f"{run.reward - paired[run.seed].reward:+.3f}" for run in mine),
-            "yes" if all(run.apart == 0 for run in mine) and name != "before training" else "no",
-        ])  # fmt: skip
+        out.append(
+            [
+                name,
+                str(len(mine)),
+                ", ".join(f"{rung} {rungs.count(rung)}" for rung in sorted(set(rungs))) or "–",
+                str(max(kill.lost for kill in kills)) if kills else "–",
+                f"{min(ages)} to {max(ages)}" if ages else "–",
+                report.spread([run.nats for run in mine], 4),
+                ", ".join(f"{n:+.4f}" for n in nats),
+                report.spread([run.reward for run in mine], 3),
+                ", ".join(f"{run.reward - paired[run.seed].reward:+.3f}" for run in mine),
+                "yes"
+                if all(run.apart == 0 for run in mine) and name != "before training"
+                else "no",
+            ]
+        )
     return out
 
 
@@ -259,7 +308,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--arms", type=int, nargs="+", default=list(range(len(ARMS))), help="which, in the order of the table; 0 is needed")
+    parser.add_argument(
+        "--arms",
+        type=int,
+        nargs="+",
+        default=list(range(len(ARMS))),
+        help="which, in the order of the table; 0 is needed",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -267,7 +322,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="swarmnode-paired-") as directory:
         runs = measure(Path(directory), options.seeds, options.steps, arms)
     print(report.heading("crew, paired: what a failure costs the policy"))
-    headers = ["run", "runs", "rungs", "steps lost", "a stage lacked", "nats per token", "to the pair", "reward", "to the pair", "same"]
+    headers = [
+        "run",
+        "runs",
+        "rungs",
+        "steps lost",
+        "a stage lacked",
+        "nats per token",
+        "to the pair",
+        "reward",
+        "to the pair",
+        "same",
+    ]
     print(report.table(headers, rows(runs, arms)))
     if options.json:
         report.write_json(options.json, {"runs": [asdict(run) for run in runs]})

@@ -1,11 +1,15 @@
-"""`benchmarks.sapo --curriculum`: which question next, chosen by what own groups and peers' say of each task at each difficulty.
+"""`benchmarks.sapo --curriculum`: which question next, chosen by what own groups and peers' say of
+each task at each difficulty.
 
-Every task has four difficulties: what the start policies were shown, a little harder, and twice questions too hard for them. Four honest
-nodes sample four groups in a round; those that share have room for four of others, and those of the arms `alone` hear of nobody. Held-out
-questions are of all tasks and difficulties alike. The liars' every word is believed to have passed judgement, and said as strongly as it
-may be: each round they praise the buckets that taught the honest nodes least so far. Nobody trains on what they send.
+Every task has four difficulties: what the start policies were shown, a little harder, and twice
+questions too hard for them. Four honest nodes sample four groups in a round; those that share have
+room for four of others, and those of the arms `alone` hear of nobody. Held-out questions are of all
+tasks and difficulties alike. The liars' every word is believed to have passed judgement, and said
+as strongly as it may be: each round they praise the buckets that taught the honest nodes least so
+far. Nobody trains on what they send.
 
-`python -m benchmarks.curricula` is the choice alone, in seconds: no policy, each bucket has a signal with a chance of its own that stays.
+`python -m benchmarks.curricula` is the choice alone, in seconds: no policy, each bucket has a
+signal with a chance of its own that stays.
 """
 
 from __future__ import annotations
@@ -30,7 +34,14 @@ from swarmnode.tasks.seeds import bucket_seed, evaluation_seed
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.wire.messages import TaskRef
 
-CURRICULA = ("alone, uniform", "alone, own evidence", "uniform", "own evidence", "swarm evidence", "swarm evidence, liars")
+CURRICULA = (
+    "alone, uniform",
+    "alone, own evidence",
+    "uniform",
+    "own evidence",
+    "swarm evidence",
+    "swarm evidence, liars",
+)
 BASE = {name: "alone, uniform" if name.startswith("alone") else "uniform" for name in CURRICULA}
 """What each is compared with."""
 HONEST, LIARS = 4, 2
@@ -65,7 +76,14 @@ class Start:
 class CurriculumSwarm(Swarm):
     """Nodes that choose their questions."""
 
-    def __init__(self, curriculum: str, start: Start, training: TrainingConfig, scorer: Scorer, eval_questions: int) -> None:
+    def __init__(
+        self,
+        curriculum: str,
+        start: Start,
+        training: TrainingConfig,
+        scorer: Scorer,
+        eval_questions: int,
+    ) -> None:
         self._kind = curriculum
         self._rngs: dict[int, random.Random] = {}
         self._curricula: dict[int, Curriculum] = {}
@@ -75,13 +93,22 @@ class CurriculumSwarm(Swarm):
         alone = curriculum.startswith("alone")
         if alone:
             training = training.model_copy(update={"groups_per_step": OWN_GROUPS})
-        arm = Arm(curriculum, 0 if alone else training.groups_per_step - OWN_GROUPS, Sharing(), keep_pool=True)
-        super().__init__(arm, [p.clone() for p in start.policies], training, scorer, start.seed, eval_questions)
+        arm = Arm(
+            curriculum,
+            0 if alone else training.groups_per_step - OWN_GROUPS,
+            Sharing(),
+            keep_pool=True,
+        )
+        super().__init__(
+            arm, [p.clone() for p in start.policies], training, scorer, start.seed, eval_questions
+        )
         buckets = [Bucket(name, difficulty) for name in self.names for difficulty in DIFFICULTIES]
         explore = 1.0 if curriculum.endswith("uniform") else None
         for node in self.nodes:
             self._rngs[node.index] = random.Random(f"curriculum/{start.seed}/{node.index}")
-            self._curricula[node.index] = Curriculum(buckets) if explore is None else Curriculum(buckets, explore)
+            self._curricula[node.index] = (
+                Curriculum(buckets) if explore is None else Curriculum(buckets, explore)
+            )
             node.ask = self._asker(node)  # type: ignore[method-assign]
 
     def _asker(self, node: Node) -> Any:
@@ -90,7 +117,9 @@ class CurriculumSwarm(Swarm):
             for _ in range(count):
                 task, difficulty = self._curricula[node.index].choose(self._rngs[node.index])
                 seed, index = bucket_seed(self.swarm, node.peer, node.sequence, task, difficulty)
-                asked.append((TaskRef(task, task_version(task), seed, index, difficulty), node.sequence))
+                asked.append(
+                    (TaskRef(task, task_version(task), seed, index, difficulty), node.sequence)
+                )
                 self.asked[difficulty] += 1
                 node.sequence += 1
             return asked
@@ -111,11 +140,18 @@ class CurriculumSwarm(Swarm):
         count = len(node.judged)
         drawn = super().draw(node)
         if self._kind.startswith("swarm"):
-            heard = [(g.peer, Bucket(g.group.task.id, g.group.task.difficulty), g.rewards) for g, o in node.judged[count:] if o == "used"]
+            heard = [
+                (g.peer, Bucket(g.group.task.id, g.group.task.difficulty), g.rewards)
+                for g, o in node.judged[count:]
+                if o == "used"
+            ]
         for peer, bucket, rewards in heard:
             self._curricula[node.index].hint(peer, bucket, rewards)
         if self._kind.endswith("liars"):
-            worst = sorted(self._curricula[node.index].buckets, key=lambda bucket: fmean(self._signals[bucket] or [0.0]))
+            worst = sorted(
+                self._curricula[node.index].buckets,
+                key=lambda bucket: fmean(self._signals[bucket] or [0.0]),
+            )
             for liar in range(LIARS):
                 for bucket in worst[:PRAISED]:
                     self._curricula[node.index].hint(f"liar {liar}", bucket, HALF_RIGHT)
@@ -124,10 +160,14 @@ class CurriculumSwarm(Swarm):
 
     def _make_exam(self, per_task: int) -> list[list[tuple[TaskRef, str]]]:
         refs = [
-            [TaskRef(n, task_version(n), evaluation_seed(n, block=node.index), i, difficulty)
-             for n in self.names for difficulty in DIFFICULTIES for i in range(per_task)]
+            [
+                TaskRef(n, task_version(n), evaluation_seed(n, block=node.index), i, difficulty)
+                for n in self.names
+                for difficulty in DIFFICULTIES
+                for i in range(per_task)
+            ]
             for node in self.nodes
-        ]  # fmt: skip
+        ]
         texts = iter([p.prompt for p in self.score([(ref, []) for mine in refs for ref in mine])])
         return [[(ref, next(texts)) for ref in mine] for mine in refs]
 
@@ -140,30 +180,70 @@ def curriculum_table(results: Sequence[dict[str, Any]], tokens: float) -> str:
     for name, runs in of.items():
         row = lambda key, digits=3, runs=runs: spread([runs[s][key] for s in seeds], digits)
         base = of[BASE[name]]
-        ratios = [runs[s]["mean_held_out"] / base[s]["mean_held_out"] for s in seeds if base[s]["mean_held_out"]]
-        rows.append([name, row("held_out"), row("mean_held_out"), f"{spread(ratios)} (≥ 1 in {sum(r >= 1 for r in ratios)})",
-                     row("useful_own"), row("useful_step", 2), row("first", 2), row("tokens", 0)])  # fmt: skip
+        ratios = [
+            runs[s]["mean_held_out"] / base[s]["mean_held_out"]
+            for s in seeds
+            if base[s]["mean_held_out"]
+        ]
+        rows.append(
+            [
+                name,
+                row("held_out"),
+                row("mean_held_out"),
+                f"{spread(ratios)} (≥ 1 in {sum(r >= 1 for r in ratios)})",
+                row("useful_own"),
+                row("useful_step", 2),
+                row("first", 2),
+                row("tokens", 0),
+            ]
+        )
     honest, lied = of["swarm evidence"], of["swarm evidence, liars"]
-    cost = [100 * (1 - lied[s]["mean_held_out"] / honest[s]["mean_held_out"]) for s in seeds if honest[s]["mean_held_out"]]
-    headers = ["questions by", "held-out", "mean held-out on the way", "÷ uniform by seed", "own groups with a signal",
-               "groups with a signal a step", "questions of the first difficulty", "tokens a node"]  # fmt: skip
-    title = f"### curriculum, {results[0]['regime']} ({len(seeds)} seeds, {tokens:.0f} generated tokens a node)"
-    return f"{title}\n\n{table(headers, rows)}\n\nWhat liars cost of the mean held-out reward, %: {spread(cost, 1)}."
+    cost = [
+        100 * (1 - lied[s]["mean_held_out"] / honest[s]["mean_held_out"])
+        for s in seeds
+        if honest[s]["mean_held_out"]
+    ]
+    headers = [
+        "questions by",
+        "held-out",
+        "mean held-out on the way",
+        "÷ uniform by seed",
+        "own groups with a signal",
+        "groups with a signal a step",
+        "questions of the first difficulty",
+        "tokens a node",
+    ]
+    title = (
+        f"### curriculum, {results[0]['regime']} ({len(seeds)} seeds, {tokens:.0f} generated tokens"
+        " a node)"
+    )
+    return (
+        f"{title}\n\n{table(headers, rows)}\n\nWhat liars cost of the mean held-out reward, %:"
+        f" {spread(cost, 1)}."
+    )
 
 
-def run_arm(curriculum: str, start: Start, training: TrainingConfig, scorer: Scorer, tokens: float) -> dict[str, Any]:
+def run_arm(
+    curriculum: str, start: Start, training: TrainingConfig, scorer: Scorer, tokens: float
+) -> dict[str, Any]:
     """One arm of a regime and seed, until a node has generated `tokens`."""
     swarm = CurriculumSwarm(curriculum, start, training, scorer, eval_questions=2)
     trace = swarm.run(lambda t: sum(t.tokens) >= tokens, eval_every=4)
     return {
-        "regime": start.regime, "arm": curriculum, "seed": start.seed, "held_out": at(trace.held_out, "tokens", tokens),
-        "mean_held_out": mean_until(trace.held_out, "tokens", tokens), "useful_own": fmean(trace.useful_own),
-        "useful_step": fmean(trace.useful_samples), "first": swarm.asked[0] / swarm.asked.total(),
-        "tokens": sum(trace.tokens), "trace": trace.as_dict(),
-    }  # fmt: skip
+        "regime": start.regime,
+        "arm": curriculum,
+        "seed": start.seed,
+        "held_out": at(trace.held_out, "tokens", tokens),
+        "mean_held_out": mean_until(trace.held_out, "tokens", tokens),
+        "useful_own": fmean(trace.useful_own),
+        "useful_step": fmean(trace.useful_samples),
+        "first": swarm.asked[0] / swarm.asked.total(),
+        "tokens": sum(trace.tokens),
+        "trace": trace.as_dict(),
+    }
 
 
-# ---- the choice alone ---------------------------------------------------------------------------------------------------
+# ---- the choice alone ----------------------------------------------------------------------------
 
 TASKS, CHOOSERS, ROUNDS, CHOICE_SEEDS = 9, 6, 30, 10
 EASY_CHANCES = (0.015, 0.05, 0.1)
@@ -172,19 +252,26 @@ HARD_CHANCE = 0.002
 
 
 class FlatPrior(Curriculum):
-    """As it was: each bucket is known by itself, and expected to have a signal every other time until it was tried."""
+    """As it was: each bucket is known by itself, and expected to have a signal every other time
+    until it was tried."""
 
     def _mean(self) -> float:
         return 0.5
 
 
-def choose_only(evidence: str, kind: Callable[..., Curriculum], levels: int, seed: int) -> tuple[float, float]:
+def choose_only(
+    evidence: str, kind: Callable[..., Curriculum], levels: int, seed: int
+) -> tuple[float, float]:
     """Share of own groups with a signal in all rounds, and in the last third."""
     rng = random.Random(f"{seed}/{levels}")  # the same chances for all kinds of evidence
     buckets = [Bucket(f"task {task}", level) for task in range(TASKS) for level in range(levels)]
-    chance = {bucket: HARD_CHANCE if bucket.difficulty else rng.choice(EASY_CHANCES) for bucket in buckets}
+    chance = {
+        bucket: HARD_CHANCE if bucket.difficulty else rng.choice(EASY_CHANCES) for bucket in buckets
+    }
     worst = sorted(buckets, key=lambda bucket: chance[bucket])[: len(buckets) // 2]
-    nodes = [kind(buckets, 1.0) if evidence == "uniform" else kind(buckets) for _ in range(CHOOSERS)]
+    nodes = [
+        kind(buckets, 1.0) if evidence == "uniform" else kind(buckets) for _ in range(CHOOSERS)
+    ]
     useful: list[bool] = []
     for _ in range(ROUNDS):
         sent: list[tuple[int, Bucket, list[float]]] = []
@@ -213,9 +300,19 @@ def main() -> None:
         row = [str(TASKS * levels), evidence]
         for kind in (FlatPrior, Curriculum):
             results = [choose_only(evidence, kind, levels, seed) for seed in range(CHOICE_SEEDS)]
-            row += [spread([whole for whole, _ in results], 3), spread([last for _, last in results], 3)]
+            row += [
+                spread([whole for whole, _ in results], 3),
+                spread([last for _, last in results], 3),
+            ]
         rows.append(row)
-    headers = ["buckets", "questions by", "flat prior: groups with a signal", "in the last third", "shared prior", "in the last third"]
+    headers = [
+        "buckets",
+        "questions by",
+        "flat prior: groups with a signal",
+        "in the last third",
+        "shared prior",
+        "in the last third",
+    ]
     print(table(headers, rows))
 
 

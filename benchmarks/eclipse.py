@@ -1,11 +1,12 @@
-"""How many nodes end up among hostile ones alone: the real peer tables and the real turnover, `nodes` of them, without a network.
+"""How many nodes end up among hostile ones alone: the real peer tables and the real turnover,
+`nodes` of them, without a network.
 
     python -m benchmarks.eclipse            2,000 nodes, 25 % and 50 % hostile, three hours
     python -m benchmarks.eclipse --quick    200 nodes, one hour
 
-Everybody joins through one honest node. The hostile ones have many identities in few networks, tell of nothing but each other, dial honest
-nodes all the time, and never go away. An honest node asks whom it has just dialled, and four of its peers every two minutes; it exchanges
-one every ten.
+Everybody joins through one honest node. The hostile ones have many identities in few networks, tell
+of nothing but each other, dial honest nodes all the time, and never go away. An honest node asks
+whom it has just dialled, and four of its peers every two minutes; it exchanges one every ten.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ HOSTILE_DIALS = 4
 
 @dataclass(frozen=True)
 class Attack:
-    """share: of hostile identities; networks: /24 prefixes that they are in, None for one each; places: connections that a node can have.
-    All come at once: with more nodes than the bootstrap peer has places, some are found by hostile ones first."""
+    """share: of hostile identities; networks: /24 prefixes that they are in, None for one each;
+    places: connections that a node can have. All come at once: with more nodes than the bootstrap
+    peer has places, some are found by hostile ones first."""
 
     nodes: int = 2000
     share: float = 0.25
@@ -54,8 +56,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Outcome:
-    """hostile_links: share of honest nodes' links that lead to hostile ones; of those that they dialled; surrounded: share of honest nodes
-    without any honest link; met: distinct honest peers that a node was connected with, on average."""
+    """hostile_links: share of honest nodes' links that lead to hostile ones; of those that they
+    dialled; surrounded: share of honest nodes without any honest link; met: distinct honest peers
+    that a node was connected with, on average."""
 
     hostile_links: float
     hostile_dialled: float
@@ -84,7 +87,9 @@ class Swarm:
     def prefix(self, number: int) -> str:
         """The /24 of a node; honest ones are alone in theirs."""
         networks = self.attack.networks
-        place = number if number < self.honest or networks is None else self.honest + number % networks
+        place = (
+            number if number < self.honest or networks is None else self.honest + number % networks
+        )
         return f"{20 + place // 65536}.{place // 256 % 256}.{place % 256}"
 
     def address(self, number: int) -> str:
@@ -110,7 +115,11 @@ class Swarm:
                 self._connect(hostile, number)
         for number in order:
             self._make_room(number)
-            heeded = [other for other in self.nodes[number].links if self.nodes[number].table.heeds(self.names[other])]
+            heeded = [
+                other
+                for other in self.nodes[number].links
+                if self.nodes[number].table.heeds(self.names[other])
+            ]
             for other in self.rng.sample(heeded, min(ASKED, len(heeded))):
                 self._ask(number, other)
             if self.attack.turnover and count % ROUNDS_PER_EXCHANGE == number % ROUNDS_PER_EXCHANGE:
@@ -131,7 +140,11 @@ class Swarm:
         """Whether `dialled` has a place for it."""
         if (there := self.nodes.get(dialled)) is not None:
             alike = sum(1 for each in there.links.values() if each.group == self.prefix(dialling))
-            if dialling in there.links or len(there.links) >= self.attack.places or alike >= self.attack.places // 4:
+            if (
+                dialling in there.links
+                or len(there.links) >= self.attack.places
+                or alike >= self.attack.places // 4
+            ):
                 return False
             self._link(dialled, dialling, inbound=True)
             there.table.claim(self.names[dialling], self.address(dialling), self.now)
@@ -141,7 +154,9 @@ class Swarm:
 
     def _link(self, here: int, other: int, *, inbound: bool) -> None:
         node = self.nodes[here]
-        node.links[other] = Link(self.names[other], inbound, self.now, self.prefix(other), spare=other != 0)
+        node.links[other] = Link(
+            self.names[other], inbound, self.now, self.prefix(other), spare=other != 0
+        )
         node.table.connected_to(self.names[other], inbound=inbound, now=self.now)
         if other < self.honest:
             self.met[here].add(other)
@@ -154,14 +169,24 @@ class Swarm:
 
     def _ask(self, number: int, other: int) -> None:
         if other < self.honest:
-            told = [(peer, where[0]) for peer, where in self.nodes[other].table.good(TOLD, apart_from=self.names[number], scope=2)]
+            told = [
+                (peer, where[0])
+                for peer, where in self.nodes[other].table.good(
+                    TOLD, apart_from=self.names[number], scope=2
+                )
+            ]
         else:
-            told = [(self.names[each], self.address(each)) for each in self.rng.choices(range(self.honest, self.attack.nodes), k=TOLD)]
+            told = [
+                (self.names[each], self.address(each))
+                for each in self.rng.choices(range(self.honest, self.attack.nodes), k=TOLD)
+            ]
         for peer, where in told:
             self.nodes[number].table.add(peer, where, "exchange", self.now)
 
     def _make_room(self, number: int) -> None:
-        for peer in turnover.make_room(self.nodes[number].links.values(), self.attack.places, self.now):
+        for peer in turnover.make_room(
+            self.nodes[number].links.values(), self.attack.places, self.now
+        ):
             self._let_go(number, peer, "full")
 
     def _exchange(self, number: int) -> None:
@@ -181,7 +206,12 @@ class Swarm:
 
     def _outcome(self) -> Outcome:
         links = [[other >= self.honest for other in node.links] for node in self.nodes.values()]
-        dialled = [other >= self.honest for node in self.nodes.values() for other, link in node.links.items() if not link.inbound]
+        dialled = [
+            other >= self.honest
+            for node in self.nodes.values()
+            for other, link in node.links.items()
+            if not link.inbound
+        ]
         hostile = [each for node in links for each in node]
         return Outcome(
             hostile_links=statistics.fmean(hostile),
@@ -194,9 +224,16 @@ class Swarm:
 def row(attack: Attack, outcome: Outcome) -> list[str]:
     spread = "one each" if attack.networks is None else str(attack.networks)
     return [
-        str(attack.nodes), f"{attack.share:.0%}", spread, "yes" if attack.turnover else "no", str(attack.seed),
-        f"{outcome.hostile_links:.1%}", f"{outcome.hostile_dialled:.1%}", f"{outcome.surrounded:.2%}", f"{outcome.met:.0f}",
-    ]  # fmt: skip
+        str(attack.nodes),
+        f"{attack.share:.0%}",
+        spread,
+        "yes" if attack.turnover else "no",
+        str(attack.seed),
+        f"{outcome.hostile_links:.1%}",
+        f"{outcome.hostile_dialled:.1%}",
+        f"{outcome.surrounded:.2%}",
+        f"{outcome.met:.0f}",
+    ]
 
 
 def main() -> None:
@@ -205,18 +242,34 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2000)
     parser.add_argument("--minutes", type=int, default=180)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--one", help="an Attack as JSON, that alone, for each seed from its own on")
+    parser.add_argument(
+        "--one", help="an Attack as JSON, that alone, for each seed from its own on"
+    )
     arguments = parser.parse_args()
     nodes, minutes = (200, 60) if arguments.quick else (arguments.nodes, arguments.minutes)
     one = msgspec.json.decode(arguments.one, type=Attack) if arguments.one else None
-    attacks = [replace(one, seed=one.seed + each) for each in range(arguments.seeds)] if one else [
-        Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
-        for share in (0.25, 0.5)
-        for networks in (max(4, nodes // 40), None)
-        for turns in (True, False)
-        for seed in range(arguments.seeds)
+    attacks = (
+        [replace(one, seed=one.seed + each) for each in range(arguments.seeds)]
+        if one
+        else [
+            Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
+            for share in (0.25, 0.5)
+            for networks in (max(4, nodes // 40), None)
+            for turns in (True, False)
+            for seed in range(arguments.seeds)
+        ]
+    )
+    head = [
+        "nodes",
+        "hostile",
+        "their /24s",
+        "turnover",
+        "seed",
+        "hostile links",
+        "of those dialled",
+        "surrounded",
+        "peers met",
     ]
-    head = ["nodes", "hostile", "their /24s", "turnover", "seed", "hostile links", "of those dialled", "surrounded", "peers met"]
     rows = []
     for attack in attacks:
         rows.append(row(attack, Swarm(attack).run()))

@@ -1,13 +1,16 @@
-"""Bulk transfer between two processes on loopback, over a libp2p stream and over a pinned TLS socket, against plain TLS.
+"""Bulk transfer between two processes on loopback, over a libp2p stream and over a pinned TLS
+socket, against plain TLS.
 
-    serving process  ─ 256 MB ─▶  this process (fetches, verifies)        per round: plain TLS, stream, socket, one after the other
+    serving process  ─ 256 MB ─▶  this process (fetches, verifies)        per round: plain TLS,
+    stream, socket, one after the other
             ▲                          ▲
             └── pings ── third process ┘      what a transfer does to everybody else's requests
 
-Plain TLS is the fastest that Python's ssl writes and reads: a blocking socket in a thread at either end, with the same
-certificates, 1 MiB writes, read into where the bytes shall be, nothing hashed, no trio in between: what a bare
-transport would do. Ours hash every chunk besides. Goals (benchmarks of weights.md): 0.6 for the stream, 0.9 for the socket; and training
-stands still for less than 1 % of the time (benchmarks/stalls.py).
+Plain TLS is the fastest that Python's ssl writes and reads: a blocking socket in a thread at either
+end, with the same certificates, 1 MiB writes, read into where the bytes shall be, nothing hashed,
+no trio in between: what a bare transport would do. Ours hash every chunk besides. Goals (benchmarks
+of weights.md): 0.6 for the stream, 0.9 for the socket; and training stands still for less than 1 %
+of the time (benchmarks/stalls.py).
 """
 
 from __future__ import annotations
@@ -76,7 +79,11 @@ async def _serve(directory: Path, size: int, pipe: Connection) -> None:
     async with node(directory, []) as network:
         network.bulk.offer(TRANSFER, source)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            threading.Thread(target=_serve_plain, args=(listener, contexts(directory).server, source), daemon=True).start()
+            threading.Thread(
+                target=_serve_plain,
+                args=(listener, contexts(directory).server, source),
+                daemon=True,
+            ).start()
             pipe.send((network.listen_addrs[0], listener.getsockname()[1]))
             await trio.to_thread.run_sync(pipe.recv, abandon_on_cancel=True)
 
@@ -97,12 +104,15 @@ def ping(directory: Path, known: list[str], pipe: Connection) -> None:
 
 
 async def _ping(directory: Path, known: list[str], pipe: Connection) -> None:
-    """Pings both every 20 ms until told to stop, then sends [(start, seconds)] of each, on the clock that processes share."""
+    """Pings both every 20 ms until told to stop, then sends [(start, seconds)] of each, on the
+    clock that processes share."""
     samples: list[list[tuple[float, float]]] = [[] for _ in known]
     async with node(directory, known) as network, trio.open_nursery() as nursery:
         await network.wait_connected(len(known))
         pipe.send("ready")
-        for peer, series in zip((address.rpartition("/")[2] for address in known), samples, strict=True):
+        for peer, series in zip(
+            (address.rpartition("/")[2] for address in known), samples, strict=True
+        ):
             nursery.start_soon(_ping_one, network, peer, series)
         await trio.to_thread.run_sync(pipe.recv, abandon_on_cancel=True)
         nursery.cancel_scope.cancel()
@@ -148,25 +158,43 @@ async def measure(size: int, rounds: int) -> dict[str, Any]:
             await network.wait_connected()
             pinger, _ = start(ping, directory / "pinger", [network.listen_addrs[0], address])
             await trio.to_thread.run_sync(pinger.recv)
-            plain = functools.partial(trio.to_thread.run_sync, fetch_plain, contexts(directory / "client").client, port)
-            result = await _measure(network, address.rpartition("/")[2], plain, [psutil.Process(), psutil.Process(pid)], rounds)
+            plain = functools.partial(
+                trio.to_thread.run_sync, fetch_plain, contexts(directory / "client").client, port
+            )
+            result = await _measure(
+                network,
+                address.rpartition("/")[2],
+                plain,
+                [psutil.Process(), psutil.Process(pid)],
+                rounds,
+            )
             pinger.send("stop")
             samples = await trio.to_thread.run_sync(pinger.recv)
             server.send("stop")
     spans: dict[str, list[tuple[float, float]]] = result.pop("spans")
     result["pings"] = {
-        path: {who: _during(spans[path], series) for who, series in zip(("fetching", "serving"), samples, strict=True)} for path in spans
+        path: {
+            who: _during(spans[path], series)
+            for who, series in zip(("fetching", "serving"), samples, strict=True)
+        }
+        for path in spans
     }
     return result
 
 
 async def _measure(
-    network: Libp2pNetwork, peer: str, plain: Callable[[memoryview], Awaitable[Any]], processes: list[psutil.Process], rounds: int
+    network: Libp2pNetwork,
+    peer: str,
+    plain: Callable[[memoryview], Awaitable[Any]],
+    processes: list[psutil.Process],
+    rounds: int,
 ) -> dict[str, Any]:
-    """`processes`: the fetching and the serving one, whose CPU time is compared too: it suffers less from what else the machine does."""
+    """`processes`: the fetching and the serving one, whose CPU time is compared too: it suffers
+    less from what else the machine does."""
     manifest = await network.bulk.manifest(peer, TRANSFER)
     size = manifest.size
-    memory = memoryview(bytearray(size))  # one for all, its pages in place: what the kernel takes to hand them out is not the transport's
+    # one for all, its pages in place: what the kernel takes to hand them out is not the transport's
+    memory = memoryview(bytearray(size))
     seconds: dict[str, list[float]] = {path: [] for path in PATHS}
     cpu: dict[str, list[list[float]]] = {path: [] for path in PATHS}
     spans: dict[str, list[tuple[float, float]]] = {path: [] for path in ("idle", *PATHS)}
@@ -185,14 +213,26 @@ async def _measure(
             ended = time.monotonic()
             if number:  # the first round warms up
                 seconds[path].append(ended - began)
-                cpu[path].append([after - before for after, before in zip(_cpu(processes), used, strict=True)])
+                cpu[path].append(
+                    [after - before for after, before in zip(_cpu(processes), used, strict=True)]
+                )
                 spans[path].append((began, ended))
     return {
         "bytes": size,
         "rounds": rounds,
-        "megabytes_per_second": {path: [size / each / 1e6 for each in seconds[path]] for path in PATHS},
-        "cpu_seconds": {path: dict(zip(("fetching", "serving"), zip(*cpu[path], strict=True), strict=True)) for path in PATHS},
-        "ratios": {path: [plain / each for plain, each in zip(seconds[PATHS[0]], seconds[path], strict=True)] for path in GOALS},
+        "megabytes_per_second": {
+            path: [size / each / 1e6 for each in seconds[path]] for path in PATHS
+        },
+        "cpu_seconds": {
+            path: dict(zip(("fetching", "serving"), zip(*cpu[path], strict=True), strict=True))
+            for path in PATHS
+        },
+        "ratios": {
+            path: [
+                plain / each for plain, each in zip(seconds[PATHS[0]], seconds[path], strict=True)
+            ]
+            for path in GOALS
+        },
         "spans": spans,
     }
 
@@ -204,28 +244,55 @@ def _cpu(processes: list[psutil.Process]) -> list[float]:
 
 def _during(spans: list[tuple[float, float]], series: list[tuple[float, float]]) -> list[float]:
     """Milliseconds of the pings that began in one of the spans."""
-    return sorted(1000 * seconds for at, seconds in series if any(began <= at < ended for began, ended in spans))
+    return sorted(
+        1000 * seconds
+        for at, seconds in series
+        if any(began <= at < ended for began, ended in spans)
+    )
 
 
 def show(results: dict[str, Any]) -> str:
     ratios, speed, cpu = results["ratios"], results["megabytes_per_second"], results["cpu_seconds"]
     rows = [
         [
-            path, report.middle(speed[path], 0), report.middle(ratios[path]) if path in ratios else "1", GOALS.get(path, "–"),
-            report.middle(cpu[path]["fetching"]), report.middle(cpu[path]["serving"]),
+            path,
+            report.middle(speed[path], 0),
+            report.middle(ratios[path]) if path in ratios else "1",
+            GOALS.get(path, "–"),
+            report.middle(cpu[path]["fetching"]),
+            report.middle(cpu[path]["serving"]),
         ]
         for path in PATHS
-    ]  # fmt: skip
+    ]
     pings = [
-        [path, *(_quantiles(results["pings"][path][who]) for who in ("fetching", "serving"))] for path in ("idle", *PATHS)
+        [path, *(_quantiles(results["pings"][path][who]) for who in ("fetching", "serving"))]
+        for path in ("idle", *PATHS)
     ]
     return "\n".join(
         [
             report.heading("exchange: bulk transfer between two processes"),
-            f"{results['bytes'] / 1e6:.0f} MB on loopback, {results['rounds']} rounds, the three in turn; median [least–greatest]:\n",
-            report.table(["path", "MB/s", "of plain TLS, same round", "goal", "CPU s, fetching", "CPU s, serving"], rows),
-            "\nA third process pings both ends every 20 ms meanwhile; milliseconds, p50 / p99 / most (count):\n",
-            report.table(["during", "the fetching node answers in", "the serving node answers in"], pings),
+            (
+                f"{results['bytes'] / 1e6:.0f} MB on loopback, {results['rounds']} rounds, the"
+                " three in turn; median [least–greatest]:\n"
+            ),
+            report.table(
+                [
+                    "path",
+                    "MB/s",
+                    "of plain TLS, same round",
+                    "goal",
+                    "CPU s, fetching",
+                    "CPU s, serving",
+                ],
+                rows,
+            ),
+            (
+                "\nA third process pings both ends every 20 ms meanwhile; milliseconds, p50 / p99 /"
+                " most (count):\n"
+            ),
+            report.table(
+                ["during", "the fetching node answers in", "the serving node answers in"], pings
+            ),
         ]
     )
 
@@ -233,14 +300,23 @@ def show(results: dict[str, Any]) -> str:
 def _quantiles(values: list[float]) -> str:
     if len(values) < 2:
         return f"too few ({len(values)})"
-    return f"{statistics.median(values):.1f} / {values[int(0.99 * (len(values) - 1))]:.1f} / {values[-1]:.1f} ({len(values)})"
+    return (
+        f"{statistics.median(values):.1f} / {values[int(0.99 * (len(values) - 1))]:.1f} /"
+        f" {values[-1]:.1f} ({len(values)})"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.exchange", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="32 MB instead of 256 MB")
     parser.add_argument("--rounds", type=int, default=7, help="0 leaves the transfers out")
-    parser.add_argument("--stall-steps", type=int, help="outer steps of two training nodes; 0 leaves them out (60, with --quick 2)")
+    parser.add_argument(
+        "--stall-steps",
+        type=int,
+        help="outer steps of two training nodes; 0 leaves them out (60, with --quick 2)",
+    )
     parser.add_argument("--stall-seconds", type=float, default=480.0, help="most time for them")
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
@@ -248,7 +324,9 @@ def main() -> None:
     if arguments.rounds:
         results = trio.run(measure, (32 if arguments.quick else 256) * 10**6, arguments.rounds)
         print(show(results), flush=True)
-    outer_steps = (2 if arguments.quick else 60) if arguments.stall_steps is None else arguments.stall_steps
+    outer_steps = (
+        (2 if arguments.quick else 60) if arguments.stall_steps is None else arguments.stall_steps
+    )
     if outer_steps:
         results["stalls"] = stalls.measure(outer_steps, arguments.stall_seconds)
         print(stalls.show(results["stalls"]))

@@ -1,7 +1,9 @@
-"""Stages that fail at random: part (b) of `benchmarks.checkfree`. How many steps to the loss that a run without failures has after `steps`?
+"""Stages that fail at random: part (b) of `benchmarks.checkfree`. How many steps to the loss that a
+run without failures has after `steps`?
 
-Every arm of a seed starts from the same weights, sees the same batch in iteration i, whatever it had to redo, and loses the same stages in
-the same iterations. A checkpoint's roll-back is really trained again, on the batches that come next. The learning rate is constant.
+Every arm of a seed starts from the same weights, sees the same batch in iteration i, whatever it
+had to redo, and loses the same stages in the same iterations. A checkpoint's roll-back is really
+trained again, on the batches that come next. The learning rate is constant.
 """
 
 from __future__ import annotations
@@ -21,19 +23,22 @@ from benchmarks.staged import STAGES, Corpus, StageCopy, Staged, build
 from swarmnode.recovery.sources import Run
 
 RATES = {"5 %/h": 9e-4, "10 %/h": 2e-3, "16 %/h": 4e-3, "32 %/h": 8e-3}
-"""Of a stage → probability per stage and iteration, as the authors configure their 500 M runs. The last is not the paper's: twice its
-highest, because a run as short as ours meets few failures."""
+"""Of a stage → probability per stage and iteration, as the authors configure their 500 M runs. The
+last is not the paper's: twice its highest, because a run as short as ours meets few failures."""
 LONGER = {"5 %/h": 3}
-"""Times as many iterations to the target, so that a run meets about as many losses as at three times the rate. The papers' run of 14,000
-iterations met 75; what is the same here is losses per iteration."""
+"""Times as many iterations to the target, so that a run meets about as many losses as at three
+times the rate. The papers' run of 14,000 iterations met 75; what is the same here is losses per
+iteration."""
 REDUNDANT_SECONDS, PLAIN_SECONDS = 151.04, 91.32
-"""Per iteration of those runs, arXiv 2506.15461 table 2: with redundant computation, and without."""
+"""Per iteration of those runs, arXiv 2506.15461 table 2: with redundant computation, and
+without."""
 EVERY, WINDOW = 10, 5
 """Held-out loss every so many iterations; the target is reached by the mean of so many in a row."""
 
 
 def schedule(seed: int, rate: float, iterations: int) -> dict[int, int]:
-    """Iteration → stage that is lost before it. At most one: what comes second in an iteration is left out."""
+    """Iteration → stage that is lost before it. At most one: what comes second in an iteration is
+    left out."""
     rng = random.Random(f"checkfree failures {seed} {rate}")
     drawn = [[rng.random() < rate for _ in range(STAGES)] for _ in range(iterations)]
     return {i: lost.index(True) for i, lost in enumerate(drawn) if any(lost)}
@@ -48,7 +53,8 @@ class Arm:
     """The same of shadows at the neighbours."""
     inner: Recovery | None = None
     ends: Recovery | None = None
-    """None: the first and the last stage do not fail, as in the authors' code for all but CheckFree+."""
+    """None: the first and the last stage do not fail, as in the authors' code for all but
+    CheckFree+."""
     swapped: bool = False
     rates: tuple[str, ...] = tuple(RATES)
 
@@ -72,7 +78,8 @@ NO_FAILURE, NO_FAILURE_SWAPPED = Arm("no failure"), Arm("no failure, swapped ord
 
 @dataclass
 class Trail:
-    """A run so far. What a run without failures leaves is where the others of its seed begin: up to the first loss they are that run."""
+    """A run so far. What a run without failures leaves is where the others of its seed begin: up to
+    the first loss they are that run."""
 
     curve: list[float] = field(default_factory=list)
     """Held-out loss after every EVERY iterations."""
@@ -81,17 +88,29 @@ class Trail:
 
 
 def survive(
-    arm: Arm, size: Size, corpus: Corpus, seed: int, failures: Mapping[int, int], cap: int, target: float | None,
+    arm: Arm,
+    size: Size,
+    corpus: Corpus,
+    seed: int,
+    failures: Mapping[int, int],
+    cap: int,
+    target: float | None,
     before: Trail | None = None,
-) -> tuple[dict[str, Any], Trail]:  # fmt: skip
-    """Trains until the held-out loss is down at `target`, `cap` iterations at most. `before`: of the same run without failures.
+) -> tuple[dict[str, Any], Trail]:
+    """Trains until the held-out loss is down at `target`, `cap` iterations at most. `before`: of
+    the same run without failures.
 
-    `iterations` is None where the target was not reached. The trail has no checkpoints where `before` was given.
+    `iterations` is None where the target was not reached. The trail has no checkpoints where
+    `before` was given.
     """
     staged, own = Staged(build(seed), size.rate, arm.swapped), before is None
     if before is None:
         before = Trail([], [staged.checkpoint()])
-    hits = {i: stage for i, stage in failures.items() if arm.ends or arm.inner is None or 0 < stage < STAGES - 1}
+    hits = {
+        i: stage
+        for i, stage in failures.items()
+        if arm.ends or arm.inner is None or 0 < stage < STAGES - 1
+    }
     start = min(min(hits, default=cap) // EVERY, len(before.checkpoints) - 1)  # in units of EVERY
     trail = Trail(before.curve[:start], before.checkpoints if own else [])
     staged.roll_back(before.checkpoints[start])
@@ -112,12 +131,20 @@ def survive(
             if target is not None and first_at(trail.curve, target):
                 reached = i + 1
                 break
-    row = {"seed": seed, "arm": arm.name, "iterations": reached, "failures": suffered, "cap": cap, "curve": trail.curve}
+    row = {
+        "seed": seed,
+        "arm": arm.name,
+        "iterations": reached,
+        "failures": suffered,
+        "cap": cap,
+        "curve": trail.curve,
+    }
     return row, trail
 
 
 def restore(arm: Arm, staged: Staged, stage: int, kept: Any, seed: int) -> None:
-    """What `arm` does about the loss of `stage`; `kept` is the last checkpoint of everything, for the arms that keep one."""
+    """What `arm` does about the loss of `stage`; `kept` is the last checkpoint of everything, for
+    the arms that keep one."""
     now = staged.copy_of(stage)
     staged.lose(stage)
     if arm.checkpoint:
@@ -132,7 +159,8 @@ def restore(arm: Arm, staged: Staged, stage: int, kept: Any, seed: int) -> None:
         return
     recovery = arm.ends if stage in (0, STAGES - 1) else arm.inner
     assert recovery is not None
-    history = History([now] * STAGES, {}, [], [], [])  # of which only this stage's true embedding, norm or head is looked at
+    # of which only this stage's true embedding, norm or head is looked at
+    history = History([now] * STAGES, {}, [], [], [])
     recovered = recovery(staged, stage, (stage,), history, torch.Generator().manual_seed(seed))
     staged.put(stage, recovered.copy, factor=recovered.factor, warmup=recovered.warmup)
 

@@ -1,8 +1,9 @@
 """One stage lost, once: parts (a) and (c) of `benchmarks.checkfree`.
 
-A run is forked where a stage is lost. Every fork goes on with the same batches as the run that lost nothing, its paired control, so that
-differences of a hundredth of a nat mean something. `jump` is the held-out loss right after recovery minus that before; `gap` the held-out
-loss minus the control's after the same number of further steps.
+A run is forked where a stage is lost. Every fork goes on with the same batches as the run that lost
+nothing, its paired control, so that differences of a hundredth of a nat mean something. `jump` is
+the held-out loss right after recovery minus that before; `gap` the held-out loss minus the
+control's after the same number of further steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from benchmarks.recoveries import SETTINGS, History, Recovered, Recovery
 from benchmarks.staged import STAGES, Corpus, StageCopy, Staged
 from swarmnode.errors import Refused
 
-PLACES = {"an inner stage": (3,), "the first stage": (0,), "the last stage": (7,), "two adjacent stages": (3, 4)}
+PLACES = {
+    "an inner stage": (3,),
+    "the first stage": (0,),
+    "the last stage": (7,),
+    "two adjacent stages": (3, 4),
+}
 AGES = (20, 50)
 
 
@@ -67,8 +73,16 @@ class Trunk:
     history: History
 
 
-def grow(staged: Staged, corpus: Corpus, seed: int, first: int, steps: int, base: list[StageCopy] | None = None) -> Trunk:
-    """Trains `steps` steps from batch `first` on. `base`: what was published before; None: half-way's weights."""
+def grow(
+    staged: Staged,
+    corpus: Corpus,
+    seed: int,
+    first: int,
+    steps: int,
+    base: list[StageCopy] | None = None,
+) -> Trunk:
+    """Trains `steps` steps from batch `first` on. `base`: what was published before; None:
+    half-way's weights."""
     shadows: dict[int, list[StageCopy]] = {}
     everything = lambda: [staged.copy_of(i) for i in range(STAGES)]
     for i in range(steps):
@@ -79,25 +93,34 @@ def grow(staged: Staged, corpus: Corpus, seed: int, first: int, steps: int, base
         if base is None and i + 1 == steps // 2:
             base = everything()
     assert base is not None
-    remembered = [corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.memory), steps)]
+    remembered = [
+        corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.memory), steps)
+    ]
     older, probes = remembered[: -SETTINGS.probes], remembered[-SETTINGS.probes :]
-    pairs = ways.seen_by_neighbours(staged, older) if not hasattr(staged.model, "peft_config") else []
+    pairs = (
+        ways.seen_by_neighbours(staged, older) if not hasattr(staged.model, "peft_config") else []
+    )
     return Trunk(staged, staged.checkpoint(), History(everything(), shadows, base, probes, pairs))
 
 
 def fork(trunk: Trunk, lost: tuple[int, ...], recovery: Recovery) -> None:
-    """Back to the fork, without the stages `lost`, and recovered; not healed. Raises Refused as the recovery does."""
+    """Back to the fork, without the stages `lost`, and recovered; not healed. Raises Refused as the
+    recovery does."""
     staged = trunk.staged
     staged.roll_back(trunk.checkpoint)
     for stage in lost:
         staged.lose(stage)
     rng = torch.Generator().manual_seed(lost[0])
-    found: dict[int, Recovered] = {stage: recovery(staged, stage, lost, trunk.history, rng) for stage in lost}
+    found: dict[int, Recovered] = {
+        stage: recovery(staged, stage, lost, trunk.history, rng) for stage in lost
+    }
     for stage, recovered in found.items():
         staged.put(stage, recovered.copy, factor=recovered.factor, warmup=recovered.warmup)
 
 
-def follow(trunk: Trunk, corpus: Corpus, seed: int, first: int, marks: Sequence[int]) -> dict[int, float]:
+def follow(
+    trunk: Trunk, corpus: Corpus, seed: int, first: int, marks: Sequence[int]
+) -> dict[int, float]:
     """Held-out loss after each of `marks` further steps, from batch `first` on."""
     staged, losses = trunk.staged, {}
     for step in range(max(marks) + 1):
@@ -109,19 +132,34 @@ def follow(trunk: Trunk, corpus: Corpus, seed: int, first: int, marks: Sequence[
 
 
 @torch.no_grad()
-def probe(trunk: Trunk, before: list[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], float, float]:
-    """(log-probabilities of every character at the probes, KL(before ‖ now) per token, loss on them), nats."""
+def probe(
+    trunk: Trunk, before: list[torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor], float, float]:
+    """(log-probabilities of every character at the probes, KL(before ‖ now) per token, loss on
+    them), nats."""
     staged, probes = trunk.staged, trunk.history.probes
     now = [log_softmax(staged.logits(tokens), -1).flatten(0, 1) for tokens in probes]
-    moved = [float(kl_div(n, b, reduction="batchmean", log_target=True)) for n, b in zip(now, before or now, strict=True)]
-    return now, sum(moved) / len(moved), sum(staged.measure(tokens) for tokens in probes) / len(probes)
+    moved = [
+        float(kl_div(n, b, reduction="batchmean", log_target=True))
+        for n, b in zip(now, before or now, strict=True)
+    ]
+    return (
+        now,
+        sum(moved) / len(moved),
+        sum(staged.measure(tokens) for tokens in probes) / len(probes),
+    )
 
 
 def compare(
-    trunk: Trunk, corpus: Corpus, seed: int, first: int, marks: Sequence[int],
+    trunk: Trunk,
+    corpus: Corpus,
+    seed: int,
+    first: int,
+    marks: Sequence[int],
     wanted: Iterable[tuple[str, tuple[int, ...], Recovery, bool]],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """One row per (name, lost stages, recovery, whether to heal): what it cost, against the control that lost nothing."""
+) -> list[dict[str, Any]]:
+    """One row per (name, lost stages, recovery, whether to heal): what it cost, against the control
+    that lost nothing."""
     trunk.staged.roll_back(trunk.checkpoint)
     before, _, loss_before = probe(trunk)
     control = follow(trunk, corpus, seed, first, marks)
@@ -132,7 +170,11 @@ def compare(
         try:
             fork(trunk, lost, recovery)
             _, moved, loss = probe(trunk, before)
-            while healing and row["healings"] < SETTINGS.healings and not passes(moved, loss - loss_before):
+            while (
+                healing
+                and row["healings"] < SETTINGS.healings
+                and not passes(moved, loss - loss_before)
+            ):
                 for stage in lost:
                     ways.distil(trunk.staged, stage, lost, trunk.history)
                 row["healings"] += 1
@@ -142,13 +184,17 @@ def compare(
             continue
         losses = follow(trunk, corpus, seed, first, marks)
         row |= {
-            "jump": losses[0] - control[0], "gap": {m: losses[m] - control[m] for m in marks if m}, "loss": losses[0],
-            "kl": moved, "nll_rise": loss - loss_before,
+            "jump": losses[0] - control[0],
+            "gap": {m: losses[m] - control[m] for m in marks if m},
+            "loss": losses[0],
+            "kl": moved,
+            "nll_rise": loss - loss_before,
             "gate": passes(moved, loss - loss_before),
-        }  # fmt: skip
+        }
     return rows
 
 
 def passes(moved: float, rise: float) -> bool:
-    """The product's gate; it estimates KL from tokens that the policy drew, where this has it over the whole vocabulary."""
+    """The product's gate; it estimates KL from tokens that the policy drew, where this has it over
+    the whole vocabulary."""
     return moved < SETTINGS.gate_kl and rise < SETTINGS.gate_nll

@@ -1,11 +1,15 @@
-"""What a gossiped group costs the nodes that receive it: copies, CPU time, bytes, latency. `python -m benchmarks.gossip`
+"""What a gossiped group costs the nodes that receive it: copies, CPU time, bytes, latency. `python
+-m benchmarks.gossip`
 
-N real hosts on loopback with the real rollout exchange, all in one process, so that its CPU time is everybody's; the nodes publish groups
-in turn, at a rate that does not depend on the arm. An arm is what a node runs today (`after`), the same with py-libp2p's own behaviour put
-back where a guard saves something (`before`), or with one of the savings put back (`without …`). Every run is a process of its own, and the
-arms take turns, because the machine may have other things to do: compare CPU times of one table, and of no two.
+N real hosts on loopback with the real rollout exchange, all in one process, so that its CPU time is
+everybody's; the nodes publish groups in turn, at a rate that does not depend on the arm. An arm is
+what a node runs today (`after`), the same with py-libp2p's own behaviour put back where a guard
+saves something (`before`), or with one of the savings put back (`without …`). Every run is a
+process of its own, and the arms take turns, because the machine may have other things to do:
+compare CPU times of one table, and of no two.
 
-Goal: at most 3.5 copies of a group per node, and at most a third of the CPU time that `before` takes in the same table.
+Goal: at most 3.5 copies of a group per node, and at most a third of the CPU time that `before`
+takes in the same table.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ SIZES = (2_000, 17_000)
 RECEIPTS = 15.0
 """Groups received per second that are offered by all nodes together."""
 KNOWN_PEERS = 8
-"""Nodes that a node connects to, of those that were there before it; as many connect to it, on average."""
+"""Nodes that a node connects to, of those that were there before it; as many connect to it, on
+average."""
 JOIN_SECONDS = 300.0
 MESH_SECONDS = 6.0
 """Heartbeats before anything is published: meshes have formed by then."""
@@ -69,7 +74,8 @@ RUN_SECONDS = 900.0
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One process: `nodes` hosts, groups of about `size` bytes, `arm` of ARMS; `receipts` groups received in all, about."""
+    """One process: `nodes` hosts, groups of about `size` bytes, `arm` of ARMS; `receipts` groups
+    received in all, about."""
 
     nodes: int
     size: int
@@ -87,7 +93,8 @@ class Outcome(msgspec.Struct, frozen=True):
     copies: float
     """Times a node was sent a group, for each that it received."""
     cpu_ms: float
-    """CPU time of all hosts ÷ groups received by all hosts, without what they take when nothing is published."""
+    """CPU time of all hosts ÷ groups received by all hosts, without what they take when nothing is
+    published."""
     idle_ms: float
     """CPU time of a host per second in which nothing is published."""
     bytes_ratio: float
@@ -99,7 +106,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """What all hosts of this process did: copies of messages, bytes from sockets, who received which group when."""
+    """What all hosts of this process did: copies of messages, bytes from sockets, who received
+    which group when."""
 
     def __init__(self) -> None:
         self.copies = 0
@@ -137,7 +145,9 @@ class Meter:
 
 
 @contextlib.asynccontextmanager
-async def swarm(run: Run, meter: Meter, directory: Path) -> AsyncIterator[list[tuple[RolloutExchange, Author, Network]]]:
+async def swarm(
+    run: Run, meter: Meter, directory: Path
+) -> AsyncIterator[list[tuple[RolloutExchange, Author, Network]]]:
     """The nodes, connected to others as they would be after some minutes."""
     rng = random.Random(run.seed)
     async with contextlib.AsyncExitStack() as stack:
@@ -146,31 +156,46 @@ async def swarm(run: Run, meter: Meter, directory: Path) -> AsyncIterator[list[t
         for number in range(run.nodes):
             where = directory / str(number)
             key = identity.load_or_create(where / "identity.key")
-            known = [network.listen_addrs[0] for _, _, network in rng.sample(nodes, min(len(nodes), KNOWN_PEERS))]
+            known = [
+                network.listen_addrs[0]
+                for _, _, network in rng.sample(nodes, min(len(nodes), KNOWN_PEERS))
+            ]
             cfg = NetworkConfig(mdns=False, relay="off", bulk_port=-1, initial_peers=known)
             network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
             author = Author(SWARM, key=key.private_key)
             credentials = Credentials(author.key, SWARM)
             sharing = SharingConfig(exchange=run.exchange)
-            exchange = RolloutExchange(network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), sharing, rng=rng)
+            exchange = RolloutExchange(
+                network, InProcessScorer(), credentials, GroupRules(BUILTIN_TASKS), sharing, rng=rng
+            )
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
             meter.watch(exchange)
             await nursery.start(exchange.run)
             nodes.append((exchange, author, network))
         with trio.move_on_after(JOIN_SECONDS):
-            while any(len(network.connected()) < min(number, KNOWN_PEERS) for number, (_, _, network) in enumerate(nodes)):  # noqa: ASYNC110
+            while any(  # noqa: ASYNC110
+                len(network.connected()) < min(number, KNOWN_PEERS)
+                for number, (_, _, network) in enumerate(nodes)
+            ):
                 await trio.sleep(0.2)
-            while run.exchange == "gossip" and any(len(network.gossip.peers(TOPIC)) < len(network.connected()) for _, _, network in nodes):  # noqa: ASYNC110
+            while run.exchange == "gossip" and any(  # noqa: ASYNC110
+                len(network.gossip.peers(TOPIC)) < len(network.connected())
+                for _, _, network in nodes
+            ):
                 await trio.sleep(0.2)
         yield nodes
         nursery.cancel_scope.cancel()
 
 
 def group(author: Author, sequence: int, size: int) -> OwnGroup:
-    """A group whose frame has about `size` bytes: one right answer, and seven texts of random letters."""
+    """A group whose frame has about `size` bytes: one right answer, and seven texts of random
+    letters."""
     rng = random.Random(f"{author.peer} {sequence}")
-    letters = max(1, (size - 1_200) // 11)  # a letter is a token: its id, its log-probability and itself, compressed
-    texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=letters)) for _ in range(7)]
+    # a letter is a token: its id, its log-probability and itself, compressed
+    letters = max(1, (size - 1_200) // 11)
+    texts = [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=letters)) for _ in range(7)
+    ]
     return author.own_group(sequence, texts=[answer(author.task(sequence)), *texts])
 
 
@@ -205,7 +230,12 @@ async def measure(run: Run) -> Outcome:
             for index in order:
                 groups.append(group(nodes[index][1], sequences[index], run.size))
                 sequences[index] += 1
-            copies, received, began, clock = meter.copies, meter.bytes, time.process_time(), trio.current_time()
+            copies, received, began, clock = (
+                meter.copies,
+                meter.bytes,
+                time.process_time(),
+                trio.current_time(),
+            )
             for number, (index, made) in enumerate(zip(order, groups, strict=True)):
                 await nodes[index][0].publish(made)
                 await trio.sleep_until(clock + (number + 1) * pause)
@@ -222,7 +252,9 @@ async def measure(run: Run) -> Outcome:
                 cpu_ms=1000 * max(0.0, cpu - idle * wall) / arrived,
                 idle_ms=1000 * idle / run.nodes,
                 bytes_ratio=(meter.bytes - received) / (arrived * statistics.fmean(sizes)),
-                p95_seconds=sorted(meter.latencies or [math.inf])[int(0.95 * (len(meter.latencies) - 1))],
+                p95_seconds=sorted(meter.latencies or [math.inf])[
+                    int(0.95 * (len(meter.latencies) - 1))
+                ],
                 mesh=statistics.fmean(meshes),
                 connections=statistics.fmean(connections),
             )
@@ -315,7 +347,13 @@ ARMS: dict[str, tuple[Callable[[], None], ...]] = {
 
 def run(one: Run) -> Outcome:
     """`one` in a process of its own. Raises subprocess.CalledProcessError, TimeoutExpired."""
-    command = [sys.executable, "-m", "benchmarks.gossip", "--one", msgspec.json.encode(one).decode()]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gossip",
+        "--one",
+        msgspec.json.encode(one).decode(),
+    ]
     done = subprocess.run(command, check=True, capture_output=True, timeout=RUN_SECONDS)
     return msgspec.json.decode(done.stdout, type=Outcome)
 
@@ -330,7 +368,12 @@ def plan(quick: bool) -> list[Run]:
         for seed in range(repeats if count <= 16 else 1)
         for arm in ("before", "after")
     ]
-    alone = [Run(16, SIZES[1], arm, receipts=200, seed=seed) for seed in range(repeats) for arm in ARMS if arm != "before"]
+    alone = [
+        Run(16, SIZES[1], arm, receipts=200, seed=seed)
+        for seed in range(repeats)
+        for arm in ARMS
+        if arm != "before"
+    ]
     return pairs if quick else pairs + alone
 
 
@@ -349,14 +392,22 @@ def row(runs: list[Outcome]) -> list[str]:
 
 
 def show(outcomes: list[tuple[Run, Outcome]]) -> str:
-    """Tables: before and after by nodes and size; then, at 16 nodes, what each saving alone is worth."""
+    """Tables: before and after by nodes and size; then, at 16 nodes, what each saving alone is
+    worth."""
     rows: dict[tuple[int, int, str], list[Outcome]] = {}
     for one, outcome in outcomes:
         rows.setdefault((one.nodes, one.size, one.arm), []).append(outcome)
     what = ["copies", "CPU ms per group", "bytes ÷ size", "p95 s", "delivered", "mesh", "idle ms/s"]
-    pairs = [[nodes, f"{size / 1000:g} KB", arm, *row(runs)] for (nodes, size, arm), runs in rows.items() if not arm.startswith("without")]
+    pairs = [
+        [nodes, f"{size / 1000:g} KB", arm, *row(runs)]
+        for (nodes, size, arm), runs in rows.items()
+        if not arm.startswith("without")
+    ]
     alone = [[arm, *row(runs)] for (_, _, arm), runs in rows.items() if arm.startswith("without")]
-    parts = [report.heading("gossip: what a group costs whoever receives it"), report.table(["nodes", "group", "arm", *what], pairs)]
+    parts = [
+        report.heading("gossip: what a group costs whoever receives it"),
+        report.table(["nodes", "group", "arm", *what], pairs),
+    ]
     if alone:
         parts.append("\n" + report.table(["16 nodes, 17 KB", *what], alone))
     return "\n".join(parts)
@@ -369,7 +420,11 @@ def main() -> None:
     parser.add_argument("--one", help="a Run as JSON, done here and now; prints its Outcome")
     arguments = parser.parse_args()
     if arguments.one:
-        print(msgspec.json.encode(trio.run(measure, msgspec.json.decode(arguments.one, type=Run))).decode())
+        print(
+            msgspec.json.encode(
+                trio.run(measure, msgspec.json.decode(arguments.one, type=Run))
+            ).decode()
+        )
         return
     outcomes = []
     for one in plan(arguments.quick):

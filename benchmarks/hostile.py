@@ -1,15 +1,20 @@
-"""What a hostile share of a swarm does to the others: `python -m benchmarks.hostile [--quick] [--shares 10 25 40] [--attacks ...] …`
+"""What a hostile share of a swarm does to the others: `python -m benchmarks.hostile [--quick]
+[--shares 10 25 40] [--attacks ...] …`
 
-    learning   honest nodes with tiny policies, the real admission, pool, reputation and judgement (benchmarks/adversaries.py), against
-               the same honest nodes among hostile ones that are silent. Success is what the adversary wanted: its payload in held-out
-               answers, answers that are longer, text of its own that was trained on.
-    network    the network half of real nodes over simulated wires (docs/simulator.md), each run in a process of its own: what it raised
+    learning   honest nodes with tiny policies, the real admission, pool, reputation and judgement
+    (benchmarks/adversaries.py), against
+               the same honest nodes among hostile ones that are silent. Success is what the
+               adversary wanted: its payload in held-out answers, answers that are longer, text of
+               its own that was trained on.
+    network    the network half of real nodes over simulated wires (docs/simulator.md), each run in
+    a process of its own: what it raised
                or broke, its memory, and bytes against the same swarm where the hostile say nothing.
 
-A swarm of the same seed in which other random numbers are drawn learns some per cent more or less, too: so a silent swarm is run
-`--controls` times, and the row `silent` shows what nothing at all costs, each against the others. An attack that changes nothing is the
-first of these, number by number, with whatever luck that had: with `--draws` it is run with as many of their random numbers, and its
-loss is that of its mean against the mean of the silent ones with the same.
+A swarm of the same seed in which other random numbers are drawn learns some per cent more or less,
+too: so a silent swarm is run `--controls` times, and the row `silent` shows what nothing at all
+costs, each against the others. An attack that changes nothing is the first of these, number by
+number, with whatever luck that had: with `--draws` it is run with as many of their random numbers,
+and its loss is that of its mean against the mean of the silent ones with the same.
 """
 
 from __future__ import annotations
@@ -36,8 +41,28 @@ GOAL_SHARE = 25
 SILENT = "silent"
 NEVER_TRAINED_ON = ("garbage", "forged", "ids", "stripped", "foreign", "poison", "informed", "hot")
 TOGETHER = "together"
-LEARNING = (*NEVER_TRAINED_ON, "replay", "length", "diluted", "lengthy", "patient", "colluding", TOGETHER)
-KINDS = ("garbage", "cherry", "stolen", "lister", "dripper", "peers", "vanisher", "forger", "poet", "storm")
+LEARNING = (
+    *NEVER_TRAINED_ON,
+    "replay",
+    "length",
+    "diluted",
+    "lengthy",
+    "patient",
+    "colluding",
+    TOGETHER,
+)
+KINDS = (
+    "garbage",
+    "cherry",
+    "stolen",
+    "lister",
+    "dripper",
+    "peers",
+    "vanisher",
+    "forger",
+    "poet",
+    "storm",
+)
 NETWORK = (*KINDS, "taker", "clock", "flood", "patient", TOGETHER)
 REGIME = "moderate"
 SIMULATED_SECONDS = 300.0
@@ -66,28 +91,50 @@ def hostile_count(honest: int, share: int) -> int:
 # ---- learning
 
 
-def play(attack: str, share: int, policies: Sequence[Any], scorer: Any, seed: int, size: Size, control: int = 0) -> dict[str, Any]:
-    """One swarm under the product's settings. policies: as many as honest and hostile nodes. control: of a silent one, which."""
+def play(
+    attack: str,
+    share: int,
+    policies: Sequence[Any],
+    scorer: Any,
+    seed: int,
+    size: Size,
+    control: int = 0,
+) -> dict[str, Any]:
+    """One swarm under the product's settings. policies: as many as honest and hostile nodes.
+    control: of a silent one, which."""
     from benchmarks.adversaries import HostileSwarm
     from benchmarks.simulator import Arm, Sharing
     from swarmnode.config import TrainingConfig
 
     started = time.process_time()
-    training = TrainingConfig(learning_rate=size.learning_rate, groups_per_step=B, num_generations=G)
+    training = TrainingConfig(
+        learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
+    )
     arm = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
-    swarm = HostileSwarm(arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions)
+    swarm = HostileSwarm(
+        arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions
+    )
     if control:
         for node in swarm.nodes:
-            node.generator = node.policy.random_generator(seed * 1009 + node.index + 10**6 * control)
+            node.generator = node.policy.random_generator(
+                seed * 1009 + node.index + 10**6 * control
+            )
     trace = swarm.run(lambda t: len(t.tokens) >= size.rounds, size.eval_every)
     last = trace.held_out[-1]
     note(f"seed {seed}, {attack} {share} %: {time.process_time() - started:.0f} CPU s")
     return {
-        "attack": attack, "share": share, "seed": seed, "control": control, "held_out": fmean(p.reward for p in trace.held_out),
-        "final": last.reward, "payload": 100 * last.payload, "length": last.length, "sampled": sum(trace.generated_groups),
+        "attack": attack,
+        "share": share,
+        "seed": seed,
+        "control": control,
+        "held_out": fmean(p.reward for p in trace.held_out),
+        "final": last.reward,
+        "payload": 100 * last.payload,
+        "length": last.length,
+        "sampled": sum(trace.generated_groups),
         **swarm.result(),
-    }  # fmt: skip
+    }
 
 
 @functools.lru_cache(maxsize=1)
@@ -100,27 +147,51 @@ def start(seed: int, count: int, base: str) -> list[Any]:
     return start_policies(REGIME, seed, count, base)
 
 
-def learning_case(attack: str, share: int, control: int, seed: int, size: Size, base: str) -> dict[str, Any]:
+def learning_case(
+    attack: str, share: int, control: int, seed: int, size: Size, base: str
+) -> dict[str, Any]:
     """One swarm, with a scorer of its own."""
     from swarmnode.tasks.client import Scorer
 
     policies = start(seed, size.honest + hostile_count(size.honest, max(SHARES)), base)
     with Scorer() as scorer:
-        return play(attack, share, policies[: size.honest + hostile_count(size.honest, share)], scorer, seed, size, control)
+        return play(
+            attack,
+            share,
+            policies[: size.honest + hostile_count(size.honest, share)],
+            scorer,
+            seed,
+            size,
+            control,
+        )
 
 
 def lost(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -> float:
-    """Per cent of what the silent swarms of the same seed and random numbers had; a silent one is compared with the seed's others."""
+    """Per cent of what the silent swarms of the same seed and random numbers had; a silent one is
+    compared with the seed's others."""
     seed, draws = runs[0]["seed"], {r["control"] for r in runs}
     silent = runs[0]["attack"] == SILENT
-    usual = [c["held_out"] for c in controls if c["seed"] == seed and (c["control"] in draws) != silent]
-    return 100 * (1 - fmean(r["held_out"] for r in runs) / fmean(usual)) if usual and fmean(usual) else 0.0
+    usual = [
+        c["held_out"] for c in controls if c["seed"] == seed and (c["control"] in draws) != silent
+    ]
+    return (
+        100 * (1 - fmean(r["held_out"] for r in runs) / fmean(usual))
+        if usual and fmean(usual)
+        else 0.0
+    )
 
 
 def of_each_seed(runs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """What is one loss: an attack's runs with other random numbers, a silent swarm by itself."""
     cases = dict.fromkeys((r["seed"], r["control"] if r["attack"] == SILENT else 0) for r in runs)
-    return [[r for r in runs if r["seed"] == seed and (r["attack"] != SILENT or r["control"] == control)] for seed, control in cases]
+    return [
+        [
+            r
+            for r in runs
+            if r["seed"] == seed and (r["attack"] != SILENT or r["control"] == control)
+        ]
+        for seed, control in cases
+    ]
 
 
 def learning_table(results: Sequence[dict[str, Any]]) -> str:
@@ -130,19 +201,38 @@ def learning_table(results: Sequence[dict[str, Any]]) -> str:
     for attack, share in cases:
         runs = [r for r in results if (r["attack"], r["share"]) == (attack, share)]
         losses = [lost(same, controls) for same in of_each_seed(runs)]
-        rows.append([
-            attack, "–" if attack == SILENT else share, spread(losses, 1), " ".join(f"{loss:.1f}" for loss in losses),
-            spread([r["payload"] for r in runs], 2), spread([r["length"] for r in runs]), spread([r["sampled"] for r in runs], 0),
-            spread([r["trained_on"] / r["honest"] for r in runs], 1), spread([100 * r["share_of_external"] for r in runs], 1),
-            spread([r["honest_trained_on"] / r["honest"] for r in runs], 1),
-            spread([r["wasted_bytes"] / 1e3 for r in runs], 0), spread([r["useful_bytes"] / 1e3 for r in runs], 0),
-            sum(r["crashes"] + r["internal_errors"] for r in runs),
-        ])  # fmt: skip
+        rows.append(
+            [
+                attack,
+                "–" if attack == SILENT else share,
+                spread(losses, 1),
+                " ".join(f"{loss:.1f}" for loss in losses),
+                spread([r["payload"] for r in runs], 2),
+                spread([r["length"] for r in runs]),
+                spread([r["sampled"] for r in runs], 0),
+                spread([r["trained_on"] / r["honest"] for r in runs], 1),
+                spread([100 * r["share_of_external"] for r in runs], 1),
+                spread([r["honest_trained_on"] / r["honest"] for r in runs], 1),
+                spread([r["wasted_bytes"] / 1e3 for r in runs], 0),
+                spread([r["useful_bytes"] / 1e3 for r in runs], 0),
+                sum(r["crashes"] + r["internal_errors"] for r in runs),
+            ]
+        )
     headers = [
-        "attack", "hostile, %", "held-out lost, %", "by seed", "payload in answers, %", "answer length", "groups a node sampled",
-        "hostile groups a node trained on", "of others' groups, %",
-        "honest groups of others", "hostile KB a node got", "honest KB", "crashes",
-    ]  # fmt: skip
+        "attack",
+        "hostile, %",
+        "held-out lost, %",
+        "by seed",
+        "payload in answers, %",
+        "answer length",
+        "groups a node sampled",
+        "hostile groups a node trained on",
+        "of others' groups, %",
+        "honest groups of others",
+        "hostile KB a node got",
+        "honest KB",
+        "crashes",
+    ]
     return table(headers, rows)
 
 
@@ -167,24 +257,34 @@ def missed(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -
 
 
 def network_case(attack: str, share: int, seed: int, honest: int) -> dict[str, Any]:
-    """One simulated swarm without faults but the hostile nodes, in a process of its own. Memory is this process's."""
+    """One simulated swarm without faults but the hostile nodes, in a process of its own. Memory is
+    this process's."""
     from tests.support.sim.hostile import PATIENCE
     from tests.support.sim.schedule import draw
     from tests.support.sim.world import simulate
 
     kinds = (*KINDS, "taker", "clock") if attack == TOGETHER else (attack,)
     count = hostile_count(honest, share)
-    some = list(itertools.islice(itertools.cycle(kinds), seed * count, (seed + 1) * count))  # with enough seeds each kind takes part
+    # with enough seeds each kind takes part
+    some = list(itertools.islice(itertools.cycle(kinds), seed * count, (seed + 1) * count))
     lasts = PATIENCE + AFTER_PATIENCE_SECONDS if attack == "patient" else SIMULATED_SECONDS
     schedule = replace(draw(seed, honest, some), faults=[], calm_from=lasts)
     ended = simulate(schedule)
     seconds = ended.simulated * honest
     note(f"network seed {seed}, {attack} {share} %: {ended.cpu:.0f} CPU s {ended.problem}")
     return {
-        "attack": attack, "share": share, "seed": seed, "problem": ended.problem, "kinds": some, "used": ended.used / ended.steps,
-        "made_up": 100 * ended.made_up / max(1, ended.used), "received": ended.received / seconds, "wasted": ended.wasted / seconds,
-        "cpu": ended.cpu / seconds * 1e3, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }  # fmt: skip
+        "attack": attack,
+        "share": share,
+        "seed": seed,
+        "problem": ended.problem,
+        "kinds": some,
+        "used": ended.used / ended.steps,
+        "made_up": 100 * ended.made_up / max(1, ended.used),
+        "received": ended.received / seconds,
+        "wasted": ended.wasted / seconds,
+        "cpu": ended.cpu / seconds * 1e3,
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
 
 
 def network_table(results: Sequence[dict[str, Any]]) -> str:
@@ -193,15 +293,37 @@ def network_table(results: Sequence[dict[str, Any]]) -> str:
         runs = [r for r in results if (r["attack"], r["share"]) == (attack, share)]
         of = lambda key, digits, runs=runs: spread([r[key] for r in runs], digits)
         problems = [r for r in runs if r["problem"]]
-        rows.append([
-            attack, share, len(runs), len(problems), of("used", 2), of("made_up", 1), of("received", 0), of("wasted", 0), of("cpu", 1),
-            of("memory", 0),
-        ])  # fmt: skip
+        rows.append(
+            [
+                attack,
+                share,
+                len(runs),
+                len(problems),
+                of("used", 2),
+                of("made_up", 1),
+                of("received", 0),
+                of("wasted", 0),
+                of("cpu", 1),
+                of("memory", 0),
+            ]
+        )
     headers = [
-        "attack", "hostile, %", "seeds", "with a violation or an error", "others' groups trained on per step", "of these made up, %",
-        "bytes/s a node got", "of these from hostile nodes", "CPU ms per node and simulated second", "MB, whole process",
-    ]  # fmt: skip
-    told = [f"* {r['attack']} {r['share']} %, seed {r['seed']}: {r['problem']}" for r in results if r["problem"]]
+        "attack",
+        "hostile, %",
+        "seeds",
+        "with a violation or an error",
+        "others' groups trained on per step",
+        "of these made up, %",
+        "bytes/s a node got",
+        "of these from hostile nodes",
+        "CPU ms per node and simulated second",
+        "MB, whole process",
+    ]
+    told = [
+        f"* {r['attack']} {r['share']} %, seed {r['seed']}: {r['problem']}"
+        for r in results
+        if r["problem"]
+    ]
     return "\n".join([table(headers, rows), *told])
 
 
@@ -210,21 +332,43 @@ def network_table(results: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hostile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="one seed, a hostile quarter, two attacks, few steps")
+        prog="python -m benchmarks.hostile",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, a hostile quarter, two attacks, few steps"
+    )
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--shares", nargs="+", type=int, default=list(SHARES), choices=SHARES, help="hostile nodes, in per cent of all")
+    parser.add_argument(
+        "--shares",
+        nargs="+",
+        type=int,
+        default=list(SHARES),
+        choices=SHARES,
+        help="hostile nodes, in per cent of all",
+    )
     known = sorted({*LEARNING, *NETWORK})
     attacks = f"learning: {', '.join(LEARNING)}\nnetwork: {', '.join(NETWORK)}"
-    parser.add_argument("--attacks", nargs="+", default=known, choices=known, metavar="ATTACK", help=attacks)
+    parser.add_argument(
+        "--attacks", nargs="+", default=known, choices=known, metavar="ATTACK", help=attacks
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--honest", type=int, default=Size.honest)
     parser.add_argument("--rounds", type=int, default=Size.rounds, help="optimizer steps")
-    parser.add_argument("--controls", type=int, default=Size.controls, help="silent swarms of each seed")
-    parser.add_argument("--draws", type=int, default=1, help="runs of an attack with each seed, each with a silent swarm's random numbers")
-    parser.add_argument("--base", default="embedded", help="policy that the start policies are made from")
+    parser.add_argument(
+        "--controls", type=int, default=Size.controls, help="silent swarms of each seed"
+    )
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        help="runs of an attack with each seed, each with a silent swarm's random numbers",
+    )
+    parser.add_argument(
+        "--base", default="embedded", help="policy that the start policies are made from"
+    )
     parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
     args = parser.parse_args()
     size = Size(args.honest, args.rounds, controls=args.controls)
@@ -236,22 +380,33 @@ def main() -> None:
     cases: dict[str, list[Any]] = {
         "learning": [
             *((SILENT, min(SHARES), control) for control in range(size.controls)),
-            *((a, s, draw) for s in args.shares for a in LEARNING if a in args.attacks for draw in range(min(args.draws, size.controls))),
+            *(
+                (a, s, draw)
+                for s in args.shares
+                for a in LEARNING
+                if a in args.attacks
+                for draw in range(min(args.draws, size.controls))
+            ),
         ],
-        "network": [(a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)],
+        "network": [
+            (a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)
+        ],
     }
     context = multiprocessing.get_context("spawn")  # a forked torch may deadlock
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["tests.support.sim.world"])
     with (
-        ProcessPoolExecutor(1, context) as one, ProcessPoolExecutor(1, server, max_tasks_per_child=1) as fresh,
-    ):  # fmt: skip
+        ProcessPoolExecutor(1, context) as one,
+        ProcessPoolExecutor(1, server, max_tasks_per_child=1) as fresh,
+    ):
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for part in args.parts:
                 for case in cases[part]:
-                    job = fresh.submit(network_case, *case, seed, size.honest) if part == "network" else (
-                        one.submit(learning_case, *case, seed, size, args.base)
-                    )  # fmt: skip
+                    job = (
+                        fresh.submit(network_case, *case, seed, size.honest)
+                        if part == "network"
+                        else (one.submit(learning_case, *case, seed, size, args.base))
+                    )
                     results[part].append(job.result())
                     if args.json:
                         write_json(args.json, {"size": asdict(size), **results})
@@ -265,14 +420,22 @@ def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
         rows.sort(key=lambda r: (r["share"], order.index(r["attack"]), r["seed"]))
     if learning := results["learning"]:
         controls = [r for r in learning if r["attack"] == SILENT]
-        print(f"### What they teach ({size.honest} honest nodes, {REGIME} start, {size.rounds} steps)\n\n{learning_table(learning)}\n")
+        print(
+            f"### What they teach ({size.honest} honest nodes, {REGIME} start, {size.rounds}"
+            f" steps)\n\n{learning_table(learning)}\n"
+        )
         judged = [r for r in learning if r["share"] == GOAL_SHARE and r["attack"] != SILENT]
         for attack in dict.fromkeys(r["attack"] for r in judged):
             for runs in of_each_seed([r for r in judged if r["attack"] == attack]):
                 if found := missed(runs, controls):
-                    print(f"* {attack}, seed {runs[0]['seed']}, misses the goal: {'; '.join(found)}")
+                    print(
+                        f"* {attack}, seed {runs[0]['seed']}, misses the goal: {'; '.join(found)}"
+                    )
     if network := results["network"]:
-        print(f"\n### What they do to the network ({size.honest} honest nodes)\n\n{network_table(network)}\n")
+        print(
+            f"\n### What they do to the network ({size.honest} honest"
+            f" nodes)\n\n{network_table(network)}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""How many groups a node can admit per second and core, and whether its memory stays flat under a flood. `python -m benchmarks.ingest`
+"""How many groups a node can admit per second and core, and whether its memory stays flat under a
+flood. `python -m benchmarks.ingest`
 
-Full admission: envelope, signature, payload, windows, seed, then regeneration and scoring in the sandboxed child, then the pool, through
-the same RolloutExchange that a node runs; only gossip is left out. A core's worth is counted in CPU time of both processes, because the
-wall clock of a shared machine measures the others too.
+Full admission: envelope, signature, payload, windows, seed, then regeneration and scoring in the
+sandboxed child, then the pool, through the same RolloutExchange that a node runs; only gossip is
+left out. A core's worth is counted in CPU time of both processes, because the wall clock of a
+shared machine measures the others too.
 
-Goal: 1,000 groups per second and core with builtin tasks; memory flat over a million hostile and valid frames.
+Goal: 1,000 groups per second and core with builtin tasks; memory flat over a million hostile and
+valid frames.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from swarmnode.wire.envelope import Credentials
 AUTHORS = 64
 EPOCH = 1_800_000_000.0
 SECONDS_PER_FRAME = 0.002
-"""Virtual time between two frames of the flood: 500 a second, ten times what a node's gossip carries."""
+"""Virtual time between two frames of the flood: 500 a second, ten times what a node's gossip
+carries."""
 
 
 class Node:
@@ -50,13 +54,23 @@ class Node:
         own = Author(self.swarm, seed=1_000_000)
         network = MemorySwarm().join(own.peer)
         self.exchange = RolloutExchange(
-            network, self.scorer, Credentials(own.key, self.swarm), GroupRules(tasks), SharingConfig(**cfg),
-            clock=lambda: self.now, rng=random.Random(0),
-        )  # fmt: skip
-        self.exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
+            network,
+            self.scorer,
+            Credentials(own.key, self.swarm),
+            GroupRules(tasks),
+            SharingConfig(**cfg),
+            clock=lambda: self.now,
+            rng=random.Random(0),
+        )
+        self.exchange.set_policy(
+            SimpleNamespace(
+                model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0
+            )
+        )
 
     async def feed(self, frames: Iterator[bytes]) -> int:
-        """All of `frames`, no faster than the scorer takes them; returns when the last is scored. Returns how many there were."""
+        """All of `frames`, no faster than the scorer takes them; returns when the last is scored.
+        Returns how many there were."""
         count = 0
         for frame in frames:
             self.exchange.validate(frame, "12D3KooWForwarder")
@@ -71,7 +85,17 @@ class Node:
 
     def idle(self) -> bool:
         outcomes = self.outcomes()
-        settled = sum(outcomes.get(name, 0) for name in ("admitted", "zero_advantage", "scorer", "unregenerable", "pool_full", "busy"))
+        settled = sum(
+            outcomes.get(name, 0)
+            for name in (
+                "admitted",
+                "zero_advantage",
+                "scorer",
+                "unregenerable",
+                "pool_full",
+                "busy",
+            )
+        )
         return outcomes.get("candidate", 0) <= settled
 
     def outcomes(self) -> dict[str, int]:
@@ -85,7 +109,10 @@ class Node:
 
     def memory(self) -> tuple[float, float]:
         """MiB resident in this process and in the scorer child."""
-        return psutil.Process().memory_info().rss / 2**20, psutil.Process(self.scorer.statistics().pid).memory_info().rss / 2**20
+        return (
+            psutil.Process().memory_info().rss / 2**20,
+            psutil.Process(self.scorer.statistics().pid).memory_info().rss / 2**20,
+        )
 
 
 @contextlib.asynccontextmanager
@@ -101,14 +128,18 @@ async def running(node: Node) -> AsyncIterator[Node]:
 
 
 def long_texts(author: Author, sequence: int) -> list[str]:
-    """Eight completions of about a kilobyte that think first and answer last; the first two are right where the task is builtin."""
+    """Eight completions of about a kilobyte that think first and answer last; the first two are
+    right where the task is builtin."""
     answers = [c.text for c in author.group(sequence, 0.0).completions]
     thinking = " ".join(str((sequence * 7919 + i * 104_729) % 9973) for i in range(190))
     return [f"{thinking} <answer>{answer}</answer>" for answer in answers]
 
 
-async def throughput(name: str, tasks: Sequence[str], groups: int, rounds: int, texts: Any = None) -> dict[str, Any]:
-    """`rounds` times `groups` valid groups of 8; per round groups per second of CPU time and of wall time."""
+async def throughput(
+    name: str, tasks: Sequence[str], groups: int, rounds: int, texts: Any = None
+) -> dict[str, Any]:
+    """`rounds` times `groups` valid groups of 8; per round groups per second of CPU time and of
+    wall time."""
     node = Node(tasks, groups_per_second=1e9)
     authors = [Author(node.swarm, seed=n, tasks=tasks) for n in range(AUTHORS)]
     per_core, per_wall, scorer_share, sizes = [], [], [], []
@@ -118,7 +149,9 @@ async def throughput(name: str, tasks: Sequence[str], groups: int, rounds: int, 
             frames = []
             for _, author in zip(range(groups), itertools.cycle(authors), strict=False):
                 n = next(sequence)
-                frames.append(author.frame(author.group(n, EPOCH, texts=texts(author, n) if texts else None)))
+                frames.append(
+                    author.frame(author.group(n, EPOCH, texts=texts(author, n) if texts else None))
+                )
             before, began = node.usage(), time.perf_counter()
             await node.feed(iter(frames))
             wall, after = time.perf_counter() - began, node.usage()
@@ -128,8 +161,12 @@ async def throughput(name: str, tasks: Sequence[str], groups: int, rounds: int, 
                 per_wall.append(groups / wall)
                 scorer_share.append(child / (mine + child))
                 sizes.append(sum(map(len, frames)) / groups)
-    outcomes = node.outcomes()  # guesses at a question of reasoning-gym are seldom right, and then all scored and found to be worth nothing
-    assert outcomes.get("admitted", 0) + outcomes.get("zero_advantage", 0) == groups * (rounds + 1), outcomes
+    # guesses at a question of reasoning-gym are seldom right, and then all scored and found to be
+    # worth nothing
+    outcomes = node.outcomes()
+    assert outcomes.get("admitted", 0) + outcomes.get("zero_advantage", 0) == groups * (
+        rounds + 1
+    ), outcomes
     return {
         "workload": name,
         "frame_bytes": sum(sizes) / len(sizes),
@@ -148,7 +185,8 @@ def rg_texts(author: Author, sequence: int) -> list[str]:
 
 
 def flood(node: Node, count: int, rng: random.Random) -> Iterator[bytes]:
-    """`count` frames: a fifth honest, the rest replays, mutations, a storm, garbage, and hostile frames under ever new identities."""
+    """`count` frames: a fifth honest, the rest replays, mutations, a storm, garbage, and hostile
+    frames under ever new identities."""
     honest = [Author(node.swarm, seed=n, tasks=node.tasks) for n in range(AUTHORS)]
     storm = Author(node.swarm, seed=500, tasks=node.tasks)
     sequences, storms, strangers = itertools.count(), itertools.count(), itertools.count(10_000)
@@ -218,7 +256,8 @@ async def memory(frames: int, samples: int = 20) -> dict[str, Any]:
 
 
 def growth(series: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """MiB by which each process grew from the end of the first quarter (everything bounded is full by then) to its highest since."""
+    """MiB by which each process grew from the end of the first quarter (everything bounded is full
+    by then) to its highest since."""
     settled = series[len(series) // 4]
     later = series[len(series) // 4 :]
     return max(s[1] for s in later) - settled[1], max(s[2] for s in later) - settled[2]
@@ -226,12 +265,23 @@ def growth(series: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
 
 async def measure(quick: bool) -> dict[str, Any]:
     groups, rounds = (1500, 3) if quick else (10_000, 5)
-    flooded = await memory(60_000 if quick else 1_000_000)  # first: memory that the rest had and freed would hide growth
+    # first: memory that the rest had and freed would hide growth
+    flooded = await memory(60_000 if quick else 1_000_000)
     gym = TaskConfig().names
     speed = [
-        await throughput("builtin tasks, 8 answers of 1–4 characters", BUILTIN_TASKS, groups, rounds),
-        await throughput("builtin tasks, 8 texts of 1 KB, ids packed", BUILTIN_TASKS, groups // 3, rounds, long_texts),
-        await throughput("nine reasoning-gym tasks, 8 short answers", gym, groups, rounds, rg_texts),
+        await throughput(
+            "builtin tasks, 8 answers of 1–4 characters", BUILTIN_TASKS, groups, rounds
+        ),
+        await throughput(
+            "builtin tasks, 8 texts of 1 KB, ids packed",
+            BUILTIN_TASKS,
+            groups // 3,
+            rounds,
+            long_texts,
+        ),
+        await throughput(
+            "nine reasoning-gym tasks, 8 short answers", gym, groups, rounds, rg_texts
+        ),
     ]
     return {"throughput": speed, "memory": flooded}
 
@@ -239,35 +289,66 @@ async def measure(quick: bool) -> dict[str, Any]:
 def show(results: dict[str, Any]) -> str:
     rows = [
         [
-            r["workload"], f"{r['frame_bytes']:.0f}", report.middle(r["groups_per_second_and_core"], 0),
-            report.middle(r["groups_per_second_wall"], 0), f"{100 * sum(r['scorer_share_of_cpu']) / len(r['scorer_share_of_cpu']):.0f} %",
+            r["workload"],
+            f"{r['frame_bytes']:.0f}",
+            report.middle(r["groups_per_second_and_core"], 0),
+            report.middle(r["groups_per_second_wall"], 0),
+            f"{100 * sum(r['scorer_share_of_cpu']) / len(r['scorer_share_of_cpu']):.0f} %",
         ]
         for r in results["throughput"]
-    ]  # fmt: skip
+    ]
     flood_ = results["memory"]
     mine, child = growth(flood_["series"])
-    points = [flood_["series"][i] for i in sorted({0, 1, *((len(flood_["series"]) - 1) * k // 4 for k in (1, 2, 3, 4))})]
+    points = [
+        flood_["series"][i]
+        for i in sorted({0, 1, *((len(flood_["series"]) - 1) * k // 4 for k in (1, 2, 3, 4))})
+    ]
     outcomes = sorted(flood_["outcomes"].items(), key=lambda item: -item[1])
     return "\n".join(
         [
             report.heading("ingest: full admission of strangers' groups"),
-            "Groups of 8 completions per second of CPU time, network process and scorer together; median [least–greatest] of the rounds:\n",
-            report.table(["workload", "bytes", "groups/s and core", "groups/s (wall)", "scorer's share of CPU"], rows),
-            f"\nMemory over {flood_['frames']:,} frames, a fifth of them honest ({flood_['seconds']:.0f} s, making the frames included):\n",
-            report.table(
-                ["frames", "network process MiB", "scorer MiB"], [[f"{n:,}", f"{rss:.1f}", f"{scorer:.1f}"] for n, rss, scorer in points]
+            (
+                "Groups of 8 completions per second of CPU time, network process and scorer"
+                " together; median [least–greatest] of the rounds:\n"
             ),
-            f"\nHighest after the first quarter: {mine:+.1f} MiB (network process), {child:+.1f} MiB (scorer). "
-            f"{flood_['signers']} authors, {flood_['seen']} frames and {flood_['pool_groups']} groups remembered; "
-            f"scorer started {flood_['scorer_starts']} time(s).\n",
+            report.table(
+                [
+                    "workload",
+                    "bytes",
+                    "groups/s and core",
+                    "groups/s (wall)",
+                    "scorer's share of CPU",
+                ],
+                rows,
+            ),
+            (
+                f"\nMemory over {flood_['frames']:,} frames, a fifth of them honest"
+                f" ({flood_['seconds']:.0f} s, making the frames included):\n"
+            ),
+            report.table(
+                ["frames", "network process MiB", "scorer MiB"],
+                [[f"{n:,}", f"{rss:.1f}", f"{scorer:.1f}"] for n, rss, scorer in points],
+            ),
+            (
+                f"\nHighest after the first quarter: {mine:+.1f} MiB (network process),"
+                f" {child:+.1f} MiB (scorer). {flood_['signers']} authors, {flood_['seen']} frames"
+                f" and {flood_['pool_groups']} groups remembered; scorer started"
+                f" {flood_['scorer_starts']} time(s).\n"
+            ),
             "Outcomes: " + ", ".join(f"{name} {count:,}" for name, count in outcomes),
         ]
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ingest", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="within a minute: fewer groups, 60,000 frames instead of a million")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ingest", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="within a minute: fewer groups, 60,000 frames instead of a million",
+    )
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
     results = trio.run(measure, arguments.quick)

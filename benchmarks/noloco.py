@@ -1,11 +1,14 @@
-"""Does averaging in pairs keep replicas together, and do they learn as well? `python -m benchmarks.noloco [--quick] [--json PATH]`
+"""Does averaging in pairs keep replicas together, and do they learn as well? `python -m
+benchmarks.noloco [--quick] [--json PATH]`
 
-Eight tiny Llamas (benchmarks/replicas.py) on unlike shards of demonstrations, one thread, the product's own outer rules, codecs, fragments
-and gate. All arms of a seed have the same start, the same batches and the same pairs. Held-out loss is over all tasks, mean over honest
-replicas. Bytes are what a node sends, per parameter: encoded payloads counted for exchanges in pairs, computed for a ring all-reduce in
-bfloat16 where all take part. With a hostile peer the control is `one peer silent`: its text is missing there too. `as shipped` is
-everything at once that a node does or meets: fragments, gate, an exchange in ten that fails, steps between copy and commit, and replicas of
-four speeds.
+Eight tiny Llamas (benchmarks/replicas.py) on unlike shards of demonstrations, one thread, the
+product's own outer rules, codecs, fragments and gate. All arms of a seed have the same start, the
+same batches and the same pairs. Held-out loss is over all tasks, mean over honest replicas. Bytes
+are what a node sends, per parameter: encoded payloads counted for exchanges in pairs, computed for
+a ring all-reduce in bfloat16 where all take part. With a hostile peer the control is `one peer
+silent`: its text is missing there too. `as shipped` is everything at once that a node does or
+meets: fragments, gate, an exchange in ten that fails, steps between copy and commit, and replicas
+of four speeds.
 """
 
 from __future__ import annotations
@@ -22,8 +25,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.outer_rules import DILOCO, GASLOC, OFF, average, blend, judge, outer_step, outer_step_of_gasloc, outer_step_of_two_tensors
-from benchmarks.replicas import LAYERS, Parameters, Text, batches, initial, learning_rate, losses, read_text
+from benchmarks.outer_rules import (
+    DILOCO,
+    GASLOC,
+    OFF,
+    average,
+    blend,
+    judge,
+    outer_step,
+    outer_step_of_gasloc,
+    outer_step_of_two_tensors,
+)
+from benchmarks.replicas import (
+    LAYERS,
+    Parameters,
+    Text,
+    batches,
+    initial,
+    learning_rate,
+    losses,
+    read_text,
+)
 from benchmarks.report import heading, spread, table, write_json
 from benchmarks.sparse import ErrorFeedback, sparse_bytes
 from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
@@ -58,15 +80,19 @@ class Arm:
     unequal: bool = False
     """Replicas take a training step in SPEEDS of the time."""
     stages: int = 1
-    """Partners hold one of so many equal parts of the layers, another one each time; the rest of a fragment is stepped alone."""
+    """Partners hold one of so many equal parts of the layers, another one each time; the rest of a
+    fragment is stepped alone."""
     later: bool = False
-    """Instead, the rest stays due until midway to the next fragment, when somebody is asked who has it."""
+    """Instead, the rest stays due until midway to the next fragment, when somebody is asked who has
+    it."""
     outer: tuple[float, float] | None = None
     """Momentum and step of the rule, where they are not its own."""
     whole_every: int = 1
-    """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt, in two bits with error feedback."""
+    """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt,
+    in two bits with error feedback."""
     hostile: str = ""
-    """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's clip; silent exchanges nothing."""
+    """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's
+    clip; silent exchanges nothing."""
 
 
 ARMS = (
@@ -86,18 +112,102 @@ ARMS = (
     Arm("one peer sends −θ, no gate", hostile="flip"),
     Arm("one peer sends −θ, gate", gate=True, hostile="flip"),
     Arm("one informed peer, gate", gate=True, hostile="informed"),
-    Arm("as shipped, int8", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
-    Arm("as shipped, int4", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
-    Arm("as shipped, GASLoC", "gasloc", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True),
-    Arm("as shipped, sparse", codec="int4", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True, whole_every=8),
-    Arm("as shipped without gate, sparse", codec="int4", fragments=4, dropped=0.1, in_flight=2, unequal=True, whole_every=8),
-    Arm("as shipped, 2 fragments", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True),
-    Arm("as shipped, 2 fragments, half shared", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2, unequal=True, stages=2),
-    Arm("as shipped, 2 fragments, half shared, the rest later", codec="int8", fragments=2, gate=True, dropped=0.1, in_flight=2,
-        unequal=True, stages=2, later=True),
-    Arm("as shipped, 2 fragments, half as often", codec="int8", fragments=2, gate=True, dropped=0.55, in_flight=2, unequal=True),
+    Arm(
+        "as shipped, int8",
+        codec="int8",
+        fragments=4,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+    ),
+    Arm(
+        "as shipped, int4",
+        codec="int4",
+        fragments=4,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+    ),
+    Arm(
+        "as shipped, GASLoC",
+        "gasloc",
+        codec="int8",
+        fragments=4,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+    ),
+    Arm(
+        "as shipped, sparse",
+        codec="int4",
+        fragments=4,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+        whole_every=8,
+    ),
+    Arm(
+        "as shipped without gate, sparse",
+        codec="int4",
+        fragments=4,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+        whole_every=8,
+    ),
+    Arm(
+        "as shipped, 2 fragments",
+        codec="int8",
+        fragments=2,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+    ),
+    Arm(
+        "as shipped, 2 fragments, half shared",
+        codec="int8",
+        fragments=2,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+        stages=2,
+    ),
+    Arm(
+        "as shipped, 2 fragments, half shared, the rest later",
+        codec="int8",
+        fragments=2,
+        gate=True,
+        dropped=0.1,
+        in_flight=2,
+        unequal=True,
+        stages=2,
+        later=True,
+    ),
+    Arm(
+        "as shipped, 2 fragments, half as often",
+        codec="int8",
+        fragments=2,
+        gate=True,
+        dropped=0.55,
+        in_flight=2,
+        unequal=True,
+    ),
 )
-QUICK = ("no averaging", "DDP, every step", "DiLoCo, H", "gossip", "NoLoCo", "one peer sends −θ, no gate", "one peer sends −θ, gate")
+QUICK = (
+    "no averaging",
+    "DDP, every step",
+    "DiLoCo, H",
+    "gossip",
+    "NoLoCo",
+    "one peer sends −θ, no gate",
+    "one peer sends −θ, gate",
+)
 
 
 @dataclass(frozen=True)
@@ -160,9 +270,16 @@ class Swarm:
         self._land(len(data) + self.arm.in_flight)
 
     def _step(self, optimizer: torch.optim.Adam, step: int) -> None:
-        """A training step of all replicas whose turn it is: the others' weights and moments stay as they are."""
-        slow = [i for i in range(REPLICAS) if self.arm.unequal and int((step + 1) * SPEEDS[i]) == int(step * SPEEDS[i])]
-        held = [p.data for p in self.parameters.values()] + [t for p in self.parameters.values() for t in _moments(optimizer, p)]
+        """A training step of all replicas whose turn it is: the others' weights and moments stay as
+        they are."""
+        slow = [
+            i
+            for i in range(REPLICAS)
+            if self.arm.unequal and int((step + 1) * SPEEDS[i]) == int(step * SPEEDS[i])
+        ]
+        held = [p.data for p in self.parameters.values()] + [
+            t for p in self.parameters.values() for t in _moments(optimizer, p)
+        ]
         before = [t[slow].clone() for t in held] if slow else []
         optimizer.step()
         for tensor, then in zip(held, before, strict=bool(before)):
@@ -188,7 +305,11 @@ class Swarm:
         if arm.rule in ("ddp", "off"):
             return
         midway = (every // arm.fragments + 1) // 2
-        if arm.later and step > midway and (fragment := due(step - midway, every, arm.fragments)) is not None:
+        if (
+            arm.later
+            and step > midway
+            and (fragment := due(step - midway, every, arm.fragments)) is not None
+        ):
             self._sync_rest(fragment, step)
         fragment = due(step, every, arm.fragments)
         if fragment is None:
@@ -206,7 +327,9 @@ class Swarm:
             feedback.add({n: t - state.phi[n] for n, t in copy.items()})
         order = self.rng.sample(range(REPLICAS), REPLICAS)
         for i, j in zip(order[::2], order[1::2], strict=True):
-            if self.faults.random() < arm.dropped or (arm.hostile == "silent" and HOSTILE in (i, j)):
+            if self.faults.random() < arm.dropped or (
+                arm.hostile == "silent" and HOSTILE in (i, j)
+            ):
                 self._alone(i, snapshots[i])
                 self._alone(j, snapshots[j])
                 continue
@@ -219,9 +342,12 @@ class Swarm:
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
     def _sync_rest(self, fragment: int, step: int) -> None:
-        """What was not averaged when `fragment` was due, among those who lack the same; who finds nobody steps it alone."""
+        """What was not averaged when `fragment` was due, among those who lack the same; who finds
+        nobody steps it alone."""
         lacked, self.lacked = self.lacked, {}
-        snapshots = {i: host_copy(self.views[i], [s.name for s in piece]) for i, piece in lacked.items()}
+        snapshots = {
+            i: host_copy(self.views[i], [s.name for s in piece]) for i, piece in lacked.items()
+        }
         for piece in dict.fromkeys(lacked.values()):
             order = [i for i in lacked if lacked[i] == piece]
             self.rng.shuffle(order)
@@ -237,15 +363,22 @@ class Swarm:
     def _shared(self, piece: Layout) -> Layout:
         """What of a fragment both of a pair hold."""
         part, ends = self.parts.randrange(self.arm.stages), {0: EMBEDDING, self.arm.stages - 1: END}
-        held = {END + 1 + layer for layer in range(LAYERS) if layer * self.arm.stages // LAYERS == part}
+        held = {
+            END + 1 + layer for layer in range(LAYERS) if layer * self.arm.stages // LAYERS == part
+        }
         held |= {EMBEDDING, END} if self.arm.stages == 1 else {ends.get(part, -1)}
         return tuple(spec for spec in piece if block_of(spec.name) in held)
 
-    def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout) -> None:
+    def _exchange(
+        self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout
+    ) -> None:
         """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
         whole, names = self._proposed(me, snapshots[me]), [spec.name for spec in piece]
         anchor = self.anchor.of(names) if self.anchor is not None else None
-        mine, sent = {n: whole[n] for n in names}, self._proposed(other, {n: snapshots[other][n] for n in names})
+        mine, sent = (
+            {n: whole[n] for n in names},
+            self._proposed(other, {n: snapshots[other][n] for n in names}),
+        )
         moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)
@@ -256,7 +389,9 @@ class Swarm:
             theirs = self._travel_sparse(other, mine)
         if self.arm.rule == "noloco_two":
             slow = {n: self.states[me].phi[n] for n in mine}
-            their_slow = self._travel({n: self._phi_before[other][n] for n in mine}, piece, fragment, anchor)
+            their_slow = self._travel(
+                {n: self._phi_before[other][n] for n in mine}, piece, fragment, anchor
+            )
             self._commit(me, mine, blend(mine, theirs), blend(slow, their_slow))
             return
         if not self.arm.gate:
@@ -264,7 +399,9 @@ class Swarm:
             return
         probe = lambda t: self._probe(me, t)
         judged = judge(self.gates[me], f"peer{other}", mine, theirs, moved=norm(moved), probe=probe)
-        self.judged["hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome] += 1
+        self.judged[
+            "hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome
+        ] += 1
         if self.arm.later and judged.mean is not None and len(mine) < len(whole):
             self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mine)
             self._commit(me, mine, judged.mean)
@@ -287,17 +424,22 @@ class Swarm:
 
     def _travel_sparse(self, other: int, mine: Tensors) -> Tensors:
         """What `mine` becomes with the largest of what `other` has learnt added."""
-        self.sent += sparse_bytes(sum(t.numel() for t in mine.values())) / elements(self.layout) / REPLICAS
+        self.sent += (
+            sparse_bytes(sum(t.numel() for t in mine.values())) / elements(self.layout) / REPLICAS
+        )
         learnt = self.feedback[other].send(mine)
         return {n: t + learnt[n] for n, t in mine.items()}
 
-    def _travel(self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None) -> Tensors:
+    def _travel(
+        self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None
+    ) -> Tensors:
         payload = encode(tensors, piece, self.arm.codec, fragment=fragment, anchor=anchor)
         self.sent += len(payload) / elements(self.layout) / REPLICAS
         return decode(payload, piece, self.arm.codec, fragment=fragment, anchor=anchor)
 
     def _attack(self, me: int, mine: Tensors, moved: Tensors) -> Tensors:
-        """flip: −θ. informed: against what the partner has just learned, exactly as far as its gate lets through whole."""
+        """flip: −θ. informed: against what the partner has just learned, exactly as far as its gate
+        lets through whole."""
         if self.arm.hostile == "flip":
             return {n: -t for n, t in host_copy(self.views[HOSTILE], mine).items()}
         length = norm(moved)
@@ -309,7 +451,9 @@ class Swarm:
         with torch.no_grad():
             return float(losses(full, self.text.probe[None]))
 
-    def _commit(self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None = None) -> None:
+    def _commit(
+        self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None = None
+    ) -> None:
         self.late.append((self._now + self.arm.in_flight, me, snapshot, mean, mean_phi))
 
     def _land(self, step: int) -> None:
@@ -331,17 +475,21 @@ class Swarm:
 
     @property
     def _phi_before(self) -> list[Tensors]:
-        """φ of all replicas at the last sync: partners exchange at the same time, whoever is looked at first."""
+        """φ of all replicas at the last sync: partners exchange at the same time, whoever is looked
+        at first."""
         if getattr(self, "_phi_at", None) != len(self.curve):
             self._phi_at = len(self.curve)
             self._phi = [dict(state.phi) for state in self.states]
         return self._phi
 
-    # ---- measuring ----------------------------------------------------------------------------------------------------
+    # ---- measuring -------------------------------------------------------------------------------
 
     def deviation(self) -> float:
         """Standard deviation over honest replicas, root mean square over parameters."""
-        total = sum(float(p.data[self.honest].var(0, unbiased=False).sum()) for p in self.parameters.values())
+        total = sum(
+            float(p.data[self.honest].var(0, unbiased=False).sum())
+            for p in self.parameters.values()
+        )
         return (total / elements(self.layout)) ** 0.5
 
     def held_out(self) -> list[float]:
@@ -372,15 +520,29 @@ def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict
     swarm = Swarm(arm, size, text, seed, initial(seed, REPLICAS, text.vocabulary))
     swarm.run(data)
     each = swarm.held_out()
-    after_warmup = [point for i, point in enumerate(swarm.curve) if (i + 1) * size.sync_every > 3 * size.warmup]
+    after_warmup = [
+        point for i, point in enumerate(swarm.curve) if (i + 1) * size.sync_every > 3 * size.warmup
+    ]
     rates, deviations = zip(*after_warmup, strict=True)
     return {
-        "arm": arm.name, "seed": seed, "held_out": statistics.fmean(each), "worst": max(each), "of_mean": swarm.held_out_of_mean(),
-        "deviation_end": swarm.deviation(), "deviation_most": max(d for _, d in swarm.curve),
-        "pearson": statistics.correlation(rates, deviations) if min(deviations) > 1e-9 and len(rates) > 2 else None,
-        "bytes_per_parameter": swarm.sent, "bytes_per_sync": swarm.sent / swarm.syncs if swarm.syncs else 0.0,
-        "judged": dict(swarm.judged), "curve": swarm.curve, "cpu_seconds": time.process_time() - started,
-    }  # fmt: skip
+        "arm": arm.name,
+        "seed": seed,
+        "held_out": statistics.fmean(each),
+        "worst": max(each),
+        "of_mean": swarm.held_out_of_mean(),
+        "deviation_end": swarm.deviation(),
+        "deviation_most": max(d for _, d in swarm.curve),
+        "pearson": (
+            statistics.correlation(rates, deviations)
+            if min(deviations) > 1e-9 and len(rates) > 2
+            else None
+        ),
+        "bytes_per_parameter": swarm.sent,
+        "bytes_per_sync": swarm.sent / swarm.syncs if swarm.syncs else 0.0,
+        "judged": dict(swarm.judged),
+        "curve": swarm.curve,
+        "cpu_seconds": time.process_time() - started,
+    }
 
 
 def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
@@ -393,39 +555,87 @@ def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
         of = lambda key, runs=runs: [r[key] for r in runs]
         against = [r["held_out"] - base[r["seed"]] for r in runs if r["seed"] in base]
         pearson = [p for p in of("pearson") if p is not None]
-        rows.append([
-            name, spread(of("held_out"), 3), spread(against, 3) if against and name != "NoLoCo" else "–", spread(of("of_mean"), 3),
-            f"{statistics.fmean(of('deviation_most')):.4f}", f"{statistics.fmean(of('deviation_end')):.4f}",
-            f"{min(pearson):.2f} to {max(pearson):.2f}" if pearson else "–", f"{statistics.fmean(of('bytes_per_sync')):.2f}",
-            f"{statistics.fmean(of('bytes_per_parameter')):.0f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                spread(of("held_out"), 3),
+                spread(against, 3) if against and name != "NoLoCo" else "–",
+                spread(of("of_mean"), 3),
+                f"{statistics.fmean(of('deviation_most')):.4f}",
+                f"{statistics.fmean(of('deviation_end')):.4f}",
+                f"{min(pearson):.2f} to {max(pearson):.2f}" if pearson else "–",
+                f"{statistics.fmean(of('bytes_per_sync')):.2f}",
+                f"{statistics.fmean(of('bytes_per_parameter')):.0f}",
+            ]
+        )
     headers = [
-        "arm", "held-out loss", "against NoLoCo by seed", "loss of the mean of replicas", "replica s.d., most", "at the end",
-        "Pearson of s.d. and learning rate", "bytes/parameter per sync", "in total",
-    ]  # fmt: skip
+        "arm",
+        "held-out loss",
+        "against NoLoCo by seed",
+        "loss of the mean of replicas",
+        "replica s.d., most",
+        "at the end",
+        "Pearson of s.d. and learning rate",
+        "bytes/parameter per sync",
+        "in total",
+    ]
     lines = [table(headers, rows)]
-    counted = [(n, sum((Counter(r["judged"]) for r in runs), Counter())) for n, runs in by_arm.items() if any(r["judged"] for r in runs)]
+    counted = [
+        (n, sum((Counter(r["judged"]) for r in runs), Counter()))
+        for n, runs in by_arm.items()
+        if any(r["judged"] for r in runs)
+    ]
     if counted:
         lines += ["", "What the gates said, all seeds:", ""]
-        lines += [f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted]
+        lines += [
+            f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted
+        ]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.noloco", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )  # fmt: skip
+        prog="python -m benchmarks.noloco",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     names = [arm.name for arm in ARMS]
-    parser.add_argument("--quick", action="store_true", help="one seed, seven arms, a third of the steps; under a minute")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed, seven arms, a third of the steps; under a minute",
+    )
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to look at settings of the gate")
+    parser.add_argument(
+        "--first-seed", type=int, default=1, help="seed 0 was used to look at settings of the gate"
+    )
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--sync-every", type=int, default=20, help="H")
-    parser.add_argument("--batch", type=int, default=4, help="windows of 32 tokens per replica and step")
-    parser.add_argument("--own-share", type=float, default=0.75, help="of a replica's windows from its own task; 0 is IID")
-    parser.add_argument("--arms", nargs="+", default=names, choices=names, metavar="ARM", help="; ".join(names).replace("%", "%%"))
-    parser.add_argument("--outer", nargs=2, type=float, metavar=("MOMENTUM", "STEP"), help="of the outer rule: α β, or γ η")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="windows of 32 tokens per replica and step"
+    )
+    parser.add_argument(
+        "--own-share",
+        type=float,
+        default=0.75,
+        help="of a replica's windows from its own task; 0 is IID",
+    )
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=names,
+        choices=names,
+        metavar="ARM",
+        help="; ".join(names).replace("%", "%%"),
+    )
+    parser.add_argument(
+        "--outer",
+        nargs=2,
+        type=float,
+        metavar=("MOMENTUM", "STEP"),
+        help="of the outer rule: α β, or γ η",
+    )
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps, args.sync_every, args.arms = 1, 120, 10, list(QUICK)
@@ -433,10 +643,15 @@ def main() -> None:
     size = Size(args.steps, args.sync_every, args.batch, own_share=args.own_share)
     text = read_text(120 if args.quick else 600, 72 if args.quick else 270, 32)
     parameters = sum(p[0].numel() for p in initial(0, 1, text.vocabulary).values())
-    print(heading("noloco: does averaging in pairs keep replicas together, and do they learn as well?"))
     print(
-        f"{REPLICAS} replicas of {parameters:,} parameters, {size.steps} steps, H = {size.sync_every}, {args.seeds} seeds, "
-        f"{size.own_share:.0%} of a replica's text from its own task, Adam {size.peak:g} with cosine to a tenth, clip 1\n",
+        heading(
+            "noloco: does averaging in pairs keep replicas together, and do they learn as well?"
+        )
+    )
+    print(
+        f"{REPLICAS} replicas of {parameters:,} parameters, {size.steps} steps, H ="
+        f" {size.sync_every}, {args.seeds} seeds, {size.own_share:.0%} of a replica's text from its"
+        f" own task, Adam {size.peak:g} with cosine to a tenth, clip 1\n",
         flush=True,
     )
     results = []
@@ -445,12 +660,24 @@ def main() -> None:
         for arm in ARMS:
             if arm.name not in args.arms:
                 continue
-            results.append(run(replace(arm, outer=args.outer) if args.outer else arm, size, text, data, seed))
+            results.append(
+                run(replace(arm, outer=args.outer) if args.outer else arm, size, text, data, seed)
+            )
             r = results[-1]
-            line = f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s {r['judged'] or ''}"
+            line = (
+                f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s"
+                f" {r['judged'] or ''}"
+            )
             print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
             if args.json:
-                write_json(args.json, {"size": vars(args) | {"json": str(args.json)}, "parameters": parameters, "runs": results})
+                write_json(
+                    args.json,
+                    {
+                        "size": vars(args) | {"json": str(args.json)},
+                        "parameters": parameters,
+                        "runs": results,
+                    },
+                )
     print(tables(results, size, parameters), flush=True)
 
 

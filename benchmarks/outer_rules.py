@@ -1,9 +1,11 @@
 """Outer rules that no node runs, and the theory of those that one does: for benchmarks and tests.
 
-    noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ as well as its θ
-    diloco       θ̄ over all replicas at once
-    gasloc       GASLoC (arXiv 2606.11081): y = φ + η (θ − φ) travels; φ ← ȳ + γ (y − y of the last outer step), ȳ their mean
-    off          every replica steps alone: θ̄ = θ, so that φ follows θ
+noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ as
+well as its θ
+diloco       θ̄ over all replicas at once
+gasloc       GASLoC (arXiv 2606.11081): y = φ + η (θ − φ) travels; φ ← ȳ + γ (y − y of the last
+outer step), ȳ their mean
+off          every replica steps alone: θ̄ = θ, so that φ follows θ
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ DILOCO: Final = Rule("diloco", 0.3, 0.7)
 GASLOC: Final = Rule("gasloc", 0.5, 0.7)
 """γ and η."""
 PAIR: Final = 0.5
-"""Share of the disagreement that averaging with one partner removes in the mean, of many replicas."""
+"""Share of the disagreement that averaging with one partner removes in the mean, of many
+replicas."""
 
 
-def blend(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], weight: float = 0.5) -> Tensors:
+def blend(
+    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], weight: float = 0.5
+) -> Tensors:
     """θ_i + w (θ_j − θ_i), which no gate has looked at."""
     return {name: t + weight * (theirs[name] - t) for name, t in mine.items()}
 
@@ -38,22 +43,32 @@ def average(replicas: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
 
 def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
     """Take one outer step at once. Raises ValueError as `outer.prepare` does."""
-    assert state.take(prepare(state.rule, state.slow([name for name in mean if name in state.phi]), mean))
+    assert state.take(
+        prepare(state.rule, state.slow([name for name in mean if name in state.phi]), mean)
+    )
 
 
 def outer_step_of_two_tensors(
     state: OuterState, mean: Mapping[str, torch.Tensor], mean_phi: Mapping[str, torch.Tensor]
 ) -> None:
-    """δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), φ ← φ + δ: the paper's equation 2, with the sign of its proof, and γ = β."""
+    """δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), φ ← φ + δ: the paper's equation 2, with the sign of its
+    proof, and γ = β."""
     rule = state.rule
     for name, theta in mean.items():
         slow = mean_phi[name]
-        delta = rule.alpha * state.delta[name] + rule.beta * (theta - slow) + rule.beta * (slow - state.phi[name])
+        delta = (
+            rule.alpha * state.delta[name]
+            + rule.beta * (theta - slow)
+            + rule.beta * (slow - state.phi[name])
+        )
         state.delta[name], state.phi[name] = delta, state.phi[name] + delta
 
 
-def outer_step_of_gasloc(state: OuterState, proposed: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor]) -> None:
-    """φ ← ȳ + γ (y − y of the last outer step), of y = `proposed` and ȳ = `mixed`. δ is φ less the y that it came from, at first 0."""
+def outer_step_of_gasloc(
+    state: OuterState, proposed: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor]
+) -> None:
+    """φ ← ȳ + γ (y − y of the last outer step), of y = `proposed` and ȳ = `mixed`. δ is φ less the
+    y that it came from, at first 0."""
     for name, y_mean in mixed.items():
         before = state.phi[name] - state.delta[name]
         state.phi[name] = y_mean + state.rule.alpha * (proposed[name] - before)
@@ -61,26 +76,37 @@ def outer_step_of_gasloc(state: OuterState, proposed: Mapping[str, torch.Tensor]
 
 
 def judge(
-    gate: AveragingGate, peer: str, mine: Tensors, theirs: Tensors, *, weight: float = 0.5, moved: float = 0.0,
-    probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None, probation: bool = False,
-) -> GateDecision:  # fmt: skip
-    """`examine`, the probe and `conclude` in one go, where nothing else has to go on meanwhile. probe: loss with these tensors, nats."""
+    gate: AveragingGate,
+    peer: str,
+    mine: Tensors,
+    theirs: Tensors,
+    *,
+    weight: float = 0.5,
+    moved: float = 0.0,
+    probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None,
+    probation: bool = False,
+) -> GateDecision:
+    """`examine`, the probe and `conclude` in one go, where nothing else has to go on meanwhile.
+    probe: loss with these tensors, nats."""
     found = gate.examine(peer, mine, theirs, weight=weight, moved=moved, probation=probation)
     losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
     return gate.conclude(found, losses)
 
 
 def stable_bound(alpha: float, share: float = PAIR) -> float:
-    """Largest γ with which the expected squared disagreement does not grow: 2(1 − α²) / (1 + α − 2αq), for pairs 2(1 − α²).
+    """Largest γ with which the expected squared disagreement does not grow: 2(1 − α²) / (1 + α −
+    2αq), for pairs 2(1 − α²).
 
-    share: q, mean share of the disagreement that one averaging removes; 1/2 for pairs of many, N/(2(N−1)) for pairs of N.
-    Follows from the second moments of (x, m), x' = x + m', m' = αm − γQx with Q a random projection of mean q.
+    share: q, mean share of the disagreement that one averaging removes; 1/2 for pairs of many,
+    N/(2(N−1)) for pairs of N. Follows from the second moments of (x, m), x' = x + m', m' = αm − γQx
+    with Q a random projection of mean q.
     """
     return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * share)
 
 
 def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:
-    """Factor of the expected squared disagreement per outer step, without inner steps; below 1 exactly within `stable_bound`.
+    """Factor of the expected squared disagreement per outer step, without inner steps; below 1
+    exactly within `stable_bound`.
 
     Spectral radius of the recursion of (E‖x‖², E⟨x, m⟩, E‖m‖²); 0.70 at α = 0.5, γ = 0.7.
     """

@@ -1,9 +1,13 @@
-"""What rows of unlike lengths gain by lying one behind the other: `python -m benchmarks.packing`; CPU seconds of one thread.
+"""What rows of unlike lengths gain by lying one behind the other: `python -m benchmarks.packing`;
+CPU seconds of one thread.
 
-    padded    micro-batches of like lengths, prompts once, answers padded: `completion_logprobs` without `_packed`
-    packed    a row for each question, its prompt and all of its answers behind it: `_packed` wherever it is possible
+    padded    micro-batches of like lengths, prompts once, answers padded: `completion_logprobs`
+    without `_packed`
+    packed    a row for each question, its prompt and all of its answers behind it: `_packed`
+    wherever it is possible
 
-Forward and backward pass over the same rows, a random Llama of 4 layers; lengths of answers are geometric, or all the same.
+Forward and backward pass over the same rows, a random Llama of 4 layers; lengths of answers are
+geometric, or all the same.
 """
 
 from __future__ import annotations
@@ -28,8 +32,14 @@ from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 
-CASES = {"short": (16, 64, (8, 60)), "middle": (60, 255, (17, 185)), "unlike": (30, 255, (8, 60)), "alike": (60, 60, (60, 60))}
-"""By name: mean and cap of answers (where they are the same, each answer is so long), least and greatest prompt, tokens."""
+CASES = {
+    "short": (16, 64, (8, 60)),
+    "middle": (60, 255, (17, 185)),
+    "unlike": (30, 255, (8, 60)),
+    "alike": (60, 60, (60, 60)),
+}
+"""By name: mean and cap of answers (where they are the same, each answer is so long), least and
+greatest prompt, tokens."""
 MICRO_TOKENS = 16_384
 
 
@@ -40,7 +50,13 @@ def rows_of(case: str, groups: int, vocabulary: int, seed: int) -> list[Row]:
     rows: list[Row] = []
     for _ in range(groups):
         prompt = tokens(rng.randint(*prompts))
-        rows += [(prompt, tokens(cap if mean == cap else max(1, min(cap, round(rng.expovariate(1 / mean)))))) for _ in range(G)]
+        rows += [
+            (
+                prompt,
+                tokens(cap if mean == cap else max(1, min(cap, round(rng.expovariate(1 / mean))))),
+            )
+            for _ in range(G)
+        ]
     return rows
 
 
@@ -49,7 +65,9 @@ def one_step(policy: Policy, rows: Sequence[Row]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     groups = [row // G for row in range(len(rows))]
     for batch in micro_batches([len(p) + len(c) for p, c in rows], MICRO_TOKENS, groups):
-        logprobs, _ = completion_logprobs(policy, collate([rows[i] for i in batch], policy.pad_id), 1.0)
+        logprobs, _ = completion_logprobs(
+            policy, collate([rows[i] for i in batch], policy.pad_id), 1.0
+        )
         logprobs.sum().backward()
         for row, values in zip(batch, logprobs, strict=True):
             found[row] = values[: len(rows[row][1])].detach()
@@ -90,7 +108,9 @@ def main() -> None:
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = model_of(Case("packing", 0, 0, False, hidden=args.hidden, long_prompts=True), folder)
+        model = model_of(
+            Case("packing", 0, 0, False, hidden=args.hidden, long_prompts=True), folder
+        )
         policy = load_policy(PolicyConfig(model=model, device="cpu", threads=1))
         arms = {"padded": math.inf, "packed": 0.0}
         for case in args.cases:
@@ -102,26 +122,56 @@ def main() -> None:
                 taken, found, gradients = {}, {}, {}
                 for name in (list(arms), list(reversed(arms)))[seed % 2]:
                     taken[name], found[name] = timed(arms[name], policy, rows)
-                    gradients[name] = torch.cat([p.grad.flatten() for p in policy.base.parameters() if p.grad is not None])
-                apart = max(float((a - b).abs().max()) for a, b in zip(*found.values(), strict=True))
+                    gradients[name] = torch.cat(
+                        [p.grad.flatten() for p in policy.base.parameters() if p.grad is not None]
+                    )
+                apart = max(
+                    float((a - b).abs().max()) for a, b in zip(*found.values(), strict=True)
+                )
                 one, other = gradients.values()
                 run, real = padded_tokens(rows)
-                results.append({
-                    "case": case, "seed": seed, "run": run, "real": real, "seconds": taken, "apart": apart,
-                    "gradient_apart": float((one - other).norm() / one.norm()),
-                })  # fmt: skip
+                results.append(
+                    {
+                        "case": case,
+                        "seed": seed,
+                        "run": run,
+                        "real": real,
+                        "seconds": taken,
+                        "apart": apart,
+                        "gradient_apart": float((one - other).norm() / one.norm()),
+                    }
+                )
     print(heading("packing: short rows one behind the other"))
     lines = []
     for case in args.cases:
         of = [result for result in results if result["case"] == case]
         mean, cap, (least, most) = CASES[case]
         ratios = [result["seconds"]["padded"] / result["seconds"]["packed"] for result in of]
-        lines.append((
-            f"{case}: answers of {mean} on the mean, at most {cap}; prompts {least} to {most}", spread([r["run"] / r["real"] for r in of]),
-            spread([r["seconds"]["padded"] for r in of]), spread([r["seconds"]["packed"] for r in of]), spread(ratios),
-            f"{max(r['apart'] for r in of):.0e}", f"{max(r['gradient_apart'] for r in of):.0e}",
-        ))  # fmt: skip
-    print(table(("case", "tokens run ÷ real", "padded, CPU s", "packed, CPU s", "faster by", "nats apart", "gradient apart"), lines))
+        lines.append(
+            (
+                f"{case}: answers of {mean} on the mean, at most {cap}; prompts {least} to {most}",
+                spread([r["run"] / r["real"] for r in of]),
+                spread([r["seconds"]["padded"] for r in of]),
+                spread([r["seconds"]["packed"] for r in of]),
+                spread(ratios),
+                f"{max(r['apart'] for r in of):.0e}",
+                f"{max(r['gradient_apart'] for r in of):.0e}",
+            )
+        )
+    print(
+        table(
+            (
+                "case",
+                "tokens run ÷ real",
+                "padded, CPU s",
+                "packed, CPU s",
+                "faster by",
+                "nats apart",
+                "gradient apart",
+            ),
+            lines,
+        )
+    )
     if args.json:
         write_json(args.json, results)
 

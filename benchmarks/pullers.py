@@ -1,5 +1,6 @@
-"""One simulated node's ends of listings and pulls: the state machines that `rollouts.pulling` and `rollouts.serving` are made of, called by
-a simulation instead of by sockets. benchmarks.neighbours (learning) and benchmarks.scale (cost) drive it."""
+"""One simulated node's ends of listings and pulls: the state machines that `rollouts.pulling` and
+`rollouts.serving` are made of, called by a simulation instead of by sockets. benchmarks.neighbours
+(learning) and benchmarks.scale (cost) drive it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,21 @@ from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.claims import Claims
 from swarmnode.rollouts.offers import Offers, Pull
 from swarmnode.rollouts.pulling import MOST_ASKED, STEPS_AHEAD
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
 
 
 class Puller:
     """key: 32 raw bytes; author_of: raw key → peer id. `now`: Unix seconds."""
 
-    def __init__(self, key: bytes, swarm: bytes, author_of: Callable[[bytes], str], rng: random.Random) -> None:
+    def __init__(
+        self, key: bytes, swarm: bytes, author_of: Callable[[bytes], str], rng: random.Random
+    ) -> None:
         self.swarm = swarm
         self.rng = rng
         self.catalogue = Catalogue(key, swarm, rng.randbytes(8))
@@ -42,17 +51,24 @@ class Puller:
         self.wanted = max(0, STEPS_AHEAD * count - waiting)
         self.moments.drew(now, urgent=self.urgent)
 
-    def to_list(self, connected: Collection[str], now: float, *, trial: bool = False) -> list[tuple[str, ListingRequest]]:
-        """Whom to ask for a listing now, and what to ask; each is followed by `listed`. trial: also where nothing is wanted."""
+    def to_list(
+        self, connected: Collection[str], now: float, *, trial: bool = False
+    ) -> list[tuple[str, ListingRequest]]:
+        """Whom to ask for a listing now, and what to ask; each is followed by `listed`. trial: also
+        where nothing is wanted."""
         if self.moments.come(now):
             self.asking.allow(plenty=len(self.offers) >= PLENTY * self.step, urgent=self.urgent)
         if self.wanted <= 0 and not trial:
             return []
         self.offers.keep(connected)
-        return [(peer, ListingRequest(self.swarm, *self.offers.cursor(peer))) for peer in self.asking.next(connected, now, self.rng)]
+        return [
+            (peer, ListingRequest(self.swarm, *self.offers.cursor(peer)))
+            for peer in self.asking.next(connected, now, self.rng)
+        ]
 
     def listed(self, holder: str, response: ListingResponse | None, now: float) -> int:
-        """What came of a listing; None: nothing. Returns how many groups nobody listed before, as `Offers.take`."""
+        """What came of a listing; None: nothing. Returns how many groups nobody listed before, as
+        `Offers.take`."""
         self.asking.done(holder, now, lists=None if response is None else True)
         if response is None or response.status != "ok":
             return 0
@@ -61,13 +77,24 @@ class Puller:
             self.claims.lie(holder, "cursor")
         return new or 0
 
-    def to_pull(self, now: float, trust: Callable[[str], float], has_seen: Callable[[bytes], bool]) -> list[Pull]:
+    def to_pull(
+        self, now: float, trust: Callable[[str], float], has_seen: Callable[[bytes], bool]
+    ) -> list[Pull]:
         """What to ask whom for now; each is followed by `pulled`."""
         if not self.urgent and (self.asking.waits or self.moments.next < math.inf):
             return []
         missing = max(0, self.wanted - sum(self._under_way.values()))
         known = lambda content: content in self._asked or has_seen(content)
-        pulls = self.offers.choose(missing, now, self.rng, trust, self.claims.belief, known, self._under_way, few=not self.urgent)
+        pulls = self.offers.choose(
+            missing,
+            now,
+            self.rng,
+            trust,
+            self.claims.belief,
+            known,
+            self._under_way,
+            few=not self.urgent,
+        )
         for pull in pulls:
             self._under_way[pull.holder] = len(pull.groups)
             for listed in pull.groups:
@@ -80,7 +107,9 @@ class Puller:
         """What this node answers to `pull`."""
         return self.catalogue.give(GroupsRequest([listed.content for listed in pull.groups]), now)
 
-    def pulled(self, pull: Pull, response: GroupsResponse | None, now: float) -> list[tuple[Listed, bytes]]:
+    def pulled(
+        self, pull: Pull, response: GroupsResponse | None, now: float
+    ) -> list[tuple[Listed, bytes]]:
         """What came of a pull; None: nothing. Returns the groups, each with its envelope."""
         del self._under_way[pull.holder]
         if response is None:

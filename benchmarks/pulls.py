@@ -1,12 +1,15 @@
-"""What a group costs that is trained on: by gossip, where a node receives all of them, and by listings and pulls.
+"""What a group costs that is trained on: by gossip, where a node receives all of them, and by
+listings and pulls.
 
     python -m benchmarks.pulls            4, 8 and 16 nodes, groups of 17 KB, both ways in turn
     python -m benchmarks.pulls --quick    4 nodes
     python -m benchmarks.pulls --nodes 8 --exchange pull --seeds 3
 
-Real hosts and the real exchange in one process. In a step each node publishes PUBLISHED groups and draws DRAWN, so that what arrives by
-gossip grows with the swarm and what is drawn does not. Counted: CPU time of all hosts, less what they take when nothing happens and what
-making up the groups takes; and all bytes read from sockets, listings and gossip's own among them. Both are divided by the groups drawn.
+Real hosts and the real exchange in one process. In a step each node publishes PUBLISHED groups and
+draws DRAWN, so that what arrives by gossip grows with the swarm and what is drawn does not.
+Counted: CPU time of all hosts, less what they take when nothing happens and what making up the
+groups takes; and all bytes read from sockets, listings and gossip's own among them. Both are
+divided by the groups drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from swarmnode.rollouts.groups import Draw
 
 PUBLISHED, DRAWN = 8, 6
 RECEIPTS = 40.0
-"""Groups received per second by all nodes together where they gossip: decides how long a step is, ten seconds at least."""
+"""Groups received per second by all nodes together where they gossip: decides how long a step is,
+ten seconds at least."""
 WARM_STEPS, STEPS = 2, 2
 IDLE_SECONDS = 5.0
 RUN_SECONDS = 1200.0
@@ -48,7 +52,8 @@ class Outcome(msgspec.Struct, frozen=True):
     cpu_ms: float
     """Of a host, for each group that its trainer drew, what it publishes in that time included."""
     publishing_ms: float
-    """Of that, checking, compressing, signing and handing to gossip what it publishes itself, which is not the cost of what it gets."""
+    """Of that, checking, compressing, signing and handing to gossip what it publishes itself, which
+    is not the cost of what it gets."""
     idle_ms: float
     """Of a host per second in which nothing happens."""
     bytes_ratio: float
@@ -125,12 +130,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="4 nodes")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--exchange", nargs="+", choices=["gossip", "pull"], default=["gossip", "pull"])
+    parser.add_argument(
+        "--exchange", nargs="+", choices=["gossip", "pull"], default=["gossip", "pull"]
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--one", help="a Run as JSON, done here and now; prints its Outcome")
     arguments = parser.parse_args()
     if arguments.one:
-        print(msgspec.json.encode(trio.run(measure, msgspec.json.decode(arguments.one, type=Run))).decode())
+        print(
+            msgspec.json.encode(
+                trio.run(measure, msgspec.json.decode(arguments.one, type=Run))
+            ).decode()
+        )
         return
     rows = []
     for nodes in [4] if arguments.quick else arguments.nodes:
@@ -138,11 +149,29 @@ def main() -> None:
             for exchange in arguments.exchange:
                 got = run(Run(nodes, 17_000, exchange, seed))
                 costs = [f"{got.cpu_ms:.1f}", f"{got.publishing_ms:.1f}"]
-                numbers = [*costs, f"{got.bytes_ratio:.2f}", f"{got.filled:.0%}", f"{got.idle_ms:.1f}"]
+                numbers = [
+                    *costs,
+                    f"{got.bytes_ratio:.2f}",
+                    f"{got.filled:.0%}",
+                    f"{got.idle_ms:.1f}",
+                ]
                 rows.append([str(nodes), exchange, str(seed), *numbers])
                 print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-    head = ["nodes", "way", "seed", "CPU ms per group drawn", "of that, publishing", "bytes ÷ size", "drawn of asked for", "idle ms/s"]
-    print(report.heading("pulls: what a group costs that is trained on") + "\n" + report.table(head, rows))
+    head = [
+        "nodes",
+        "way",
+        "seed",
+        "CPU ms per group drawn",
+        "of that, publishing",
+        "bytes ÷ size",
+        "drawn of asked for",
+        "idle ms/s",
+    ]
+    print(
+        report.heading("pulls: what a group costs that is trained on")
+        + "\n"
+        + report.table(head, rows)
+    )
 
 
 if __name__ == "__main__":

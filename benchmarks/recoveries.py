@@ -2,7 +2,8 @@
 
 What the product refuses is forced here, to measure what refusing saves.
 
-A recovery is (staged, stage, all lost stages, history, generator) → what to put there. It may look at any stage that is not lost.
+A recovery is (staged, stage, all lost stages, history, generator) → what to put there. It may look
+at any stage that is not lost.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class History:
     probes: list[torch.Tensor]
     """The last micro-batches, newest last, (BATCH, WINDOW + 1) each: by them the gate judges."""
     pairs: list[list[Pair]]
-    """Stage → what came to it and what it made of it in the micro-batches before the probes: its neighbours have that."""
+    """Stage → what came to it and what it made of it in the micro-batches before the probes: its
+    neighbours have that."""
 
 
 @dataclass(frozen=True)
@@ -54,44 +56,61 @@ class Recovered:
 Recovery = Callable[[Staged, int, tuple[int, ...], History, torch.Generator], Recovered]
 
 
-def exact(staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator) -> Recovered:
+def exact(
+    staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
+) -> Recovered:
     return Recovered(history.now[stage])
 
 
-def exact_fresh(staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator) -> Recovered:
+def exact_fresh(
+    staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
+) -> Recovered:
     return Recovered(history.now[stage].without_moments())
 
 
 def shadow(age: int, moments: bool = True) -> Recovery:
-    """As the product keeps it: float32 with Adam's moments up to `exact_bytes`, bfloat16 without above."""
+    """As the product keeps it: float32 with Adam's moments up to `exact_bytes`, bfloat16 without
+    above."""
 
-    def recover(staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator) -> Recovered:
+    def recover(
+        staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
+    ) -> Recovered:
         kept = history.shadows[age][stage]
         return Recovered(kept if moments else kept.without_moments(torch.bfloat16))
 
     return recover
 
 
-def base(staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator) -> Recovered:
+def base(
+    staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
+) -> Recovered:
     return Recovered(history.base[stage].without_moments())
 
 
-def neighbours(staged: Staged, stage: int, lost: tuple[int, ...]) -> tuple[Neighbour | None, Neighbour | None]:
+def neighbours(
+    staged: Staged, stage: int, lost: tuple[int, ...]
+) -> tuple[Neighbour | None, Neighbour | None]:
     def neighbour(i: int) -> Neighbour | None:
         if not 0 <= i < STAGES or i in lost:
             return None
-        return Neighbour({n: p.detach() for n, p in staged.trained[i].items()}, staged.squared_norms[i])
+        return Neighbour(
+            {n: p.detach() for n, p in staged.trained[i].items()}, staged.squared_norms[i]
+        )
 
     return neighbour(stage - 1), neighbour(stage + 1)
 
 
 def synthesis(method: Method, run: Run = Run(swapped=True)) -> Recovery:  # noqa: B008  (frozen)
-    """The product's, in paper mode: fresh optimizer, learning rate × 1.1, no warm-up. Embedding, norm and head are true copies.
+    """The product's, in paper mode: fresh optimizer, learning rate × 1.1, no warm-up. Embedding,
+    norm and head are true copies.
 
-    The default `run` claims to be trained with swapped stages, so that copies at the ends can be measured where they are refused.
+    The default `run` claims to be trained with swapped stages, so that copies at the ends can be
+    measured where they are refused.
     """
 
-    def recover(staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator) -> Recovered:
+    def recover(
+        staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
+    ) -> Recovered:
         before, after = neighbours(staged, stage, lost)
         ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
         made = synthesise(method, staged.specs[stage], before, after, run, ends=ends, paper=True)
@@ -100,33 +119,47 @@ def synthesis(method: Method, run: Run = Run(swapped=True)) -> Recovery:  # noqa
     return recover
 
 
-def with_true_ends(layers: Callable[[Staged, int, tuple[int, ...], torch.Generator], dict[str, torch.Tensor]]) -> Recovery:
+def with_true_ends(
+    layers: Callable[[Staged, int, tuple[int, ...], torch.Generator], dict[str, torch.Tensor]],
+) -> Recovery:
     """A baseline that makes the layers only; the rest as in `synthesis`."""
 
-    def recover(staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator) -> Recovered:
+    def recover(
+        staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
+    ) -> Recovered:
         kept = history.now[stage].weights
         return Recovered(StageCopy(kept | layers(staged, stage, lost, rng)), factor=1.1, warmup=0)
 
     return recover
 
 
-def copied(staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """The stage before, or the one after where that is lost or missing: the papers' baseline `copy`, at any stage."""
+def copied(
+    staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """The stage before, or the one after where that is lost or missing: the papers' baseline
+    `copy`, at any stage."""
     sources = [i for i in (stage - 1, stage + 1) if 0 <= i < STAGES and i not in lost]
     if not sources:
         raise Refused("no neighbour is left")
     return {n: p.detach().clone() for n, p in staged.trained[sources[0]].items() if ".layers." in n}
 
 
-def random_again(staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generator) -> dict[str, torch.Tensor]:
+def random_again(
+    staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generator
+) -> dict[str, torch.Tensor]:
     """As at the start of the run."""
     std = staged.model.config.initializer_range
-    draw = lambda p: torch.ones_like(p) if p.dim() == 1 else torch.randn(p.shape, generator=rng) * std
+    draw = lambda p: (
+        torch.ones_like(p) if p.dim() == 1 else torch.randn(p.shape, generator=rng) * std
+    )
     return {n: draw(p.detach()) for n, p in staged.trained[stage].items() if ".layers." in n}
 
 
-def zeroed(staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """Every weight zero, norms included: such a block has no gradient and stays so. The authors' code ends there for its baselines."""
+def zeroed(
+    staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Every weight zero, norms included: such a block has no gradient and stays so. The authors'
+    code ends there for its baselines."""
     return {n: torch.zeros_like(p) for n, p in staged.trained[stage].items() if ".layers." in n}
 
 
@@ -135,7 +168,8 @@ def zeroed(staged: Staged, stage: int, lost: tuple[int, ...], rng: torch.Generat
 
 @torch.no_grad()
 def seen_by_neighbours(staged: Staged, batches: list[torch.Tensor]) -> list[list[Pair]]:
-    """Stage → pairs of the policy as it is now. Each window is a prompt of one character and a completion of the rest."""
+    """Stage → pairs of the policy as it is now. Each window is a prompt of one character and a
+    completion of the rest."""
     found: list[list[Pair]] = [[] for _ in range(STAGES)]
     for tokens in batches:
         rows, ones = len(tokens), torch.ones(len(tokens), WINDOW, dtype=torch.bool)
@@ -150,11 +184,19 @@ def seen_by_neighbours(staged: Staged, batches: list[torch.Tensor]) -> list[list
 
 
 def distil(staged: Staged, stage: int, lost: tuple[int, ...], history: History) -> None:
-    """The product's local distillation of a recovered stage. Raises Refused where the neighbours that saw it are lost too."""
+    """The product's local distillation of a recovered stage. Raises Refused where the neighbours
+    that saw it are lost too."""
     if set(lost) & {stage - 1, stage + 1}:
         raise Refused("the neighbour that saw what the stage did is lost too")
     spec, named = staged.specs[stage], staged.trained[stage]
-    model = build_stage(staged.model.config, spec, lambda name: named[str(spec.local(name))].detach().clone())
-    heal(StageRuntime(spec, model), history.pairs[stage], SETTINGS.healing_steps, SETTINGS.healing_rate)
+    model = build_stage(
+        staged.model.config, spec, lambda name: named[str(spec.local(name))].detach().clone()
+    )
+    heal(
+        StageRuntime(spec, model),
+        history.pairs[stage],
+        SETTINGS.healing_steps,
+        SETTINGS.healing_rate,
+    )
     healed = {str(spec.local(name)): tensor for name, tensor in whole_state(spec, model).items()}
     staged.put(stage, StageCopy(healed), warmup=SETTINGS.warmup_steps)

@@ -1,10 +1,13 @@
-"""What each source of a lost stage costs a crew of four: python -m benchmarks.recovery (a few minutes on two cores).
+"""What each source of a lost stage costs a crew of four: python -m benchmarks.recovery (a few
+minutes on two cores).
 
-A Llama of random weights, each layer a function of its own, is the hard case for synthesis: neighbours know nothing of what was lost. All
-members, streams and files are real, in one process. KL and NLL are the gate's, of the newest step's micro-batches; a stage is healed with
-older ones. Of R0 they are what the last step itself moved the policy by.
+A Llama of random weights, each layer a function of its own, is the hard case for synthesis:
+neighbours know nothing of what was lost. All members, streams and files are real, in one process.
+KL and NLL are the gate's, of the newest step's micro-batches; a stage is healed with older ones. Of
+R0 they are what the last step itself moved the policy by.
 
-With `--faults` it is real nodes: seconds until a swarm is whole after each fault that processes, disks, cables and clocks can have.
+With `--faults` it is real nodes: seconds until a swarm is whole after each fault that processes,
+disks, cables and clocks can have.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ WAYS = {  # name → (settings, whether the node's disk is left)
     "R2 shadow of the last step, exact": (replace(BASE, snapshot_every=1), False),
     "R2 shadow of the last step, small": (replace(BASE, snapshot_every=1, exact_bytes=0), False),
     f"R2 shadow {STEPS - AGE} steps old, exact": (replace(BASE, snapshot_every=AGE), False),
-    f"R2 shadow {STEPS - AGE} steps old, small": (replace(BASE, snapshot_every=AGE, exact_bytes=0), False),
+    f"R2 shadow {STEPS - AGE} steps old, small": (
+        replace(BASE, snapshot_every=AGE, exact_bytes=0),
+        False,
+    ),
     "R4 identity": (replace(BASE, synthesis="identity"), False),
     "R4 uniform": (replace(BASE, synthesis="uniform"), False),
     "R4 checkfree": (BASE, False),
@@ -50,7 +56,12 @@ WAYS = {  # name → (settings, whether the node's disk is left)
 def model_of(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, tie_word_embeddings=False
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
@@ -63,13 +74,24 @@ def model_of(seed: int) -> LlamaForCausalLM:
 def rows_of(seed: int) -> list[LearnRow]:
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-4.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(ROWS)]
+    return [
+        LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-4.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
+        for i in range(ROWS)
+    ]
 
 
-async def measure(seed: int, settings: RecoverySettings, disk: bool, rate: float) -> tuple[float, float, float, str]:
+async def measure(
+    seed: int, settings: RecoverySettings, disk: bool, rate: float
+) -> tuple[float, float, float, str]:
     """(KL, NLL rise, seconds of the restoration, what was refused)."""
     with tempfile.TemporaryDirectory() as directory:
-        fleet = Fleet(model_of(seed), [1, 1, 1, 1], Path(directory), CrewSettings(b"b" * 32, "float32", "float32"), settings)
+        fleet = Fleet(
+            model_of(seed),
+            [1, 1, 1, 1],
+            Path(directory),
+            CrewSettings(b"b" * 32, "float32", "float32"),
+            settings,
+        )
         async with fleet.up() as crew:
             assert crew is not None
             for number in range(STEPS):
@@ -92,22 +114,43 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--quick", action="store_true", help="one seed")
-    parser.add_argument("--faults", action="store_true", help="instead: what every fault of real nodes costs, as `make chaos` makes them")
-    parser.add_argument("--first", type=int, default=1, help="first seed of the schedules of --faults")
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="instead: what every fault of real nodes costs, as `make chaos` makes them",
+    )
+    parser.add_argument(
+        "--first", type=int, default=1, help="first seed of the schedules of --faults"
+    )
     parser.add_argument("--nodes", type=int, default=2, help="of --faults")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.seeds = 1
     if chosen.faults:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without unmounting
-        sys.exit(schedules(range(chosen.first, chosen.first + chosen.seeds), chosen.nodes, short=chosen.quick, alone=True))
+        sys.exit(
+            schedules(
+                range(chosen.first, chosen.first + chosen.seeds),
+                chosen.nodes,
+                short=chosen.quick,
+                alone=True,
+            )
+        )
     torch.set_num_threads(1)
-    layout = Fleet(model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE).layouts[LOST]
-    print(f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a shadow of {state_bytes(layout, 'exact'):,} bytes exact, "
-          f"{state_bytes(layout, 'small'):,} small")  # fmt: skip
+    layout = Fleet(
+        model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE
+    ).layouts[LOST]
+    print(
+        f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a shadow of"
+        f" {state_bytes(layout, 'exact'):,} bytes exact, {state_bytes(layout, 'small'):,} small"
+    )
     for name, (settings, disk) in WAYS.items():
-        results = [trio.run(measure, seed, settings, disk, chosen.rate) for seed in range(chosen.seeds)]
-        kl, rise, seconds = (sum(part) / len(results) for part in list(zip(*results, strict=True))[:3])
+        results = [
+            trio.run(measure, seed, settings, disk, chosen.rate) for seed in range(chosen.seeds)
+        ]
+        kl, rise, seconds = (
+            sum(part) / len(results) for part in list(zip(*results, strict=True))[:3]
+        )
         print(f"{name:36s} KL {kl:9.2g}   NLL {rise:+9.2g}   {1000 * seconds:6.0f} ms", flush=True)
 
 

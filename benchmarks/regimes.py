@@ -1,7 +1,9 @@
-"""Start policies of different ability: how often a fresh node earns any reward decides what sharing can buy.
+"""Start policies of different ability: how often a fresh node earns any reward decides what sharing
+can buy.
 
-Each is the embedded policy after 80 more supervised steps, in which a share of the demonstrations has the format that the verifier accepts.
-Every seed gives another policy and other questions. The heterogeneous regime has one policy per node.
+Each is the embedded policy after 80 more supervised steps, in which a share of the demonstrations
+has the format that the verifier accepts. Every seed gives another policy and other questions. The
+heterogeneous regime has one policy per node.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ REGIMES: dict[str, float | None] = {
     "dense": 0.5,
     "heterogeneous": None,
 }
-"""Share of accepted format shown in the extra steps; None: node i knows tasks 2i and 2i + 1 (0.3), hardly the others (0.005)."""
+"""Share of accepted format shown in the extra steps; None: node i knows tasks 2i and 2i + 1 (0.3),
+hardly the others (0.005)."""
 
 
 def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -> list[Policy]:
-    """One policy per node, independent copies of one start policy except in the heterogeneous regime.
+    """One policy per node, independent copies of one start policy except in the heterogeneous
+    regime.
 
-    `base`: what policy.model takes. About 2 s per distinct policy on one core. Raises KeyError for an unknown regime.
+    `base`: what policy.model takes. About 2 s per distinct policy on one core. Raises KeyError for
+    an unknown regime.
     """
     share = REGIMES[regime]
     origin = load_policy(PolicyConfig(model=base, device="cpu", threads=1))
@@ -46,13 +51,21 @@ def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -
     for node in range(nodes):
         known = {tasks[2 * node % len(tasks)], tasks[(2 * node + 1) % len(tasks)]}
         policy = origin.clone()
-        adapt(policy, pool, lambda task, known=known: 0.3 if task in known else 0.005, f"{stream}/{node}")
+        adapt(
+            policy,
+            pool,
+            lambda task, known=known: 0.3 if task in known else 0.005,
+            f"{stream}/{node}",
+        )
         policies.append(policy)
     return policies
 
 
-def adapt(policy: Policy, pool: Sequence[Question], share: Callable[[str], float], stream: str) -> None:
-    """Supervised steps on completion tokens: `share(task)` accepted format, 32 % refusals, the rest right values in a rejected format."""
+def adapt(
+    policy: Policy, pool: Sequence[Question], share: Callable[[str], float], stream: str
+) -> None:
+    """Supervised steps on completion tokens: `share(task)` accepted format, 32 % refusals, the rest
+    right values in a rejected format."""
     rng = random.Random(stream)
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=PEAK, weight_decay=0.0)
     for step in range(STEPS):
@@ -61,12 +74,22 @@ def adapt(policy: Policy, pool: Sequence[Question], share: Callable[[str], float
         rows = []
         for question in rng.choices(pool, k=BATCH):
             text = demonstration(question, share(question.task), 0.32, rng)
-            rows.append((policy.encode_prompt(question.prompt), policy.tokenize_completion(text, "eos")))
+            rows.append(
+                (policy.encode_prompt(question.prompt), policy.tokenize_completion(text, "eos"))
+            )
         width = max(len(p) + len(c) for p, c in rows)
-        input_ids = torch.tensor([p + c + [policy.pad_id] * (width - len(p) - len(c)) for p, c in rows])  # (64, width)
-        labels = torch.tensor([[-100] * len(p) + c + [-100] * (width - len(p) - len(c)) for p, c in rows])
-        logits = policy.model(input_ids=input_ids).logits[:, :-1]  # right padding and causal attention: no mask needed
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        # (64, width)
+        input_ids = torch.tensor(
+            [p + c + [policy.pad_id] * (width - len(p) - len(c)) for p, c in rows]
+        )
+        labels = torch.tensor(
+            [[-100] * len(p) + c + [-100] * (width - len(p) - len(c)) for p, c in rows]
+        )
+        # right padding and causal attention: no mask needed
+        logits = policy.model(input_ids=input_ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.trainable_parameters(), 1.0)

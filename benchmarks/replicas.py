@@ -1,7 +1,9 @@
-"""Eight tiny Llamas in one tensor, and unlike shards of text for them: what `benchmarks.noloco` trains.
+"""Eight tiny Llamas in one tensor, and unlike shards of text for them: what `benchmarks.noloco`
+trains.
 
-R replicas, B windows, T tokens, D hidden, H heads, F MLP, V vocabulary. Every parameter is (R, …): one batched matrix product does a
-layer of all replicas, and gradients stay apart because nothing mixes along R.
+R replicas, B windows, T tokens, D hidden, H heads, F MLP, V vocabulary. Every parameter is (R, …):
+one batched matrix product does a layer of all replicas, and gradients stay apart because nothing
+mixes along R.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ Parameters = dict[str, torch.Tensor]
 
 def vocabulary() -> Tokenizer:
     """The embedded policy's tokenizer: 115 tokens, one per fixed phrase of a task."""
-    return Tokenizer.from_str((resources.files("swarmnode.policy") / "embedded" / "tokenizer.json").read_text(encoding="utf-8"))
+    return Tokenizer.from_str(
+        (resources.files("swarmnode.policy") / "embedded" / "tokenizer.json").read_text(
+            encoding="utf-8"
+        )
+    )
 
 
 def initial(seed: int, replicas: int, size: int) -> Parameters:
@@ -50,17 +56,27 @@ def losses(parameters: Parameters, tokens: torch.Tensor) -> torch.Tensor:
     """Mean next-token loss of each replica, nats: tokens (R, B, T + 1) → (R,)."""
     r, b, t = tokens[:, :, 1:].shape
     flat = tokens[:, :, :-1].reshape(r, b * t)
-    x = torch.stack([w[ids] for w, ids in zip(parameters["embed.weight"].unbind(), flat.unbind(), strict=True)])  # (R, BT, D)
+    # (R, BT, D)
+    x = torch.stack(
+        [w[ids] for w, ids in zip(parameters["embed.weight"].unbind(), flat.unbind(), strict=True)]
+    )
     cos, sin = _rotation(t)
     for i in range(LAYERS):
         p = lambda name, i=i: parameters[f"layers.{i}.{name}"]
-        qkv = torch.bmm(_norm(x, p("attention_norm")), p("qkv")).view(r * b, t, 3, HEADS, D // HEADS)
+        qkv = torch.bmm(_norm(x, p("attention_norm")), p("qkv")).view(
+            r * b, t, 3, HEADS, D // HEADS
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (RB, H, T, D/H)
-        mixed = scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+        mixed = scaled_dot_product_attention(
+            _rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True
+        )
         x = x + torch.bmm(mixed.transpose(1, 2).reshape(r, b * t, D), p("out"))
         gate, up = torch.bmm(_norm(x, p("mlp_norm")), p("up")).chunk(2, -1)
         x = x + torch.bmm(silu(gate) * up, p("down"))
-    logits = torch.bmm(_norm(x, parameters["norm.weight"]), parameters["embed.weight"].transpose(1, 2))  # (R, BT, V)
+    # (R, BT, V)
+    logits = torch.bmm(
+        _norm(x, parameters["norm.weight"]), parameters["embed.weight"].transpose(1, 2)
+    )
     each = cross_entropy(logits.flatten(0, 1), tokens[:, :, 1:].reshape(-1), reduction="none")
     return each.view(r, b * t).mean(1)
 
@@ -93,22 +109,28 @@ class Text:
 
 
 def read_text(per_task: int, windows: int, probe_windows: int) -> Text:
-    """Demonstrations of the embedded policy's nine tasks. A window starts anywhere in its task's stream."""
+    """Demonstrations of the embedded policy's nine tasks. A window starts anywhere in its task's
+    stream."""
     tokenizer = vocabulary()
     rng = random.Random("noloco windows")
 
     def streams(count: int, block: int) -> list[torch.Tensor]:
         ids: dict[str, list[int]] = {task: [] for task in SETTINGS}
         for q in questions(SETTINGS, count, block):
-            ids[q.task] += [*tokenizer.encode(q.prompt + q.answer, add_special_tokens=False).ids, EOS]
+            ids[q.task] += [
+                *tokenizer.encode(q.prompt + q.answer, add_special_tokens=False).ids,
+                EOS,
+            ]
         return [torch.tensor(stream) for stream in ids.values()]
 
     held_out = streams(max(60, per_task // 5), HELD_OUT_BLOCK)
     probe = streams(60, PROBE_BLOCK)
     return Text(
-        streams(per_task, TRAIN_BLOCK), torch.stack([window(held_out[i % len(held_out)], rng) for i in range(windows)]),
-        torch.stack([window(probe[i % len(probe)], rng) for i in range(probe_windows)]), tokenizer.get_vocab_size(),
-    )  # fmt: skip
+        streams(per_task, TRAIN_BLOCK),
+        torch.stack([window(held_out[i % len(held_out)], rng) for i in range(windows)]),
+        torch.stack([window(probe[i % len(probe)], rng) for i in range(probe_windows)]),
+        tokenizer.get_vocab_size(),
+    )
 
 
 def window(stream: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -116,14 +138,22 @@ def window(stream: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return stream[start : start + T + 1]
 
 
-def batches(text: Text, replicas: int, steps: int, batch: int, own_share: float, seed: int) -> torch.Tensor:
-    """(steps, R, batch, T + 1). Replica i draws task i with probability `own_share`, else any task."""
+def batches(
+    text: Text, replicas: int, steps: int, batch: int, own_share: float, seed: int
+) -> torch.Tensor:
+    """(steps, R, batch, T + 1). Replica i draws task i with probability `own_share`, else any
+    task."""
     rng = random.Random(f"noloco batches {seed}")
     tasks = len(text.train)
     draw = lambda i: text.train[i % tasks if rng.random() < own_share else rng.randrange(tasks)]
-    return torch.stack([
-        torch.stack([torch.stack([window(draw(i), rng) for _ in range(batch)]) for i in range(replicas)]) for _ in range(steps)
-    ])  # fmt: skip
+    return torch.stack(
+        [
+            torch.stack(
+                [torch.stack([window(draw(i), rng) for _ in range(batch)]) for i in range(replicas)]
+            )
+            for _ in range(steps)
+        ]
+    )
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:

@@ -1,4 +1,5 @@
-"""What every benchmark ends with: a table that a person can read, and the same as JSON with machine, date and command."""
+"""What every benchmark ends with: a table that a person can read, and the same as JSON with
+machine, date and command."""
 
 from __future__ import annotations
 
@@ -16,13 +17,25 @@ from typing import Any
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, padded so that it also reads well in a terminal. Numbers to the right, text to the left."""
+    """A Markdown table, padded so that it also reads well in a terminal. Numbers to the right, text
+    to the left."""
     cells = [[str(c) for c in row] for row in rows]
-    widths = [max(len(h), *(len(r[i]) for r in cells)) if cells else len(h) for i, h in enumerate(headers)]
-    numeric = [bool(cells) and all(r[i][:1].isdigit() or r[i][:1] in "-+–." for r in cells) for i in range(len(headers))]
+    widths = [
+        max(len(h), *(len(r[i]) for r in cells)) if cells else len(h) for i, h in enumerate(headers)
+    ]
+    numeric = [
+        bool(cells) and all(r[i][:1].isdigit() or r[i][:1] in "-+–." for r in cells)
+        for i in range(len(headers))
+    ]
     pad = lambda text, i: text.rjust(widths[i]) if numeric[i] else text.ljust(widths[i])
     line = lambda row: "| " + " | ".join(pad(c, i) for i, c in enumerate(row)) + " |"
-    rule = "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)) + "|"
+    rule = (
+        "|"
+        + "|".join(
+            "-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)
+        )
+        + "|"
+    )
     return "\n".join([line(headers), rule, *map(line, cells)])
 
 
@@ -39,14 +52,21 @@ def signed(values: Sequence[float], digits: int = 3) -> str:
     if not values:
         return "–"
     middle = f"{statistics.median(values):+.{digits}f}"
-    return f"{middle} [{min(values):+.{digits}f} … {max(values):+.{digits}f}]" if len(values) > 1 else middle
+    return (
+        f"{middle} [{min(values):+.{digits}f} … {max(values):+.{digits}f}]"
+        if len(values) > 1
+        else middle
+    )
 
 
 def middle(values: Sequence[float], digits: int = 2) -> str:
     """`median [least–greatest]`: for times, which have a long tail."""
     if not values:
         return "–"
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}–{max(values):.{digits}f}]"
+    return (
+        f"{statistics.median(values):.{digits}f}"
+        f" [{min(values):.{digits}f}–{max(values):.{digits}f}]"
+    )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -57,7 +77,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def machine() -> str:
     """The machine in words: cores this process may use, architecture, GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     gpu = "no GPU"
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -69,7 +91,9 @@ def machine() -> str:
 def command() -> str:
     """The command line as a person would type it."""
     module = sys.modules["__main__"].__spec__
-    name = f"python -m {module.name.removesuffix('.__main__')}" if module else f"python {sys.argv[0]}"
+    name = (
+        f"python -m {module.name.removesuffix('.__main__')}" if module else f"python {sys.argv[0]}"
+    )
     return " ".join([name, *sys.argv[1:]])
 
 

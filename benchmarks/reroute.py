@@ -1,22 +1,28 @@
 """What would it cost to send a micro-batch through a stage of another crew, and what could it give?
 `python -m benchmarks.reroute [--quick] [--json PATH] [--seeds N]`
 
-Four crews of four stages, two layers each, start alike, train on data of their own, and average each stage in random pairs every H steps
-(NoLoCo, the product's rule). At some moments since the last averaging the first crew's policy is compared with itself where one
-stage's layers are another crew's, which is what a re-routed micro-batch goes through: of the crew that it was averaged with last, or of
-one that it was not.
+Four crews of four stages, two layers each, start alike, train on data of their own, and average
+each stage in random pairs every H steps (NoLoCo, the product's rule). At some moments since the
+last averaging the first crew's policy is compared with itself where one stage's layers are another
+crew's, which is what a re-routed micro-batch goes through: of the crew that it was averaged with
+last, or of one that it was not.
 
     text     the language model of benchmarks.checkfree, supervised: an inner stage
-    GRPO     the embedded policy eight layers deep (policy/build_deep.py): the layers of an end, for its inner ones do next to nothing
+    GRPO     the embedded policy eight layers deep (policy/build_deep.py): the layers of an end, for
+    its inner ones do next to nothing
 
-    KL, NLL            nats per token, over the whole vocabulary, on tokens of the policy (GRPO) or held-out text; the gate that a
+    KL, NLL            nats per token, over the whole vocabulary, on tokens of the policy (GRPO) or
+    held-out text; the gate that a
                        restored stage has to pass allows 0.02 and 0.05
-    outside the clip   share of tokens, as the policy draws them, whose importance ratio is not in [1 − ε, 1 + ε'] of training
-    cosine             of the gradient that the other three stages get with the one that they should get
+    outside the clip   share of tokens, as the policy draws them, whose importance ratio is not in
+    [1 − ε, 1 + ε'] of training
+    cosine             of the gradient that the other three stages get with the one that they should
+    get
 
-For comparison the policy without that stage, with its own stage of 20 steps ago, with the mean of its own stage and its partner's (what
-averaging does), and the cosine of gradients of two of its own batches. The second table is arithmetic: what share of its time a crew
-stands still, of which re-routing cannot save more than all.
+For comparison the policy without that stage, with its own stage of 20 steps ago, with the mean of
+its own stage and its partner's (what averaging does), and the cosine of gradients of two of its own
+batches. The second table is arithmetic: what share of its time a crew stands still, of which
+re-routing cannot save more than all.
 """
 
 from __future__ import annotations
@@ -67,9 +73,11 @@ OLD = 20
 SHOWN = 0.05
 """Share of accepted format in the supervised steps: `moderate` of benchmarks.regimes."""
 RATE = 1e-3
-"""Of the text: that of fine-tuning in benchmarks.checkfree. GRPO has the product's default, 3e-4."""
+"""Of the text: that of fine-tuning in benchmarks.checkfree. GRPO has the product's default,
+3e-4."""
 PAUSES = (5.0, 7.0, 60.0, 600.0)
-"""Seconds from a loss to the next step: as benchmarks.crew measured it, and where a stage is so large that its copy takes long."""
+"""Seconds from a loss to the next step: as benchmarks.crew measured it, and where a stage is so
+large that its copy takes long."""
 LOSSES = (0.05, 0.10, 0.16)
 """Per stage and hour: the papers' rates."""
 
@@ -100,7 +108,12 @@ class Text:
     stages = (1, 2)
 
     def __init__(self, model: Any, rate: float, corpus: Corpus, seed: int) -> None:
-        self.model, self._staged, self._corpus, self._seed = model, Staged(model, rate), corpus, seed
+        self.model, self._staged, self._corpus, self._seed = (
+            model,
+            Staged(model, rate),
+            corpus,
+            seed,
+        )
 
     def train(self, step: int) -> None:
         self._staged.step(self._corpus.batch(self._seed, step))
@@ -111,7 +124,10 @@ class Text:
     @torch.no_grad()
     def distribution(self, probe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         held_out = self._corpus.held_out
-        return log_softmax(self._staged.logits(held_out), -1).flatten(0, 1), held_out[:, 1:].flatten()
+        return (
+            log_softmax(self._staged.logits(held_out), -1).flatten(0, 1),
+            held_out[:, 1:].flatten(),
+        )
 
     def loss(self, probe: torch.Tensor) -> torch.Tensor:
         return self._staged.loss(probe)
@@ -130,19 +146,25 @@ class Grpo:
 
     def _rows(self, groups: int) -> Any:
         done = answer(self._node, groups, self._names, self._scorer)
-        return assemble([own_group(sample, rewards) for sample, rewards in done], self._node.training.advantage)
+        return assemble(
+            [own_group(sample, rewards) for sample, rewards in done], self._node.training.advantage
+        )
 
     def train(self, step: int) -> None:
         self._node.updater.update(self._rows(self._node.training.groups_per_step))
 
     def probe(self, step: int) -> Any:
-        """Of which something is learnt: ids (n, width) behind their prompts, where a completion's token comes next, advantages."""
+        """Of which something is learnt: ids (n, width) behind their prompts, where a completion's
+        token comes next, advantages."""
         rows = self._rows(64)
         live = rows.informative(external=False)
         chosen = [rows.rows[i] for i in live]
         width = max(len(p) + len(c) for p, c in chosen)
-        ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for p, c in chosen])  # padded behind, where attention does not look
-        ours = torch.tensor([[len(p) <= at < len(p) + len(c) for at in range(1, width)] for p, c in chosen])
+        # padded behind, where attention does not look
+        ids = torch.tensor([p + c + [0] * (width - len(p) - len(c)) for p, c in chosen])
+        ours = torch.tensor(
+            [[len(p) <= at < len(p) + len(c) for at in range(1, width)] for p, c in chosen]
+        )
         return ids, ours, rows.advantages[live], self._logprobs(ids).detach()
 
     def _logprobs(self, ids: torch.Tensor) -> torch.Tensor:
@@ -158,9 +180,13 @@ class Grpo:
         ids, ours, advantages, old = probe
         objective, chosen = Objective.of(self._node.training), ids[:, 1:, None]
         return policy_loss(
-            self._logprobs(ids).gather(2, chosen)[..., 0], old.gather(2, chosen)[..., 0], advantages, ours,
-            objective, objective.normalizer(ours.sum(1).tolist()),
-        ).loss  # fmt: skip
+            self._logprobs(ids).gather(2, chosen)[..., 0],
+            old.gather(2, chosen)[..., 0],
+            advantages,
+            ours,
+            objective,
+            objective.normalizer(ours.sum(1).tolist()),
+        ).loss
 
 
 # ---- a stage of somebody else
@@ -206,23 +232,35 @@ def compare(crew: Crew, stage: int, layers: Sequence[nn.Module], probe: Any) -> 
         after = crew.distribution(probe)[0]
     ratio = (after - before).exp()
     outside = (ratio < 1 - EPSILON) | (ratio > 1 + EPSILON_HIGH)
-    cosine = cosine_similarity(gradient(crew, stage, layers_of(crew.model, stage), probe), gradient(crew, stage, layers, probe), dim=0)
+    cosine = cosine_similarity(
+        gradient(crew, stage, layers_of(crew.model, stage), probe),
+        gradient(crew, stage, layers, probe),
+        dim=0,
+    )
     return {
         "kl": float(kl_div(after, before, reduction="batchmean", log_target=True)),
         "nll": float((before - after).gather(1, tokens[:, None]).mean()),
-        "outside": float((before.exp() * outside).sum(-1).mean()), "cosine": float(cosine),
-    }  # fmt: skip
+        "outside": float((before.exp() * outside).sum(-1).mean()),
+        "cosine": float(cosine),
+    }
 
 
-def average(named: Sequence[dict[str, nn.Parameter]], outer: Sequence[OuterState], order: Sequence[int]) -> None:
+def average(
+    named: Sequence[dict[str, nn.Parameter]], outer: Sequence[OuterState], order: Sequence[int]
+) -> None:
     """One outer step of all: the first of `order` with the second, the third with the fourth, …"""
     mine = [host_copy(parameters) for parameters in named]
-    for i, j in [*zip(order[::2], order[1::2], strict=True), *zip(order[1::2], order[::2], strict=True)]:
+    for i, j in [
+        *zip(order[::2], order[1::2], strict=True),
+        *zip(order[1::2], order[::2], strict=True),
+    ]:
         outer_step(outer[i], blend(mine[i], mine[j]))
         outer[i].commit(named[i], mine[i])
 
 
-def follow(crews: Sequence[Crew], every: int, rounds: int, rng: random.Random) -> list[dict[str, Any]]:
+def follow(
+    crews: Sequence[Crew], every: int, rounds: int, rng: random.Random
+) -> list[dict[str, Any]]:
     """Rows {since, what, stage, kl, nll, outside, cosine} of crew 0, after the first outer step."""
     named = [dict(crew.model.named_parameters()) for crew in crews]
     outer = [OuterState(parameters, make_rule("noloco")) for parameters in named]
@@ -242,15 +280,31 @@ def follow(crews: Sequence[Crew], every: int, rounds: int, rng: random.Random) -
             probe, other = crews[0].probe(step), crews[0].probe(step + 10_000)
             for stage in crews[0].stages:
                 ways = {
-                    f"its partner's, {since} steps after averaging": layers_of(partner.model, stage),
-                    f"another crew's, {since} steps after averaging": layers_of(stranger.model, stage),
-                    "left out": [], "its own, 20 steps old": past[0][stage],
-                    f"the mean of its own and its partner's, {since} steps after averaging": mean_of(crews[0].model, partner.model, stage),
-                }  # fmt: skip
-                rows += [{"what": what, "stage": stage} | compare(crews[0], stage, layers, probe) for what, layers in ways.items()]
+                    f"its partner's, {since} steps after averaging": layers_of(
+                        partner.model, stage
+                    ),
+                    f"another crew's, {since} steps after averaging": layers_of(
+                        stranger.model, stage
+                    ),
+                    "left out": [],
+                    "its own, 20 steps old": past[0][stage],
+                    f"the mean of its own and its partner's, {since} steps after averaging": (
+                        mean_of(crews[0].model, partner.model, stage)
+                    ),
+                }
+                rows += [
+                    {"what": what, "stage": stage} | compare(crews[0], stage, layers, probe)
+                    for what, layers in ways.items()
+                ]
                 own = layers_of(crews[0].model, stage)
-                noise = cosine_similarity(gradient(crews[0], stage, own, probe), gradient(crews[0], stage, own, other), dim=0)
-                rows.append({"what": "its own, another batch", "stage": stage, "cosine": float(noise)})
+                noise = cosine_similarity(
+                    gradient(crews[0], stage, own, probe),
+                    gradient(crews[0], stage, own, other),
+                    dim=0,
+                )
+                rows.append(
+                    {"what": "its own, another batch", "stage": stage, "cosine": float(noise)}
+                )
         for crew in crews:
             crew.train(step)
     return rows
@@ -267,7 +321,12 @@ def grpo(seed: int, scorer: Scorer) -> list[Crew]:
     with tempfile.TemporaryDirectory() as directory:
         path = write_deep_model(Path(directory) / "model", LAYERS, tied=False)
         start = load_policy(PolicyConfig(model=str(path), device="cpu", threads=1))
-    adapt(start, list(questions(TASKS, QUESTIONS_PER_TASK, SFT_BLOCK)), lambda task: SHOWN, f"reroute/{seed}")
+    adapt(
+        start,
+        list(questions(TASKS, QUESTIONS_PER_TASK, SFT_BLOCK)),
+        lambda task: SHOWN,
+        f"reroute/{seed}",
+    )
     return [Grpo(start.clone(), number, seed, scorer) for number in range(CREWS)]
 
 
@@ -278,51 +337,92 @@ def costs(rows: Sequence[dict[str, Any]]) -> str:
     """Medians over moments and both stages; in brackets the range of the seeds' medians."""
     body = []
     kinds = ["its partner's", "another crew's", "the mean of its own and its partner's"]
-    kind = lambda what: (kinds.index(what.split(",")[0]), int(what.split()[-4])) if "after" in what else (len(kinds), 0)
+    kind = lambda what: (
+        (kinds.index(what.split(",")[0]), int(what.split()[-4]))
+        if "after" in what
+        else (len(kinds), 0)
+    )
     whats = sorted(dict.fromkeys(r["what"] for r in rows), key=kind)
     for run in dict.fromkeys(r["run"] for r in rows):
         for what in whats:
             here = [r for r in rows if (r["run"], r["what"]) == (run, what)]
-            both = [r["kl"] < SETTINGS.gate_kl and r["nll"] < SETTINGS.gate_nll for r in here if "kl" in r]
+            both = [
+                r["kl"] < SETTINGS.gate_kl and r["nll"] < SETTINGS.gate_nll
+                for r in here
+                if "kl" in r
+            ]
             passed = f"{sum(both)} of {len(both)}" if both else "–"
             if here:
                 body.append([run, what, *[by_seed(here, key) for key in FORMS], passed])
-    return table(["", "the stage is", "KL", "NLL", "outside the clip", "cosine", "passes the gate"], body)
+    return table(
+        ["", "the stage is", "KL", "NLL", "outside the clip", "cosine", "passes the gate"], body
+    )
 
 
 FORMS: dict[str, Callable[[float], str]] = {
-    "kl": lambda x: f"{abs(x):.4f}", "nll": lambda x: f"{x:+.4f}", "outside": lambda x: f"{x:.1%}", "cosine": lambda x: f"{x:.3f}",
-}  # fmt: skip
+    "kl": lambda x: f"{abs(x):.4f}",
+    "nll": lambda x: f"{x:+.4f}",
+    "outside": lambda x: f"{x:.1%}",
+    "cosine": lambda x: f"{x:.3f}",
+}
 
 
 def by_seed(rows: Sequence[dict[str, Any]], key: str) -> str:
-    values = [[r[key] for r in rows if r["seed"] == seed and key in r] for seed in sorted({r["seed"] for r in rows})]
+    values = [
+        [r[key] for r in rows if r["seed"] == seed and key in r]
+        for seed in sorted({r["seed"] for r in rows})
+    ]
     medians, show = [statistics.median(some) for some in values if some], FORMS[key]
-    return f"{show(statistics.median(medians))} [{show(min(medians))} … {show(max(medians))}]" if medians else "–"
+    return (
+        f"{show(statistics.median(medians))} [{show(min(medians))} … {show(max(medians))}]"
+        if medians
+        else "–"
+    )
 
 
 def still(losses: float, pause: float) -> float:
-    """Share of its time in which a crew stands still: each loss of one of its stages stops all of them for `pause` seconds."""
+    """Share of its time in which a crew stands still: each loss of one of its stages stops all of
+    them for `pause` seconds."""
     stopped = STAGES * losses * pause / 3600.0  # seconds of standing still per second of training
     return stopped / (1.0 + stopped)
 
 
 def gains() -> str:
-    rows = [[f"{pause:g} s", *[f"{still(losses, pause):.2%}" for losses in LOSSES]] for pause in PAUSES]
-    return table(["from a loss to the next step", *[f"{losses:.0%} per hour and stage" for losses in LOSSES]], rows)
+    rows = [
+        [f"{pause:g} s", *[f"{still(losses, pause):.2%}" for losses in LOSSES]] for pause in PAUSES
+    ]
+    return table(
+        [
+            "from a loss to the next step",
+            *[f"{losses:.0%} per hour and stage" for losses in LOSSES],
+        ],
+        rows,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reroute", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="text only, one seed, short; under a minute")
-    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="run nothing: print the tables of these results")
+        prog="python -m benchmarks.reroute",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="text only, one seed, short; under a minute"
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="run nothing: print the tables of these results",
+    )
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1, help="seed 0 was used to look at it")
     parser.add_argument("--runs", nargs="+", choices=("GRPO", "text"), default=("GRPO", "text"))
-    parser.add_argument("--rounds", type=int, default=3, help="of H steps each; the first is not measured")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of H steps each; the first is not measured"
+    )
     args = parser.parse_args()
     if args.table:
         read = [row for path in args.table for row in json.loads(path.read_text())["results"]]
@@ -334,7 +434,10 @@ def main() -> None:
     corpora, rows, started = (language(64), tasks(64, 400)), [], time.time()
 
     def run(name: str, seed: int, crews: Sequence[Crew]) -> None:
-        rows.extend({"run": name, "seed": seed} | row for row in follow(crews, every, args.rounds, random.Random(f"reroute {seed}")))
+        rows.extend(
+            {"run": name, "seed": seed} | row
+            for row in follow(crews, every, args.rounds, random.Random(f"reroute {seed}"))
+        )
         print(f"{time.time() - started:5.0f} s  {name}, seed {seed}", file=sys.stderr, flush=True)
         if args.json:
             write_json(args.json, rows)
@@ -345,7 +448,14 @@ def main() -> None:
             run("GRPO", seed, grpo(seed, scorer))
         for seed in seeds if "text" in args.runs else ():
             start = trunk(seed, corpora[0], 100 if args.quick else Size.trunk_steps)
-            run("text", seed, [Text(copy.deepcopy(start), RATE, corpora[1], seed + 1000 * number) for number in range(CREWS)])
+            run(
+                "text",
+                seed,
+                [
+                    Text(copy.deepcopy(start), RATE, corpora[1], seed + 1000 * number)
+                    for number in range(CREWS)
+                ],
+            )
     print(costs(rows), gains(), sep="\n\n", flush=True)
 
 

@@ -1,11 +1,14 @@
-"""What a swarm of N costs each of its members that asks for groups, and what they learn from. `python -m benchmarks.scale [--quick]`
+"""What a swarm of N costs each of its members that asks for groups, and what they learn from.
+`python -m benchmarks.scale [--quick]`
 
-    real hosts     benchmarks.scale_hosts: what a listing, a pull, a connection cost; run here, so that CPU times belong to this machine
-    10 to 1,000    benchmarks.scale_events: the product's own decisions, event by event, with churn, liars, and nodes that leave at once
+    real hosts     benchmarks.scale_hosts: what a listing, a pull, a connection cost; run here, so
+    that CPU times belong to this machine
+    10 to 1,000    benchmarks.scale_events: the product's own decisions, event by event, with churn,
+    liars, and nodes that leave at once
     to 100,000     benchmarks.scale_model: the same rules simplified, in numpy
 
-Every node makes 8 useful groups in a step of 30 s and trains on 6 of others'. Gossip's row is arithmetic with the constants of
-benchmarks.gossip (RESULTS.md): everybody receives everything.
+Every node makes 8 useful groups in a step of 30 s and trains on 6 of others'. Gossip's row is
+arithmetic with the constants of benchmarks.gossip (RESULTS.md): everybody receives everything.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from benchmarks.scale_hosts import Constants
 SIZES = (2_000, 17_000)
 """Bytes of a group: short answers, and eight of some hundred tokens."""
 GOSSIP_CPU_MS, GOSSIP_BYTES = 6.2, 3.6
-"""Of a group that arrives, and bytes received ÷ its size: RESULTS.md, gossip, 16 nodes and 17 KB."""
+"""Of a group that arrives, and bytes received ÷ its size: RESULTS.md, gossip, 16 nodes and 17
+KB."""
 LISTED_BYTES = 100
 WARM = 6
 """Steps before anything is counted."""
@@ -70,9 +74,13 @@ class Cost:
 def cost(load: Load, constants: Constants, nodes: int) -> Cost:
     """What `load` costs by `constants`."""
     trained = max(load.trained, 1e-9)
-    asking = load.listings * constants.listing.cpu_ms + load.pulls * (constants.pull.cpu_ms - constants.more.cpu_ms)
+    asking = load.listings * constants.listing.cpu_ms + load.pulls * (
+        constants.pull.cpu_ms - constants.more.cpu_ms
+    )
     cpu = asking + load.pulled * constants.more.cpu_ms + load.decisions_ms
-    streams = load.listings * constants.empty.bytes + load.pulls * (constants.pull.bytes - constants.more.bytes)
+    streams = load.listings * constants.empty.bytes + load.pulls * (
+        constants.pull.bytes - constants.more.bytes
+    )
     received = load.listing_bytes + streams + load.pulled * constants.more.bytes
     links = min(DEGREE, nodes - 1)
     idle_ms, idle_bytes = links * constants.idle.cpu_ms, links * constants.idle.bytes
@@ -90,14 +98,25 @@ def load_of(result: Result) -> Load:
     """Of a run of scale_events."""
     c, steps = result.counts, max(1, result.counts.node_steps)
     return Load(
-        c.listings / steps, c.listing_bytes / steps, c.pulls / steps, c.pulled / steps, c.trained / steps, 1000 * c.seconds / steps
+        c.listings / steps,
+        c.listing_bytes / steps,
+        c.pulls / steps,
+        c.pulled / steps,
+        c.trained / steps,
+        1000 * c.seconds / steps,
     )
 
 
 def load_of_model(outcome: scale_model.Outcome, decisions_ms: float) -> Load:
-    """Of a run of scale_model, which decides in another way: `decisions_ms` are those of scale_events."""
+    """Of a run of scale_model, which decides in another way: `decisions_ms` are those of
+    scale_events."""
     return Load(
-        outcome.listings, LISTED_BYTES * outcome.entries, outcome.pulls, outcome.pulled, ROOM * outcome.full, decisions_ms
+        outcome.listings,
+        LISTED_BYTES * outcome.entries,
+        outcome.pulls,
+        outcome.pulled,
+        ROOM * outcome.full,
+        decisions_ms,
     )
 
 
@@ -125,19 +144,35 @@ One = TypeVar("One")
 
 
 class Runs:
-    """Results by nodes, one for each seed; printed as they come. Each run is a process of its own, `processes` of them at a time."""
+    """Results by nodes, one for each seed; printed as they come. Each run is a process of its own,
+    `processes` of them at a time."""
 
     def __init__(self, plan: Plan, processes: int) -> None:
         self.plan = plan
         # spawn, and one run for each: memory that another run has used is no memory of this one
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-            simulated = lambda setup: [pool.submit(scale_events.simulate, replace(setup, seed=seed)) for seed in range(plan.seeds)]
-            modelled = lambda nodes, steps: [pool.submit(scale_model.run, nodes, seed, steps, warm=WARM) for seed in range(plan.seeds)]
-            events = {nodes: simulated(Setup(nodes, steps=steps, warm=WARM)) for nodes, steps in plan.events.items()}
+        with ProcessPoolExecutor(
+            processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+        ) as pool:
+            simulated = lambda setup: [
+                pool.submit(scale_events.simulate, replace(setup, seed=seed))
+                for seed in range(plan.seeds)
+            ]
+            modelled = lambda nodes, steps: [
+                pool.submit(scale_model.run, nodes, seed, steps, warm=WARM)
+                for seed in range(plan.seeds)
+            ]
+            events = {
+                nodes: simulated(Setup(nodes, steps=steps, warm=WARM))
+                for nodes, steps in plan.events.items()
+            }
             model = {nodes: modelled(nodes, steps) for nodes, steps in plan.model.items()}
             troubles = [simulated(setup) for setup in plan.troubles]
-            self.events = {nodes: [_noted(run.result()) for run in some] for nodes, some in events.items()}
-            self.model = {nodes: [_noted(run.result()) for run in some] for nodes, some in model.items()}
+            self.events = {
+                nodes: [_noted(run.result()) for run in some] for nodes, some in events.items()
+            }
+            self.model = {
+                nodes: [_noted(run.result()) for run in some] for nodes, some in model.items()
+            }
             self.troubles = [[_noted(run.result()) for run in some] for some in troubles]
 
     @property
@@ -156,75 +191,144 @@ def note(line: str) -> None:
 
 
 def _noted(result: One) -> One:
-    note(f"{result.setup}: {result.counts.node_steps} steps of nodes" if isinstance(result, Result) else f"{result}")
+    note(
+        f"{result.setup}: {result.counts.node_steps} steps of nodes"
+        if isinstance(result, Result)
+        else f"{result}"
+    )
     return result
 
 
 def _several(values: Sequence[float | None], digits: int = 2) -> str:
     known = [value for value in values if value is not None]
-    return report.spread(known, digits) if len(known) == len(values) else f"more ({len(known)} of {len(values)} runs)" if known else "more"
+    return (
+        report.spread(known, digits)
+        if len(known) == len(values)
+        else f"more ({len(known)} of {len(values)} runs)"
+        if known
+        else "more"
+    )
 
 
 def cost_table(runs: Runs, constants: Constants) -> str:
     """What a member pays."""
     headers = [
-        "nodes", "how", "kbit/s in, and out", "÷ bytes trained on", "messages/min", "CPU ms per group trained on", "connections, ms/s",
+        "nodes",
+        "how",
+        "kbit/s in, and out",
+        "÷ bytes trained on",
+        "messages/min",
+        "CPU ms per group trained on",
+        "connections, ms/s",
         "of a core, %",
-    ]  # fmt: skip
+    ]
     rows = []
-    keys = [(nodes, SIMULATED) for nodes in runs.events] + [(nodes, "model") for nodes in runs.model]
+    keys = [(nodes, SIMULATED) for nodes in runs.events] + [
+        (nodes, "model") for nodes in runs.model
+    ]
     for nodes, kind in sorted(keys, key=lambda key: (key[0], key[1] != SIMULATED)):
         costs = [cost(load, constants, nodes) for load in runs.loads(kind, nodes)]
-        rows.append([
-            f"{nodes:,}", f"pull, {kind}", _several([c.kbit for c in costs], 1), _several([c.bytes for c in costs]),
-            _several([c.messages for c in costs], 0), _several([c.cpu_ms for c in costs], 1),
-            _several([c.connections_ms for c in costs], 1), _several([100 * c.cores for c in costs]),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{nodes:,}",
+                f"pull, {kind}",
+                _several([c.kbit for c in costs], 1),
+                _several([c.bytes for c in costs]),
+                _several([c.messages for c in costs], 0),
+                _several([c.cpu_ms for c in costs], 1),
+                _several([c.connections_ms for c in costs], 1),
+                _several([100 * c.cores for c in costs]),
+            ]
+        )
         came = MADE * (nodes - 1)
-        rows.append([
-            f"{nodes:,}", "gossip, computed", f"{8 * came * GOSSIP_BYTES * constants.size / STEP_SECONDS / 1000:,.0f}",
-            f"{came * GOSSIP_BYTES / min(ROOM, came):,.0f}", "–", f"{came * GOSSIP_CPU_MS / min(ROOM, came):,.0f}", "–",
-            f"{came * GOSSIP_CPU_MS / STEP_SECONDS / 10:,.1f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{nodes:,}",
+                "gossip, computed",
+                f"{8 * came * GOSSIP_BYTES * constants.size / STEP_SECONDS / 1000:,.0f}",
+                f"{came * GOSSIP_BYTES / min(ROOM, came):,.0f}",
+                "–",
+                f"{came * GOSSIP_CPU_MS / min(ROOM, came):,.0f}",
+                "–",
+                f"{came * GOSSIP_CPU_MS / STEP_SECONDS / 10:,.1f}",
+            ]
+        )
     return report.table(headers, rows)
 
 
 def learning_table(runs: Runs) -> str:
     """What it gets."""
     headers = [
-        "nodes", "how", "batches full, %", "groups used by others, %", "age when used, s", "authors met", "steps until 90 % show it",
+        "nodes",
+        "how",
+        "batches full, %",
+        "groups used by others, %",
+        "age when used, s",
+        "authors met",
+        "steps until 90 % show it",
         "KiB a node",
-    ]  # fmt: skip
+    ]
     rows = []
     for nodes, results in runs.events.items():
         full = [100 * r.counts.full / max(1, r.counts.node_steps) for r in results]
-        rows.append([
-            f"{nodes:,}", f"{SIMULATED}, {results[0].setup.steps - results[0].setup.warm} steps", _several(full, 1),
-            _several([100 * r.used_share for r in results], 0), _several([fmean(r.counts.ages) for r in results], 0),
-            _several([r.authors for r in results], 0), _several([r.spread_steps for r in results], 0),
-            _several([r.kilobytes for r in results], 0),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{nodes:,}",
+                f"{SIMULATED}, {results[0].setup.steps - results[0].setup.warm} steps",
+                _several(full, 1),
+                _several([100 * r.used_share for r in results], 0),
+                _several([fmean(r.counts.ages) for r in results], 0),
+                _several([r.authors for r in results], 0),
+                _several([r.spread_steps for r in results], 0),
+                _several([r.kilobytes for r in results], 0),
+            ]
+        )
     for nodes, outcomes in runs.model.items():
-        rows.append([
-            f"{nodes:,}", f"model, {runs.plan.model[nodes] - WARM} steps", _several([100 * o.full for o in outcomes], 1),
-            _several([100 * o.used_share for o in outcomes], 0), _several([o.age_seconds for o in outcomes], 0),
-            _several([o.authors for o in outcomes], 0), _several([o.spread_steps for o in outcomes], 0), "–",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{nodes:,}",
+                f"model, {runs.plan.model[nodes] - WARM} steps",
+                _several([100 * o.full for o in outcomes], 1),
+                _several([100 * o.used_share for o in outcomes], 0),
+                _several([o.age_seconds for o in outcomes], 0),
+                _several([o.authors for o in outcomes], 0),
+                _several([o.spread_steps for o in outcomes], 0),
+                "–",
+            ]
+        )
     return report.table(headers, rows)
 
 
 def trouble_table(runs: Runs) -> str:
     """Liars, and those who leave."""
-    headers = ["nodes", "what", "batches full, %", "hostile of what was asked for, %", "absorbed after, s", "least full 30 s, %"]
+    headers = [
+        "nodes",
+        "what",
+        "batches full, %",
+        "hostile of what was asked for, %",
+        "absorbed after, s",
+        "least full 30 s, %",
+    ]
     rows = []
     for results in runs.troubles:
         setup = results[0].setup
-        what = f"{100 * setup.leave:.0f} % leave at once" if setup.leave else f"{100 * setup.hostile:.0f} % hostile identities"
-        rows.append([
-            f"{setup.nodes:,}", what, _several([100 * r.counts.full / max(1, r.counts.node_steps) for r in results], 1),
-            _several([100 * r.counts.hostile_pulled / max(1, r.counts.pulled) for r in results], 1),
-            _several([r.absorbed_seconds for r in results], 0) if setup.leave else "–", _several([100 * r.least_fill for r in results], 0),
-        ])  # fmt: skip
+        what = (
+            f"{100 * setup.leave:.0f} % leave at once"
+            if setup.leave
+            else f"{100 * setup.hostile:.0f} % hostile identities"
+        )
+        rows.append(
+            [
+                f"{setup.nodes:,}",
+                what,
+                _several([100 * r.counts.full / max(1, r.counts.node_steps) for r in results], 1),
+                _several(
+                    [100 * r.counts.hostile_pulled / max(1, r.counts.pulled) for r in results], 1
+                ),
+                _several([r.absorbed_seconds for r in results], 0) if setup.leave else "–",
+                _several([100 * r.least_fill for r in results], 0),
+            ]
+        )
     return report.table(headers, rows)
 
 
@@ -233,31 +337,82 @@ def goals(runs: Runs, by_size: dict[int, Constants]) -> list[tuple[bool, str]]:
     lines = []
     far = 10_000 if 10_000 in runs.model else max(runs.model)
     for size, constants in by_size.items():
-        modelled = {nodes: [cost(load, constants, nodes) for load in runs.loads("model", nodes)] for nodes in (100, far)}
-        grown = lambda what, at=modelled: fmean(getattr(c, what) for c in at[far]) / fmean(getattr(c, what) for c in at[100])
+        modelled = {
+            nodes: [cost(load, constants, nodes) for load in runs.loads("model", nodes)]
+            for nodes in (100, far)
+        }
+        grown = lambda what, at=modelled: (
+            fmean(getattr(c, what) for c in at[far]) / fmean(getattr(c, what) for c in at[100])
+        )
         cpu, kbit = grown("cpu_ms"), grown("kbit")
-        lines.append((max(cpu, kbit) <= 1.1, f"{size} B: cost at {far:,} ÷ at 100, CPU {cpu:.2f}, bytes {kbit:.2f} (at most 1.1)"))
+        lines.append(
+            (
+                max(cpu, kbit) <= 1.1,
+                (
+                    f"{size} B: cost at {far:,} ÷ at 100, CPU {cpu:.2f}, bytes {kbit:.2f} (at most"
+                    " 1.1)"
+                ),
+            )
+        )
         most = max(runs.events)
         of = [cost(load, constants, most) for load in runs.loads(SIMULATED, most)]
         cpu, ratio = fmean(c.cpu_ms for c in of), fmean(c.bytes for c in of)
-        lines.append((cpu <= 5, f"{size} B: {cpu:.1f} ms of CPU per group trained on, connections not counted (at most 5)"))
-        lines.append((ratio <= 1.5, f"{size} B: {ratio:.2f} bytes received per byte trained on, listings included (at most 1.5)"))
+        lines.append(
+            (
+                cpu <= 5,
+                (
+                    f"{size} B: {cpu:.1f} ms of CPU per group trained on, connections not counted"
+                    " (at most 5)"
+                ),
+            )
+        )
+        lines.append(
+            (
+                ratio <= 1.5,
+                (
+                    f"{size} B: {ratio:.2f} bytes received per byte trained on, listings included"
+                    " (at most 1.5)"
+                ),
+            )
+        )
         cores, kbit = fmean(c.cores for c in of), fmean(c.kbit for c in of)
         fits = cores <= BUDGET_CORES and 1000 * kbit <= BUDGET_BITS
-        lines.append((fits, f"{size} B: {100 * cores:.1f} % of a core, {kbit:.0f} kbit/s each way with 30 s steps (at most 10 % and 100)"))
-    fulls = {nodes: fmean(r.counts.full / max(1, r.counts.node_steps) for r in results) for nodes, results in runs.events.items()}
+        lines.append(
+            (
+                fits,
+                (
+                    f"{size} B: {100 * cores:.1f} % of a core, {kbit:.0f} kbit/s each way with 30 s"
+                    " steps (at most 10 % and 100)"
+                ),
+            )
+        )
+    fulls = {
+        nodes: fmean(r.counts.full / max(1, r.counts.node_steps) for r in results)
+        for nodes, results in runs.events.items()
+    }
     told = ", ".join(f"{100 * full:.1f} % at {nodes:,}" for nodes, full in fulls.items())
     lines.append((min(fulls.values()) >= 0.95, f"batches full: {told} (at least 95 %)"))
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few nodes, one seed; under a minute of CPU time")
-    parser.add_argument("--seeds", type=int, help="runs of everything that is simulated; 3 unless told otherwise")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few nodes, one seed; under a minute of CPU time"
+    )
+    parser.add_argument(
+        "--seeds", type=int, help="runs of everything that is simulated; 3 unless told otherwise"
+    )
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="write all results there, too")
-    parser.add_argument("--one", help="a Setup of scale_events as JSON, simulated here and now; prints what came of it")
+    parser.add_argument(
+        "--one",
+        help="a Setup of scale_events as JSON, simulated here and now; prints what came of it",
+    )
     arguments = parser.parse_args()
     if arguments.one:
         result = scale_events.simulate(msgspec.json.decode(arguments.one, type=Setup))
@@ -272,24 +427,36 @@ def main() -> None:
     runs = Runs(plan, arguments.processes)
     print(report.heading("scale: what a swarm of N costs a member"))
     for constants in by_size.values():
-        print(f"Groups of {constants.size / 1000:.1f} KB; of both ends on this machine: {_constants(constants)}.\n")
+        print(
+            f"Groups of {constants.size / 1000:.1f} KB; of both ends on this machine:"
+            f" {_constants(constants)}.\n"
+        )
         print(f"{cost_table(runs, constants)}\n")
     print(f"{learning_table(runs)}\n\n{trouble_table(runs)}\n")
     for met, line in goals(runs, by_size):
         print(f"* {'met' if met else 'MISSED'}: {line}")
     if arguments.json:
-        results: dict[str, Any] = {"constants": {size: msgspec.to_builtins(one) for size, one in by_size.items()}}
-        results["events"] = [_summary(result) for each in [*runs.events.values(), *runs.troubles] for result in each]
+        results: dict[str, Any] = {
+            "constants": {size: msgspec.to_builtins(one) for size, one in by_size.items()}
+        }
+        results["events"] = [
+            _summary(result) for each in [*runs.events.values(), *runs.troubles] for result in each
+        ]
         results["model"] = [asdict(outcome) for each in runs.model.values() for outcome in each]
         report.write_json(arguments.json, results)
 
 
 def _constants(constants: Constants) -> str:
     of = lambda name, what: f"{name} {what.cpu_ms:.2f} ms and {what.bytes:,.0f} bytes"
-    return ", ".join([
-        of("a listing of 14", constants.listing), of("an empty one", constants.empty), of("a group", constants.pull),
-        of("one more in the same request", constants.more), of("a connection, a second, one end", constants.idle),
-    ])  # fmt: skip
+    return ", ".join(
+        [
+            of("a listing of 14", constants.listing),
+            of("an empty one", constants.empty),
+            of("a group", constants.pull),
+            of("one more in the same request", constants.more),
+            of("a connection, a second, one end", constants.idle),
+        ]
+    )
 
 
 def _summary(result: Result) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Up to a thousand nodes of benchmarks.scale, event by event: the product's own decisions (catalogue, allowances, asking, offers, claims,
-mode, pool, sampling, trust), with a simulated network, trainer and clock. The same seed makes the same run.
+"""Up to a thousand nodes of benchmarks.scale, event by event: the product's own decisions
+(catalogue, allowances, asking, offers, claims, mode, pool, sampling, trust), with a simulated
+network, trainer and clock. The same seed makes the same run.
 
     trainer's step ─▶ draw from the pool ─▶ want ─▶ listings ─▶ pulls ─▶ pool, catalogue
                    └▶ own groups ─▶ catalogue; to all in the topic, where there is one
@@ -56,7 +57,8 @@ ENVELOPE = bytes(256)
 """Stands for every group in memory: what matters of it is the size in its listing."""
 START = 1_700_000_000.0
 FLAT, POISON = "flat", "poison"
-"""Hostile groups: with a spread that they do not have; with rewards as listed, and refused by every trainer."""
+"""Hostile groups: with a spread that they do not have; with rewards as listed, and refused by every
+trainer."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class Node:
         began = time.process_time()
         self._hear()
         count = ROOM + reserve(ROOM) - len(self.backlog)
-        drawn = self.pool.draw(count, self.version, now, self.rng, self._trusts, self.trust.belief, most_per_peer(ROOM))
+        drawn = self.pool.draw(
+            count, self.version, now, self.rng, self._trusts, self.trust.belief, most_per_peer(ROOM)
+        )
         drawn, self.backlog = [*self.backlog, *drawn], []
         used = 0
         for group in drawn:
@@ -175,16 +179,25 @@ class Node:
     def _make(self, count: int) -> None:
         """Own groups, or a liar's."""
         for _ in range(count):
-            rewards = [0.5, 0.5] if self.kind == FLAT else [0.5 - (width := self.rng.uniform(0.1, 0.5)), 0.5 + width]
+            rewards = (
+                [0.5, 0.5]
+                if self.kind == FLAT
+                else [0.5 - (width := self.rng.uniform(0.1, 0.5)), 0.5 + width]
+            )
             group = self.world.publish(self, rewards)
             about = Listed(
-                group.content, self.key, "rg/chain_sum", group.group.created_at, self.world.setup.group_bytes,
+                group.content,
+                self.key,
+                "rg/chain_sum",
+                group.group.created_at,
+                self.world.setup.group_bytes,
                 0.5 if self.kind else spread(rewards),
-            )  # fmt: skip
+            )
             self.puller.catalogue.put(ENVELOPE, about)
 
     def _hear(self) -> None:
-        """What came by gossip since the last step; a few of it, the newest, stand for all in the pool."""
+        """What came by gossip since the last step; a few of it, the newest, stand for all in the
+        pool."""
         world = self.world
         came = world.published - self.read
         self.read = world.published
@@ -211,11 +224,25 @@ class Node:
         world, now = self.world, self.world.now
         if self.mode.phase is Phase.GOSSIP or world.nodes.get(self.peer) is not self:
             return
-        for peer, listing in self.puller.to_list(sorted(self.linked), now, trial=self.mode.phase is Phase.TRIAL):
-            world.ask(self.peer, peer, LISTING_SECONDS, lambda other, r=listing: other.list(self, r), lambda a, p=peer: self._listed(p, a))
+        for peer, listing in self.puller.to_list(
+            sorted(self.linked), now, trial=self.mode.phase is Phase.TRIAL
+        ):
+            world.ask(
+                self.peer,
+                peer,
+                LISTING_SECONDS,
+                lambda other, r=listing: other.list(self, r),
+                lambda a, p=peer: self._listed(p, a),
+            )
         if self.mode.phase is Phase.PULL:
             for pull in self.puller.to_pull(now, self._asks, world.seen_by(self.peer)):
-                world.ask(self.peer, pull.holder, 6.0, lambda other, p=pull: other.give(self, p), lambda a, p=pull: self._pulled(p, a))
+                world.ask(
+                    self.peer,
+                    pull.holder,
+                    6.0,
+                    lambda other, p=pull: other.give(self, p),
+                    lambda a, p=pull: self._pulled(p, a),
+                )
 
     def _listed(self, peer: str, answer: ListingResponse | None) -> None:
         began = time.process_time()
@@ -224,7 +251,9 @@ class Node:
         if self.world.counting and answer is not None:
             self.world.counts.listings += 1
             self.world.counts.listed += len(answer.groups)
-            self.world.counts.listing_bytes += len(codec.encode(answer)) + len(codec.encode(ListingRequest(SWARM, b"12345678", 9999)))
+            self.world.counts.listing_bytes += len(codec.encode(answer)) + len(
+                codec.encode(ListingRequest(SWARM, b"12345678", 9999))
+            )
         self._pump()
         if self.world.counting:
             self.world.counts.seconds += time.process_time() - began
@@ -275,7 +304,11 @@ class Node:
         if not self.allowances.has_room(asker.peer, now):
             return None
         answer = self.puller.give(pull, now)
-        size = sum(listed.size for listed, group in zip(pull.groups, answer.groups, strict=True) if group.status == "ok")
+        size = sum(
+            listed.size
+            for listed, group in zip(pull.groups, answer.groups, strict=True)
+            if group.status == "ok"
+        )
         self.allowances.charge(asker.peer, size, asker.peer in self.met, now)
         return answer
 
@@ -317,10 +350,14 @@ class World:
         self._order = itertools.count()
         self._born = itertools.count()
         sampling = SamplingParams(1.0, 1.0, 64)
-        self._body = lambda created: RolloutGroup(TaskRef("t", "v", 0, 0), b"", b"", 0, created, 0, sampling, [])
+        self._body = lambda created: RolloutGroup(
+            TaskRef("t", "v", 0, 0), b"", b"", 0, created, 0, sampling, []
+        )
         for _ in range(setup.nodes):
             self._join()
-        for node, linked in zip(list(self.nodes.values()), rings(setup.nodes, DEGREE, self.rng), strict=True):
+        for node, linked in zip(
+            list(self.nodes.values()), rings(setup.nodes, DEGREE, self.rng), strict=True
+        ):
             node.linked = {f"node{i}" for i in linked}
         self.after(TEND_SECONDS, self._tend)
 
@@ -337,7 +374,9 @@ class World:
 
     def publish(self, author: Node, rewards: list[float]) -> ExternalGroup:
         content = self.rng.randbytes(32)
-        group = ExternalGroup(content, author.peer, self._body(int(self.now * 1000)), "", rewards, staleness=0)
+        group = ExternalGroup(
+            content, author.peer, self._body(int(self.now * 1000)), "", rewards, staleness=0
+        )
         self.groups[content] = group
         self._seen[author.peer](content, note=True)
         if author.knows:
@@ -351,13 +390,22 @@ class World:
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), call))
 
-    def ask(self, asker: str, peer: str, deadline: float, answer: Callable[[Node], object], done: Callable[..., None]) -> None:
+    def ask(
+        self,
+        asker: str,
+        peer: str,
+        deadline: float,
+        answer: Callable[[Node], object],
+        done: Callable[..., None],
+    ) -> None:
         """A request, there and back; None where nobody is there."""
 
         def arrive() -> None:
             other = self.nodes.get(peer)
             said = answer(other) if other is not None else None
-            self.after(self.rng.uniform(0.02, 0.15) if other is not None else deadline, lambda: done(said))
+            self.after(
+                self.rng.uniform(0.02, 0.15) if other is not None else deadline, lambda: done(said)
+            )
             self.counts.failed += self.counting and said is None
 
         self.after(self.rng.uniform(0.02, 0.15), arrive)
@@ -381,14 +429,20 @@ class World:
         kind = kinds[index % 2] if share and self.rng.random() < share else ""
         node = Node(self, index, kind)
         self.nodes[node.peer] = node
-        self._keys[node.key], self._kinds[node.peer], self._seen[node.peer] = node.peer, kind, Seen()
+        self._keys[node.key], self._kinds[node.peer], self._seen[node.peer] = (
+            node.peer,
+            kind,
+            Seen(),
+        )
         self.after(self.rng.uniform(0, STEP_SECONDS), node.step)
         return node
 
     def _tend(self) -> None:
         """Churn, connections that are gone, and connections exchanged for others."""
         self.after(TEND_SECONDS, self._tend)
-        for peer in [peer for peer in self.nodes if self.rng.random() < TEND_SECONDS / LIFE_SECONDS]:
+        for peer in [
+            peer for peer in self.nodes if self.rng.random() < TEND_SECONDS / LIFE_SECONDS
+        ]:
             self.leave(peer)
             self._join()
         members = list(self.nodes)
@@ -404,7 +458,11 @@ class World:
                     self.nodes[other].linked.discard(node.peer)
             for _ in range(2 * (min(DEGREE, len(members) - 1) - len(node.linked))):
                 other = self.rng.choice(members)
-                if other != node.peer and len(node.linked) < DEGREE and len(self.nodes[other].linked) < 2 * DEGREE:
+                if (
+                    other != node.peer
+                    and len(node.linked) < DEGREE
+                    and len(self.nodes[other].linked) < 2 * DEGREE
+                ):
                     node.linked.add(other)
                     self.nodes[other].linked.add(node.peer)
 
@@ -423,7 +481,8 @@ class Result:
     spread_steps: float | None
     """Until a behaviour of one node is shown by 90 % of all."""
     absorbed_seconds: float | None
-    """From when `leave` of all nodes left until batches are 95 % as full as before; 0: they always were."""
+    """From when `leave` of all nodes left until batches are 95 % as full as before; 0: they always
+    were."""
     least_fill: float
     """Least mean over 30 s, after that."""
     kilobytes: float
@@ -463,13 +522,15 @@ def simulate(setup: Setup) -> Result:
 
 
 def spread_steps(knowing: list[float], began: float, nodes: int) -> float | None:
-    """Steps from `began` until 90 % of `nodes` know, one of which knew; None where they did not. knowing: when each learnt."""
+    """Steps from `began` until 90 % of `nodes` know, one of which knew; None where they did not.
+    knowing: when each learnt."""
     needed = max(1, round(0.9 * nodes) - 1)
     return (knowing[needed - 1] - began) / STEP_SECONDS if len(knowing) >= needed else None
 
 
 def absorbed(fills: list[tuple[float, float]], left_at: float) -> tuple[float | None, float]:
-    """Seconds from `left_at` after which no 30 s have a mean below 95 % of what was before; and the least of those means."""
+    """Seconds from `left_at` after which no 30 s have a mean below 95 % of what was before; and the
+    least of those means."""
     usual = fmean([fill for at, fill in fills if at < left_at] or [1.0])
     after: dict[int, list[float]] = {}
     for at, fill in fills:

@@ -1,7 +1,9 @@
-"""What listings, pulls and connections cost between real hosts on loopback: the constants of benchmarks.scale.
+"""What listings, pulls and connections cost between real hosts on loopback: the constants of
+benchmarks.scale.
 
-Two hosts in this process, so that its CPU time is that of both ends; bytes are those that their sockets read. What a node pays for all
-that it asks and answers is the same sum, as everybody asks as often as it is asked.
+Two hosts in this process, so that its CPU time is that of both ends; bytes are those that their
+sockets read. What a node pays for all that it asks and answers is the same sum, as everybody asks
+as often as it is asked.
 """
 
 from __future__ import annotations
@@ -63,9 +65,16 @@ async def two(directory: Path) -> AsyncIterator[tuple[Network, Network]]:
     async with contextlib.AsyncExitStack() as stack:
         opened: list[Network] = []
         for name in ("one", "other"):
-            cfg = NetworkConfig(mdns=False, relay="off", bulk_port=-1, initial_peers=[n.listen_addrs[0] for n in opened])
+            cfg = NetworkConfig(
+                mdns=False,
+                relay="off",
+                bulk_port=-1,
+                initial_peers=[n.listen_addrs[0] for n in opened],
+            )
             key = identity.load_or_create(directory / name / "identity.key")
-            opened.append(await stack.enter_async_context(open_host(cfg, key, directory / name, swarm=SWARM)))
+            opened.append(
+                await stack.enter_async_context(open_host(cfg, key, directory / name, swarm=SWARM))
+            )
         await opened[0].wait_connected()
         await opened[1].wait_connected()
         yield opened[0], opened[1]
@@ -78,28 +87,42 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
     meter.install()
     with tempfile.TemporaryDirectory() as directory:
         async with two(Path(directory)) as (server, client):
-            serving = Serving(Catalogue(b"", SWARM, b"lifetime"), lambda choice: True, lambda peer: True, clock)
+            serving = Serving(
+                Catalogue(b"", SWARM, b"lifetime"), lambda choice: True, lambda peer: True, clock
+            )
             serving.start(server.requests)
             frames = _fill(serving, size)
-            admission = Admission(SWARM, client.peer_id, BUILTIN_TASKS, SharingConfig(groups_per_second=16))
+            admission = Admission(
+                SWARM, client.peer_id, BUILTIN_TASKS, SharingConfig(groups_per_second=16)
+            )
             scorer = InProcessScorer()
 
             async def listing(position: int) -> None:
                 life = b"lifetime" if position else b""
                 data = await client.requests.request(
-                    server.peer_id, ids.LISTING_PROTOCOL, codec.encode(ListingRequest(SWARM, life, position)),
-                    deadline=10.0, max_response_bytes=limits.LISTING_RESPONSE_BYTES,
-                )  # fmt: skip
+                    server.peer_id,
+                    ids.LISTING_PROTOCOL,
+                    codec.encode(ListingRequest(SWARM, life, position)),
+                    deadline=10.0,
+                    max_response_bytes=limits.LISTING_RESPONSE_BYTES,
+                )
                 clock.pass_by()
-                assert len(codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups) == (0 if position else limits.NEWEST)
+                assert len(
+                    codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups
+                ) == (0 if position else limits.NEWEST)
 
             async def pull(contents: list[bytes]) -> None:
                 data = await client.requests.request(
-                    server.peer_id, ids.GROUPS_PROTOCOL, codec.encode(GroupsRequest(contents)),
-                    deadline=10.0, max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
-                )  # fmt: skip
+                    server.peer_id,
+                    ids.GROUPS_PROTOCOL,
+                    codec.encode(GroupsRequest(contents)),
+                    deadline=10.0,
+                    max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
+                )
                 clock.pass_by()
-                for answer in codec.decode(data, GroupsResponse, limits.GROUPS_RESPONSE_BYTES).groups:
+                for answer in codec.decode(
+                    data, GroupsResponse, limits.GROUPS_RESPONSE_BYTES
+                ).groups:
                     candidate = admission.check_pulled(answer.body, time.time())
                     texts = [completion.text for completion in candidate.group.completions]  # type: ignore[union-attr]
                     await scorer.score_many([(candidate.group.task, texts)])  # type: ignore[union-attr]
@@ -109,7 +132,11 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
             empty = await _cost(meter, TIMES, lambda n: listing(len(frames)))
             contents = [envelope.content_id(frame) for frame in frames]
             single = await _cost(meter, TIMES, lambda n: pull([contents[n]]))
-            eight = await _cost(meter, (len(contents) - TIMES) // 8, lambda n: pull(contents[TIMES + 8 * n : TIMES + 8 * n + 8]))
+            eight = await _cost(
+                meter,
+                (len(contents) - TIMES) // 8,
+                lambda n: pull(contents[TIMES + 8 * n : TIMES + 8 * n + 8]),
+            )
     more = Cost(max(0.0, eight.cpu_ms - single.cpu_ms) / 7, (eight.bytes - single.bytes) / 7)
     return full, empty, single, more, statistics.fmean(len(frame) for frame in frames)
 
@@ -127,7 +154,9 @@ async def idle() -> Cost:
             began, read, clock = time.process_time(), meter.bytes, trio.current_time()
             await trio.sleep(IDLE_SECONDS)
             seconds = links * (trio.current_time() - clock)
-            return Cost(1000 * (time.process_time() - began) / seconds, (meter.bytes - read) / seconds)
+            return Cost(
+                1000 * (time.process_time() - began) / seconds, (meter.bytes - read) / seconds
+            )
 
 
 def measure(size: int) -> Constants:

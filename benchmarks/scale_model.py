@@ -1,8 +1,10 @@
-"""Swarms of 10,000 and 100,000 nodes for benchmarks.scale, in numpy: steps in lockstep, and the rules of `rollouts.offers` simplified.
+"""Swarms of 10,000 and 100,000 nodes for benchmarks.scale, in numpy: steps in lockstep, and the
+rules of `rollouts.offers` simplified.
 
-In a step every node asks one of its sixteen neighbours for a listing, in turn; it draws from what this one and two of those before have
-listed, by spread × freshness, up to half from one of them. No trust, no liars, no failures: benchmarks.scale_events has those. What a node
-asks for does not depend on the number of nodes here, by construction; what comes of it may.
+In a step every node asks one of its sixteen neighbours for a listing, in turn; it draws from what
+this one and two of those before have listed, by spread × freshness, up to half from one of them. No
+trust, no liars, no failures: benchmarks.scale_events has those. What a node asks for does not
+depend on the number of nodes here, by construction; what comes of it may.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.scale_events import DEGREE, LEARNT, LIFE_SECONDS, MADE, ROOM, STEP_SECONDS, TURNOVER_SECONDS
+from benchmarks.scale_events import (
+    DEGREE,
+    LEARNT,
+    LIFE_SECONDS,
+    MADE,
+    ROOM,
+    STEP_SECONDS,
+    TURNOVER_SECONDS,
+)
 from swarmnode.rollouts.offers import HALF_LIFE_SECONDS, MOST_OFFERED
 from swarmnode.wire.limits import NEWEST
 
@@ -70,9 +80,12 @@ class Model:
         return (of + self.rng.integers(1, self.nodes, len(of))) % self.nodes
 
     def advance(self) -> tuple[NDArray[np.int64], int, int]:
-        """One step. Returns what each node took, (N, ROOM) with NOBODY where nothing came; entries listed; requests for groups."""
+        """One step. Returns what each node took, (N, ROOM) with NOBODY where nothing came; entries
+        listed; requests for groups."""
         nodes, everybody = self.nodes, np.arange(self.nodes)
-        for peer in self.rng.choice(nodes, self.rng.binomial(nodes, STEP_SECONDS / LIFE_SECONDS), replace=False):
+        for peer in self.rng.choice(
+            nodes, self.rng.binomial(nodes, STEP_SECONDS / LIFE_SECONDS), replace=False
+        ):
             self.shelves[peer] = self.taken[peer] = NOBODY
             self.kept[peer] = self.cursors[peer] = self.met_shown[peer] = 0
             self.knows[peer] = False
@@ -88,9 +101,13 @@ class Model:
         entries = 0
         for place in turn:
             holders = self.linked[:, place]
-            entries += int(np.minimum(np.maximum(0, self.kept[holders] - self.cursors[:, place]), NEWEST).sum())
+            entries += int(
+                np.minimum(np.maximum(0, self.kept[holders] - self.cursors[:, place]), NEWEST).sum()
+            )
             self.cursors[:, place] = self.kept[holders]
-        places = (turn + [(self.step * AT_ONCE - 1 - n) % self.degree for n in range(HOLDERS_AT_ONCE)])[:HOLDERS_AT_ONCE]
+        places = (
+            turn + [(self.step * AT_ONCE - 1 - n) % self.degree for n in range(HOLDERS_AT_ONCE)]
+        )[:HOLDERS_AT_ONCE]
         took, pulls = np.full((nodes, ROOM), NOBODY, np.int64), 0
         for start in range(0, nodes, CHUNK):
             part = slice(start, min(start + CHUNK, nodes))
@@ -105,10 +122,14 @@ class Model:
         return took, entries, pulls
 
     def _choose(self, who: NDArray[np.int64], places: list[int]) -> tuple[NDArray[np.int64], int]:
-        offered = np.concatenate([self.shelves[self.linked[who, place]][:, -MOST_OFFERED:] for place in places], axis=1)
+        offered = np.concatenate(
+            [self.shelves[self.linked[who, place]][:, -MOST_OFFERED:] for place in places], axis=1
+        )
         holder = np.repeat(np.arange(len(places)), MOST_OFFERED)
         author, made = offered // MADE % self.nodes, offered // (MADE * self.nodes)
-        weights = self._of(self.spreads, offered, 0.0) * 0.5 ** ((self.step - made) * STEP_SECONDS / HALF_LIFE_SECONDS)
+        weights = self._of(self.spreads, offered, 0.0) * 0.5 ** (
+            (self.step - made) * STEP_SECONDS / HALF_LIFE_SECONDS
+        )
         known = (offered[:, :, None] == self.taken[who][:, None, :]).any(axis=2)
         weights = np.where((offered == NOBODY) | (author == who[:, None]) | known, 0.0, weights)
         with np.errstate(divide="ignore"):
@@ -116,12 +137,19 @@ class Model:
         keys = np.where(weights > 0, keys, -np.inf)
         order = np.argsort(-keys, axis=1)[:, : 3 * ROOM]
         took = np.full((len(who), ROOM), NOBODY, np.int64)
-        count, from_holder = np.zeros(len(who), np.int64), np.zeros((len(who), len(places)), np.int64)
+        count, from_holder = (
+            np.zeros(len(who), np.int64),
+            np.zeros((len(who), len(places)), np.int64),
+        )
         rows = np.arange(len(who))
         for rank in range(order.shape[1]):
             at = order[:, rank]
             content, of = offered[rows, at], holder[at]
-            good = (keys[rows, at] > -np.inf) & (count < ROOM) & ~(took == content[:, None]).any(axis=1)
+            good = (
+                (keys[rows, at] > -np.inf)
+                & (count < ROOM)
+                & ~(took == content[:, None]).any(axis=1)
+            )
             good &= from_holder[rows, of] < -(-ROOM // min(2, len(places)))
             took[rows[good], count[good]] = content[good]
             from_holder[rows[good], of[good]] += 1
@@ -129,7 +157,8 @@ class Model:
         return took, int((from_holder > 0).sum())
 
     def _put(self, groups: NDArray[np.int64]) -> None:
-        """Put (N, n) groups on the shelves, the newest last; NOBODY puts none, its place is lost."""
+        """Put (N, n) groups on the shelves, the newest last; NOBODY puts none, its place is
+        lost."""
         self.shelves = np.concatenate([self.shelves[:, groups.shape[1] :], groups], axis=1)
         self.kept += (groups != NOBODY).sum(axis=1)
 
@@ -170,6 +199,15 @@ def run(nodes: int, seed: int, steps: int, warm: int) -> Outcome:
     per = counted * nodes
     made = sum(1 for group in range(-(-warm * nodes * MADE // 97) * 97, steps * nodes * MADE, 97))
     return Outcome(
-        nodes, seed, entries / per, float(min(AT_ONCE, nodes - 1)), pulls / per, pulled / per, full / per, len(used) / made,
-        float(np.mean(ages)), float(np.mean([len(met) for met in authors])), spread_steps,
-    )  # fmt: skip
+        nodes,
+        seed,
+        entries / per,
+        float(min(AT_ONCE, nodes - 1)),
+        pulls / per,
+        pulled / per,
+        full / per,
+        len(used) / made,
+        float(np.mean(ages)),
+        float(np.mean([len(met) for met in authors])),
+        spread_steps,
+    )

@@ -1,38 +1,78 @@
-"""Models of a real size with random weights, for timing where none can be downloaded: their shape, our tokenizer, a padded vocabulary."""
+"""Models of a real size with random weights, for timing where none can be downloaded: their shape,
+our tokenizer, a padded vocabulary."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
 
 SHAPES: dict[str, PretrainedConfig] = {
     "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
     ),
     "qwen2.5-7b": Qwen2Config(
-        vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
     ),
     "sixtieth-of-7b": Qwen2Config(
-        vocab_size=512, hidden_size=1280, intermediate_size=6784, num_hidden_layers=4, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=4096, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        vocab_size=512,
+        hidden_size=1280,
+        intermediate_size=6784,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
     ),
-}  # fmt: skip
+}
 
 
-def build(shape: str, tokenizer: PreTrainedTokenizerBase, directory: Path, device: str = "cpu") -> str:
-    """Write the model to `directory`, in bfloat16 as such models are published, and return its name. Seed 0.
+def build(
+    shape: str, tokenizer: PreTrainedTokenizerBase, directory: Path, device: str = "cpu"
+) -> str:
+    """Write the model to `directory`, in bfloat16 as such models are published, and return its
+    name. Seed 0.
 
-    Its tokens mean nothing: it rarely ends a completion, so that both sides of a comparison sample equally many.
+    Its tokens mean nothing: it rarely ends a completion, so that both sides of a comparison sample
+    equally many.
     """
     config = SHAPES[shape]
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = (
+        None,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if device == "cpu" else torch.bfloat16
+        )
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)

@@ -1,8 +1,10 @@
-"""N nodes in one process: the parts of a real node (policy, scorer, pool, split, corrections, update) without sockets.
+"""N nodes in one process: the parts of a real node (policy, scorer, pool, split, corrections,
+update) without sockets.
 
-One round of every node: generate I groups → score → share → draw external groups → judge → one optimizer step, all nodes at once or in
-several turns. Groups reach the other pools in the same turn. `Share` decides how: in memory here; benchmarks.adversaries sends signed
-frames through admission.
+One round of every node: generate I groups → score → share → draw external groups → judge → one
+optimizer step, all nodes at once or in several turns. Groups reach the other pools in the same
+turn. `Share` decides how: in memory here; benchmarks.adversaries sends signed frames through
+admission.
 """
 
 from __future__ import annotations
@@ -74,17 +76,21 @@ class Sharing:
     """Groups whose rewards are all equal are not sent."""
 
 
-UNCHECKED = ExternalChecks(spot_check_tolerance=1e9, surprise_tolerance=1e9, burst_slack=1e9, temperature_factor=1e9)
+UNCHECKED = ExternalChecks(
+    spot_check_tolerance=1e9, surprise_tolerance=1e9, burst_slack=1e9, temperature_factor=1e9
+)
 PAPER = Sharing(UNCHECKED, corrected=False, uniform=True)
 """The paper's treatment: drawn uniformly, used as if sampled here."""
 
 
 LAGGED = Sharing(UNCHECKED)
-"""As the product does, but nothing is refused: with a lag a peer's policy is far from ours, and honest."""
+"""As the product does, but nothing is refused: with a lag a peer's policy is far from ours, and
+honest."""
 
 
 class FixedSplit:
-    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take from J, to I's benefit.
+    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take
+    from J, to I's benefit.
 
     Source: SAPO (arXiv 2509.08721) §3, Algorithm 1. Raises ValueError for J outside 0..batch − 1.
     """
@@ -119,9 +125,15 @@ class RoundPool:
         return True
 
     def draw(
-        self, count: int, policy_version: int, now: float, rng: random.Random, trust: Callable[[str], float],
-        belief: Callable[[str], float], per_peer: int,
-    ) -> list[ExternalGroup]:  # fmt: skip
+        self,
+        count: int,
+        policy_version: int,
+        now: float,
+        rng: random.Random,
+        trust: Callable[[str], float],
+        belief: Callable[[str], float],
+        per_peer: int,
+    ) -> list[ExternalGroup]:
         chosen = rng.sample(self._groups, min(count, len(self._groups)))
         self._groups = []
         return chosen
@@ -140,23 +152,28 @@ class Arm:
     oversample: int = 0
     """A lone node's most groups per step: it generates until the batch is full of useful groups."""
     keep_pool: bool = False
-    """External groups stay drawable for later rounds, as in a real node; else only in the round they were made, as in the paper."""
+    """External groups stay drawable for later rounds, as in a real node; else only in the round
+    they were made, as in the paper."""
     guard: bool = False
     average: int = 0
-    """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate, int8 on the wire; 0 is never."""
+    """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate,
+    int8 on the wire; 0 is never."""
     as_much_as: str = ""
-    """Another arm, whose received bytes this one may receive too: what sharing leaves of them goes to outer steps, a fragment at a time."""
+    """Another arm, whose received bytes this one may receive too: what sharing leaves of them goes
+    to outer steps, a fragment at a time."""
     share_one_of: int = 1
     """Of a node's useful groups, one of so many is published."""
     neighbours: int = 0
     """Others that a node is connected with and pulls from; 0: every group reaches everybody."""
     replay: bool = False
-    """A batch that lacks useful groups is filled with those of the last steps, as in a real node."""
+    """A batch that lacks useful groups is filled with those of the last steps, as in a real
+    node."""
     lag: int = 0
     """Updates between the policy that samples and the one that learns."""
     correction: str = ""
-    """`training.options`, space between, for what was sampled with a lag. Or `uncorrected`, as if the present policy had sampled it, or
-    `clipped`, where the objective's ratio is against the sampler."""
+    """`training.options`, space between, for what was sampled with a lag. Or `uncorrected`, as if
+    the present policy had sampled it, or `clipped`, where the objective's ratio is against the
+    sampler."""
 
 
 @dataclass
@@ -184,10 +201,11 @@ class Trace:
     tokens: list[float] = field(default_factory=list)
     """Tokens sampled for training, per node, in this round."""
     evaluation_tokens: float = 0.0
-    """Tokens sampled in all held-out evaluations, per node: the benchmark's own instrument, the same for every arm at the same rounds."""
+    """Tokens sampled in all held-out evaluations, per node: the benchmark's own instrument, the
+    same for every arm at the same rounds."""
     received: list[float] = field(default_factory=list)
-    """Bytes of others' signed groups, listings and weights that reached a node in this round, each once; what gossip and streams add is not
-    in it."""
+    """Bytes of others' signed groups, listings and weights that reached a node in this round, each
+    once; what gossip and streams add is not in it."""
     samples: list[float] = field(default_factory=list)
     """Groups in the optimizer's batch."""
     useful_samples: list[float] = field(default_factory=list)
@@ -214,7 +232,8 @@ class OwnSample:
 
 
 class Averaging:
-    """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and threads."""
+    """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and
+    threads."""
 
     def __init__(self, policy: Policy, parts: int) -> None:
         self.tensors = AveragedTensors(trainable(policy.model), "int8", parts, threading.Lock())
@@ -252,7 +271,9 @@ class Past:
 
     def policy(self) -> Policy:
         with torch.no_grad():
-            for parameter, value in zip(self._then.trainable_parameters(), self._states[0], strict=True):
+            for parameter, value in zip(
+                self._then.trainable_parameters(), self._states[0], strict=True
+            ):
                 parameter.copy_(value)
         return self._then
 
@@ -263,13 +284,29 @@ class Past:
 class Node:
     """One simulated node: identity, policy, optimizer, pool."""
 
-    def __init__(self, index: int, policy: Policy, arm: Arm, training: TrainingConfig, swarm: bytes, seed: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        policy: Policy,
+        arm: Arm,
+        training: TrainingConfig,
+        swarm: bytes,
+        seed: int,
+    ) -> None:
         if arm.correction not in ("", *UNNAMED):
             training = training.model_copy(update={"options": arm.correction.split()})
-        self.index, self.policy, self.arm, self.training, self.swarm = index, policy, arm, training, swarm
+        self.index, self.policy, self.arm, self.training, self.swarm = (
+            index,
+            policy,
+            arm,
+            training,
+            swarm,
+        )
         self.past = Past(policy, arm.lag) if arm.lag else None
         stream = f"{seed}/{index}"
-        self.key = Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"benchmark/{stream}".encode(), digest_size=32).digest())
+        self.key = Ed25519PrivateKey.from_private_bytes(
+            hashlib.blake2b(f"benchmark/{stream}".encode(), digest_size=32).digest()
+        )
         self.peer = peer_id(self.key.public_key().public_bytes_raw())
         self.rng = random.Random(f"draw/{stream}")
         self.generator = policy.random_generator(seed * 1009 + index)
@@ -277,7 +314,9 @@ class Node:
         self.updater = Updater(policy, training, self.batcher)
         self.pool = self._new_pool()
         batch = training.groups_per_step
-        self.split: AdaptiveSplit | FixedSplit = AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
+        self.split: AdaptiveSplit | FixedSplit = (
+            AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
+        )
         self.replay = ReplayBuffer(USES if arm.replay else 0)
         self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
@@ -290,7 +329,11 @@ class Node:
         self.outcomes: Counter[str] = Counter()
         self.judged: list[tuple[ExternalGroup, str]] = []
         """What became of every drawn group, the latest last."""
-        self.replica = Averaging(policy, PARTS if arm.as_much_as else 1) if arm.average or arm.as_much_as else None
+        self.replica = (
+            Averaging(policy, PARTS if arm.as_much_as else 1)
+            if arm.average or arm.as_much_as
+            else None
+        )
         self.trust: Callable[[str], float] = lambda peer: 1.0
         self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
 
@@ -307,18 +350,34 @@ class Node:
     def sample(self, prompts: Sequence[str]) -> list[GroupSample]:
         t = self.training
         sampling = Sampling(t.num_generations, t.max_completion_length, t.temperature, t.top_p)
-        return self.batcher.generate(self.past.policy() if self.past else self.policy, prompts, sampling, self.generator)
+        return self.batcher.generate(
+            self.past.policy() if self.past else self.policy, prompts, sampling, self.generator
+        )
 
     def rollout(self, own: OwnSample, now: float) -> RolloutGroup:
         """What this node publishes of an own group."""
         t = self.training
         done = [
-            Completion(c.text, len(c.ids), sum(c.logprobs), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
+            Completion(
+                c.text,
+                len(c.ids),
+                sum(c.logprobs),
+                c.finish,
+                pack_ids(c.ids),
+                pack_logprobs(c.logprobs),
+            )
             for c in own.sample.completions
         ]
         sampling = SamplingParams(t.temperature, t.top_p, t.max_completion_length)
         return RolloutGroup(
-            own.ref, self.policy.fingerprint, self.policy.tokenizer_hash, self.version, int(now * 1000), own.sequence, sampling, done
+            own.ref,
+            self.policy.fingerprint,
+            self.policy.tokenizer_hash,
+            self.version,
+            int(now * 1000),
+            own.sequence,
+            sampling,
+            done,
         )
 
     def receive(self, group: ExternalGroup, now: float) -> None:
@@ -329,12 +388,18 @@ class Node:
         """External groups for this round, judged: what `trainer.external` does."""
         room, uniform = self.split.external_room, self.arm.sharing.uniform
         count = self.asked = max(0, room if uniform else room + reserve(room) - len(self._backlog))
-        more = lambda count: self.pool.draw(count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room))
+        more = lambda count: self.pool.draw(
+            count, self.version, now, self.rng, self.trust, self.trusted.belief, most_per_peer(room)
+        )
         drawn = more(count)
         scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
         judging = lambda some: judge(some, self.policy, scored, temperature, checks)
-        judged, left = (judging(drawn), []) if uniform else judge_until_full(self._backlog + drawn, room, judging, more)
+        judged, left = (
+            (judging(drawn), [])
+            if uniform
+            else judge_until_full(self._backlog + drawn, room, judging, more)
+        )
         self._backlog = left if self.arm.keep_pool else []
         for group, outcome in judged.outcomes:
             self.outcomes[outcome] += 1
@@ -345,13 +410,18 @@ class Node:
         if not self.arm.keep_pool:
             self.pool = self._new_pool()
         if not self.arm.sharing.corrected:
-            return [replace(group, weights=[float(w > 0) for w in group.weights]) for group in judged.accepted]
+            return [
+                replace(group, weights=[float(w > 0) for w in group.weights])
+                for group in judged.accepted
+            ]
         return judged.accepted
 
     def _new_pool(self) -> Pool | RoundPool:
         return RoundPool() if self.arm.sharing.uniform else Pool()
 
-    def learn(self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]) -> None:
+    def learn(
+        self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]
+    ) -> None:
         """One optimizer step; tells split and guard."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
         self.replay.sampled(mine)
@@ -392,10 +462,15 @@ class Node:
             trace["agreement"] = agreement
 
     def _without_correction(self, group: TrainingGroup) -> TrainingGroup:
-        """As the arm wants it: against the present policy, against the sampler, or as the product corrects it."""
+        """As the arm wants it: against the present policy, against the sampler, or as the product
+        corrects it."""
         if self.arm.correction not in UNNAMED:
             return group
-        old = group.old_logprobs if self.arm.correction == "clipped" else score(self.policy, group.rows, self.training.temperature)
+        old = (
+            group.old_logprobs
+            if self.arm.correction == "clipped"
+            else score(self.policy, group.rows, self.training.temperature)
+        )
         return replace(group, old_logprobs=old, sampler_logprobs=[])
 
 
@@ -407,9 +482,15 @@ class Swarm:
     round_seconds = ROUND_SECONDS
 
     def __init__(
-        self, arm: Arm, policies: Sequence[Policy], training: TrainingConfig, scorer: Scorer, seed: int, eval_questions: int = 12,
+        self,
+        arm: Arm,
+        policies: Sequence[Policy],
+        training: TrainingConfig,
+        scorer: Scorer,
+        seed: int,
+        eval_questions: int = 12,
         allowance: Sequence[float] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """allowance: for an arm with `as_much_as`, what that one received in each round."""
         self.arm, self.training, self.scorer, self.seed = arm, training, scorer, seed
         self.names = TaskConfig().names
@@ -434,7 +515,8 @@ class Swarm:
         return self.counted
 
     def run(self, enough: Callable[[Trace], bool], eval_every: int) -> Trace:
-        """Rounds until `enough`, with a held-out evaluation every `eval_every` rounds, first and last."""
+        """Rounds until `enough`, with a held-out evaluation every `eval_every` rounds, first and
+        last."""
         self.evaluate()
         while not enough(self.trace):
             self.round()
@@ -457,12 +539,22 @@ class Swarm:
                 node.learn(own[node.index], self.draw(node), row)
                 if node in self.reported:
                     rows.append(row)
-        for name in ("reward_own", "useful_own", "generated_groups", "tokens", "samples", "useful_samples", "external_scale"):
+        for name in (
+            "reward_own",
+            "useful_own",
+            "generated_groups",
+            "tokens",
+            "samples",
+            "useful_samples",
+            "external_scale",
+        ):
             getattr(self.trace, name).append(fmean(r[name] for r in rows))
         rounds = len(self.trace.tokens)
         if self.arm.average and rounds % self.arm.average == 0:
             self.average()
-        while self._allowance and self._affordable(self._allowance[min(rounds, len(self._allowance)) - 1]):
+        while self._allowance and self._affordable(
+            self._allowance[min(rounds, len(self._allowance)) - 1]
+        ):
             self.average()
         self.trace.received.append(self._received / len(self.counted) - sum(self.trace.received))
         agreements = [r["agreement"] for r in rows if "agreement" in r]
@@ -487,8 +579,14 @@ class Swarm:
         for one, other in zip(order[::2], order[1::2], strict=False):
             assert one.replica is not None
             assert other.replica is not None
-            (mine, sent), (theirs, received) = one.replica.copy(fragment), other.replica.copy(fragment)
-            for node, snapshot, payload, peer in ((one, mine, received, other.peer), (other, theirs, sent, one.peer)):
+            (mine, sent), (theirs, received) = (
+                one.replica.copy(fragment),
+                other.replica.copy(fragment),
+            )
+            for node, snapshot, payload, peer in (
+                (one, mine, received, other.peer),
+                (other, theirs, sent, one.peer),
+            ):
                 assert node.replica is not None
                 outcome = node.replica.step(peer, fragment, snapshot, payload)
                 node.version += 1
@@ -500,7 +598,8 @@ class Swarm:
         return node.draw(self.now)
 
     def generate(self) -> dict[int, list[OwnSample]]:
-        """Own groups of every node that takes its step now, scored: all nodes' questions in one request."""
+        """Own groups of every node that takes its step now, scored: all nodes' questions in one
+        request."""
         own: dict[int, list[OwnSample]] = {n.index: [] for n in self.stepping}
         batch = self.training.groups_per_step
         while True:
@@ -518,31 +617,49 @@ class Swarm:
             prompts = [s.prompt for s in self.score([(ref, []) for _, ref, _ in asked])]
             samples: list[GroupSample] = []
             for node in self.stepping:
-                samples += node.sample([p for p, (n, _, _) in zip(prompts, asked, strict=True) if n is node])
-            scored = self.score([(ref, [c.text for c in s.completions]) for (_, ref, _), s in zip(asked, samples, strict=True)])
+                samples += node.sample(
+                    [p for p, (n, _, _) in zip(prompts, asked, strict=True) if n is node]
+                )
+            scored = self.score(
+                [
+                    (ref, [c.text for c in s.completions])
+                    for (_, ref, _), s in zip(asked, samples, strict=True)
+                ]
+            )
             for (node, ref, sequence), sample, result in zip(asked, samples, scored, strict=True):
-                own[node.index].append(OwnSample(ref, sequence, result.prompt, sample, result.rewards))
+                own[node.index].append(
+                    OwnSample(ref, sequence, result.prompt, sample, result.rewards)
+                )
 
     def share(self, own: dict[int, list[OwnSample]]) -> None:
         """Everybody's groups to everybody else's pool, in memory."""
         if self.arm.external == 0:
             return
         for sender in self.stepping:
-            useful = [one for one in own[sender.index] if is_useful(one.rewards) or not self.arm.sharing.useful_only]
+            useful = [
+                one
+                for one in own[sender.index]
+                if is_useful(one.rewards) or not self.arm.sharing.useful_only
+            ]
             for one in useful:
                 if one.sequence % self.arm.share_one_of:
                     continue
-                content = hashlib.blake2b(f"{sender.peer}/{one.sequence}".encode(), digest_size=32).digest()
+                content = hashlib.blake2b(
+                    f"{sender.peer}/{one.sequence}".encode(), digest_size=32
+                ).digest()
                 rollout = sender.rollout(one, self.now)
                 size = len(seal(rollout, sender.key, DOMAIN_ROLLOUT, self.swarm))
-                group = ExternalGroup(content, sender.peer, rollout, one.prompt, one.rewards, staleness=0)
+                group = ExternalGroup(
+                    content, sender.peer, rollout, one.prompt, one.rewards, staleness=0
+                )
                 for receiver in self.nodes:
                     if receiver is not sender:
                         receiver.receive(group, self.now)
                         self._received += size
 
     def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:
-        """Through the real sandboxed scorer. Raises its error: with honest addresses there is none."""
+        """Through the real sandboxed scorer. Raises its error: with honest addresses there is
+        none."""
         results = []
         for result in self.scorer.score_many(items):
             if isinstance(result, Exception):
@@ -551,9 +668,14 @@ class Swarm:
         return results
 
     def _make_exam(self, per_task: int) -> list[list[tuple[TaskRef, str]]]:
-        """Held-out questions of every node, other ones for each: from the evaluation range, which training never draws from."""
+        """Held-out questions of every node, other ones for each: from the evaluation range, which
+        training never draws from."""
         refs = [
-            [TaskRef(n, task_version(n), evaluation_seed(n, block=node.index), i) for n in self.names for i in range(per_task)]
+            [
+                TaskRef(n, task_version(n), evaluation_seed(n, block=node.index), i)
+                for n in self.names
+                for i in range(per_task)
+            ]
             for node in self.nodes
         ]
         prompts = self.score([(ref, []) for mine in refs for ref in mine])
@@ -561,13 +683,16 @@ class Swarm:
         return [[(ref, next(texts)) for ref in mine] for mine in refs]
 
     def evaluate(self) -> None:
-        """Held-out reward at temperature 1, one completion per question, the same random numbers each time."""
+        """Held-out reward at temperature 1, one completion per question, the same random numbers
+        each time."""
         t, texts, items = self.training, [], []
         for node in self.reported:
             exam = self._exam[node.index]
             prompts = [p for _, p in exam]
             once = Sampling(1, t.max_completion_length, t.temperature)
-            for sample in generate(node.policy, prompts, once, node.policy.random_generator(node.index)):
+            for sample in generate(
+                node.policy, prompts, once, node.policy.random_generator(node.index)
+            ):
                 texts.append(sample.completions[0])
             items += [ref for ref, _ in exam]
         self.trace.evaluation_tokens += sum(len(c.ids) for c in texts) / len(self.reported)
@@ -589,26 +714,33 @@ PAYLOAD = "#"
 
 
 def at(points: Sequence[Point], axis: str, budget: float) -> float | None:
-    """Held-out reward when `axis` (round, tokens, samples) reached `budget`, linear between evaluations; None if it never did."""
+    """Held-out reward when `axis` (round, tokens, samples) reached `budget`, linear between
+    evaluations; None if it never did."""
     for before, after in itertools.pairwise(points):
         a, b = getattr(before, axis), getattr(after, axis)
         if a <= budget <= b:
-            return before.reward + (after.reward - before.reward) * ((budget - a) / (b - a) if b > a else 1.0)
+            return before.reward + (after.reward - before.reward) * (
+                (budget - a) / (b - a) if b > a else 1.0
+            )
     return None
 
 
 def mean_until(points: Sequence[Point], axis: str, budget: float) -> float | None:
-    """Mean held-out reward while `axis` went from 0 to `budget`: the area under the learning curve. None if it never got there."""
+    """Mean held-out reward while `axis` went from 0 to `budget`: the area under the learning curve.
+    None if it never got there."""
     end = at(points, axis, budget)
     if end is None:
         return None
-    known = [(getattr(p, axis), p.reward) for p in points if getattr(p, axis) < budget] + [(budget, end)]
+    known = [(getattr(p, axis), p.reward) for p in points if getattr(p, axis) < budget] + [
+        (budget, end)
+    ]
     area = sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(known))
     return area / budget
 
 
 def count_until(axis: Sequence[float], budget: float, wanted: Sequence[float]) -> float:
-    """Sum of the per-round numbers `wanted` until the per-round numbers `axis` summed up to `budget`."""
+    """Sum of the per-round numbers `wanted` until the per-round numbers `axis` summed up to
+    `budget`."""
     total = done = 0.0
     for step, value in zip(axis, wanted, strict=True):
         if total + step > budget and step > 0:
@@ -619,6 +751,7 @@ def count_until(axis: Sequence[float], budget: float, wanted: Sequence[float]) -
 
 
 def single_thread() -> None:
-    """One thread for each of two processes, sums in one order, and no word about hostile texts being long."""
+    """One thread for each of two processes, sums in one order, and no word about hostile texts
+    being long."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

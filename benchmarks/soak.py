@@ -1,10 +1,15 @@
-"""Does anything grow? `python -m benchmarks.soak [--minutes 60] [--nodes 8] [--churn 20]`: real nodes for an hour while others come and go.
+"""Does anything grow? `python -m benchmarks.soak [--minutes 60] [--nodes 8] [--churn 20]`: real
+nodes for an hour while others come and go.
 
-The first half of the nodes stays and is measured: memory, descriptors and threads of each process, tasks of trio, bytes in the data
-directory. Of the other half one is killed, asked to end or loses its disk every `--churn` seconds, and is started again at once. After
-the first quarter, in which caches fill, the slope of each series is the median of all slopes between two of its points (Theil and Sen),
-and a trend is what Kendall's test does not take for chance (|z| > 4) and an hour of which is more than a twentieth of the median.
-Counters must not fall, nobody who stays may be started again, and every error that is logged has to be one that churn explains.
+The first half of the nodes stays and is measured: memory, descriptors and threads of each process,
+tasks of trio, bytes in the data directory. Of the other half one is killed, asked to end or loses
+its disk every `--churn` seconds, and is started again at once. After the first quarter, in which
+caches fill, the slope of each series is the median of all slopes between two of its points (Theil
+and Sen),
+and a trend is what Kendall's test does not take for chance (|z| > 4) and an hour of which is more
+than a twentieth of the median.
+Counters must not fall, nobody who stays may be started again, and every error that is logged has to
+be one that churn explains.
 """
 
 from __future__ import annotations
@@ -28,7 +33,17 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import heading, table
-from tests.support.chaos.nodes import NETWORK, PACE, SCORER, SUPERVISOR, TRAINER, ChaosNode, ChaosSwarm, swarm_of, until
+from tests.support.chaos.nodes import (
+    NETWORK,
+    PACE,
+    SCORER,
+    SUPERVISOR,
+    TRAINER,
+    ChaosNode,
+    ChaosSwarm,
+    swarm_of,
+    until,
+)
 from tests.support.chaos.schedule import errors, logged_since, now
 
 SAMPLE_SECONDS, POINTS = 10.0, 40
@@ -37,7 +52,8 @@ NAMES = {SUPERVISOR: "supervisor", NETWORK: "network", TRAINER: "trainer", SCORE
 GROWS, SURE = 0.05, 4.0
 """Share of the median in an hour, and |z| of Kendall's test, from which on a slope is a trend."""
 EXPLAINED = ()
-"""Errors that neighbours which come and go explain, as regular expressions. None does: a neighbour's end is no error."""
+"""Errors that neighbours which come and go explain, as regular expressions. None does: a
+neighbour's end is no error."""
 Series = list[tuple[float, float]]
 """(seconds, value)."""
 
@@ -49,12 +65,20 @@ def slope(series: Sequence[tuple[float, float]]) -> float:
 
 
 def surety(series: Sequence[tuple[float, float]]) -> float:
-    """z of Kendall's test of a trend (Mann 1945), ties corrected for; 0 of a series without any change."""
+    """z of Kendall's test of a trend (Mann 1945), ties corrected for; 0 of a series without any
+    change."""
     n, values = len(series), [value for _, value in sorted(series)]
-    concordant = sum((later > earlier) - (later < earlier) for earlier, later in itertools.combinations(values, 2))
+    concordant = sum(
+        (later > earlier) - (later < earlier)
+        for earlier, later in itertools.combinations(values, 2)
+    )
     ties = sum(k * (k - 1) * (2 * k + 5) for k in Counter(values).values())
     variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
-    return (concordant - (concordant > 0) + (concordant < 0)) / math.sqrt(variance) if variance > 0 else 0.0
+    return (
+        (concordant - (concordant > 0) + (concordant < 0)) / math.sqrt(variance)
+        if variance > 0
+        else 0.0
+    )
 
 
 def grows(series: Sequence[tuple[float, float]]) -> bool:
@@ -99,9 +123,17 @@ class Watch:
         except OSError:
             self.unanswered += 1
             return
-        told = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
-        counters = {name: float(value) for name, _, value in told if name.partition("{")[0].endswith("_total")}
-        self.fallen |= {name for name, value in counters.items() if value < self._counters.get(name, 0.0)}
+        told = [
+            line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")
+        ]
+        counters = {
+            name: float(value)
+            for name, _, value in told
+            if name.partition("{")[0].endswith("_total")
+        }
+        self.fallen |= {
+            name for name, value in counters.items() if value < self._counters.get(name, 0.0)
+        }
         self._counters |= counters
 
 
@@ -131,7 +163,9 @@ def soak(directory: Path, count: int, seconds: float, every: float, pace: float,
     rng = random.Random(seed)
     with swarm_of(directory, count, small_disks=False, pace=pace) as swarm:
         stay, come_and_go = swarm.nodes[: (count + 1) // 2], swarm.nodes[(count + 1) // 2 :]
-        assert until(lambda: all(now(node) for node in swarm.nodes), 600.0), [node.log()[-800:] for node in swarm.nodes]
+        assert until(lambda: all(now(node) for node in swarm.nodes), 600.0), [
+            node.log()[-800:] for node in swarm.nodes
+        ]
         watches, hows = [Watch(node) for node in stay], Counter[str]()
         began, over, late = time.monotonic(), threading.Event(), list[float]()
 
@@ -152,53 +186,107 @@ def soak(directory: Path, count: int, seconds: float, every: float, pace: float,
         last = [now(node) for node in stay]
         unexplained = Counter(line for node in swarm.nodes for line in told(node))
         swarm.stop()
-    print(heading(f"soak: {count} nodes, {seconds / 60:.0f} minutes, one comes and goes every {every:.0f} s"))
-    print(f"Came and went: {', '.join(f'{how} {times}' for how, times in sorted(hows.items()))}. Steps of those that stayed: "
-          f"{', '.join(str(said.step if said else None) for said in last)}.\n")  # fmt: skip
+    print(
+        heading(
+            f"soak: {count} nodes, {seconds / 60:.0f} minutes, one comes and goes every"
+            f" {every:.0f} s"
+        )
+    )
+    print(
+        f"Came and went: {', '.join(f'{how} {times}' for how, times in sorted(hows.items()))}."
+        " Steps of those that stayed:"
+        f" {', '.join(str(said.step if said else None) for said in last)}.\n"
+    )
     waited = f"{statistics.median(late):.2f} s in the median, {max(late):.1f} s at most"
     print(f"What the machine makes a process wait: this one was late to a look by {waited}.\n")
     rows, bad = report(watches, seconds / 4)
     assert rows, "nothing was measured"
-    print(table(["series, of the nodes that stay", "points", "first", "median", "last", "slope per hour", "greatest |z|", "grows"], rows))
+    print(
+        table(
+            [
+                "series, of the nodes that stay",
+                "points",
+                "first",
+                "median",
+                "last",
+                "slope per hour",
+                "greatest |z|",
+                "grows",
+            ],
+            rows,
+        )
+    )
     restarted = sum(sum(said.restarts.values()) for said in last if said)
     fallen = sorted({name for watch in watches for name in watch.fallen})
     unanswered = sum(watch.unanswered for watch in watches)
-    print(f"\nRestarts of processes that stayed: {restarted}. Counters that fell: {fallen or 'none'}. Unanswered scrapes: {unanswered}.")
-    print("\n".join([f"Errors that nothing explains: {unexplained.total()}."] + [f"  {n} × {line}" for line, n in unexplained.items()]))
+    print(
+        f"\nRestarts of processes that stayed: {restarted}. Counters that fell: {fallen or 'none'}."
+        f" Unanswered scrapes: {unanswered}."
+    )
+    print(
+        "\n".join(
+            [f"Errors that nothing explains: {unexplained.total()}."]
+            + [f"  {n} × {line}" for line, n in unexplained.items()]
+        )
+    )
     return 1 if bad or restarted or fallen or unexplained else 0
 
 
 def report(watches: Sequence[Watch], skip: float) -> tuple[list[list[object]], bool]:
-    """A row for each series, its nodes together; and whether any of them grows. skip: seconds at the beginning that do not count."""
+    """A row for each series, its nodes together; and whether any of them grows. skip: seconds at
+    the beginning that do not count."""
     rows, bad = [], False
     for name in sorted({name for watch in watches for name in watch.series}):
-        found = [[point for point in watch.series.get(name, []) if point[0] >= skip] for watch in watches]
+        found = [
+            [point for point in watch.series.get(name, []) if point[0] >= skip] for watch in watches
+        ]
         found = [series for series in found if len(series) >= 5]
         if not found:
             continue
         growing = sum(grows(series) for series in found)
         bad |= bool(growing)
         mean = lambda pick, found=found: f"{statistics.fmean(pick(series) for series in found):.1f}"
-        rows.append([
-            name, sum(map(len, found)), mean(lambda series: series[0][1]), mean(lambda series: statistics.median(v for _, v in series)),
-            mean(lambda series: series[-1][1]), f"{statistics.fmean(map(slope, found)):+.2f}", f"{max(abs(surety(s)) for s in found):.1f}",
-            f"{growing} of {len(found)}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                sum(map(len, found)),
+                mean(lambda series: series[0][1]),
+                mean(lambda series: statistics.median(v for _, v in series)),
+                mean(lambda series: series[-1][1]),
+                f"{statistics.fmean(map(slope, found)):+.2f}",
+                f"{max(abs(surety(s)) for s in found):.1f}",
+                f"{growing} of {len(found)}",
+            ]
+        )
     return rows, bad
 
 
 def told(node: ChaosNode) -> list[str]:
     """Its unexplained errors, what differs from one time to the next left out."""
-    lines = [{k: v for k, v in line.items() if k not in ("timestamp", "pid")} for line in logged_since(node, 0)]
+    lines = [
+        {k: v for k, v in line.items() if k not in ("timestamp", "pid")}
+        for line in logged_since(node, 0)
+    ]
     return errors(lines, EXPLAINED)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--churn", type=float, default=20.0, help="seconds between two that come and go")
-    parser.add_argument("--pace", type=float, default=PACE, help="seconds that a step takes at the least; more where CPU is scarce")
+    parser.add_argument(
+        "--churn", type=float, default=20.0, help="seconds between two that come and go"
+    )
+    parser.add_argument(
+        "--pace",
+        type=float,
+        default=PACE,
+        help="seconds that a step takes at the least; more where CPU is scarce",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of who, when and how")
     parser.add_argument("--quick", action="store_true", help="three nodes, a minute")
     args = parser.parse_args()
@@ -206,7 +294,9 @@ def main() -> None:
         args.minutes, args.nodes = 1.0, 3
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="soak") as directory:
-        sys.exit(soak(Path(directory), args.nodes, 60 * args.minutes, args.churn, args.pace, args.seed))
+        sys.exit(
+            soak(Path(directory), args.nodes, 60 * args.minutes, args.churn, args.pace, args.seed)
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The largest few of what was learnt, in two bits, with error feedback: SparseLoCo (arXiv 2508.15706), which no node runs."""
+"""The largest few of what was learnt, in two bits, with error feedback: SparseLoCo (arXiv
+2508.15706), which no node runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ INDEX_BITS, VALUE_BITS, SCALE_BITS = 12, 2, 2 * 16
 
 
 def sparse(flat: torch.Tensor) -> torch.Tensor:
-    """(elements,) as they arrive: of every block the largest, each as its sign and one of two magnitudes, the others 0.
+    """(elements,) as they arrive: of every block the largest, each as its sign and one of two
+    magnitudes, the others 0.
 
     The magnitudes, a bfloat16 each, are the means of the larger and of the smaller half.
     """
@@ -59,7 +61,9 @@ class ErrorFeedback:
         """What arrives of these tensors, all one vector; the rest is left."""
         flat = sparse(torch.cat([self.left[name].flatten() for name in names]))
         parts = flat.split([self.left[name].numel() for name in names])
-        sent = {name: part.view_as(self.left[name]) for name, part in zip(names, parts, strict=True)}
+        sent = {
+            name: part.view_as(self.left[name]) for name, part in zip(names, parts, strict=True)
+        }
         for name, tensor in sent.items():
             self.left[name] = self.left[name] - tensor
         return sent

@@ -1,7 +1,8 @@
 """A tiny Llama in eight stages that can be lost: what `benchmarks.checkfree` trains.
 
-It runs unsplit, which computes the same (tests/unit/pipeline) in a fraction of the time; a stage is the tensors that `spec.py` gives it.
-The text is what Python's `help()` knows of the language (`pydoc_data`, 0.4 MB of English that every interpreter brings), as characters.
+It runs unsplit, which computes the same (tests/unit/pipeline) in a fraction of the time; a stage is
+the tensors that `spec.py` gives it. The text is what Python's `help()` knows of the language
+(`pydoc_data`, 0.4 MB of English that every interpreter brings), as characters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ CLIP = 1.0
 
 def encode(text: str) -> torch.Tensor:
     """Printable ASCII and the line end, one id per character; others are dropped."""
-    return torch.tensor([95 if c == "\n" else ord(c) - 32 for c in text if c == "\n" or 32 <= ord(c) < 127])
+    return torch.tensor(
+        [95 if c == "\n" else ord(c) - 32 for c in text if c == "\n" or 32 <= ord(c) < 127]
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ def language(held_out: int) -> Corpus:
 
     stream = encode("\n".join(topics[name] for name in sorted(topics)))
     cut = len(stream) * 9 // 10
-    return Corpus(stream[:cut], windows(stream[cut:], held_out, random.Random("checkfree held out")))
+    return Corpus(
+        stream[:cut], windows(stream[cut:], held_out, random.Random("checkfree held out"))
+    )
 
 
 def tasks(held_out: int, per_task: int) -> Corpus:
@@ -69,16 +74,27 @@ def tasks(held_out: int, per_task: int) -> Corpus:
         return encode("".join(f"{q.prompt} {q.answer}\n" for q in drawn))
 
     rng = random.Random("checkfree tasks held out")
-    return Corpus(stream(per_task, TRAIN_BLOCK), windows(stream(max(20, per_task // 10), HELD_OUT_BLOCK), held_out, rng))
+    return Corpus(
+        stream(per_task, TRAIN_BLOCK),
+        windows(stream(max(20, per_task // 10), HELD_OUT_BLOCK), held_out, rng),
+    )
 
 
 def build(seed: int) -> LlamaForCausalLM:
-    """Random weights, as wide relative to the width as the paper's: N(0, 0.02²) at 1024 is N(0, 0.64²/width)."""
+    """Random weights, as wide relative to the width as the paper's: N(0, 0.02²) at 1024 is N(0,
+    0.64²/width)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=STAGES, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, max_position_embeddings=WINDOW, tie_word_embeddings=False, initializer_range=0.64 * WIDTH**-0.5,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=MLP,
+        num_hidden_layers=STAGES,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=WINDOW,
+        tie_word_embeddings=False,
+        initializer_range=0.64 * WIDTH**-0.5,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -116,7 +132,9 @@ class Staged:
                 local = spec.local(name)
                 if local is not None and parameter.requires_grad:
                     self.trained[spec.index][local] = parameter
-        self.optimizer = torch.optim.Adam([{"params": list(t.values())} for t in self.trained], lr=self.rate, fused=True)
+        self.optimizer = torch.optim.Adam(
+            [{"params": list(t.values())} for t in self.trained], lr=self.rate, fused=True
+        )
         self.factors = [1.0] * STAGES
         self.warming = [(0, self.warmup)] * STAGES
         """Stage → (steps since its optimizer was fresh, steps over which it warms up)."""
@@ -134,8 +152,9 @@ class Staged:
         else:
             self.loss(tokens).backward()
         self.squared_norms = [
-            float(sum(p.grad.square().sum() for n, p in stage.items() if ".layers." in n)) for stage in self.trained
-        ]  # fmt: skip
+            float(sum(p.grad.square().sum() for n, p in stage.items() if ".layers." in n))
+            for stage in self.trained
+        ]
         nn.utils.clip_grad_norm_([p for stage in self.trained for p in stage.values()], CLIP)
         for i, group in enumerate(self.optimizer.param_groups):
             age, warm = self.warming[i]
@@ -169,7 +188,11 @@ class Staged:
     def copy_of(self, stage: int) -> StageCopy:
         """The stage as it is now, Adam's moments included."""
         named = self.trained[stage]
-        moments = {n: copy.deepcopy(self.optimizer.state[p]) for n, p in named.items() if p in self.optimizer.state}
+        moments = {
+            n: copy.deepcopy(self.optimizer.state[p])
+            for n, p in named.items()
+            if p in self.optimizer.state
+        }
         return StageCopy({n: p.detach().clone() for n, p in named.items()}, moments)
 
     @torch.no_grad()
@@ -180,8 +203,11 @@ class Staged:
             self.optimizer.state.pop(parameter, None)
 
     @torch.no_grad()
-    def put(self, stage: int, kept: StageCopy, *, factor: float | None = None, warmup: int = 0) -> None:
-        """Restores a stage. Without moments its optimizer is fresh, and warms up over `warmup` steps.
+    def put(
+        self, stage: int, kept: StageCopy, *, factor: float | None = None, warmup: int = 0
+    ) -> None:
+        """Restores a stage. Without moments its optimizer is fresh, and warms up over `warmup`
+        steps.
 
         `factor` of the learning rate from now on; None: as before.
         """

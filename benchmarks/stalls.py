@@ -1,8 +1,10 @@
-"""How long training stands still for averaging: two real nodes at the default settings that average with each other.
+"""How long training stands still for averaging: two real nodes at the default settings that average
+with each other.
 
-Standing still is everything between two training steps that is there for averaging (the probe, commits), and, counted as if the optimizer
-had always been waiting for it, the copying of weights for a partner: `swarmnode_weights_stall_seconds_total`. The share is of the wall time
-between the first and the last reading; there is no evaluation in it, so nothing else dilutes it.
+Standing still is everything between two training steps that is there for averaging (the probe,
+commits), and, counted as if the optimizer had always been waiting for it, the copying of weights
+for a partner: `swarmnode_weights_stall_seconds_total`. The share is of the wall time between the
+first and the last reading; there is no evaluation in it, so nothing else dilutes it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ def measure(outer_steps: int, seconds: float) -> dict[str, Any]:
     """Until every node has taken `outer_steps` (of one fragment each), or `seconds` are over."""
     with tempfile.TemporaryDirectory() as name:
         nodes = [
-            DemoNode(f"node{i}", Path(name) / f"node{i}", {**SETTINGS, "training": {**SETTINGS["training"], "seed": i}})
+            DemoNode(
+                f"node{i}",
+                Path(name) / f"node{i}",
+                {**SETTINGS, "training": {**SETTINGS["training"], "seed": i}},
+            )
             for i in range(NODES)
         ]
         try:
@@ -59,7 +65,8 @@ def _watch(nodes: list[DemoNode], outer_steps: int, seconds: float) -> dict[str,
     while time.monotonic() < late:
         for node in nodes:
             found = _read(node)
-            if found is not None and found["exchanges"] + found["solo"] > 0:  # the first took the model's code from the disk
+            # the first took the model's code from the disk
+            if found is not None and found["exchanges"] + found["solo"] > 0:
                 first.setdefault(node.name, found)
                 last[node.name] = found
         done = [_outer(first[name], last[name]) for name in first]
@@ -68,7 +75,9 @@ def _watch(nodes: list[DemoNode], outer_steps: int, seconds: float) -> dict[str,
         time.sleep(LOOK_SECONDS)
     return {
         "sync_every": WeightsConfig().sync_every,
-        "nodes": {name: {key: last[name][key] - first[name][key] for key in last[name]} for name in first},
+        "nodes": {
+            name: {key: last[name][key] - first[name][key] for key in last[name]} for name in first
+        },
         "fragments": {name: last[name]["fragments"] for name in first},
     }
 
@@ -78,13 +87,20 @@ def _outer(first: dict[str, float], last: dict[str, float]) -> float:
 
 
 def _read(node: DemoNode) -> dict[str, float] | None:
-    with contextlib.suppress(OSError, ValueError, TypeError), urllib.request.urlopen(f"{node.url}/status?points=1", timeout=5) as answer:
+    with (
+        contextlib.suppress(OSError, ValueError, TypeError),
+        urllib.request.urlopen(f"{node.url}/status?points=1", timeout=5) as answer,
+    ):
         found = json.load(answer)["snapshot"]["trainer"]["report"]
         weights = found["weights"]
         return {
-            "at": time.monotonic(), "steps": found["step"], "exchanges": weights["exchanges_total"], "solo": weights["solo_steps_total"],
-            "stalled": weights["stall_seconds_total"], "fragments": weights["fragments"],
-        }  # fmt: skip
+            "at": time.monotonic(),
+            "steps": found["step"],
+            "exchanges": weights["exchanges_total"],
+            "solo": weights["solo_steps_total"],
+            "stalled": weights["stall_seconds_total"],
+            "fragments": weights["fragments"],
+        }
     return None
 
 
@@ -96,10 +112,26 @@ def share(node: dict[str, float]) -> float:
 def show(results: dict[str, Any]) -> str:
     rows = [
         [
-            name, int(n["steps"]), f"{1000 * n['at'] / max(1, n['steps']):.0f}", int(n["exchanges"]), int(n["solo"]),
-            f"{1000 * n['stalled'] / max(1, n['exchanges'] + n['solo']):.1f}", f"{100 * share(n):.2f} %",
+            name,
+            int(n["steps"]),
+            f"{1000 * n['at'] / max(1, n['steps']):.0f}",
+            int(n["exchanges"]),
+            int(n["solo"]),
+            f"{1000 * n['stalled'] / max(1, n['exchanges'] + n['solo']):.1f}",
+            f"{100 * share(n):.2f} %",
         ]
         for name, n in results["nodes"].items()
-    ]  # fmt: skip
-    headers = ["node", "steps", "ms a step", "exchanges of a fragment", "taken alone", "ms stood still for each", "share (goal: under 1 %)"]
-    return f"\nTraining, two nodes that average with each other, H = {results['sync_every']}:\n\n" + report.table(headers, rows)
+    ]
+    headers = [
+        "node",
+        "steps",
+        "ms a step",
+        "exchanges of a fragment",
+        "taken alone",
+        "ms stood still for each",
+        "share (goal: under 1 %)",
+    ]
+    return (
+        f"\nTraining, two nodes that average with each other, H = {results['sync_every']}:\n\n"
+        + report.table(headers, rows)
+    )

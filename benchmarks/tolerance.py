@@ -1,14 +1,19 @@
 """Whose text is refused? `python -m benchmarks.tolerance [--quick] [--json PATH] [--seeds N]`
 
-A drawn group of our own model is refused when the median |difference of log-probability| per token (`spot_check`) or the mean surprise
-above our entropy (`surprise_check`) is beyond a tolerance. Honest nodes drift apart while they train, so the tolerances have to let that
-pass. Two nodes start alike and train alone, on other questions; their groups that carry a signal are judged by the policies of both at
-many moments. Made-up text is judged by the same policies:
+A drawn group of our own model is refused when the median |difference of log-probability| per token
+(`spot_check`) or the mean surprise
+above our entropy (`surprise_check`) is beyond a tolerance. Honest nodes drift apart while they
+train, so the tolerances have to let that pass. Two nodes start alike and train alone, on other
+questions; their groups that carry a signal are judged by the policies of both at many moments.
+Made-up text is judged by the same policies:
 
-    payload, claimed         a payload in front of right answers, claimed to be sampled with confidence
-    payload, truthful        the same, with the log-probabilities that the judge's own policy gives it
+    payload, claimed         a payload in front of right answers, claimed to be sampled with
+    confidence
+    payload, truthful        the same, with the log-probabilities that the judge's own policy gives
+    it
     characters, truthful     random characters, as long as answers are
-    k of 8 payload           a group of which the other completions were sampled honestly, all truthful
+    k of 8 payload           a group of which the other completions were sampled honestly, all
+    truthful
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ MOMENTS = (0, 5, 10, 20, 50, 100, 200)
 """Steps at which groups are kept and judged."""
 REGIMES = ("sparse", "two easy tasks")
 EASY = ("builtin/copy", "builtin/sum")
-"""Nearly always solved in the end: the policy leaves its start further behind than anywhere else."""
+"""Nearly always solved in the end: the policy leaves its start further behind than anywhere
+else."""
 CLAIMED = -0.3
 """Log-probability that a liar claims of each token."""
 SWEEP = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -80,16 +86,27 @@ def live(node: Node, names: Sequence[str], scorer: Scorer, size: Size) -> dict[i
     kept = {}
     for step in range(max(size.moments) + 1):
         if step in size.moments:
-            state = {name: tensor.detach().clone() for name, tensor in trainable(node.policy.model).items()}
-            useful = [sample for sample, rewards in answer(node, size.asked, names, scorer) if is_useful(rewards)]
+            state = {
+                name: tensor.detach().clone()
+                for name, tensor in trainable(node.policy.model).items()
+            }
+            useful = [
+                sample
+                for sample, rewards in answer(node, size.asked, names, scorer)
+                if is_useful(rewards)
+            ]
             kept[step] = Kept(state, [sent(sample) for sample in useful[: size.judged]])
         if step < max(size.moments):
             done = answer(node, node.training.groups_per_step, names, scorer)
-            node.updater.update(assemble([own_group(s, rewards) for s, rewards in done], node.training.advantage))
+            node.updater.update(
+                assemble([own_group(s, rewards) for s, rewards in done], node.training.advantage)
+            )
     return kept
 
 
-def answer(node: Node, count: int, names: Sequence[str], scorer: Scorer) -> list[tuple[Any, list[float]]]:
+def answer(
+    node: Node, count: int, names: Sequence[str], scorer: Scorer
+) -> list[tuple[Any, list[float]]]:
     """(group, rewards) of the node's next `count` questions."""
     refs = [ref for ref, _ in node.ask(count, names)]
     samples = node.sample([q.prompt for q in scored(scorer, [(ref, []) for ref in refs])])
@@ -109,18 +126,27 @@ def scored(scorer: Scorer, items: Sequence[Any]) -> list[Any]:
 def sent(sample: Any) -> Group:
     """As it arrives: log-probabilities lose a little on the wire."""
     rows = [(list(sample.prompt_ids), list(c.ids)) for c in sample.completions]
-    return Group(rows, [unpack_logprobs(pack_logprobs(c.logprobs)).tolist() for c in sample.completions])
+    return Group(
+        rows, [unpack_logprobs(pack_logprobs(c.logprobs)).tolist() for c in sample.completions]
+    )
 
 
 # ---- the judge
 
 
-def distances(policy: Policy, node: Node, groups: Sequence[Group], truthful: bool = False) -> list[tuple[float, float]]:
-    """(median |Δ log-probability|, mean surprise) of each group: what the two checks compare with their tolerances.
+def distances(
+    policy: Policy, node: Node, groups: Sequence[Group], truthful: bool = False
+) -> list[tuple[float, float]]:
+    """(median |Δ log-probability|, mean surprise) of each group: what the two checks compare with
+    their tolerances.
 
     `truthful`: the sender claims just what the judge's policy gives.
     """
-    flat = iter(node.batcher.score_with_entropy(policy, [row for g in groups for row in g.rows], node.training.temperature))
+    flat = iter(
+        node.batcher.score_with_entropy(
+            policy, [row for g in groups for row in g.rows], node.training.temperature
+        )
+    )
     found = []
     for group in groups:
         judged = [next(flat) for _ in group.rows]
@@ -132,15 +158,20 @@ def distances(policy: Policy, node: Node, groups: Sequence[Group], truthful: boo
     return found
 
 
-def check(found: tuple[float, float], ours: torch.Tensor, theirs: torch.Tensor, entropy: torch.Tensor) -> None:
+def check(
+    found: tuple[float, float], ours: torch.Tensor, theirs: torch.Tensor, entropy: torch.Tensor
+) -> None:
     """The product's own checks have to say of this group what `found` says."""
     for tolerance in SWEEP:
         assert spot_check(ours, theirs, tolerance) == (found[0] <= tolerance)
         assert surprise_check(excess_surprise(ours, entropy), tolerance) == (found[1] <= tolerance)
 
 
-def made_up(policy: Policy, honest: Sequence[Group], rng: random.Random) -> Iterable[tuple[str, list[Group], bool]]:
-    """(name, groups, whether their log-probabilities are the judge's own) of every attack, on the questions of `honest` groups."""
+def made_up(
+    policy: Policy, honest: Sequence[Group], rng: random.Random
+) -> Iterable[tuple[str, list[Group], bool]]:
+    """(name, groups, whether their log-probabilities are the judge's own) of every attack, on the
+    questions of `honest` groups."""
 
     def groups(change: Callable[[int, Row], Row]) -> list[Group]:
         made = []
@@ -155,7 +186,9 @@ def made_up(policy: Policy, honest: Sequence[Group], rng: random.Random) -> Iter
         return prompt, policy.tokenize_completion(f"{PAYLOAD}<answer>{text}</answer>", "eos")
 
     def characters(i: int, row: Row) -> Row:
-        text = "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(max(1, len(row[1]) - 1)))
+        text = "".join(
+            rng.choice(string.ascii_letters + string.digits) for _ in range(max(1, len(row[1]) - 1))
+        )
         return row[0], policy.tokenize_completion(text, "eos")
 
     everywhere = groups(lambda i, row: payload(row))
@@ -163,7 +196,11 @@ def made_up(policy: Policy, honest: Sequence[Group], rng: random.Random) -> Iter
     yield "payload, truthful", everywhere, True
     yield "characters, truthful", groups(characters), True
     for count in (4, 2, 1):
-        yield f"{count} of 8 payload", groups(lambda i, row, count=count: payload(row) if i < count else row), True
+        yield (
+            f"{count} of 8 payload",
+            groups(lambda i, row, count=count: payload(row) if i < count else row),
+            True,
+        )
 
 
 # ---- one seed
@@ -173,7 +210,11 @@ def measure(seed: int, regime: str, size: Size, scorer: Scorer) -> list[dict[str
     """Rows {kind, apart or step, distances}."""
     easy = regime == "two easy tasks"
     names = list(EASY) if easy else TaskConfig().names
-    start = load_policy(PolicyConfig(device="cpu", threads=1)) if easy else start_policies(regime, seed, 1)[0]
+    start = (
+        load_policy(PolicyConfig(device="cpu", threads=1))
+        if easy
+        else start_policies(regime, seed, 1)[0]
+    )
     swarm = swarm_id(f"tolerance-{seed}", {n: task_version(n) for n in names})
     nodes = [Node(i, start.clone(), Arm("alone"), TrainingConfig(), swarm, seed) for i in range(2)]
     lives = [live(node, names, scorer, size) for node in nodes]
@@ -181,14 +222,22 @@ def measure(seed: int, regime: str, size: Size, scorer: Scorer) -> list[dict[str
     rows: list[dict[str, Any]] = []
 
     def note(kind: str, steps: int, found: list[tuple[float, float]]) -> None:
-        rows.append({"seed": seed, "regime": regime, "kind": kind, "steps": steps, "distances": found})
+        rows.append(
+            {"seed": seed, "regime": regime, "kind": kind, "steps": steps, "distances": found}
+        )
 
     for at in size.moments:
         for mine, other in ((0, 1), (1, 0)):
             overwrite(trainable(judge.model), lives[mine][at].state)
             note("trained apart, both", at, distances(judge, node, lives[other][at].groups))
             for then in size.moments:
-                kind = "sender behind by" if then < at else "sender ahead by" if then > at else "same policy"
+                kind = (
+                    "sender behind by"
+                    if then < at
+                    else "sender ahead by"
+                    if then > at
+                    else "same policy"
+                )
                 note(kind, abs(at - then), distances(judge, node, lives[mine][then].groups))
             for attack, groups, truthful in made_up(judge, lives[mine][at].groups[:8], rng):
                 note(attack, at, distances(judge, node, groups, truthful))
@@ -210,7 +259,14 @@ def refused(found: Sequence[Sequence[float]], spot: float, surprise: float) -> s
 
 HONEST = ("same policy", "sender behind by", "sender ahead by", "trained apart, both")
 SHOWN = {0, 20, 50, 100, 200}
-ATTACKS = ("payload, claimed", "payload, truthful", "characters, truthful", "4 of 8 payload", "2 of 8 payload", "1 of 8 payload")
+ATTACKS = (
+    "payload, claimed",
+    "payload, truthful",
+    "characters, truthful",
+    "4 of 8 payload",
+    "2 of 8 payload",
+    "1 of 8 payload",
+)
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
@@ -221,11 +277,29 @@ def tables(rows: list[dict[str, Any]]) -> str:
         body = []
         for kind in HONEST:
             for steps in sorted({r["steps"] for r in here if r["kind"] == kind} & SHOWN):
-                body.append(line(f"{kind} {steps}", [r for r in here if (r["kind"], r["steps"]) == (kind, steps)], usual))
-        body += [line(attack, [r for r in here if r["kind"] == attack], usual) for attack in ATTACKS]
+                body.append(
+                    line(
+                        f"{kind} {steps}",
+                        [r for r in here if (r["kind"], r["steps"]) == (kind, steps)],
+                        usual,
+                    )
+                )
+        body += [
+            line(attack, [r for r in here if r["kind"] == attack], usual) for attack in ATTACKS
+        ]
         headers = [
-            "sender and judge, steps", "groups", "median Δ", "by seed", "99 %", "most", "surprise", "by seed", "99 %", "most", "refused",
-        ]  # fmt: skip
+            "sender and judge, steps",
+            "groups",
+            "median Δ",
+            "by seed",
+            "99 %",
+            "most",
+            "surprise",
+            "by seed",
+            "99 %",
+            "most",
+            "refused",
+        ]
         lines += [f"### {regime}", "", table(headers, [row for row in body if row[1]]), ""]
     return "\n".join([*lines, sweep(rows)])
 
@@ -235,16 +309,28 @@ def line(name: str, rows: list[dict[str, Any]], usual: ExternalChecks) -> list[A
     cells: list[str] = []
     for which in (0, 1):
         values = [d[which] for d in found]
-        by_seed = [statistics.median(some) for s in sorted({r["seed"] for r in rows})
-                   if (some := [d[which] for r in rows if r["seed"] == s for d in r["distances"]])]  # fmt: skip
+        by_seed = [
+            statistics.median(some)
+            for s in sorted({r["seed"] for r in rows})
+            if (some := [d[which] for r in rows if r["seed"] == s for d in r["distances"]])
+        ]
         if values:
-            cells += [f"{statistics.median(values):.2f}", f"{min(by_seed):.2f} … {max(by_seed):.2f}"]
+            cells += [
+                f"{statistics.median(values):.2f}",
+                f"{min(by_seed):.2f} … {max(by_seed):.2f}",
+            ]
             cells += [f"{quantile(values, 0.99):.2f}", f"{max(values):.2f}"]
-    return [name, len(found), *cells, refused(found, usual.spot_check_tolerance, usual.surprise_tolerance)]
+    return [
+        name,
+        len(found),
+        *cells,
+        refused(found, usual.spot_check_tolerance, usual.surprise_tolerance),
+    ]
 
 
 def sweep(rows: list[dict[str, Any]]) -> str:
-    """What each tolerance refuses, over all regimes, seeds and moments: of honest groups, which is an error, and of made-up ones."""
+    """What each tolerance refuses, over all regimes, seeds and moments: of honest groups, which is
+    an error, and of made-up ones."""
     honest = lambda r, most: r["kind"] not in ATTACKS and r["steps"] <= most
     of = lambda wanted: [d for r in rows if wanted(r) for d in r["distances"]]
     near, far = of(lambda r: honest(r, 20)), of(lambda r: honest(r, max(MOMENTS)))
@@ -253,14 +339,23 @@ def sweep(rows: list[dict[str, Any]]) -> str:
     for name, place in (("spot check", 0), ("surprise", 1)):
         for tolerance in SWEEP:
             pair = (tolerance, float("inf")) if place == 0 else (float("inf"), tolerance)
-            body.append([f"{name} {tolerance:g}", *[refused(found, *pair) for found in (near, far, *attacks.values())]])
-    return "### what a tolerance refuses\n\n" + table(["tolerance", "honest, to 20 steps", "honest, all", *ATTACKS], body)
+            body.append(
+                [
+                    f"{name} {tolerance:g}",
+                    *[refused(found, *pair) for found in (near, far, *attacks.values())],
+                ]
+            )
+    return "### what a tolerance refuses\n\n" + table(
+        ["tolerance", "honest, to 20 steps", "honest, all", *ATTACKS], body
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tolerance", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )  # fmt: skip
+        prog="python -m benchmarks.tolerance",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps; under a minute")
     parser.add_argument("--json", type=Path, help="write all distances there")
     parser.add_argument("--seeds", type=int, default=3)
@@ -275,7 +370,11 @@ def main() -> None:
         for seed in range(args.first_seed, args.first_seed + seeds):
             for regime in REGIMES:
                 rows += measure(seed, regime, size, scorer)
-                print(f"{time.time() - started:5.0f} s  seed {seed}, {regime}", file=sys.stderr, flush=True)
+                print(
+                    f"{time.time() - started:5.0f} s  seed {seed}, {regime}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if args.json:
                     write_json(args.json, rows)
     print(tables(rows), flush=True)

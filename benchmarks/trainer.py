@@ -1,22 +1,30 @@
-"""How fast is our local step (generate, score, update) against TRL's GRPOTrainer: `python -m benchmarks.trainer [--quick] [--json PATH]`.
+"""How fast is our local step (generate, score, update) against TRL's GRPOTrainer: `python -m
+benchmarks.trainer [--quick] [--json PATH]`.
 
-Same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and optimizer settings; one thread each on a CPU.
-The two take turns **step by step in one process**, so that whatever else the machine does hits both and the ratio stands. TRL is
-timed between its `on_step_begin` and `on_step_end`, without data loading and logging; both score through the same sandboxed scorer;
-TRL gets its prompts ready made, ours regenerates them.
-Gradient checkpointing, TRL's default, is off.
+Same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and optimizer
+settings; one thread each on a CPU. The two take turns **step by step in one process**, so that
+whatever else the machine does hits both and the ratio stands. TRL is timed between its
+`on_step_begin` and `on_step_end`, without data loading and logging; both score through the same
+sandboxed scorer; TRL gets its prompts ready made, ours regenerates them. Gradient checkpointing,
+TRL's default, is off.
 
-    real rewards       what a node does. Most groups earn nothing at first and are then not run through the model again: part of our speed
+    real rewards       what a node does. Most groups earn nothing at first and are then not run
+    through the model again: part of our speed
     every group useful rewards replaced by 1, 0, 1, 0, …: both train on all 64 completions
     a larger model     random weights, 32 new tokens: less Python, more arithmetic
-    long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL once per completion
-    --lengths          answers that end by chance (geometric, mean 100, at most 512), prompts of 17 to 185 tokens, 3.5 M parameters: our two
-                       engines against TRL with `generate`, and against TRL with transformers' continuous batching. The learning rate is
-                       tiny, so that lengths stay what they are. Lengths of few completions differ by chance: compared are tokens per CPU
-                       second, seed by seed
-    --shape NAME       on a GPU: random weights of that shape (benchmarks/shapes.py) with few, with many prompt tokens, and long completions
+    long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL
+    once per completion
+    --lengths          answers that end by chance (geometric, mean 100, at most 512), prompts of 17
+    to 185 tokens, 3.5 M parameters: our two
+                       engines against TRL with `generate`, and against TRL with transformers'
+                       continuous batching. The learning rate is tiny, so that lengths stay what
+                       they are. Lengths of few completions differ by chance: compared are tokens
+                       per CPU second, seed by seed
+    --shape NAME       on a GPU: random weights of that shape (benchmarks/shapes.py) with few, with
+    many prompt tokens, and long completions
 
-Before the first step, loss and gradient of both are compared on one batch; tests/unit/rl/test_trl.py holds them equal, mode by mode.
+Before the first step, loss and gradient of both are compared on one batch;
+tests/unit/rl/test_trl.py holds them equal, mode by mode.
 """
 
 from __future__ import annotations
@@ -50,7 +58,15 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
+from swarmnode.rl.objectives import (
+    DELTA,
+    EPSILON,
+    EPSILON_HIGH,
+    MAX_GRAD_NORM,
+    WEIGHT_DECAY,
+    Objective,
+    policy_loss,
+)
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -63,8 +79,9 @@ from swarmnode.wire.messages import TaskRef
 
 G, B = 8, 8
 PAGE = 32
-"""Tokens of a page in transformers' continuous batching, which gets room for all completions at their longest: by default it takes half of
-the machine's free memory, and clears it, at every step."""
+"""Tokens of a page in transformers' continuous batching, which gets room for all completions at
+their longest: by default it takes half of the machine's free memory, and clears it, at every
+step."""
 WARM = 2  # steps of each that are not counted
 
 
@@ -85,7 +102,8 @@ class Case:
     tokens: int = TrainingConfig().per_device_train_tokens
     """Bound of a micro-batch, ours; TRL runs its batch in one piece."""
     engines: tuple[str, ...] = ("",)
-    """Ours, of `training.options`; empty: as the product chooses. Each has a policy of its own and takes its step after TRL's."""
+    """Ours, of `training.options`; empty: as the product chooses. Each has a policy of its own and
+    takes its step after TRL's."""
     paged: bool = False
     """TRL generates by transformers' continuous batching."""
     even: bool = False
@@ -93,7 +111,8 @@ class Case:
     learning_rate: float = TrainingConfig().learning_rate
     groups: int = B
     ahead: int = 0
-    """Steps of ours before the first that is compared, until as much is under way as ever will be; in lockstep nothing ever is."""
+    """Steps of ours before the first that is compared, until as much is under way as ever will be;
+    in lockstep nothing ever is."""
     warm: int = WARM
     seed: int = 0
 
@@ -130,14 +149,21 @@ class Result:
     """Norm of the difference over the norm of TRL's gradient, there."""
 
     def ratio(self, cpu: bool = False) -> float:
-        """Samples per second, ours over TRL's: equal samples a step, so the ratio of total times."""
-        ours, theirs = (self.ours_cpu_seconds, self.trl_cpu_seconds) if cpu else (self.ours_seconds, self.trl_seconds)
+        """Samples per second, ours over TRL's: equal samples a step, so the ratio of total
+        times."""
+        ours, theirs = (
+            (self.ours_cpu_seconds, self.trl_cpu_seconds)
+            if cpu
+            else (self.ours_seconds, self.trl_seconds)
+        )
         return sum(theirs) / sum(ours)
 
     def token_rates(self) -> tuple[float, float]:
         """Tokens sampled and learnt from per CPU second of a step, ours and TRL's."""
         rate = lambda tokens, seconds: self.groups * G * sum(tokens) / sum(seconds)
-        return rate(self.ours_tokens, self.ours_cpu_seconds), rate(self.trl_tokens, self.trl_cpu_seconds)
+        return rate(self.ours_tokens, self.ours_cpu_seconds), rate(
+            self.trl_tokens, self.trl_cpu_seconds
+        )
 
 
 def swarm_of(case: Case) -> bytes:
@@ -148,13 +174,24 @@ def swarm_of(case: Case) -> bytes:
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
     """Our local step, the parts that `swarmnode.trainer.loop` is made of."""
     training = TrainingConfig(
-        num_generations=G, groups_per_step=case.groups, max_completion_length=case.new_tokens, per_device_train_tokens=case.tokens,
-        learning_rate=case.learning_rate, options=[result.engine] if result.engine else [],
-    )  # fmt: skip
+        num_generations=G,
+        groups_per_step=case.groups,
+        max_completion_length=case.new_tokens,
+        per_device_train_tokens=case.tokens,
+        learning_rate=case.learning_rate,
+        options=[result.engine] if result.engine else [],
+    )
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=swarm_of(case).hex())
     engine = make_whole_policy(config, policy, counters, send=lambda message: None)
-    sampler = Sampler(training, Questions(config.task.names, counters), engine, scorer, policy.random_generator(case.seed), counters)
+    sampler = Sampler(
+        training,
+        Questions(config.task.names, counters),
+        engine,
+        scorer,
+        policy.random_generator(case.seed),
+        counters,
+    )
 
     def step() -> None:
         wall, cpu = now(), time.process_time()
@@ -208,54 +245,105 @@ class Turns(TrainerCallback):
         self._result.trl_generate_cpu_seconds.append(time.process_time() - self._start[1])
 
 
-def trl_trainer(case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns) -> trl.GRPOTrainer:
-    """GRPOTrainer with our settings, on an equal copy of the model, on questions of its own from the same tasks."""
+def trl_trainer(
+    case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns
+) -> trl.GRPOTrainer:
+    """GRPOTrainer with our settings, on an equal copy of the model, on questions of its own from
+    the same tasks."""
     names = Config().task.names
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
         seed, index = task_seed(swarm_of(case), "trl", sequence)
         name = choose_task(names, seed, index)
         refs.append(TaskRef(name, task_version(name), seed, index))
-    prompts = [s.prompt for s in scorer.score_many([(r, []) for r in refs]) if isinstance(s, Scored)]
-    rendered = [policy.tokenizer.decode(policy.encode_prompt(p), skip_special_tokens=False) for p in prompts]
+    prompts = [
+        s.prompt for s in scorer.score_many([(r, []) for r in refs]) if isinstance(s, Scored)
+    ]
+    rendered = [
+        policy.tokenizer.decode(policy.encode_prompt(p), skip_special_tokens=False) for p in prompts
+    ]
     data = datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))})
 
-    def reward(completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(
+        completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         """Rows come as B questions × G completions in a row, as TRL's sampler repeats them."""
         turns.sampled()
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
-        rewards = [r for s in scorer.score_many(asked) for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)]
+        rewards = [
+            r
+            for s in scorer.score_many(asked)
+            for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)
+        ]
         result.trl_reward.append(statistics.fmean(rewards))
         result.trl_tokens.append(statistics.fmean(map(len, completion_ids)))
         return rewards if case.real_rewards else alternating(len(rewards))
 
     ours = TrainingConfig()
     settings = trl.GRPOConfig(
-        output_dir=folder, use_cpu=case.device == "cpu", bf16=case.dtype == "bfloat16", gradient_checkpointing=False,
-        disable_dropout=True, seed=case.seed,
-        per_device_train_batch_size=case.groups * G, gradient_accumulation_steps=1, num_generations=G, max_steps=case.steps + case.warm,
-        max_completion_length=case.new_tokens, temperature=ours.temperature, top_p=ours.top_p, learning_rate=case.learning_rate,
-        lr_scheduler_type="constant", weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM, loss_type=ours.loss_type,
-        scale_rewards="group", epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA, beta=ours.beta,
-        num_iterations=1, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, shuffle_dataset=False,
-        use_transformers_continuous_batching=case.paged, transformers_continuous_batching_config=pages(case) if case.paged else None,
-    )  # fmt: skip
+        output_dir=folder,
+        use_cpu=case.device == "cpu",
+        bf16=case.dtype == "bfloat16",
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        seed=case.seed,
+        per_device_train_batch_size=case.groups * G,
+        gradient_accumulation_steps=1,
+        num_generations=G,
+        max_steps=case.steps + case.warm,
+        max_completion_length=case.new_tokens,
+        temperature=ours.temperature,
+        top_p=ours.top_p,
+        learning_rate=case.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        loss_type=ours.loss_type,
+        scale_rewards="group",
+        epsilon=EPSILON,
+        epsilon_high=EPSILON_HIGH,
+        delta=DELTA,
+        beta=ours.beta,
+        num_iterations=1,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        use_transformers_continuous_batching=case.paged,
+        transformers_continuous_batching_config=pages(case) if case.paged else None,
+    )
     model = policy.clone().model
-    return trl.GRPOTrainer(model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[turns])
+    return trl.GRPOTrainer(
+        model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[turns]
+    )
 
 
 def pages(case: Case) -> dict[str, int]:
-    return {"page_size": PAGE, "num_blocks": case.groups * G * ((200 + case.new_tokens) // PAGE + 1), "max_batch_tokens": 2048}
+    return {
+        "page_size": PAGE,
+        "num_blocks": case.groups * G * ((200 + case.new_tokens) // PAGE + 1),
+        "max_batch_tokens": 2048,
+    }
 
 
 def run(case: Case, scorer: Scorer) -> list[Result]:
-    """`case.steps` steps of each, in turns. A result for each of our engines, all against the same steps of TRL."""
+    """`case.steps` steps of each, in turns. A result for each of our engines, all against the same
+    steps of TRL."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(PolicyConfig(model=model_of(case, folder), device=case.device, dtype=case.dtype))
+        policy = load_policy(
+            PolicyConfig(model=model_of(case, folder), device=case.device, dtype=case.dtype)
+        )
         size = policy.statistics().parameters
         theirs = Result(case.name, size, case.real_rewards, case.groups)
-        results = [Result(case.name, size, case.real_rewards, case.groups, engine, case.seed) for engine in case.engines]
-        ours = [step_of_ours(case, policy.clone() if i else policy, scorer, result) for i, result in enumerate(results)]
+        results = [
+            Result(case.name, size, case.real_rewards, case.groups, engine, case.seed)
+            for engine in case.engines
+        ]
+        ours = [
+            step_of_ours(case, policy.clone() if i else policy, scorer, result)
+            for i, result in enumerate(results)
+        ]
         turns = Turns(ours, theirs)
         trainer = trl_trainer(case, policy, scorer, theirs, folder, turns)
         trainer.remove_callback(PrinterCallback)
@@ -279,7 +367,8 @@ def run(case: Case, scorer: Scorer) -> list[Result]:
 
 
 def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
-    """(loss, gradient) on one batch that `policy` sampled: absolute, and relative to TRL's gradient. The weights of both are equal."""
+    """(loss, gradient) on one batch that `policy` sampled: absolute, and relative to TRL's
+    gradient. The weights of both are equal."""
     prompts = [row["prompt"] for row in trainer.train_dataset.select(range(case.groups))]
     prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template puts it back
     groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
@@ -291,21 +380,35 @@ def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[f
     worth = advantages(torch.tensor([alternating(G)] * case.groups)).flatten().to(policy.device)
 
     ours = policy_loss(
-        completion_logprobs(policy, batch, 1.0)[0], old, worth, batch.completion_mask, Objective(), float(batch.completion_mask.sum())
+        completion_logprobs(policy, batch, 1.0)[0],
+        old,
+        worth,
+        batch.completion_mask,
+        Objective(),
+        float(batch.completion_mask.sum()),
     )
     policy.accelerator.backward(ours.loss)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     mask = batch.completion_mask.long()
     inputs = {
-        "prompt_ids": batch.prompt_ids[batch.prompt_of], "prompt_mask": batch.prompt_mask[batch.prompt_of],
-        "completion_ids": batch.completion_ids, "completion_mask": mask, "num_items_in_batch": mask.sum(),
-        "old_per_token_logps": old, "advantages": worth,
-    }  # fmt: skip
+        "prompt_ids": batch.prompt_ids[batch.prompt_of],
+        "prompt_mask": batch.prompt_mask[batch.prompt_of],
+        "completion_ids": batch.completion_ids,
+        "completion_mask": mask,
+        "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": old,
+        "advantages": worth,
+    }
     theirs = trainer.compute_loss(trainer.model, inputs)
     theirs.backward()
-    mine, other = policy.trainable_parameters(), [p for p in trainer.model.parameters() if p.requires_grad]
-    gap = torch.stack([(a.grad - b.grad).square().sum() for a, b in zip(mine, other, strict=True)]).sum()
+    mine, other = (
+        policy.trainable_parameters(),
+        [p for p in trainer.model.parameters() if p.requires_grad],
+    )
+    gap = torch.stack(
+        [(a.grad - b.grad).square().sum() for a, b in zip(mine, other, strict=True)]
+    ).sum()
     size = torch.stack([b.grad.square().sum() for b in other]).sum()
     for parameter in (*mine, *other):
         parameter.grad = None
@@ -316,17 +419,31 @@ def model_of(case: Case, folder: str) -> str:
     """What `policy.model` is to be."""
     if not case.hidden and not case.shape:
         return "embedded"
-    tokenizer = build_tokenizer(set()) if case.long_prompts else load_policy(PolicyConfig(device="cpu")).tokenizer
-    return build(case.shape, tokenizer, Path(folder) / "model", case.device) if case.shape else random_model(case, folder, tokenizer)
+    tokenizer = (
+        build_tokenizer(set())
+        if case.long_prompts
+        else load_policy(PolicyConfig(device="cpu")).tokenizer
+    )
+    return (
+        build(case.shape, tokenizer, Path(folder) / "model", case.device)
+        if case.shape
+        else random_model(case, folder, tokenizer)
+    )
 
 
 def random_model(case: Case, folder: str, tokenizer: Any) -> str:
     """A directory with a random Llama of 4 layers."""
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=case.hidden, intermediate_size=3 * case.hidden, num_hidden_layers=4,
-        num_attention_heads=case.hidden // 32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=case.hidden,
+        intermediate_size=3 * case.hidden,
+        num_hidden_layers=4,
+        num_attention_heads=case.hidden // 32,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     torch.manual_seed(case.seed)
     directory = Path(folder) / "model"
     model = LlamaForCausalLM(config)
@@ -342,28 +459,59 @@ def show(results: list[Result]) -> str:
     per_second = lambda groups, seconds: f"{groups * G * len(seconds) / sum(seconds):.1f}"
     last = lambda r, rewards: f"{statistics.fmean(rewards[-10:]):.2f}" if r.real_rewards else "–"
     headers = [
-        "case", "parameters", "ours, samples/s", "TRL, samples/s", "ratio", "ratio of CPU time", "ours, ms a step",
-        "of it sampling, scoring", "TRL, ms a step", "groups trained on", "reward of last 10, ours", "TRL",
-        "same batch: loss differs by", "gradient by",
-    ]  # fmt: skip
+        "case",
+        "parameters",
+        "ours, samples/s",
+        "TRL, samples/s",
+        "ratio",
+        "ratio of CPU time",
+        "ours, ms a step",
+        "of it sampling, scoring",
+        "TRL, ms a step",
+        "groups trained on",
+        "reward of last 10, ours",
+        "TRL",
+        "same batch: loss differs by",
+        "gradient by",
+    ]
     rows = [
         [
-            r.case, f"{r.parameters:,}", per_second(r.groups, r.ours_seconds), per_second(r.groups, r.trl_seconds),
-            f"{r.ratio():.2f}", f"{r.ratio(cpu=True):.2f}", ms(r.ours_seconds), ms(r.ours_generate_seconds), ms(r.trl_seconds),
-            f"{statistics.fmean(r.ours_useful_groups):.0%}", last(r, r.ours_reward), last(r, r.trl_reward),
-            f"{r.loss_difference:.0e}", f"{r.gradient_difference:.0e}",
+            r.case,
+            f"{r.parameters:,}",
+            per_second(r.groups, r.ours_seconds),
+            per_second(r.groups, r.trl_seconds),
+            f"{r.ratio():.2f}",
+            f"{r.ratio(cpu=True):.2f}",
+            ms(r.ours_seconds),
+            ms(r.ours_generate_seconds),
+            ms(r.trl_seconds),
+            f"{statistics.fmean(r.ours_useful_groups):.0%}",
+            last(r, r.ours_reward),
+            last(r, r.trl_reward),
+            f"{r.loss_difference:.0e}",
+            f"{r.gradient_difference:.0e}",
         ]
         for r in results
-    ]  # fmt: skip
+    ]
     return table(headers, rows)
 
 
 def show_lengths(results: list[Result]) -> str:
     """Seed by seed, and what is in the middle."""
     headers = [
-        "ours against TRL", "seed", "mean length, ours", "TRL", "lag, updates", "CPU s a step, ours", "of it sampling", "TRL",
-        "of it sampling", "tokens per CPU s, ours", "TRL", "ratio",
-    ]  # fmt: skip
+        "ours against TRL",
+        "seed",
+        "mean length, ours",
+        "TRL",
+        "lag, updates",
+        "CPU s a step, ours",
+        "of it sampling",
+        "TRL",
+        "of it sampling",
+        "tokens per CPU s, ours",
+        "TRL",
+        "ratio",
+    ]
     rows: list[list[object]] = []
     for kind in dict.fromkeys((r.engine, r.case) for r in results):
         name = f"{kind[0] or 'as chosen'}; {kind[1]}"
@@ -372,26 +520,76 @@ def show_lengths(results: list[Result]) -> str:
         ratios = [ours / theirs for ours, theirs in rates]
         for r, (ours, theirs), ratio in zip(some, rates, ratios, strict=True):
             lengths = [f"{statistics.fmean(each):.0f}" for each in (r.ours_tokens, r.trl_tokens)]
-            each_second = (r.ours_cpu_seconds, r.ours_generate_cpu_seconds, r.trl_cpu_seconds, r.trl_generate_cpu_seconds)
+            each_second = (
+                r.ours_cpu_seconds,
+                r.ours_generate_cpu_seconds,
+                r.trl_cpu_seconds,
+                r.trl_generate_cpu_seconds,
+            )
             seconds = [f"{statistics.fmean(each):.1f}" for each in each_second]
             lag = f"{statistics.fmean(r.ours_lag):.1f}"
-            rows.append([name, r.seed, *lengths, lag, *seconds, f"{ours:.0f}", f"{theirs:.0f}", f"{ratio:.2f}"])
+            rows.append(
+                [
+                    name,
+                    r.seed,
+                    *lengths,
+                    lag,
+                    *seconds,
+                    f"{ours:.0f}",
+                    f"{theirs:.0f}",
+                    f"{ratio:.2f}",
+                ]
+            )
         if len(some) > 1:
             mine, trls = zip(*rates, strict=True)
-            rows.append([name, "median", *["–"] * 7, f"{statistics.median(mine):.0f}", f"{statistics.median(trls):.0f}", middle(ratios)])
+            rows.append(
+                [
+                    name,
+                    "median",
+                    *["–"] * 7,
+                    f"{statistics.median(mine):.0f}",
+                    f"{statistics.median(trls):.0f}",
+                    middle(ratios),
+                ]
+            )
     return table(headers, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, without the larger model; under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps, without the larger model; under a minute"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--shape", default="", choices=("", *SHAPES), help="random weights of this shape instead of the small policies")
-    parser.add_argument("--lengths", nargs="?", type=int, const=3, default=0, metavar="STEPS", help="only answers of different lengths")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of weights, questions and draws, with --lengths; below 256")
-    parser.add_argument("--groups", type=int, default=B, help="of 8 completions in a step, with --lengths")
-    parser.add_argument("--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths")
+    parser.add_argument(
+        "--shape",
+        default="",
+        choices=("", *SHAPES),
+        help="random weights of this shape instead of the small policies",
+    )
+    parser.add_argument(
+        "--lengths",
+        nargs="?",
+        type=int,
+        const=3,
+        default=0,
+        metavar="STEPS",
+        help="only answers of different lengths",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0],
+        help="of weights, questions and draws, with --lengths; below 256",
+    )
+    parser.add_argument(
+        "--groups", type=int, default=B, help="of 8 completions in a step, with --lengths"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths"
+    )
     parser.add_argument("--json", type=Path, help="write the same as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -410,21 +608,47 @@ def main() -> None:
         cases = [
             Case(f"{args.shape}, short prompts, 32 new tokens", steps, 32, False, **place),
             Case("the same, long prompts", steps, 32, False, long_prompts=True, **place),
-            Case("the same, long prompts, 256 new tokens", max(1, steps // 2), 256, False, long_prompts=True, **place),
+            Case(
+                "the same, long prompts, 256 new tokens",
+                max(1, steps // 2),
+                256,
+                False,
+                long_prompts=True,
+                **place,
+            ),
         ][: 1 if args.quick else 3]
     elif args.lengths:
         uneven: dict[str, Any] = place | {
-            "hidden": 256, "long_prompts": True, "even": True, "learning_rate": 1e-6, "tokens": 65_536, "warm": 0, "ahead": 3,
-            "groups": args.groups, "engines": tuple(args.engines),
-        }  # fmt: skip
+            "hidden": 256,
+            "long_prompts": True,
+            "even": True,
+            "learning_rate": 1e-6,
+            "tokens": 65_536,
+            "warm": 0,
+            "ahead": 3,
+            "groups": args.groups,
+            "engines": tuple(args.engines),
+        }
         cases = [
-            Case(theirs, args.lengths, 512, False, paged=theirs == "continuous batching", seed=seed, **uneven)
+            Case(
+                theirs,
+                args.lengths,
+                512,
+                False,
+                paged=theirs == "continuous batching",
+                seed=seed,
+                **uneven,
+            )
             for seed in args.seeds
             for theirs in ("generate", "continuous batching")
         ]
     elif not args.quick:
-        cases.append(Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place))
-        cases.append(Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place))
+        cases.append(
+            Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place)
+        )
+        cases.append(
+            Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place)
+        )
     results: list[Result] = []
     with Scorer() as scorer:
         for case in cases:
@@ -434,7 +658,14 @@ def main() -> None:
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
     print(show_lengths(results) if args.lengths else show(results))
     if args.json:
-        write_json(args.json, [asdict(r) | {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__} for r in results])
+        write_json(
+            args.json,
+            [
+                asdict(r)
+                | {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__}
+                for r in results
+            ],
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A second decoder, written from the documents in this folder, that judges every vector: `python protocol/check.py`.
+"""A second decoder, written from the documents in this folder, that judges every vector: `python
+protocol/check.py`.
 
-It shares no line with swarmnode and needs only msgpack, cryptography and, for compressed vectors, zstandard. Exit code 0 when every
-vector is judged as recorded, else 1. There is a file for each document (`check_frames.py` is 00-conventions); where the two disagree, the
-document is right.
+It shares no line with swarmnode and needs only msgpack, cryptography and, for compressed vectors,
+zstandard. Exit code 0 when every vector is judged as recorded, else 1. There is a file for each
+document (`check_frames.py` is 00-conventions); where the two disagree, the document is right.
 """
 
 import json
@@ -20,15 +21,26 @@ import check_weights
 from check_frames import REGISTRY, Refused, digest
 
 HERE = Path(__file__).parent
-PARTS = (check_join, check_rollouts, check_weights, check_stages, check_crews, check_state, check_bulk, check_tasks)
+PARTS = (
+    check_join,
+    check_rollouts,
+    check_weights,
+    check_stages,
+    check_crews,
+    check_state,
+    check_bulk,
+    check_tasks,
+)
 READERS = {read_as: reader for part in PARTS for read_as, reader in part.READERS.items()}
-"""Name of what a frame is read as → reader of (frame, domain, swarm id), or of (frame, what the vector gives)."""
+"""Name of what a frame is read as → reader of (frame, domain, swarm id), or of (frame, what the
+vector gives)."""
 DERIVATIONS = {name: derive for part in PARTS for name, derive in part.DERIVATIONS.items()}
 DERIVATIONS["content_id"] = lambda envelope: digest(bytes.fromhex(envelope)).hex()
 
 
 def judge(read_as, frame, domain, swarm, given=None):
-    """What is made of a frame: {"verdict": "accept", "value": …} or {"verdict": "reject", "reason": …}."""
+    """What is made of a frame: {"verdict": "accept", "value": …} or {"verdict": "reject", "reason":
+    …}."""
     about = (domain, swarm) if given is None else (given,)
     try:
         return {"verdict": "accept", "value": plain(READERS[read_as](frame, *about))}
@@ -43,7 +55,9 @@ def joined(parts):
 def admitted(vector, document):
     given = vector["admit"]
     frames = [joined(parts) for parts in [*given["after"], vector["frame"]]]
-    reason = check_rollouts.admit(frames, given, document["domain"].encode(), bytes.fromhex(document["swarm"]))
+    reason = check_rollouts.admit(
+        frames, given, document["domain"].encode(), bytes.fromhex(document["swarm"])
+    )
     verdicts = [verdict for verdict, reasons in REGISTRY["verdicts"].items() if reason in reasons]
     return [verdicts[0] if verdicts else "accept", reason]
 
@@ -68,12 +82,21 @@ def main():
                 wanted, got = [vector["verdict"], vector.get("reason")], admitted(vector, document)
             else:
                 frame = joined(vector["frame"])
-                got = judge(vector["read_as"], frame, document["domain"].encode(), bytes.fromhex(document["swarm"]), vector.get("given"))
+                got = judge(
+                    vector["read_as"],
+                    frame,
+                    document["domain"].encode(),
+                    bytes.fromhex(document["swarm"]),
+                    vector.get("given"),
+                )
                 wanted = {field: vector[field] for field in got if field in vector}
             count += 1
             if got != wanted:
                 failures += 1
-                print(f"{path.name}: {vector['name']}: expected {str(wanted)[:200]}, got {str(got)[:200]}")
+                print(
+                    f"{path.name}: {vector['name']}: expected {str(wanted)[:200]}, got"
+                    f" {str(got)[:200]}"
+                )
     print(f"{count} vectors, {failures} judged differently")
     return 1 if failures or not count else 0
 

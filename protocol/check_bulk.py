@@ -24,13 +24,22 @@ def read_bulk(frame, name, shape):
         size, chunk = message["size"], message["chunk_bytes"]
         require(BYTES["bulk_min_chunk"] <= chunk <= BYTES["bulk_chunk"])
         chunks = (size + chunk - 1) // chunk
-        require(1 <= chunks <= COUNTS["bulk_chunks"] and len(message["hashes"]) == EXACT["chunk_hash"] * chunks)
+        require(
+            1 <= chunks <= COUNTS["bulk_chunks"]
+            and len(message["hashes"]) == EXACT["chunk_hash"] * chunks
+        )
     elif shape is BULK_MANIFEST_RESPONSE:
-        require(ok == bool(message["manifest"]) and len(message["manifest"]) <= BYTES["bulk_manifest"])
+        require(
+            ok == bool(message["manifest"]) and len(message["manifest"]) <= BYTES["bulk_manifest"]
+        )
     elif shape is BULK_REQUEST:
         require(len(message["wanted"]) <= COUNTS["bulk_chunks"] // 8 and any(message["wanted"]))
     elif shape is BULK_RESPONSE:
-        require(0 < message["size"] <= COUNTS["bulk_chunks"] * BYTES["bulk_chunk"] if ok else message["size"] == 0)
+        require(
+            0 < message["size"] <= COUNTS["bulk_chunks"] * BYTES["bulk_chunk"]
+            if ok
+            else message["size"] == 0
+        )
     elif shape is BULK_SOCKET_RESPONSE:
         require(0 < message["port"] < 2**16 if ok else message["port"] == 0)
         require(len(message["token"]) == (EXACT["token"] if ok else 0))
@@ -38,16 +47,28 @@ def read_bulk(frame, name, shape):
 
 
 def bulk_root(size, chunk_bytes, hashes):
-    return digest(REGISTRY["domains"]["bulk"].encode() + struct.pack(">QI", size, chunk_bytes) + bytes.fromhex(hashes)).hex()
+    return digest(
+        REGISTRY["domains"]["bulk"].encode()
+        + struct.pack(">QI", size, chunk_bytes)
+        + bytes.fromhex(hashes)
+    ).hex()
 
 
 READERS = {
     "bulk_manifest": lambda frame, domain, swarm: read_bulk(frame, "bulk_manifest", BULK_MANIFEST),
-    "bulk_manifest_request": lambda frame, domain, swarm: read_bulk(frame, "bulk_manifest_request", BULK_MANIFEST_REQUEST),
-    "bulk_manifest_response": lambda frame, domain, swarm: read_bulk(frame, "bulk_manifest_response", BULK_MANIFEST_RESPONSE),
+    "bulk_manifest_request": lambda frame, domain, swarm: read_bulk(
+        frame, "bulk_manifest_request", BULK_MANIFEST_REQUEST
+    ),
+    "bulk_manifest_response": lambda frame, domain, swarm: read_bulk(
+        frame, "bulk_manifest_response", BULK_MANIFEST_RESPONSE
+    ),
     "bulk_request": lambda frame, domain, swarm: read_bulk(frame, "bulk_request", BULK_REQUEST),
     "bulk_response": lambda frame, domain, swarm: read_bulk(frame, "bulk_response", BULK_RESPONSE),
-    "bulk_socket_request": lambda frame, domain, swarm: read_bulk(frame, "bulk_socket_request", BULK_SOCKET_REQUEST),
-    "bulk_socket_response": lambda frame, domain, swarm: read_bulk(frame, "bulk_socket_response", BULK_SOCKET_RESPONSE),
+    "bulk_socket_request": lambda frame, domain, swarm: read_bulk(
+        frame, "bulk_socket_request", BULK_SOCKET_REQUEST
+    ),
+    "bulk_socket_response": lambda frame, domain, swarm: read_bulk(
+        frame, "bulk_socket_response", BULK_SOCKET_RESPONSE
+    ),
 }
 DERIVATIONS = {"bulk_root": bulk_root}

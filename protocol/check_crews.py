@@ -1,30 +1,68 @@
-"""04-stages, sections 7 to 9: streams between members, what their network processes tell each other, and who holds which stage."""
+"""04-stages, sections 7 to 9: streams between members, what their network processes tell each
+other, and who holds which stage."""
 
 import math
 
 import msgpack
-from check_frames import BYTES, COUNTS, EXACT, FLOATS, REGISTRY, Refused, Row, counter, decode, digest, name, require
+from check_frames import (
+    BYTES,
+    COUNTS,
+    EXACT,
+    FLOATS,
+    REGISTRY,
+    Refused,
+    Row,
+    counter,
+    decode,
+    digest,
+    name,
+    require,
+)
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 TAKEN = Row(attempt=int, clip=float, learning_rate=float)
 RECORD = {
-    "lineage": bytes, "model": bytes, "previous": bytes, "step": int, "taken": TAKEN, "members": [Row(peer=str, layers=int)],
+    "lineage": bytes,
+    "model": bytes,
+    "previous": bytes,
+    "step": int,
+    "taken": TAKEN,
+    "members": [Row(peer=str, layers=int)],
     "nonce": bytes,
-}  # fmt: skip
+}
 COPY = Row(
-    lineage=bytes, first=int, last=int, step=int, hash=bytes, where=("memory", "disk", "neighbour"), taken=TAKEN, next=bytes,
-)  # fmt: skip
+    lineage=bytes,
+    first=int,
+    last=int,
+    step=int,
+    hash=bytes,
+    where=("memory", "disk", "neighbour"),
+    taken=TAKEN,
+    next=bytes,
+)
 STATUS = Row(phase=("absent", "loading", "probation", "active", "failed"), step=int, progress=int)
 STREAM_OPEN = {"crew": bytes, "from_stage": int, "to_stage": int, "kind": ("frames", "state")}
 STREAM_READY = {"crew": bytes}
-OFFER = {"type": ("offer",), "model": bytes, "memory": float, "speed": float, "hop_seconds": float, "copies": [COPY], "without": [str]}
+OFFER = {
+    "type": ("offer",),
+    "model": bytes,
+    "memory": float,
+    "speed": float,
+    "hop_seconds": float,
+    "copies": [COPY],
+    "without": [str],
+}
 PROPOSE = {"type": ("propose",), "record": RECORD}
 FOUNDED = {"type": ("founded",), "record": RECORD, "signatures": [Row(peer=str, signature=bytes)]}
 HEARTBEAT = {"type": ("heartbeat",), "crew": bytes, "status": STATUS}
 LEAVE = {"type": ("leave",), "crew": bytes, "reason": str, "because": str}
 SIGNATURE = {"type": ("signature",), "crew": bytes, "signature": bytes}
-REFUSE = {"type": ("refuse",), "reason": ("busy", "crew", "trust", "model", "behind", "record"), "crew": bytes}
+REFUSE = {
+    "type": ("refuse",),
+    "reason": ("busy", "crew", "trust", "model", "behind", "record"),
+    "crew": bytes,
+}
 ALIVE = {**HEARTBEAT, "type": ("alive",)}
 NOTED = {"type": ("noted",)}
 REQUESTS = (OFFER, PROPOSE, FOUNDED, HEARTBEAT, LEAVE)
@@ -56,7 +94,10 @@ def read_message(frame, shapes):
         require(len(message["signature"]) == EXACT["signature"])
     if message["type"] == "leave":
         reason = message["reason"]
-        require(len(reason) <= BYTES["crew_reason"] and all(" " <= character <= "~" for character in reason))
+        require(
+            len(reason) <= BYTES["crew_reason"]
+            and all(" " <= character <= "~" for character in reason)
+        )
         name(message["because"] or "nobody", BYTES["peer_id"])
     return message
 
@@ -74,7 +115,10 @@ def check_taken(attempt, clip, learning_rate):
 
 def check_copy(lineage, first, last, step, digest_, _where, taken, ready):
     """Section 9.2."""
-    require(len(lineage) == len(digest_) == EXACT["record_hash"] and len(ready) in (0, EXACT["record_hash"]))
+    require(
+        len(lineage) == len(digest_) == EXACT["record_hash"]
+        and len(ready) in (0, EXACT["record_hash"])
+    )
     require(0 <= first < last <= COUNTS["layers"])
     counter(step)
     check_taken(*taken)
@@ -83,7 +127,11 @@ def check_copy(lineage, first, last, step, digest_, _where, taken, ready):
 
 def check_record(record):
     """Section 9.1."""
-    require(all(len(record[field]) == EXACT["record_hash"] for field in ("lineage", "model", "previous")))
+    require(
+        all(
+            len(record[field]) == EXACT["record_hash"] for field in ("lineage", "model", "previous")
+        )
+    )
     require(len(record["nonce"]) == EXACT["crew_nonce"])
     counter(record["step"])
     check_taken(*record["taken"])
@@ -103,10 +151,16 @@ def read_founded(frame, domain, swarm):
     """Section 9.1: whether all members have signed."""
     message = read_message(frame, (FOUNDED, NOTED))
     crew = crew_id(message["record"])
-    require([peer for peer, _ in message["signatures"]] == [peer for peer, _ in message["record"]["members"]], "signature")
+    require(
+        [peer for peer, _ in message["signatures"]]
+        == [peer for peer, _ in message["record"]["members"]],
+        "signature",
+    )
     for peer, signature in message["signatures"]:
         try:
-            Ed25519PublicKey.from_public_bytes(key_of(peer)).verify(signature, REGISTRY["domains"]["crew_member"].encode() + crew)
+            Ed25519PublicKey.from_public_bytes(key_of(peer)).verify(
+                signature, REGISTRY["domains"]["crew_member"].encode() + crew
+            )
         except InvalidSignature:
             raise Refused("signature") from None
     return {"crew": crew}
@@ -126,23 +180,36 @@ def key_of(peer):
 
 
 def read_stream_open(frame, given):
-    """Section 7: what becomes of a stream whose first message, behind its length, is `frame`, from `given["peer"]` to a member."""
+    """Section 7: what becomes of a stream whose first message, behind its length, is `frame`, from
+    `given["peer"]` to a member."""
     opened, crew = decode(frame, BYTES["stage_open"], STREAM_OPEN), given["crew"]
     require(opened["crew"].hex() == crew["crew"], "crew")
-    require(opened["to_stage"] == crew["stage"] and 0 <= opened["from_stage"] < crew["stage"], "stage")
+    require(
+        opened["to_stage"] == crew["stage"] and 0 <= opened["from_stage"] < crew["stage"], "stage"
+    )
     require(crew["members"][opened["from_stage"]] == given["peer"], "peer")
     return opened
 
 
 def step_hash(before, crew, step, attempt, micro_batches):
     """Section 6.1."""
-    numbers = b"".join(number.to_bytes(8, "big") for number in [step, attempt, *sorted(micro_batches)])
-    return digest(REGISTRY["domains"]["crew_step"].encode() + bytes.fromhex(before) + bytes.fromhex(crew) + numbers).hex()
+    numbers = b"".join(
+        number.to_bytes(8, "big") for number in [step, attempt, *sorted(micro_batches)]
+    )
+    return digest(
+        REGISTRY["domains"]["crew_step"].encode()
+        + bytes.fromhex(before)
+        + bytes.fromhex(crew)
+        + numbers
+    ).hex()
 
 
 def unhexed(record):
     """A record as it was before its bytes were written in hex."""
-    return {field: bytes.fromhex(value) if field in ("lineage", "model", "previous", "nonce") else value for field, value in record.items()}
+    return {
+        field: bytes.fromhex(value) if field in ("lineage", "model", "previous", "nonce") else value
+        for field, value in record.items()
+    }
 
 
 READERS = {

@@ -1,7 +1,8 @@
-"""00-conventions: from bytes to a message of a known shape, signatures, and bounds that every document uses.
+"""00-conventions: from bytes to a message of a known shape, signatures, and bounds that every
+document uses.
 
-A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of allowed strings, [element], a message, or a
-`Maybe` or `Row`.
+A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of
+allowed strings, [element], a message, or a `Maybe` or `Row`.
 """
 
 import hashlib
@@ -16,7 +17,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 REGISTRY = tomllib.loads((Path(__file__).parent / "registry.toml").read_text())
-BYTES, EXACT, COUNTS, FLOATS = REGISTRY["bytes"], REGISTRY["exact_bytes"], REGISTRY["counts"], REGISTRY["floats"]
+BYTES, EXACT, COUNTS, FLOATS = (
+    REGISTRY["bytes"],
+    REGISTRY["exact_bytes"],
+    REGISTRY["counts"],
+    REGISTRY["floats"],
+)
 
 ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw", "zstd")}
 
@@ -55,11 +61,21 @@ def kind(lead):
         return dict
     if 0x90 <= lead <= 0x9F or lead in (0xDC, 0xDD):
         return list
-    return {0xC0: type(None), 0xC2: bool, 0xC3: bool, 0xC4: bytes, 0xC5: bytes, 0xC6: bytes, 0xCA: float, 0xCB: float}.get(lead)
+    return {
+        0xC0: type(None),
+        0xC2: bool,
+        0xC3: bool,
+        0xC4: bytes,
+        0xC5: bytes,
+        0xC6: bytes,
+        0xCA: float,
+        0xCB: float,
+    }.get(lead)
 
 
 def read(stream, data, wanted):
-    """One value of type `wanted`, looked at before it is read, so that nothing is built that was not asked for."""
+    """One value of type `wanted`, looked at before it is read, so that nothing is built that was
+    not asked for."""
     require(stream.tell() < len(data), "malformed")
     found = kind(data[stream.tell()])
     if isinstance(wanted, Maybe):
@@ -105,9 +121,16 @@ def read_tagged(stream, data, shapes):
 
 
 def decode(data, limit, *shapes):
-    """The message in `data`: of the one shape, or of the one among several that its first field names."""
+    """The message in `data`: of the one shape, or of the one among several that its first field
+    names."""
     require(len(data) <= limit, "oversize")
-    stream = msgpack.Unpacker(raw=False, strict_map_key=True, max_map_len=2**32 - 1, max_array_len=2**32 - 1, max_buffer_size=limit + 1)
+    stream = msgpack.Unpacker(
+        raw=False,
+        strict_map_key=True,
+        max_map_len=2**32 - 1,
+        max_array_len=2**32 - 1,
+        max_buffer_size=limit + 1,
+    )
     stream.feed(data)
     try:
         if len(shapes) == 1:
@@ -116,7 +139,8 @@ def decode(data, limit, *shapes):
             message = read_tagged(stream, data, {shape["type"][0]: shape for shape in shapes})
     except (msgpack.OutOfData, ValueError):  # truncated, bad UTF-8
         raise Refused("malformed") from None
-    require(msgpack.packb(message) == data, "malformed")  # trailing bytes, duplicate keys, longer headers than needed
+    # trailing bytes, duplicate keys, longer headers than needed
+    require(msgpack.packb(message) == data, "malformed")
     return message
 
 
@@ -125,8 +149,13 @@ def decompress(data, limit):
         declared = zstandard.frame_content_size(data)
         require(declared >= 0, "compression")
         require(declared <= limit, "oversize")
-        require(zstandard.get_frame_parameters(data).window_size <= BYTES["zstd_window"], "compression")
-        require(len(zstandard.ZstdDecompressor().stream_reader(data).read(declared + 1)) == declared, "compression")
+        require(
+            zstandard.get_frame_parameters(data).window_size <= BYTES["zstd_window"], "compression"
+        )
+        require(
+            len(zstandard.ZstdDecompressor().stream_reader(data).read(declared + 1)) == declared,
+            "compression",
+        )
         frame = zstandard.ZstdDecompressor().decompressobj()
         content = frame.decompress(data)
     except zstandard.ZstdError:

@@ -1,29 +1,65 @@
-"""01-identity-and-join: peer ids, swarm ids, manifests, sessions, summaries, and who else is there."""
+"""01-identity-and-join: peer ids, swarm ids, manifests, sessions, summaries, and who else is
+there."""
 
 import math
 
 import msgpack
-from check_frames import BYTES, COUNTS, ENVELOPE, EXACT, FLOATS, REGISTRY, counter, decode, digest, name, require, rising, text, verify
+from check_frames import (
+    BYTES,
+    COUNTS,
+    ENVELOPE,
+    EXACT,
+    FLOATS,
+    REGISTRY,
+    counter,
+    decode,
+    digest,
+    name,
+    require,
+    rising,
+    text,
+    verify,
+)
 
 PEERS_REQUEST = {"swarm": bytes, "addresses": [str]}
 PEERS_RESPONSE = {"swarm": bytes, "peers": [{"peer": str, "addresses": [str]}]}
 RULES = {
-    "min_completions": int, "max_completions": int, "max_tokens": int, "temperature": float, "top_p": float, "groups_per_second": float,
-}  # fmt: skip
+    "min_completions": int,
+    "max_completions": int,
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "groups_per_second": float,
+}
 MANIFEST = {
-    "name": str, "founder": bytes, "created_at": int, "predecessor": bytes, "minimum_version": str, "protocols": [str],
+    "name": str,
+    "founder": bytes,
+    "created_at": int,
+    "predecessor": bytes,
+    "minimum_version": str,
+    "protocols": [str],
     "models": [{"name": str, "revision": str, "fingerprint": bytes, "tokenizer": bytes}],
     "tasks": [{"id": str, "version": str, "settings": str}],
-    "rollouts": RULES, "settings": [{"key": str, "value": str}], "bootstrap": [str], "access": {"members": [str], "secret": bytes},
-}  # fmt: skip
+    "rollouts": RULES,
+    "settings": [{"key": str, "value": str}],
+    "bootstrap": [str],
+    "access": {"members": [str], "secret": bytes},
+}
 MANIFEST_REQUEST = {"swarm": bytes}
 MANIFEST_RESPONSE = {"manifest": bytes, "successor": bytes}
 SESSION = {"session": bytes, "started_at": int, "issued_at": int}
 SESSION_RESPONSE = {"sessions": [bytes]}
 SUMMARY = {
-    "name": str, "version": str, "created_at": int, "uptime": int, "step": int, "policy_version": int, "reward": float, "published": int,
+    "name": str,
+    "version": str,
+    "created_at": int,
+    "uptime": int,
+    "step": int,
+    "policy_version": int,
+    "reward": float,
+    "published": int,
     "peers": int,
-}  # fmt: skip
+}
 SUMMARY_REQUEST = {"summary": bytes}
 SUMMARY_RESPONSE = {"summaries": [bytes]}
 
@@ -43,7 +79,9 @@ def read_peers(frame, cap, shape):
 def read_manifest(frame):
     """01, section 6."""
     envelope = decode(frame, BYTES["manifest"], ENVELOPE)
-    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(
+        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+    )
     require(envelope["codec"] == "raw", "compression")
     swarm = digest(REGISTRY["domains"]["swarm_manifest"].encode() + envelope["payload"])
     verify(envelope, REGISTRY["domains"]["manifest"].encode(), swarm)
@@ -56,7 +94,10 @@ def read_manifest(frame):
 def check_manifest(manifest):
     rules, access = manifest["rollouts"], manifest["access"]
     text(manifest["name"], 1, BYTES["manifest_name"])
-    require(len(manifest["founder"]) == EXACT["key"] and len(manifest["predecessor"]) in (0, EXACT["swarm_id"]))
+    require(
+        len(manifest["founder"]) == EXACT["key"]
+        and len(manifest["predecessor"]) in (0, EXACT["swarm_id"])
+    )
     counter(manifest["created_at"])
     name(manifest["minimum_version"], BYTES["minimum_version"])
     rising(manifest["protocols"], 1, COUNTS["protocols"])
@@ -71,7 +112,12 @@ def check_manifest(manifest):
         name(task["id"], BYTES["task_id"])
         name(task["version"], BYTES["task_version"])
         text(task["settings"], 0, BYTES["setting_value"])
-    require(COUNTS["min_completions"] <= rules["min_completions"] <= rules["max_completions"] <= COUNTS["max_completions"])
+    require(
+        COUNTS["min_completions"]
+        <= rules["min_completions"]
+        <= rules["max_completions"]
+        <= COUNTS["max_completions"]
+    )
     check_sampling(rules["temperature"], rules["top_p"], rules["max_tokens"])
     require(math.isfinite(rules["groups_per_second"]), "not_finite")
     require(0 < rules["groups_per_second"] <= FLOATS["groups_per_second"])
@@ -107,7 +153,9 @@ def read_manifest_response(frame):
 
 def read_session(frame, swarm):
     envelope = decode(frame, BYTES["session_request"], ENVELOPE)
-    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(
+        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+    )
     require(envelope["codec"] == "raw", "compression")
     verify(envelope, REGISTRY["domains"]["session"].encode(), swarm)
     session = decode(envelope["payload"], BYTES["session_request"], SESSION)
@@ -126,7 +174,9 @@ def read_session_response(frame):
 def read_summary(frame, swarm):
     """01, section 10."""
     envelope = decode(frame, BYTES["summary"], ENVELOPE)
-    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(
+        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+    )
     require(envelope["codec"] == "raw", "compression")
     verify(envelope, REGISTRY["domains"]["summary"].encode(), swarm)
     summary = decode(envelope["payload"], BYTES["summary"], SUMMARY)
@@ -152,7 +202,10 @@ def read_summary_response(frame):
 
 
 def peer_id(key):
-    data, alphabet = bytes.fromhex("002408011220") + key, "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+    data, alphabet = (
+        bytes.fromhex("002408011220") + key,
+        "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz",
+    )
     number, text = int.from_bytes(data, "big"), ""
     while number:
         number, text = number // 58, alphabet[number % 58] + text
@@ -160,13 +213,19 @@ def peer_id(key):
 
 
 def swarm_id(name, tasks, protocols):
-    description = [name, sorted([task, version] for task, version in tasks.items()), sorted(protocols)]
+    description = [
+        name,
+        sorted([task, version] for task, version in tasks.items()),
+        sorted(protocols),
+    ]
     return digest(REGISTRY["domains"]["swarm"].encode() + msgpack.packb(description))
 
 
 READERS = {
     "peers_request": lambda frame, domain, swarm: read_peers(frame, "peers_request", PEERS_REQUEST),
-    "peers_response": lambda frame, domain, swarm: read_peers(frame, "peers_response", PEERS_RESPONSE),
+    "peers_response": lambda frame, domain, swarm: read_peers(
+        frame, "peers_response", PEERS_RESPONSE
+    ),
     "manifest": lambda frame, domain, swarm: read_manifest(frame),
     "manifest_request": lambda frame, domain, swarm: read_manifest_request(frame),
     "manifest_response": lambda frame, domain, swarm: read_manifest_response(frame),

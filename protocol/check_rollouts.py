@@ -26,21 +26,48 @@ from check_join import check_sampling, peer_id
 
 TASK = {"id": str, "version": str, "seed": int, "index": int, "difficulty": int}
 SAMPLING = {"temperature": float, "top_p": float, "max_tokens": int}
-COMPLETION = {"text": str, "tokens": int, "logprob": float, "finish": ("eos", "length"), "token_ids": bytes, "logprobs": bytes}
+COMPLETION = {
+    "text": str,
+    "tokens": int,
+    "logprob": float,
+    "finish": ("eos", "length"),
+    "token_ids": bytes,
+    "logprobs": bytes,
+}
 GROUP = {
-    "type": ("rollout",), "task": TASK, "model": bytes, "tokenizer": bytes, "policy_version": int, "created_at": int, "sequence": int,
-    "sampling": SAMPLING, "completions": [COMPLETION],
-}  # fmt: skip
-ANNOUNCE = {"type": ("announce",), "content": bytes, "size": int, "created_at": int, "sequence": int}
+    "type": ("rollout",),
+    "task": TASK,
+    "model": bytes,
+    "tokenizer": bytes,
+    "policy_version": int,
+    "created_at": int,
+    "sequence": int,
+    "sampling": SAMPLING,
+    "completions": [COMPLETION],
+}
+ANNOUNCE = {
+    "type": ("announce",),
+    "content": bytes,
+    "size": int,
+    "created_at": int,
+    "sequence": int,
+}
 FETCH_REQUEST = {"content": bytes}
 FETCH_RESPONSE = {"status": ("ok", "unknown", "busy"), "body": bytes}
 LISTING_REQUEST = {"swarm": bytes, "life": bytes, "position": int}
 LISTED = Row(content=bytes, author=bytes, task=str, created_at=int, size=int, spread=float)
-LISTING_RESPONSE = {"status": ("ok", "unknown", "busy"), "life": bytes, "position": int, "groups": [LISTED]}
+LISTING_RESPONSE = {
+    "status": ("ok", "unknown", "busy"),
+    "life": bytes,
+    "position": int,
+    "groups": [LISTED],
+}
 GROUPS_REQUEST = {"contents": [bytes]}
 GROUPS_RESPONSE = {"groups": [FETCH_RESPONSE]}
 
-UNWANTED = re.compile("[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]")
+UNWANTED = re.compile(
+    "[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]"
+)
 """Control characters, bidirectional overrides, non-characters."""
 
 
@@ -64,22 +91,40 @@ def check_group(group):
         require(len(completion["token_ids"]) in (0, 4 * tokens) and len(packed) in (0, 4 * tokens))
         logprobs = struct.unpack(f"<{len(packed) // 4}f", packed)
         require(all(map(math.isfinite, logprobs)), "not_finite")
-        require(all(FLOATS["token_logprob"] <= logprob <= FLOATS["logprob_slack"] for logprob in logprobs))
+        require(
+            all(
+                FLOATS["token_logprob"] <= logprob <= FLOATS["logprob_slack"]
+                for logprob in logprobs
+            )
+        )
 
 
 def check_announce(announce):
-    require(len(announce["content"]) == EXACT["content_id"] and 1 <= announce["size"] <= BYTES["group"])
+    require(
+        len(announce["content"]) == EXACT["content_id"] and 1 <= announce["size"] <= BYTES["group"]
+    )
     counter(announce["created_at"], announce["sequence"])
 
 
 def open_envelope(frame, limit, domain, swarm):
     envelope = decode(frame, limit, ENVELOPE)
-    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(
+        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+    )
     verify(envelope, domain, swarm)
-    payload = envelope["payload"] if envelope["codec"] == "raw" else decompress(envelope["payload"], BYTES["group"])
+    payload = (
+        envelope["payload"]
+        if envelope["codec"] == "raw"
+        else decompress(envelope["payload"], BYTES["group"])
+    )
     message = decode(payload, BYTES["group"], GROUP, ANNOUNCE)
     check_group(message) if message["type"] == "rollout" else check_announce(message)
-    return {"peer": peer_id(envelope["key"]), "content": digest(frame), "codec": envelope["codec"], "message": message}
+    return {
+        "peer": peer_id(envelope["key"]),
+        "content": digest(frame),
+        "codec": envelope["codec"],
+        "message": message,
+    }
 
 
 def read_fetch_request(frame):
@@ -90,13 +135,18 @@ def read_fetch_request(frame):
 
 def read_fetch_response(frame):
     response = decode(frame, BYTES["fetch_response"], FETCH_RESPONSE)
-    require((response["status"] == "ok") == bool(response["body"]) and len(response["body"]) <= BYTES["group"])
+    require(
+        (response["status"] == "ok") == bool(response["body"])
+        and len(response["body"]) <= BYTES["group"]
+    )
     return response
 
 
 def read_listing_request(frame):
     request = decode(frame, BYTES["listing_request"], LISTING_REQUEST)
-    require(len(request["swarm"]) == EXACT["swarm_id"] and len(request["life"]) in (0, EXACT["life"]))
+    require(
+        len(request["swarm"]) == EXACT["swarm_id"] and len(request["life"]) in (0, EXACT["life"])
+    )
     counter(request["position"])
     require(request["life"] or request["position"] == 0)
     return request
@@ -135,7 +185,8 @@ def read_groups_response(frame):
 
 
 def listing(life, held, last, request):
-    """02, section 6: the positions that are listed, of those that are `held`; `last` was the last one given."""
+    """02, section 6: the positions that are listed, of those that are `held`; `last` was the last
+    one given."""
     since = request["position"] if request["life"] == life and request["position"] <= last else 0
     return [position for position in held if position > since][-COUNTS["newest"] :]
 
@@ -145,24 +196,43 @@ def listed_falsely(listed, frame, domain, swarm):
     content, author, task, created_at, size, _ = listed
     opened = open_envelope(frame, BYTES["group"], domain, swarm)
     group = opened["message"]
-    true = [opened["content"].hex(), opened["peer"], group["task"]["id"], group["created_at"], len(frame)]
-    return None if [content, peer_id(bytes.fromhex(author)), task, created_at, size] == true else "mismatch"
+    true = [
+        opened["content"].hex(),
+        opened["peer"],
+        group["task"]["id"],
+        group["created_at"],
+        len(frame),
+    ]
+    return (
+        None
+        if [content, peer_id(bytes.fromhex(author)), task, created_at, size] == true
+        else "mismatch"
+    )
 
 
 def seed_block(domain, *data):
-    block = int.from_bytes(digest(b"".join([REGISTRY["domains"][domain].encode(), *data])), "big") >> 256 - COUNTS["block_bits"]
+    block = (
+        int.from_bytes(digest(b"".join([REGISTRY["domains"][domain].encode(), *data])), "big")
+        >> 256 - COUNTS["block_bits"]
+    )
     return block << COUNTS["index_bits"]
 
 
 def task_seed(swarm, peer, sequence):
     number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
-    return {"seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number)), "index": index}
+    return {
+        "seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number)),
+        "index": index,
+    }
 
 
 def bucket_seed(swarm, peer, sequence, task, difficulty):
     number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
     chosen = bytes([difficulty]) + task.encode()
-    return {"seed": seed_block("bucket_seed", swarm, peer.encode(), struct.pack(">Q", number), chosen), "index": index}
+    return {
+        "seed": seed_block("bucket_seed", swarm, peer.encode(), struct.pack(">Q", number), chosen),
+        "index": index,
+    }
 
 
 def evaluation_seed(task, block):
@@ -170,12 +240,15 @@ def evaluation_seed(task, block):
 
 
 def choose_task(tasks, seed, index):
-    drawn = hashlib.blake2b(REGISTRY["domains"]["task"].encode() + struct.pack(">QI", seed, index), digest_size=8).digest()
+    drawn = hashlib.blake2b(
+        REGISTRY["domains"]["task"].encode() + struct.pack(">QI", seed, index), digest_size=8
+    ).digest()
     return sorted(set(tasks))[int.from_bytes(drawn, "big") % len(set(tasks))]
 
 
 def admit(frames, given, domain, swarm):
-    """02, section 4.1 to 4.3, for the last of `frames`, which come one after the other: (verdict, reason)."""
+    """02, section 4.1 to 4.3, for the last of `frames`, which come one after the other: (verdict,
+    reason)."""
     contents, sequences, outcome = set(), set(), None
     for frame in frames:
         outcome = admit_one(frame, given, domain, swarm, contents, sequences)
@@ -209,7 +282,8 @@ def admit_one(frame, given, domain, swarm, contents, sequences):
 
 
 def within(group, rules, models):
-    """Whether the manifest allows it. `models`: [fingerprint, tokenizer] in hex of each; none: any."""
+    """Whether the manifest allows it. `models`: [fingerprint, tokenizer] in hex of each; none:
+    any."""
     sampling = group["sampling"]
     return (
         rules["min_completions"] <= len(group["completions"]) <= rules["max_completions"]
@@ -222,7 +296,11 @@ def within(group, rules, models):
 def group_reason(group, peer, given, swarm):
     task, tasks, rules = group["task"], given["tasks"], REGISTRY["rollouts"]
     asked = (swarm, peer, group["sequence"])
-    address = bucket_seed(*asked, task["id"], task["difficulty"]) if given.get("chooses") else task_seed(*asked)
+    address = (
+        bucket_seed(*asked, task["id"], task["difficulty"])
+        if given.get("chooses")
+        else task_seed(*asked)
+    )
     if address != {"seed": task["seed"], "index": task["index"]}:
         return "seed"
     if task["id"] not in tasks:
@@ -244,7 +322,9 @@ def group_reason(group, peer, given, swarm):
 
 
 READERS = {
-    "gossip": lambda frame, domain, swarm: open_envelope(frame, BYTES["gossip_frame"], domain, swarm),
+    "gossip": lambda frame, domain, swarm: open_envelope(
+        frame, BYTES["gossip_frame"], domain, swarm
+    ),
     "fetched": lambda frame, domain, swarm: open_envelope(frame, BYTES["group"], domain, swarm),
     "fetch_request": lambda frame, domain, swarm: read_fetch_request(frame),
     "fetch_response": lambda frame, domain, swarm: read_fetch_response(frame),

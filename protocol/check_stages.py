@@ -1,4 +1,5 @@
-"""04-stages, sections 2 to 6: frames between the members of a crew, the fence, and taking a step."""
+"""04-stages, sections 2 to 6: frames between the members of a crew, the fence, and taking a
+step."""
 
 import itertools
 import math
@@ -7,13 +8,35 @@ import struct
 from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, digest, require
 
 CODEC = ("float32", "bfloat16", "int8")
-REASON = ("micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone", "device")
+REASON = (
+    "micro_batches",
+    "not_finite",
+    "attempt",
+    "timeout",
+    "session",
+    "fingerprint",
+    "rows",
+    "frame",
+    "gone",
+    "device",
+)
 PLACE = Row(crew=bytes, stage=int, step=int)
 BODIES = {  # type → fields behind `place`
-    "forward": {"micro_batch": int, "purpose": ("learn", "score"), "codec": CODEC, "rows": int, "about": int},
+    "forward": {
+        "micro_batch": int,
+        "purpose": ("learn", "score"),
+        "codec": CODEC,
+        "rows": int,
+        "about": int,
+    },
     "backward": {"micro_batch": int, "codec": CODEC, "rows": int},
     "learnt": {
-        "micro_batch": int, "loss": float, "clipped": float, "entropy": float, "tokens": float, "weights": float,
+        "micro_batch": int,
+        "loss": float,
+        "clipped": float,
+        "entropy": float,
+        "tokens": float,
+        "weights": float,
         "squares": float,
     },
     "scores": {"micro_batch": int, "rows": int},
@@ -34,18 +57,39 @@ BODIES = {  # type → fields behind `place`
 }
 HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
 LOSS = {
-    "old_logprobs": bytes, "advantages": bytes, "weights": bytes, "normalizer": float,
-    "loss_type": ("dapo", "grpo", "dr_grpo", "gspo", "cispo"), "epsilon": float, "epsilon_high": float, "delta": Maybe(float),
-    "sampled": [bool], "correction": ("tis", "mis", "icepop"), "level": ("token", "sequence"),
-}  # fmt: skip
+    "old_logprobs": bytes,
+    "advantages": bytes,
+    "weights": bytes,
+    "normalizer": float,
+    "loss_type": ("dapo", "grpo", "dr_grpo", "gspo", "cispo"),
+    "epsilon": float,
+    "epsilon_high": float,
+    "delta": Maybe(float),
+    "sampled": [bool],
+    "correction": ("tis", "mis", "icepop"),
+    "level": ("token", "sequence"),
+}
 MICRO_BATCH = {
-    "prompt_lengths": [int], "prompt_ids": bytes, "prompt_of": [int], "completion_lengths": [int], "completion_ids": bytes,
-    "temperature": float, "loss": Maybe(LOSS),
-}  # fmt: skip
+    "prompt_lengths": [int],
+    "prompt_ids": bytes,
+    "prompt_of": [int],
+    "completion_lengths": [int],
+    "completion_ids": bytes,
+    "temperature": float,
+    "loss": Maybe(LOSS),
+}
 WAVE = {
-    "lengths": [int], "ids": bytes, "num_generations": int, "names": [int], "total": int, "position": int, "max_tokens": int,
-    "temperature": float, "top_p": float, "seed": int,
-}  # fmt: skip
+    "lengths": [int],
+    "ids": bytes,
+    "num_generations": int,
+    "names": [int],
+    "total": int,
+    "position": int,
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "seed": int,
+}
 F32_OVERFLOW = (2 - 2**-24) * 2.0**127
 """From here on a number rounds to an infinite f32."""
 
@@ -68,7 +112,13 @@ def body_bytes(header, crew):
     """Section 2.2, and how long the body is."""
     place, rows = header["place"], header.get("rows", 1)
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
-    counter(place[2], *(header.get(field, 0) for field in ("micro_batch", "attempt", "arrived", "sent", "worked")))
+    counter(
+        place[2],
+        *(
+            header.get(field, 0)
+            for field in ("micro_batch", "attempt", "arrived", "sent", "worked")
+        ),
+    )
     require(0 <= header.get("source", 0) < COUNTS["stages"])
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
@@ -83,34 +133,55 @@ def body_bytes(header, crew):
     activations = rows * hidden_bytes(header.get("codec", "float32"), crew["hidden"])
     if header["type"] == "propose":
         ids = header["micro_batches"]
-        require(1 <= len(ids) <= COUNTS["micro_batches"] and all(a < b for a, b in itertools.pairwise(ids)))
+        require(
+            1 <= len(ids) <= COUNTS["micro_batches"]
+            and all(a < b for a, b in itertools.pairwise(ids))
+        )
         counter(*ids)
     if header["type"] == "embedding":
         require(0 <= header["first"] <= crew["vocab"] - rows)
     return {
-        "forward": header.get("about", 0) + activations, "prefill": header.get("about", 0) + activations, "backward": activations,
-        "decode": 4 * rows + activations, "scores": 8 * rows, "tokens": 8 * rows, "embedding": activations,
+        "forward": header.get("about", 0) + activations,
+        "prefill": header.get("about", 0) + activations,
+        "backward": activations,
+        "decode": 4 * rows + activations,
+        "scores": 8 * rows,
+        "tokens": 8 * rows,
+        "embedding": activations,
         "propose": EXACT["description"] * len(header.get("micro_batches", ())),
-    }.get(header["type"], 0)  # fmt: skip
+    }.get(header["type"], 0)
 
 
 def block_of(hidden):
-    return next(size for size in range(COUNTS["stage_activation_block"], 0, -1) if hidden % size == 0)
+    return next(
+        size for size in range(COUNTS["stage_activation_block"], 0, -1) if hidden % size == 0
+    )
 
 
 def hidden_bytes(codec, hidden):
-    return {"float32": 4 * hidden, "bfloat16": 2 * hidden, "int8": hidden + 4 * (hidden // block_of(hidden))}[codec]
+    return {
+        "float32": 4 * hidden,
+        "bfloat16": 2 * hidden,
+        "int8": hidden + 4 * (hidden // block_of(hidden)),
+    }[codec]
 
 
 def read_body(header, body, crew):
-    """Sections 3 and 4: {"about": …, "values": activations as f32, "ids", "logprobs", …}, as far as there are any."""
+    """Sections 3 and 4: {"about": …, "values": activations as f32, "ids", "logprobs", …}, as far as
+    there are any."""
     tag, rows = header["type"], header.get("rows", 0)
     if tag in ("forward", "prefill"):
         read = read_micro_batch if tag == "forward" else read_wave
         about = read(body[: header["about"]], rows, crew, header.get("purpose"))
-        return {"about": about, "values": activations(body[header["about"] :], header, crew, crew["codec"])}
+        return {
+            "about": about,
+            "values": activations(body[header["about"] :], header, crew, crew["codec"]),
+        }
     if tag == "decode":
-        return {"names": numbers(body[: 4 * rows], "I"), "values": activations(body[4 * rows :], header, crew, crew["codec"])}
+        return {
+            "names": numbers(body[: 4 * rows], "I"),
+            "values": activations(body[4 * rows :], header, crew, crew["codec"]),
+        }
     if tag in ("backward", "embedding"):
         return {"values": activations(body, header, crew, header.get("codec", "float32"))}
     if tag == "tokens":
@@ -118,9 +189,17 @@ def read_body(header, body, crew):
         require(all(logprob <= FLOATS["logprob_slack"] for logprob in logprobs))
         return {"ids": ids, "logprobs": [min(logprob, 0.0) + 0.0 for logprob in logprobs]}
     if tag == "scores":
-        return {"logprobs": finite(body, 2 * rows)[:rows], "entropies": finite(body, 2 * rows)[rows:]}
+        return {
+            "logprobs": finite(body, 2 * rows)[:rows],
+            "entropies": finite(body, 2 * rows)[rows:],
+        }
     if tag == "propose":
-        return {"descriptions": [body[at : at + EXACT["description"]] for at in range(0, len(body), EXACT["description"])]}
+        return {
+            "descriptions": [
+                body[at : at + EXACT["description"]]
+                for at in range(0, len(body), EXACT["description"])
+            ]
+        }
     return {}
 
 
@@ -131,25 +210,38 @@ def activations(body, header, crew, codec):
     if codec == "float32":
         values = numbers(body, "f")
     elif codec == "bfloat16":
-        values = numbers(b"".join(b"\0\0" + body[at : at + 2] for at in range(0, len(body), 2)), "f")
+        values = numbers(
+            b"".join(b"\0\0" + body[at : at + 2] for at in range(0, len(body), 2)), "f"
+        )
     else:
         block = block_of(crew["hidden"])
-        scales, codes = numbers(body[: 4 * (count // block)], "f"), struct.unpack(f"<{count}b", body[4 * (count // block) :])
+        scales, codes = (
+            numbers(body[: 4 * (count // block)], "f"),
+            struct.unpack(f"<{count}b", body[4 * (count // block) :]),
+        )
         require(all(map(math.isfinite, scales)), "not_finite")
         require(all(scale >= 0 for scale in scales) and min(codes) >= -127)
         values = [scales[at // block] * code for at, code in enumerate(codes)]
-    require(all(math.isfinite(value) and abs(value) < F32_OVERFLOW for value in values), "not_finite")
+    require(
+        all(math.isfinite(value) and abs(value) < F32_OVERFLOW for value in values), "not_finite"
+    )
     return struct.pack(f"<{count}f", *(value + 0.0 for value in values))
 
 
 def read_micro_batch(data, rows, crew, purpose):
     batch = decode(data, len(data), MICRO_BATCH)
-    prompts, completions, owners = batch["prompt_lengths"], batch["completion_lengths"], batch["prompt_of"]
+    prompts, completions, owners = (
+        batch["prompt_lengths"],
+        batch["completion_lengths"],
+        batch["prompt_of"],
+    )
     lengths(prompts, crew)
     lengths(completions, crew)
     padded = len(prompts) * max(prompts) + len(completions) * (max(prompts) + max(completions))
     require(padded <= 3 * crew["tokens"])
-    require(len(owners) == len(completions) and list(dict.fromkeys(owners)) == list(range(len(prompts))))
+    require(
+        len(owners) == len(completions) and list(dict.fromkeys(owners)) == list(range(len(prompts)))
+    )
     require(rows == sum(prompts) + sum(completions) - len(completions), "shape")
     ids = token_ids(batch["prompt_ids"], sum(prompts), crew)
     ends = list(itertools.accumulate(prompts, initial=0))
@@ -163,7 +255,12 @@ def read_micro_batch(data, rows, crew, purpose):
         finite(loss["advantages"], len(completions))
         finite(loss["weights"], len(completions))
         require(len(loss["sampled"]) == len(completions), "shape")
-        positive(loss["normalizer"], loss["epsilon"], loss["epsilon_high"], 1.0 if loss["delta"] is None else loss["delta"])
+        positive(
+            loss["normalizer"],
+            loss["epsilon"],
+            loss["epsilon_high"],
+            1.0 if loss["delta"] is None else loss["delta"],
+        )
     return batch
 
 
@@ -172,10 +269,21 @@ def read_wave(data, rows, crew, _):
     names, count = wave["names"], len(wave["lengths"]) * wave["num_generations"]
     lengths(wave["lengths"], crew)
     counter(wave["seed"])
-    require(1 <= wave["num_generations"] <= crew["tokens"] and 0 <= wave["position"] < wave["max_tokens"] <= crew["tokens"])
+    require(
+        1 <= wave["num_generations"] <= crew["tokens"]
+        and 0 <= wave["position"] < wave["max_tokens"] <= crew["tokens"]
+    )
     require(count <= wave["total"] <= crew["tokens"])
-    require(wave["total"] * (max(wave["lengths"]) + wave["max_tokens"] - wave["position"]) <= crew["tokens"])
-    require(len(names) == count and names[0] >= 0 and names[-1] < wave["total"] and all(a < b for a, b in itertools.pairwise(names)))
+    require(
+        wave["total"] * (max(wave["lengths"]) + wave["max_tokens"] - wave["position"])
+        <= crew["tokens"]
+    )
+    require(
+        len(names) == count
+        and names[0] >= 0
+        and names[-1] < wave["total"]
+        and all(a < b for a, b in itertools.pairwise(names))
+    )
     require(sum(wave["lengths"]) == rows, "shape")
     token_ids(wave["ids"], rows, crew)
     require(math.isfinite(wave["temperature"]) and math.isfinite(wave["top_p"]), "not_finite")
@@ -184,7 +292,9 @@ def read_wave(data, rows, crew, _):
 
 
 def lengths(values, crew):
-    require(1 <= len(values) <= crew["tokens"] and all(1 <= value <= crew["tokens"] for value in values))
+    require(
+        1 <= len(values) <= crew["tokens"] and all(1 <= value <= crew["tokens"] for value in values)
+    )
 
 
 def numbers(data, kind):
@@ -212,7 +322,8 @@ def positive(*values):
 
 
 def stage_fence(crew, sender, step, place, control):
-    """Section 5: why a frame from `sender` is dropped by a member at `step`, or None. `crew`: its id's half, and how many stages."""
+    """Section 5: why a frame from `sender` is dropped by a member at `step`, or None. `crew`: its
+    id's half, and how many stages."""
     ours, stage, at = place
     if ours != crew["crew"]:
         return "crew"
@@ -234,13 +345,25 @@ def stage_route(stages, swapped, micro_batch, purpose):
 
 def stage_fingerprint(base, place, codec):
     """Section 3.3."""
-    parts = [bytes.fromhex(base), bytes.fromhex(place[0]), struct.pack(">Q", place[2]), codec.encode()]
+    parts = [
+        bytes.fromhex(base),
+        bytes.fromhex(place[0]),
+        struct.pack(">Q", place[2]),
+        codec.encode(),
+    ]
     return digest(b"".join(parts)).hex()
 
 
 def stage_commit(step, events):
     """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
-    state = {"step": step, "attempt": 0, "phase": "open", "have": set(), "norm": 0.0, "wanted": None}
+    state = {
+        "step": step,
+        "attempt": 0,
+        "phase": "open",
+        "have": set(),
+        "norm": 0.0,
+        "wanted": None,
+    }
     return [commit_answer(state, *event) for event in events]
 
 
@@ -303,4 +426,9 @@ def prepared(state, squared_norm):
 
 
 READERS = {"stage_frame": read_frame}
-DERIVATIONS = {"stage_fence": stage_fence, "stage_commit": stage_commit, "stage_route": stage_route, "stage_fingerprint": stage_fingerprint}
+DERIVATIONS = {
+    "stage_fence": stage_fence,
+    "stage_commit": stage_commit,
+    "stage_route": stage_route,
+    "stage_fingerprint": stage_fingerprint,
+}

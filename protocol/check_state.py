@@ -11,21 +11,35 @@ WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
     "holds": {
-        "loaded": bool, "rung": Maybe(int), "exhausted": bool, "shadow": Maybe(int), "root": bytes, "hash": bytes,
-        "ends": Maybe(int), "probes": Maybe(int),
+        "loaded": bool,
+        "rung": Maybe(int),
+        "exhausted": bool,
+        "shadow": Maybe(int),
+        "root": bytes,
+        "hash": bytes,
+        "ends": Maybe(int),
+        "probes": Maybe(int),
     },
     "want": {"what": WHAT[:7], "of": int, "at": int, "until": Maybe(int)},
     "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
     "have": {
-        "what": WHAT, "step": int, "size": int, "root": bytes, "hash": bytes, "form": ("exact", "small"), "squared_norm": float,
+        "what": WHAT,
+        "step": int,
+        "size": int,
+        "root": bytes,
+        "hash": bytes,
+        "form": ("exact", "small"),
+        "squared_norm": float,
         "factor": float,
     },
     "chunk": {"at": int, "length": int},
     "made": {"what": ("shadow", "ends", "probes")},
     "kept": {"step": int},
     "lack": {"reason": ("none", "loading", "refused", "busy", "failed")},
-}  # fmt: skip
-HEADERS = [{"type": (tag,), "place": PLACE, "request": int, **fields} for tag, fields in MESSAGES.items()]
+}
+HEADERS = [
+    {"type": (tag,), "place": PLACE, "request": int, **fields} for tag, fields in MESSAGES.items()
+]
 
 
 def read_message(data, crew):
@@ -38,14 +52,23 @@ def read_message(data, crew):
     place, body = header["place"], data[4 + length :]
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
     counter(place[2], *[value for value in header.values() if type(value) is int])
-    root = EXACT["record_hash"] if header.get("shadow") is not None or header["type"] == "have" else 0
+    root = (
+        EXACT["record_hash"] if header.get("shadow") is not None or header["type"] == "have" else 0
+    )
     require(len(header.get("root", b"")) == root)
-    snapshot = header.get("shadow") is not None or (header["type"] == "have" and header["what"] in ("shadow", "copy"))
+    snapshot = header.get("shadow") is not None or (
+        header["type"] == "have" and header["what"] in ("shadow", "copy")
+    )
     require(len(header.get("hash", b"")) == (EXACT["record_hash"] if snapshot else 0))
     if header["type"] == "have":
-        require(math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite")
+        require(
+            math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite"
+        )
         require(header["squared_norm"] >= 0 and 0 < header["factor"] <= FLOATS["crew_factor"])
-    require(1 <= header.get("length", 1) <= BYTES["stage_chunk"] and 0 <= header.get("of", 0) < COUNTS["stages"])
+    require(
+        1 <= header.get("length", 1) <= BYTES["stage_chunk"]
+        and 0 <= header.get("of", 0) < COUNTS["stages"]
+    )
     if header["type"] == "want":
         require(header["what"] == "shadow" or (header["at"], header["until"]) == (0, None))
         require(header["until"] is None or header["at"] < header["until"])
@@ -53,7 +76,9 @@ def read_message(data, crew):
     if header["type"] == "run":
         require(1 <= header["rows"] <= crew["tokens"])
         require(1 <= header["about"] <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
-        size = header["about"] + (header["rows"] * hidden_bytes(header["codec"], crew["hidden"]) if header["codec"] else 0)
+        size = header["about"] + (
+            header["rows"] * hidden_bytes(header["codec"], crew["hidden"]) if header["codec"] else 0
+        )
     require(len(body) >= size, "truncated")
     require(len(body) == size, "size")
     return {"header": header, "body": body}
@@ -77,12 +102,18 @@ def copy_plain(base, now):
 
     def quantised(rows, scales):
         pairs = [(value, scale) for row, scale in zip(rows, scales, strict=True) for value in row]
-        codes = [round(max(-127, min(127, value / scale))) if scale else 0 for value, scale in pairs]
+        codes = [
+            round(max(-127, min(127, value / scale))) if scale else 0 for value, scale in pairs
+        ]
         return struct.pack(f"<{len(codes)}b{len(scales)}f", *codes, *scales)
 
     own = [[rounded(max(map(abs, row)) / 127) for row in rows] for rows in (base, now)]
-    chosen = [first if needed <= 1.004 * first else needed for first, needed in zip(*own, strict=True)]
-    return bytes(a ^ b for a, b in zip(quantised(base, own[0]), quantised(now, chosen), strict=True)).hex()
+    chosen = [
+        first if needed <= 1.004 * first else needed for first, needed in zip(*own, strict=True)
+    ]
+    return bytes(
+        a ^ b for a, b in zip(quantised(base, own[0]), quantised(now, chosen), strict=True)
+    ).hex()
 
 
 READERS = {"state_message": read_message}

@@ -33,12 +33,16 @@ def reward(task, seed, index, text):
         return 0.0
     if task == "builtin/sum":
         return float(answer == right)
-    return sum(answer[at : at + 1] == digit for at, digit in enumerate(right)) / max(len(answer), len(right))
+    return sum(answer[at : at + 1] == digit for at, digit in enumerate(right)) / max(
+        len(answer), len(right)
+    )
 
 
 READERS = {}
 DERIVATIONS = {
     "builtin_question": lambda task, seed, index: list(question(task, seed, index)),
     "builtin_reward": reward,
-    "builtin_version": lambda task: hashlib.blake2b(VERSIONED[task].encode(), digest_size=8).hexdigest(),
+    "builtin_version": lambda task: hashlib.blake2b(
+        VERSIONED[task].encode(), digest_size=8
+    ).hexdigest(),
 }

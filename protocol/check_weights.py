@@ -1,4 +1,5 @@
-"""03-weights: what partners say, states and their manifests, and what follows from names and shapes."""
+"""03-weights: what partners say, states and their manifests, and what follows from names and
+shapes."""
 
 import hashlib
 import itertools
@@ -12,11 +13,32 @@ from check_join import peer_id
 
 WEIGHTS = (
     {"type": ("here",), "fingerprint": bytes, "outer_step": int, "blocks": bytes},
-    {"type": ("propose",), "nonce": bytes, "fingerprint": bytes, "fragment": int, "outer_step": int, "blocks": bytes},
-    {"type": ("accept",), "nonce": bytes, "session": bytes, "fragment": int, "outer_step": int, "blocks": bytes},
+    {
+        "type": ("propose",),
+        "nonce": bytes,
+        "fingerprint": bytes,
+        "fragment": int,
+        "outer_step": int,
+        "blocks": bytes,
+    },
+    {
+        "type": ("accept",),
+        "nonce": bytes,
+        "session": bytes,
+        "fragment": int,
+        "outer_step": int,
+        "blocks": bytes,
+    },
     {"type": ("busy",), "nonce": bytes, "reason": ("busy", "other_policy"), "retry_seconds": int},
     {"type": ("release",), "session": bytes},
-    {"type": ("ready",), "session": bytes, "transfer": bytes, "root": bytes, "size": int, "outer_step": int},
+    {
+        "type": ("ready",),
+        "session": bytes,
+        "transfer": bytes,
+        "root": bytes,
+        "size": int,
+        "outer_step": int,
+    },
     {"type": ("latest",), "fingerprint": bytes, "fragment": int, "blocks": bytes},
 )
 WEIGHTS_STATE = (
@@ -24,15 +46,23 @@ WEIGHTS_STATE = (
     {"type": ("state_response",), "manifest": bytes, "transfer": bytes, "root": bytes, "size": int},
 )
 STATE_MANIFEST = {
-    "type": ("state",), "fingerprint": bytes, "outer_step": int, "created_at": int,
+    "type": ("state",),
+    "fingerprint": bytes,
+    "outer_step": int,
+    "created_at": int,
     "tensors": [{"name": str, "phi": bytes}],
-}  # fmt: skip
+}
 
 
 def read_weights(frame, cap, shapes):
     """03, sections 2 and 7."""
     message = decode(frame, BYTES[cap], *shapes)
-    for field, length in (("nonce", "nonce"), ("session", "nonce"), ("fingerprint", "fingerprint"), ("transfer", "transfer")):
+    for field, length in (
+        ("nonce", "nonce"),
+        ("session", "nonce"),
+        ("fingerprint", "fingerprint"),
+        ("transfer", "transfer"),
+    ):
         require(len(message.get(field, bytes(EXACT[length]))) == EXACT[length])
     require(len(message.get("root", bytes(EXACT["chunk_hash"]))) == EXACT["chunk_hash"])
     counter(message.get("outer_step", 0), message.get("size", 1) - 1, message.get("size", 1))
@@ -45,7 +75,9 @@ def read_weights(frame, cap, shapes):
 
 def read_state_manifest(frame, swarm):
     envelope = decode(frame, BYTES["weights_state_response"], ENVELOPE)
-    require(len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"])
+    require(
+        len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
+    )
     require(envelope["codec"] == "raw", "compression")
     verify(envelope, REGISTRY["domains"]["state"].encode(), swarm)
     manifest = decode(envelope["payload"], BYTES["weights_state_response"], STATE_MANIFEST)
@@ -58,14 +90,23 @@ def read_state_manifest(frame, swarm):
 
 def edge_rank(epoch, one, other, swarm):
     low, high = sorted((one.encode(), other.encode()))
-    content = b"swarmnode/pairing/1" + struct.pack(">QH", epoch, len(low)) + low + high + bytes.fromhex(swarm)
+    content = (
+        b"swarmnode/pairing/1"
+        + struct.pack(">QH", epoch, len(low))
+        + low
+        + high
+        + bytes.fromhex(swarm)
+    )
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def weights_fingerprint(swarm, base, tokenizer, layout, codec, fragments, adapter):
     hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
     dtypes = sorted({dtype for _, _, dtype in layout})
-    packed = (["swarmnode/weights", *what, codec, fragments, adapter] for what in ((2, *hashes, dtypes), (1, *hashes, sorted(layout))))
+    packed = (
+        ["swarmnode/weights", *what, codec, fragments, adapter]
+        for what in ((2, *hashes, dtypes), (1, *hashes, sorted(layout)))
+    )
     return [hashlib.sha256(msgpack.packb(content)).hexdigest() for content in packed]
 
 
@@ -74,12 +115,20 @@ def weights_fragments(layout, fragments):
     block = {}
     for name, _, _ in layout:
         layer = re.search(r"(?:^|\.)([0-9]+)(?:\.|$)", name)
-        block[name] = min(2 + int(layer[1]), COUNTS["blocks"] - 1) if layer else 0 if "embed" in name else 1
-    fragment = {name: {0: 0, 1: fragments - 1}.get(number, (number - 2) % fragments) for name, number in block.items()}
+        block[name] = (
+            min(2 + int(layer[1]), COUNTS["blocks"] - 1) if layer else 0 if "embed" in name else 1
+        )
+    fragment = {
+        name: {0: 0, 1: fragments - 1}.get(number, (number - 2) % fragments)
+        for name, number in block.items()
+    }
     bits = bytearray(max(block.values()) // 8 + 1)
     for number in block.values():
         bits[number // 8] |= 1 << number % 8
-    return [[sorted(name for name in block if fragment[name] == part) for part in range(fragments)], bits.hex()]
+    return [
+        [sorted(name for name in block if fragment[name] == part) for part in range(fragments)],
+        bits.hex(),
+    ]
 
 
 def weights_int4(elements, body):
@@ -96,7 +145,9 @@ def weights_int4(elements, body):
 
 READERS = {
     "weights": lambda frame, domain, swarm: read_weights(frame, "weights_message", WEIGHTS),
-    "weights_state": lambda frame, domain, swarm: read_weights(frame, "weights_state_response", WEIGHTS_STATE),
+    "weights_state": lambda frame, domain, swarm: read_weights(
+        frame, "weights_state_response", WEIGHTS_STATE
+    ),
     "state_manifest": lambda frame, domain, swarm: read_state_manifest(frame, swarm),
 }
 DERIVATIONS = {

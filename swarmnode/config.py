@@ -1,7 +1,7 @@
 """What a person sets for one node. What a swarm must agree on is not here but in its manifest.
 
-Frozen, and unknown keys are errors. Every field's description is what `swarmnode run --help` and docs/configuration.md show.
-Training keys carry TRL's names.
+Frozen, and unknown keys are errors. Every field's description is what `swarmnode run --help` and
+docs/configuration.md show. Training keys carry TRL's names.
 """
 
 from __future__ import annotations
@@ -23,26 +23,33 @@ class NodeConfig(Section):
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("swarmnode")))
     """Identity, peer book, trainer state and sockets live here. One node per directory."""
     name: str = Field(default="", max_length=64)
-    """Shown on the status page and in logs, and, with share_summary, to other nodes' operators; means nothing to their programs."""
+    """Shown on the status page and in logs, and, with share_summary, to other nodes' operators;
+    means nothing to their programs."""
     share_summary: bool = True
-    """Tell peers this node's name, version, step, held-out reward, counts and uptime, for the swarm panel of their status pages."""
+    """Tell peers this node's name, version, step, held-out reward, counts and uptime, for the swarm
+    panel of their status pages."""
     quiet_hours: str = Field(default="", pattern=QUIET_HOURS)
-    """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no sharing. Empty is none."""
+    """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no
+    sharing. Empty is none."""
     rest_on_battery: bool = False
     """Take no training steps while the machine runs on its battery."""
     rest_above_load: float = Field(default=0.0, ge=0, le=1)
-    """Take no training steps while other programs use more than this share of all processors, e.g. 0.25, and five minutes on. 0 is off."""
+    """Take no training steps while other programs use more than this share of all processors, e.g.
+    0.25, and five minutes on. 0 is off."""
 
 
 class SwarmConfig(Section):
     name: str = Field(default="local", min_length=1, max_length=64)
-    """Nodes with the same name, tasks and wire version form one swarm, where there is no manifest."""
+    """Nodes with the same name, tasks and wire version form one swarm, where there is no
+    manifest."""
     invite: str = Field(default="", max_length=8192)
-    """What `swarmnode join` is given; `run` then joins by itself, e.g. in a container. Empty: the swarm joined last, if any."""
+    """What `swarmnode join` is given; `run` then joins by itself, e.g. in a container. Empty: the
+    swarm joined last, if any."""
     id: str = Field(default="", pattern="^([0-9a-f]{64})?$", json_schema_extra={"agreed": True})
     """Swarm id of the manifest that the node runs by; no setting, only the manifest says it."""
     follow: Literal["ask", "founder", "never"] = "ask"
-    """When the founder signs a successor: wait for `swarmnode manifest follow`, move there by itself, or ignore it."""
+    """When the founder signs a successor: wait for `swarmnode manifest follow`, move there by
+    itself, or ignore it."""
 
 
 class NetworkConfig(Section):
@@ -57,18 +64,22 @@ class NetworkConfig(Section):
     max_connections: int = Field(default=200, ge=2)
     """Inbound and outbound connections together."""
     bulk_port: int = Field(default=0, ge=-1, le=65535)
-    """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every start, -1 none: they share libp2p's."""
+    """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every
+    start, -1 none: they share libp2p's."""
     relay: Literal["off", "client", "server", "auto"] = "auto"
-    """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the one or the other by whether it can be
-    reached, `off` neither."""
+    """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the
+    one or the other by whether it can be reached, `off` neither."""
     hole_punching: bool = True
     """Try to replace relayed connections by direct ones."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained upload of this node, all protocols together; above it groups are not published, forwarded or served. 0 is off."""
+    """Sustained upload of this node, all protocols together; above it groups are not published,
+    forwarded or served. 0 is off."""
     download_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained download; above it nothing is fetched and the node leaves the gossip topic until it has caught up. 0 is off."""
+    """Sustained download; above it nothing is fetched and the node leaves the gossip topic until it
+    has caught up. 0 is off."""
     monthly_bytes: int = Field(default=0, ge=0)
-    """Upload and download of a calendar month, local time; once used up, sharing pauses until the next. 0 is off."""
+    """Upload and download of a calendar month, local time; once used up, sharing pauses until the
+    next. 0 is off."""
 
 
 class LoraSettings(Section):
@@ -86,45 +97,55 @@ class PolicyConfig(Section):
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in, trained weights being float32; `auto` is bfloat16 where the device has it, else float32."""
+    """What the model computes in, trained weights being float32; `auto` is bfloat16 where the
+    device has it, else float32."""
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
-    """Keep the frozen base in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter, lora.r > 0, and a CUDA device."""
+    """Keep the frozen base in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter, lora.r >
+    0, and a CUDA device."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Adam's two moments in 32 bits, or in 8 (bitsandbytes, extra `quant`; a CUDA device): 6 bytes less per trained parameter."""
+    """Adam's two moments in 32 bits, or in 8 (bitsandbytes, extra `quant`; a CUDA device): 6 bytes
+    less per trained parameter."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
-    """What a chat model is told around every question: `system`, the system prompt, and arguments of its template, such as
-    `enable_thinking`. A swarm agrees on it."""
+    """What a chat model is told around every question: `system`, the system prompt, and arguments
+    of its template, such as `enable_thinking`. A swarm agrees on it."""
 
     @model_validator(mode="after")
     def _frozen_base(self) -> PolicyConfig:
         if not isinstance(self.chat.get("system", ""), str):
             raise ValueError("policy.chat: system, the system prompt, is a text")
         if self.quantization != "none" and not self.lora.r:
-            raise ValueError("a quantised base cannot be trained itself: policy.quantization needs an adapter, policy.lora.r above 0")
+            raise ValueError(
+                "a quantised base cannot be trained itself: policy.quantization needs an adapter,"
+                " policy.lora.r above 0"
+            )
         return self
 
 
 class DatasetConfig(Section):
     source: str
-    """A .jsonl or .parquet file, a name on the Hugging Face Hub, `verifiers:<id>` for an installed taskset, or the URL of an OpenEnv server
-    of yours, the task named `env/…` then."""
+    """A .jsonl or .parquet file, a name on the Hugging Face Hub, `verifiers:<id>` for an installed
+    taskset, or the URL of an OpenEnv server of yours, the task named `env/…` then."""
     prompt: str = "prompt"
     """Column of the question; of an environment, a field of its observation."""
     answer: str = "answer"
-    """Column of the right answer; of an environment, the field of an action that holds the answer."""
+    """Column of the right answer; of an environment, the field of an action that holds the
+    answer."""
     difficulty: str | None = None
     """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
     verifier: str = "exact"
-    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your own, `module:function`."""
+    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your
+    own, `module:function`."""
     extract: str = "auto"
-    """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is marked, else what suits the verifier."""
+    """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is
+    marked, else what suits the verifier."""
     template: str = "{prompt}"
     """What is asked; `{prompt}` is the column's text."""
     weights: dict[str, float] = {}
-    """Weights of the components that a reward function of yours returns, by name; one that is not named weighs 1."""
+    """Weights of the components that a reward function of yours returns, by name; one that is not
+    named weighs 1."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the rows that are never trained on and are there for evaluation."""
     revision: str | None = None
@@ -138,20 +159,28 @@ class DatasetConfig(Section):
 class TaskConfig(Section):
     names: list[str] = Field(
         default=[
-            "rg/chain_sum", "rg/basic_arithmetic", "rg/base_conversion", "rg/spell_backward", "rg/gcd",
-            "rg/lcm", "rg/count_bits", "rg/fraction_simplification", "rg/products",
+            "rg/chain_sum",
+            "rg/basic_arithmetic",
+            "rg/base_conversion",
+            "rg/spell_backward",
+            "rg/gcd",
+            "rg/lcm",
+            "rg/count_bits",
+            "rg/fraction_simplification",
+            "rg/products",
         ],
         min_length=1,
-    )  # fmt: skip
+    )
     """Tasks to train on; other nodes' groups of other tasks are not taken."""
     modules: list[str] = []
-    """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in `names` too. docs/own-task.md."""
+    """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in
+    `names` too. docs/own-task.md."""
     settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
-    """Arguments of such a task, by its name; of one of ours its generator's numbers (a list: one for each
-    difficulty), and `extract`, where the answer stands."""
+    """Arguments of such a task, by its name; of one of ours its generator's numbers (a list: one
+    for each difficulty), and `extract`, where the answer stands."""
     datasets: dict[str, DatasetConfig] = {}
-    """Datasets to train on, by a name of yours that begins with `data/`, or with `env/` for a server; name it in `names` too.
-    docs/own-task.md has their keys."""
+    """Datasets to train on, by a name of yours that begins with `data/`, or with `env/` for a
+    server; name it in `names` too. docs/own-task.md has their keys."""
     held_out_per_task: int = Field(default=16, ge=1)
     """Evaluation questions per task."""
 
@@ -162,7 +191,8 @@ class TrainingConfig(Section):
     groups_per_step: int = Field(default=8, ge=1)
     """Groups in a training batch, B = I + J."""
     target_step_seconds: float = Field(default=0.0, ge=0)
-    """Fit the groups of a step to this node's speed, between an eighth of groups_per_step and all of it; 0 is off."""
+    """Fit the groups of a step to this node's speed, between an eighth of groups_per_step and all
+    of it; 0 is off."""
     max_completion_length: int = Field(default=8, ge=1)
     """Sampled tokens per completion, at most."""
     temperature: float = Field(default=1.0, gt=0)
@@ -170,38 +200,59 @@ class TrainingConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
     learning_rate: float = Field(default=3e-4, gt=0)
-    """AdamW learning rate. Where nobody sets it, a model from the Hub is trained at 1e-6, or an adapter of one at 1e-5."""
+    """AdamW learning rate. Where nobody sets it, a model from the Hub is trained at 1e-6, or an
+    adapter of one at 1e-5."""
     options: list[
         Literal[
-            "warmup", "linear", "cosine", "effective_rate", "dynamic_sampling", "mask_truncated", "overlong_shaping", "lockstep",
-            "continuous", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "sequence_icepop",
-            "curriculum", "train_once",
+            "warmup",
+            "linear",
+            "cosine",
+            "effective_rate",
+            "dynamic_sampling",
+            "mask_truncated",
+            "overlong_shaping",
+            "lockstep",
+            "continuous",
+            "tis",
+            "mis",
+            "icepop",
+            "sequence_tis",
+            "sequence_mis",
+            "sequence_icepop",
+            "curriculum",
+            "train_once",
         ]
-    ] = []  # fmt: skip
-    """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at max_steps), `effective_rate` (times the root of
-    the effective share), `dynamic_sampling` (sample on until the step's own groups carry a signal), `mask_truncated` or `overlong_shaping`
-    (what was cut is left out, or costs reward), `lockstep` or `continuous` (the engine that samples; neither: the faster one, found by
-    measuring, or lockstep for answers of at most 32 tokens), `tis` (the default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or
-    `sequence_icepop` (what corrects own completions for the policy that sampled them, by token or by sequence),
-    `curriculum` (ask where a signal is likely, by own groups and peers'; a swarm founded with it lets members choose), `train_once` (no
-    group of an earlier step is trained on again)."""
+    ] = []
+    """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at
+    max_steps), `effective_rate` (times the root of the effective share), `dynamic_sampling` (sample
+    on until the step's own groups carry a signal), `mask_truncated` or `overlong_shaping` (what was
+    cut is left out, or costs reward), `lockstep` or `continuous` (the engine that samples; neither:
+    the faster one, found by measuring, or lockstep for answers of at most 32 tokens), `tis` (the
+    default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or `sequence_icepop` (what corrects
+    own completions for the policy that sampled them, by token or by sequence), `curriculum` (ask
+    where a signal is likely, by own groups and peers'; a swarm founded with it lets members
+    choose), `train_once` (no group of an earlier step is trained on again)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
-    """Objective: clipped token ratios as token mean, sequence mean or over a constant length; one ratio per sequence; bounded weights."""
+    """Objective: clipped token ratios as token mean, sequence mean or over a constant length; one
+    ratio per sequence; bounded weights."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; above 0 keeps a reference copy."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
-    """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out. A GPU samples more than that at once
-    where it has room."""
+    """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out. A
+    GPU samples more than that at once where it has room."""
     eval_every: int = Field(default=10, ge=1)
     """Steps between held-out evaluations, at least."""
     eval_budget: float = Field(default=0.05, gt=0, le=1)
-    """Share of all sampled tokens that held-out evaluations may take; one that would come too early is put off. 1 is no limit."""
+    """Share of all sampled tokens that held-out evaluations may take; one that would come too early
+    is put off. 1 is no limit."""
     save_every: float = Field(default=60.0, ge=0)
-    """Seconds of work that a crash costs at most if a step and a write of the state take below half of it. 0 saves after every step."""
+    """Seconds of work that a crash costs at most if a step and a write of the state take below half
+    of it. 0 saves after every step."""
     max_steps: int = Field(default=0, ge=0)
-    """Stop after this many steps; 0 is never. Who holds a later stage of a crew stays until its head has ended, or takes another step."""
+    """Stop after this many steps; 0 is never. Who holds a later stage of a crew stays until its
+    head has ended, or takes another step."""
     seed: int = Field(default=0, ge=0)
     """Seed of sampling and initialisation."""
     step_interval: float = Field(default=0.0, ge=0)
@@ -209,15 +260,31 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _options_fit(self) -> TrainingConfig:
-        for one, other in (("linear", "cosine"), ("mask_truncated", "overlong_shaping"), ("lockstep", "continuous")):
+        for one, other in (
+            ("linear", "cosine"),
+            ("mask_truncated", "overlong_shaping"),
+            ("lockstep", "continuous"),
+        ):
             if one in self.options and other in self.options:
-                raise ValueError(f"training.options: {one} and {other} are two ways to do one thing: choose one")
-        corrections = [name for name in self.options if name.removeprefix("sequence_") in ("tis", "mis", "icepop")]
+                raise ValueError(
+                    f"training.options: {one} and {other} are two ways to do one thing: choose one"
+                )
+        corrections = [
+            name
+            for name in self.options
+            if name.removeprefix("sequence_") in ("tis", "mis", "icepop")
+        ]
         if len(set(corrections)) > 1:
-            raise ValueError(f"training.options: {' and '.join(corrections)} are ways to do one thing: choose one")
+            raise ValueError(
+                f"training.options: {' and '.join(corrections)} are ways to do one thing:"
+                " choose one"
+            )
         falls = [name for name in ("linear", "cosine") if name in self.options]
         if falls and not self.max_steps:
-            raise ValueError(f"training.options: {falls[0]} falls to 0 at the last step, so training.max_steps must be above 0")
+            raise ValueError(
+                f"training.options: {falls[0]} falls to 0 at the last step, so training.max_steps"
+                " must be above 0"
+            )
         return self
 
 
@@ -227,31 +294,40 @@ class SharingConfig(Section):
     groups_per_second: float = Field(default=16.0, gt=0)
     """Groups accepted from one peer, sustained."""
     exchange: Literal["auto", "gossip", "pull"] = "auto"
-    """How groups come here: `gossip` brings all of them, `pull` asks for as many as are trained on, `auto` measures which is better."""
+    """How groups come here: `gossip` brings all of them, `pull` asks for as many as are trained on,
+    `auto` measures which is better."""
 
 
 class WeightsConfig(Section):
     rule: Literal["noloco", "gossip", "off"] = "noloco"
-    """How replicas of one policy are averaged: `noloco`, `gossip` (the plain mean of a pair), or not at all."""
+    """How replicas of one policy are averaged: `noloco`, `gossip` (the plain mean of a pair), or
+    not at all."""
     sync_every: int = Field(default=50, ge=1)
     """Training steps between two outer steps, H."""
     fragments: int = Field(default=4, ge=1, le=1024)
-    """Parts of the policy that are averaged in turn, each once in sync_every steps; never more than it has layers."""
+    """Parts of the policy that are averaged in turn, each once in sync_every steps; never more than
+    it has layers."""
     codec: Literal["int8", "int4", "bfloat16", "float32"] = "int8"
-    """How weights travel: int8 or int4 of the difference to the base weights, or bfloat16 or float32 of the weights themselves."""
+    """How weights travel: int8 or int4 of the difference to the base weights, or bfloat16 or
+    float32 of the weights themselves."""
     lora_a: Literal["shared", "trained"] = "shared"
-    """With an adapter: freeze A at values that all nodes derive alike and average B, which is exact; or train and average both."""
+    """With an adapter: freeze A at values that all nodes derive alike and average B, which is
+    exact; or train and average both."""
     join_seconds: float = Field(default=15.0, ge=0)
-    """How long a node without state waits for a neighbour to offer its own before it starts from the base policy."""
+    """How long a node without state waits for a neighbour to offer its own before it starts from
+    the base policy."""
     join_from_one: bool = False
-    """Take the state of a single neighbour where there is no second one to compare it with: for two nodes that trust each other."""
+    """Take the state of a single neighbour where there is no second one to compare it with: for two
+    nodes that trust each other."""
 
 
 class StagesConfig(Section):
     mode: Literal["auto", "off", "always"] = "auto"
-    """When the policy is held in stages by a crew of nodes: `auto` where it does not fit this node, `always`, `off` never."""
+    """When the policy is held in stages by a crew of nodes: `auto` where it does not fit this node,
+    `always`, `off` never."""
     capacity: int = Field(default=0, ge=0)
-    """Bytes that this node gives to a stage, on a CPU with what is saved and averaged of it; 0 is what is measured to be free."""
+    """Bytes that this node gives to a stage, on a CPU with what is saved and averaged of it; 0 is
+    what is measured to be free."""
     stages: int = Field(default=0, ge=0, le=8)
     """Stages of a crew that this node founds; 0 is what the planner finds fastest."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
@@ -261,15 +337,19 @@ class StagesConfig(Section):
     shadow_every: int = Field(default=20, ge=1)
     """Committed steps between two copies of a stage at its neighbours."""
     keep_policy: Literal["off", "disk", "memory", "both"] = "off"
-    """A whole copy of the crew's policy on this node: every stage on its `disk`, so that `swarmnode export` can write the policy here; in
-    `memory` in int8, which this node samples from, as the crew's head instead of token by token through all stages; or both."""
+    """A whole copy of the crew's policy on this node: every stage on its `disk`, so that `swarmnode
+    export` can write the policy here; in `memory` in int8, which this node samples from, as the
+    crew's head instead of token by token through all stages; or both."""
     paper_mode: Literal["off", "checkfree", "checkfree+"] = "off"
-    """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in the papers, `checkfree` for inner stages,
-    `checkfree+` for all, trained for it with half of the micro-batches in swapped order."""
+    """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in
+    the papers, `checkfree` for inner stages, `checkfree+` for all, trained for it with half of the
+    micro-batches in swapped order."""
     wait_seconds: float = Field(default=600.0, gt=0)
-    """How long a node that has learnt something waits for a crew that can go on with it, before it begins anew with the base model."""
+    """How long a node that has learnt something waits for a crew that can go on with it, before it
+    begins anew with the base model."""
     trust: Literal["known", "allowed", "anyone"] = "known"
-    """With whom this node is in a crew: peers that proved useful or took steps with it, those in `allowed`, or anyone."""
+    """With whom this node is in a crew: peers that proved useful or took steps with it, those in
+    `allowed`, or anyone."""
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
 
@@ -297,14 +377,16 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is written."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Where measurements of steps go as well; each needs its package. TensorBoard's files lie in the data directory, under `log`."""
+    """Where measurements of steps go as well; each needs its package. TensorBoard's files lie in
+    the data directory, under `log`."""
 
 
 class SupervisorConfig(Section):
     startup_seconds: float = Field(default=300.0, gt=0)
     """A process that has not made its first progress by then is restarted."""
     drain_seconds: float = Field(default=20.0, gt=0)
-    """Time to finish after the first SIGTERM, beside that of the step under way. Saving is not cut short."""
+    """Time to finish after the first SIGTERM, beside that of the step under way. Saving is not cut
+    short."""
 
 
 class Config(Section):

@@ -3,8 +3,10 @@
     SwarmNodeError
     ├── ConfigError            a person's configuration (exit 78)
     ├── LocalError             this machine
-    │   ├── Unavailable        something this node needs is not there: port, directory, device (exit 69)
-    │   ├── Refused            this node must not go on: key permissions, incompatible swarm (exit 77)
+    │   ├── Unavailable        something this node needs is not there: port, directory, device (exit
+    69)
+    │   ├── Refused            this node must not go on: key permissions, incompatible swarm (exit
+    77)
     │   ├── DeviceError        the accelerator failed or is too small (exit 75)
     │   └── StateError         the files in the data directory are unusable (exit 69)
     └── PeerError              a peer, or the world between us; never ends the process
@@ -12,13 +14,14 @@
         ├── PeerTimeout        no answer within the deadline
         └── Incompatible       an honest peer of another swarm, version or policy
 
-`PeerError` stops at the handler that caused it and is counted there. The others reach `main`, which prints
-one line and exits with `exit_code`.
+`PeerError` stops at the handler that caused it and is counted there. The others reach `main`, which
+prints one line and exits with `exit_code`.
 """
 
 
 class SwarmNodeError(Exception):
-    """Base of everything raised on purpose. `exit_code` is what the process ends with when it reaches `main`."""
+    """Base of everything raised on purpose. `exit_code` is what the process ends with when it
+    reaches `main`."""
 
     exit_code = 70
 
@@ -40,7 +43,8 @@ class Unavailable(LocalError):
 
 
 class Refused(LocalError):
-    """Raised when going on would be unsafe: a key others can read, a swarm this node cannot honour."""
+    """Raised when going on would be unsafe: a key others can read, a swarm this node cannot
+    honour."""
 
     exit_code = 77
 

@@ -1,10 +1,12 @@
-"""Why a node rests though it could train, and the file by which the supervisor tells the node's other processes.
+"""Why a node rests though it could train, and the file by which the supervisor tells the node's
+other processes.
 
     owner      `swarmnode pause`, until `swarmnode resume`; kept over restarts of the node
     battery    the machine runs on its battery                    (node.rest_on_battery)
     busy       other programs want the machine's processors       (node.rest_above_load)
 
-Quiet hours, the part of a day in which a node leaves machine and line to its owner, are not among them: each process knows the time.
+Quiet hours, the part of a day in which a node leaves machine and line to its owner, are not among
+them: each process knows the time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ DAY_MINUTES = 24 * 60
 
 
 def write(data_dir: Path, since: Mapping[str, float]) -> None:
-    """Say why the node rests: reason of REASONS → since when, in Unix seconds. Raises OSError: a full disk."""
+    """Say why the node rests: reason of REASONS → since when, in Unix seconds. Raises OSError: a
+    full disk."""
     write_atomically(data_dir / FILE, msgspec.json.encode(dict(since)))
 
 
@@ -38,11 +41,16 @@ def read(data_dir: Path) -> dict[str, float]:
             found = msgspec.json.decode(file.read(FILE_BYTES), type=dict[str, float])
     except (OSError, msgspec.MsgspecError):
         return {}
-    return {reason: found[reason] for reason in REASONS if reason in found and math.isfinite(found[reason])}
+    return {
+        reason: found[reason]
+        for reason in REASONS
+        if reason in found and math.isfinite(found[reason])
+    }
 
 
 class Told:
-    """Reasons for which this node rests, as the supervisor says them. Call it as often as you like."""
+    """Reasons for which this node rests, as the supervisor says them. Call it as often as you
+    like."""
 
     def __init__(self, data_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._data_dir = data_dir
@@ -59,7 +67,8 @@ class Told:
 
 
 def is_quiet(hours: str, minute: int) -> bool:
-    """Whether `minute` (of the local day, 0 to 1439) lies in `hours`, "22:00-07:00"; the end is no longer part of it. Empty is never.
+    """Whether `minute` (of the local day, 0 to 1439) lies in `hours`, "22:00-07:00"; the end is no
+    longer part of it. Empty is never.
 
     Equal ends mean the whole day: whoever writes "00:00-00:00" wants no work at all.
     """

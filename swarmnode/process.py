@@ -1,4 +1,5 @@
-"""What the network process and the trainer owe their supervisor: signs of progress, and not outliving it."""
+"""What the network process and the trainer owe their supervisor: signs of progress, and not
+outliving it."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ ALIVE_SECONDS = 1.0
 class Progress:
     """Writes one JSON line per sign of progress to the pipe that the supervisor reads.
 
-    Does nothing when the process was started by hand. Never blocks and never raises: a supervisor that
-    has gone must not end its child here, `die_with_parent` does that.
+    Does nothing when the process was started by hand. Never blocks and never raises: a supervisor
+    that has gone must not end its child here, `die_with_parent` does that.
     """
 
     def __init__(self) -> None:
@@ -37,24 +38,29 @@ class Progress:
             os.set_blocking(self._fd, False)
 
     def __call__(self, status: str, step_seconds: float | None = None) -> None:
-        """Report progress. `step_seconds` is the length of a finished step, the basis of the stall deadline."""
+        """Report progress. `step_seconds` is the length of a finished step, the basis of the stall
+        deadline."""
         self._count += 1
         self._status, self._reported_at = status, time.monotonic()
         if self._fd is None:
             return
-        line = json.dumps({"progress": self._count, "step_seconds": step_seconds, "status": status}) + "\n"
+        line = (
+            json.dumps({"progress": self._count, "step_seconds": step_seconds, "status": status})
+            + "\n"
+        )
         with contextlib.suppress(OSError):
             os.write(self._fd, line.encode())
 
-
     def alive(self) -> None:
-        """Report the last status again, at most once in ALIVE_SECONDS: for the middle of what takes long. Costs nothing in between."""
+        """Report the last status again, at most once in ALIVE_SECONDS: for the middle of what takes
+        long. Costs nothing in between."""
         if time.monotonic() - self._reported_at >= ALIVE_SECONDS:
             self(self._status)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM when the parent ends, however it ends (Linux; elsewhere nothing)."""
+    """Ask the kernel to send SIGTERM when the parent ends, however it ends (Linux; elsewhere
+    nothing)."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
@@ -66,10 +72,12 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def loading_modules() -> Iterator[None]:
-    """Import large packages without the garbage collector, and keep it from what they made for good.
+    """Import large packages without the garbage collector, and keep it from what they made for
+    good.
 
-    Their objects stay as long as the process: looking for garbage among them again and again is a fifth of the time in which torch and
-    transformers load, and a tenth of a second in each later full collection. Not even once at the end: that would be 0.4 s for a megabyte.
+    Their objects stay as long as the process: looking for garbage among them again and again is a
+    fifth of the time in which torch and transformers load, and a tenth of a second in each later
+    full collection. Not even once at the end: that would be 0.4 s for a megabyte.
     """
     gc.disable()
     try:
@@ -85,7 +93,8 @@ def run_main(name: str, main: Callable[[], int]) -> int:
         return main()
     except SwarmNodeError as error:
         first = error
-    except BaseExceptionGroup as group:  # what a nursery makes of one error; anything else in it is a defect and keeps its traceback
+    except BaseExceptionGroup as group:
+        # what a nursery makes of one error; anything else in it is a defect and keeps its traceback
         leaf = next(leaves(group))
         if not isinstance(leaf, SwarmNodeError):
             return _crashed(name, group)
@@ -102,7 +111,8 @@ def run_main(name: str, main: Callable[[], int]) -> int:
 
 
 def _crashed(name: str, error: BaseException) -> int:
-    """A defect of ours, in the log: one line, and the traceback in the log's file. Without a log as Python does it."""
+    """A defect of ours, in the log: one line, and the traceback in the log's file. Without a log as
+    Python does it."""
     if not logging.getLogger().handlers:
         raise error
     logging.getLogger(name).critical("crashed", exc_info=error)

@@ -1,7 +1,8 @@
-"""Where a configuration comes from: command line over SWARMNODE_* environment over a named file over what the data directory keeps over the
-user's file over default.
+"""Where a configuration comes from: command line over SWARMNODE_* environment over a named file
+over what the data directory keeps over the user's file over default.
 
-One wrong key or value is one line that names where it was written, the key and the nearest valid key.
+One wrong key or value is one line that names where it was written, the key and the nearest valid
+key.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
 
 ENV_PREFIX = "SWARMNODE_"
-NOT_SETTINGS = {"SWARMNODE_CONFIG", "SWARMNODE_PROGRESS_FD", "SWARMNODE_KEY_PASSPHRASE", "SWARMNODE_KEY_PASSPHRASE_FILE"}
+NOT_SETTINGS = {
+    "SWARMNODE_CONFIG",
+    "SWARMNODE_PROGRESS_FD",
+    "SWARMNODE_KEY_PASSPHRASE",
+    "SWARMNODE_KEY_PASSPHRASE_FILE",
+}
 """Environment names with the prefix that are not configuration keys."""
 
 
@@ -65,7 +71,8 @@ def value(config: BaseModel, key: str) -> object:
 
 
 def replaced(config: C, values: Mapping[str, object], where: str) -> C:
-    """`config` with `values` by dotted key in place of its own; what else nobody has set stays so. `where`: named in errors.
+    """`config` with `values` by dotted key in place of its own; what else nobody has set stays so.
+    `where`: named in errors.
 
     Raises ConfigError for one that does not fit.
     """
@@ -80,31 +87,47 @@ def replaced(config: C, values: Mapping[str, object], where: str) -> C:
         return type(config).model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{where}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+        raise ConfigError(
+            f"{where}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        ) from None
 
 
 def default_file() -> Path:
-    """The file that is read when none is named: `config.toml` in the user's configuration directory."""
+    """The file that is read when none is named: `config.toml` in the user's configuration
+    directory."""
     return Path(platformdirs.user_config_dir("swarmnode")) / "config.toml"
 
 
 def kept_file(data_dir: Path) -> Path:
-    """What was said once of the node in a data directory: `join` and `init` write their --set there, and `config set` does."""
+    """What was said once of the node in a data directory: `join` and `init` write their --set
+    there, and `config set` does."""
     return data_dir / "config.toml"
 
 
 def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) -> Path:
-    """Add a recipe and `key=value` texts, which have been checked, to what is kept in a data directory. Returns the file.
+    """Add a recipe and `key=value` texts, which have been checked, to what is kept in a data
+    directory. Returns the file.
 
     Raises Unavailable.
     """
     path = kept_file(data_dir)
-    said = _from_file(path) | (_from_recipe(recipe) if recipe is not None else {}) | _from_overrides(overrides)
+    said = (
+        _from_file(path)
+        | (_from_recipe(recipe) if recipe is not None else {})
+        | _from_overrides(overrides)
+    )
     values = {key: setting for key, (setting, _) in said.items() if key != "node.data_dir"}
-    lines = ["# What was said once of this node. `swarmnode config set KEY=VALUE` adds to it; comments are not kept."]
+    lines = [
+        "# What was said once of this node. `swarmnode config set KEY=VALUE` adds to it; comments"
+        " are not kept."
+    ]
     for section in sorted({key.rpartition(".")[0] for key in values}):
         lines += ["", f"[{section}]"]
-        lines += [f"{key.rpartition('.')[2]} = {toml(values[key])}" for key in sorted(values) if key.rpartition(".")[0] == section]
+        lines += [
+            f"{key.rpartition('.')[2]} = {toml(values[key])}"
+            for key in sorted(values)
+            if key.rpartition(".")[0] == section
+        ]
     try:
         write_atomically(path, ("\n".join(lines) + "\n").encode())
     except OSError as error:
@@ -115,7 +138,14 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
 def toml(value: object) -> str:
     """A value as TOML has it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(key), ensure_ascii=False)} = {toml(inner)}" for key, inner in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{json.dumps(str(key), ensure_ascii=False)} = {toml(inner)}"
+                for key, inner in value.items()
+            )
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(toml(item) for item in value) + "]"
     if isinstance(value, bool | int | float):
@@ -162,7 +192,10 @@ def _agreed(field: FieldInfo) -> bool:
 
 
 def load(
-    file: Path | None = None, environment: Mapping[str, str] | None = None, overrides: Sequence[str] = (), recipe: str | None = None
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    recipe: str | None = None,
 ) -> Resolved:
     """Merge all sources and validate.
 
@@ -176,13 +209,22 @@ def load(
         ConfigError: for an unreadable file, an unknown key or a value that does not fit.
     """
     environment = environment or {}
-    named = file or (Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None)
+    named = file or (
+        Path(environment["SWARMNODE_CONFIG"]) if environment.get("SWARMNODE_CONFIG") else None
+    )
     usual = _from_systemd(environment) | (_from_file(default_file()) if named is None else {})
     in_file = _from_file(named, must_exist=True) if named is not None else {}
-    said_now = (_from_recipe(recipe) if recipe is not None else {}) | in_file | _from_environment(environment) | _from_overrides(overrides)
+    said_now = (
+        (_from_recipe(recipe) if recipe is not None else {})
+        | in_file
+        | _from_environment(environment)
+        | _from_overrides(overrides)
+    )
     kept = _from_file(kept_file(_data_dir(usual | said_now)))
     if "node.data_dir" in kept:
-        raise ConfigError(f"{kept['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself")
+        raise ConfigError(
+            f"{kept['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself"
+        )
     settings = usual | kept | said_now
     nested = _nested({key: setting for key, (setting, _) in settings.items()})
     origins = {key: origin for key, (_, origin) in settings.items()}
@@ -191,15 +233,21 @@ def load(
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        known = next((k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")), key)
+        known = next(
+            (k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")),
+            key,
+        )
         hint = ""
         if first["type"] == "list_type" and isinstance(first["input"], str):
             hint = f"""; write '{known}=["{first["input"].strip("[]")}"]'"""
-        raise ConfigError(f"{origins.get(known, 'configuration')}: {known}: {first['msg']}{hint}") from None
+        raise ConfigError(
+            f"{origins.get(known, 'configuration')}: {known}: {first['msg']}{hint}"
+        ) from None
 
 
 def _from_systemd(environment: Mapping[str, str]) -> Settings:
-    """The directory that a unit's StateDirectory= gives us, in place of the user's; anything else said about it comes later and wins."""
+    """The directory that a unit's StateDirectory= gives us, in place of the user's; anything else
+    said about it comes later and wins."""
     directory = environment.get("STATE_DIRECTORY", "").split(":")[0]
     return {"node.data_dir": (directory, "systemd STATE_DIRECTORY")} if directory else {}
 
@@ -233,23 +281,38 @@ class Recipe:
 
 def recipes() -> list[Recipe]:
     """All that there are, by name."""
-    files = [file for file in (resources.files("swarmnode") / "recipes").iterdir() if file.name.endswith(".toml")]
+    files = [
+        file
+        for file in (resources.files("swarmnode") / "recipes").iterdir()
+        if file.name.endswith(".toml")
+    ]
     found = []
     for file in files:
         what, figures = file.read_text(encoding="utf-8").splitlines()[:2]
-        found.append(Recipe(file.name.removesuffix(".toml"), what.lstrip("# "), figures.partition("Needs: ")[2]))
+        found.append(
+            Recipe(
+                file.name.removesuffix(".toml"), what.lstrip("# "), figures.partition("Needs: ")[2]
+            )
+        )
     return sorted(found, key=lambda recipe: recipe.name)
 
 
 def _from_recipe(name: str) -> Settings:
     known = recipes()
     if name not in {recipe.name for recipe in known}:
-        raise ConfigError(f"command line: no recipe {name!r}; there are {', '.join(recipe.name for recipe in known)}")
+        raise ConfigError(
+            f"command line: no recipe {name!r}; there are"
+            f" {', '.join(recipe.name for recipe in known)}"
+        )
     with resources.as_file(resources.files("swarmnode") / "recipes" / f"{name}.toml") as path:
         return {key: (setting, f"recipe {name}") for key, (setting, _) in _from_file(path).items()}
 
 
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
+TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
 """Modules of which a tracker needs one."""
 
 
@@ -257,11 +320,14 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError, which says what to install, for a tracker whose package is missing."""
     for name in names:
         if not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
-            raise ConfigError(f"log.trackers: {name} is not installed: pip install {name}, or 'swarmnode[{name}]'")
+            raise ConfigError(
+                f"log.trackers: {name} is not installed: pip install {name}, or 'swarmnode[{name}]'"
+            )
 
 
 SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}
-"""Learning rates from which reinforcement learning spoils a pretrained model: published recipes have 1e-6 and 1e-5 to 1e-4."""
+"""Learning rates from which reinforcement learning spoils a pretrained model: published recipes
+have 1e-6 and 1e-5 to 1e-4."""
 SUITED_RATES = {"all weights": "1e-6", "an adapter": "1e-5"}
 SHORTEST_ANSWER = 64
 """Tokens: a chat model's answers begin after some words."""
@@ -272,7 +338,8 @@ CUDA_TORCH = "pip uninstall -y torch, then pip install torch: PyPI's is for CUDA
 
 
 def unused_gpu(policy: PolicyConfig, driver: Path = NVIDIA_DRIVER) -> list[str]:
-    """An NVIDIA GPU that training would leave idle, as far as can be told without loading torch: a line, with what to do."""
+    """An NVIDIA GPU that training would leave idle, as far as can be told without loading torch: a
+    line, with what to do."""
     torch = metadata.version("torch")
     if policy.device != "auto" or not driver.exists() or not torch.endswith("+cpu"):
         return []
@@ -285,14 +352,22 @@ def trained_kind(policy: PolicyConfig) -> str:
 
 
 def suited(policy: PolicyConfig, training: TrainingConfig) -> TrainingConfig:
-    """`training` with a learning rate for a model of the Hub, where nobody has set one: the default is the embedded policy's."""
-    if is_set(training, "learning_rate") or policy.model == "embedded" or Path(policy.model).expanduser().is_dir():
+    """`training` with a learning rate for a model of the Hub, where nobody has set one: the default
+    is the embedded policy's."""
+    if (
+        is_set(training, "learning_rate")
+        or policy.model == "embedded"
+        or Path(policy.model).expanduser().is_dir()
+    ):
         return training
-    return replaced(training, {"learning_rate": float(SUITED_RATES[trained_kind(policy)])}, "default")
+    return replaced(
+        training, {"learning_rate": float(SUITED_RATES[trained_kind(policy)])}, "default"
+    )
 
 
 def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
-    """What is set, or was left as it is for the embedded policy, and does not suit a real model: a line each, with what to do."""
+    """What is set, or was left as it is for the embedded policy, and does not suit a real model: a
+    line each, with what to do."""
     if policy.model == "embedded":
         return []
     found, kind = [], trained_kind(policy)
@@ -301,7 +376,10 @@ def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
         found.append(f"{said} spoils it: set about {SUITED_RATES[kind]}")
     if training.max_completion_length < SHORTEST_ANSWER:
         length = training.max_completion_length
-        found.append(f"training.max_completion_length = {length} cuts nearly every answer of {policy.model}: set 256 or more")
+        found.append(
+            f"training.max_completion_length = {length} cuts nearly every answer of {policy.model}:"
+            " set 256 or more"
+        )
     return found
 
 
@@ -323,7 +401,10 @@ def _from_overrides(overrides: Sequence[str]) -> Settings:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"command line: {text!r} is not key=value")
-        found[_known(key.strip().replace("-", "_"), "command line")] = (_parse(value), "command line")
+        found[_known(key.strip().replace("-", "_"), "command line")] = (
+            _parse(value),
+            "command line",
+        )
     return found
 
 
@@ -331,7 +412,9 @@ def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
     sections = {key.rpartition(".")[0] for key in valid_keys()}
     for name, value in table.items():
         key = prefix + name
-        if isinstance(value, dict) and (key in sections or any(s.startswith(key + ".") for s in sections)):
+        if isinstance(value, dict) and (
+            key in sections or any(s.startswith(key + ".") for s in sections)
+        ):
             yield from _leaves(value, key + ".")
         else:
             yield key, value
@@ -345,12 +428,14 @@ def _known(key: str, origin: str) -> str:
 
 
 def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
-    """A name that this one may have been meant to be; nothing where none is close: a wrong hint costs more than none."""
+    """A name that this one may have been meant to be; nothing where none is close: a wrong hint
+    costs more than none."""
     leaf = lambda text: text.rpartition(".")[2]
     close = [
-        near for near in difflib.get_close_matches(name, list(names), n=3, cutoff=0.8)
+        near
+        for near in difflib.get_close_matches(name, list(names), n=3, cutoff=0.8)
         if difflib.SequenceMatcher(None, leaf(name), leaf(near)).ratio() >= 0.6
-    ]  # fmt: skip
+    ]
     return f" (nearest: {close[0]})" if close else ""
 
 
@@ -358,7 +443,11 @@ def _nested(settings: Mapping[str, object]) -> dict[str, object]:
     """Tables in tables, from dotted keys."""
     tree: dict[str, object] = {}
     for head in dict.fromkeys(key.partition(".")[0] for key in settings):
-        inner = {key.partition(".")[2]: setting for key, setting in settings.items() if key.partition(".")[0] == head}
+        inner = {
+            key.partition(".")[2]: setting
+            for key, setting in settings.items()
+            if key.partition(".")[0] == head
+        }
         tree[head] = inner[""] if "" in inner else _nested(inner)
     return tree
 
@@ -372,14 +461,27 @@ def _parse(text: str) -> object:
 
 
 def reference() -> str:
-    """docs/configuration.md: every key with its type, default and meaning, from config.py itself."""
+    """docs/configuration.md: every key with its type, default and meaning, from config.py
+    itself."""
     lines = [
         "# Configuration",
         "",
-        "TOML files, all of them optional. Precedence: command line (`--set key=value`), environment (`SWARMNODE_SECTION_KEY`), a file",
-        "that is named (`--config`, `SWARMNODE_CONFIG`), `config.toml` in the data directory (what `join`, `init` and `config set` were",
-        "told), or else the user's `config.toml`, default. `swarmnode config show` prints what is set and by what, `config path` the",
-        "files, `config init` writes one to begin with. An unknown key or a value that does not fit ends the command with exit code 78 and",
+        (
+            "TOML files, all of them optional. Precedence: command line (`--set key=value`),"
+            " environment (`SWARMNODE_SECTION_KEY`), a file"
+        ),
+        (
+            "that is named (`--config`, `SWARMNODE_CONFIG`), `config.toml` in the data directory"
+            " (what `join`, `init` and `config set` were"
+        ),
+        (
+            "told), or else the user's `config.toml`, default. `swarmnode config show` prints what"
+            " is set and by what, `config path` the"
+        ),
+        (
+            "files, `config init` writes one to begin with. An unknown key or a value that does not"
+            " fit ends the command with exit code 78 and"
+        ),
         "one line.",
         "",
         "This page is written by `python -m swarmnode.settings`; a test holds it to the code.",
@@ -404,7 +506,9 @@ def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:
             default = "the user's state directory"
         else:
             default = f"`{field.get_default(call_default_factory=True)!r}`"
-        rows.append(f"| `{prefix}{name}` | {default} | {' '.join(str(field.description).split())} |")
+        rows.append(
+            f"| `{prefix}{name}` | {default} | {' '.join(str(field.description).split())} |"
+        )
     return rows
 
 

@@ -1,7 +1,7 @@
 """The order of files, and which groups of tests may not be skipped.
 
-Five workers share the files (`--dist loadfile`) of two cores, since many tests wait. Whoever began a file of minutes last would be waited
-for.
+Five workers share the files (`--dist loadfile`) of two cores, since many tests wait. Whoever began
+a file of minutes last would be waited for.
 """
 
 import collections
@@ -14,14 +14,17 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("suite", deadline=None)  # how long an example takes is the machine's affair, not the code's
+# how long an example takes is the machine's affair, not the code's
+hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 TESTS = Path(__file__).parent
 gc.disable()  # until everything is collected: half a million objects, none of which is garbage
-sys.dont_write_bytecode = False  # where a shell forbids it, each of hundreds of processes compiles the package for half a second
+# where a shell forbids it, each of hundreds of processes compiles the package for half a second
+sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; also for the processes that tests start: pools that spin take others' time
+# before torch; also for the processes that tests start: pools that spin take others' time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG = ("slow", "nat", "swarm")
 """Marks of what takes long, the longest first."""
@@ -29,7 +32,8 @@ LONG = ("slow", "nat", "swarm")
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was():
-    """A command that runs in the test's process logs to that test's standard error, which ends with it."""
+    """A command that runs in the test's process logs to that test's standard error, which ends with
+    it."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -40,7 +44,8 @@ def _logging_as_it_was():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with a test of LONG first, then those with most tests; what is in a file stays in its order."""
+    """Files with a test of LONG first, then those with most tests; what is in a file stays in its
+    order."""
     tests = collections.Counter(item.path for item in items)
     marks = collections.defaultdict(lambda: len(LONG))
     for item in items:
@@ -50,25 +55,34 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """The modules and tests of a worker stay: no full collection has to look for garbage among them."""
+    """The modules and tests of a worker stay: no full collection has to look for garbage among
+    them."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--must-run", action="append", default=[], metavar="FOLDER", help="a folder of tests/ in which nothing may be skipped")
+    parser.addoption(
+        "--must-run",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="a folder of tests/ in which nothing may be skipped",
+    )
 
 
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # xdist begins with the files of most tests; the longest have one
+        # xdist begins with the files of most tests; the longest have one
+        config.option.loadscopereorder = False
     if config.option.must_run and not hasattr(config, "workerinput"):
         config.pluginmanager.register(MustRun(config))
 
 
 class MustRun:
-    """Makes a run fail in which a test of the folders was skipped, or in which one had none; else nobody misses a tool."""
+    """Makes a run fail in which a test of the folders was skipped, or in which one had none; else
+    nobody misses a tool."""
 
     def __init__(self, config):
         self.ran = collections.Counter({folder: 0 for folder in config.option.must_run})
@@ -92,7 +106,9 @@ class MustRun:
 
     @property
     def complaints(self):
-        return [f"{folder}: no test ran" for folder, ran in self.ran.items() if not ran] + [f"{name}: skipped" for name in self.skipped]
+        return [f"{folder}: no test ran" for folder, ran in self.ran.items() if not ran] + [
+            f"{name}: skipped" for name in self.skipped
+        ]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session):

@@ -1,1 +1,2 @@
-"""What writes protocol/vectors and protocol/schema from this implementation: `python -m protocol.generate.vectors`."""
+"""What writes protocol/vectors and protocol/schema from this implementation: `python -m
+protocol.generate.vectors`."""

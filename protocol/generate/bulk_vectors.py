@@ -22,7 +22,12 @@ def messages() -> Iterator[Vector]:
 
 
 def _manifests() -> Iterator[Vector]:
-    good: dict[str, Any] = {"transfer": TRANSFER, "size": 2 * MIB + 1, "chunk_bytes": MIB, "hashes": bytes(96)}
+    good: dict[str, Any] = {
+        "transfer": TRANSFER,
+        "size": 2 * MIB + 1,
+        "chunk_bytes": MIB,
+        "hashes": bytes(96),
+    }
 
     def taken(name: str, **fields: Any) -> Vector:
         return accepted(name, "bulk_manifest", pack({**good, **fields}), {**good, **fields})
@@ -35,7 +40,9 @@ def _manifests() -> Iterator[Vector]:
     yield taken("smallest chunks", size=8192, chunk_bytes=4096, hashes=bytes(64))
     yield refused("bounds", "nothing", size=0, hashes=b"")
     yield refused("bounds", "less than nothing", size=-1, hashes=b"")
-    yield refused("bounds", "a byte more than 32 GiB", size=32_768 * MIB + 1, hashes=bytes(32 * 32_768))
+    yield refused(
+        "bounds", "a byte more than 32 GiB", size=32_768 * MIB + 1, hashes=bytes(32 * 32_768)
+    )
     yield refused("bounds", "2**64 - 1 bytes", size=2**64 - 1)
     yield refused("bounds", "a chunk of 4095 bytes", chunk_bytes=4095)
     yield refused("bounds", "a chunk of a byte more than 1 MiB", chunk_bytes=MIB + 1)
@@ -52,14 +59,43 @@ def _manifests() -> Iterator[Vector]:
 
     request = {"transfer": TRANSFER}
     yield accepted("a request for a manifest", "bulk_manifest_request", pack(request), request)
-    yield rejected("bounds", "a request with an id of 33 bytes", pack({"transfer": bytes(33)}), "bulk_manifest_request")
+    yield rejected(
+        "bounds",
+        "a request with an id of 33 bytes",
+        pack({"transfer": bytes(33)}),
+        "bulk_manifest_request",
+    )
     yield rejected("oversize", "a request of 65 bytes", bytes(65), "bulk_manifest_request")
-    for response in ({"status": "ok", "manifest": pack(good)}, {"status": "unknown", "manifest": b""}, {"status": "busy", "manifest": b""}):
-        yield accepted(f"a manifest's response: {response['status']}", "bulk_manifest_response", pack(response), response)
-    yield rejected("bounds", "ok without a manifest", pack({"status": "ok", "manifest": b""}), "bulk_manifest_response")
-    yield rejected("bounds", "unknown with a manifest", pack({"status": "unknown", "manifest": b"\0"}), "bulk_manifest_response")
+    for response in (
+        {"status": "ok", "manifest": pack(good)},
+        {"status": "unknown", "manifest": b""},
+        {"status": "busy", "manifest": b""},
+    ):
+        yield accepted(
+            f"a manifest's response: {response['status']}",
+            "bulk_manifest_response",
+            pack(response),
+            response,
+        )
+    yield rejected(
+        "bounds",
+        "ok without a manifest",
+        pack({"status": "ok", "manifest": b""}),
+        "bulk_manifest_response",
+    )
+    yield rejected(
+        "bounds",
+        "unknown with a manifest",
+        pack({"status": "unknown", "manifest": b"\0"}),
+        "bulk_manifest_response",
+    )
     too_long = {"status": "ok", "manifest": bytes(1_048_705)}
-    yield rejected("bounds", "a manifest of 1,048,705 bytes in a response", pack(too_long), "bulk_manifest_response")
+    yield rejected(
+        "bounds",
+        "a manifest of 1,048,705 bytes in a response",
+        pack(too_long),
+        "bulk_manifest_response",
+    )
 
 
 def _requests() -> Iterator[Vector]:
@@ -67,7 +103,9 @@ def _requests() -> Iterator[Vector]:
     yield accepted("chunks 0 and 2", "bulk_request", pack(good), good)
     most = {**good, "wanted": b"\xff" * 4096}
     yield accepted("32,768 chunks", "bulk_request", pack(most), most)
-    yield rejected("bounds", "32,769 chunks", pack({**good, "wanted": bytes(4096) + b"\x01"}), "bulk_request")
+    yield rejected(
+        "bounds", "32,769 chunks", pack({**good, "wanted": bytes(4096) + b"\x01"}), "bulk_request"
+    )
     yield rejected("bounds", "no bits", pack({**good, "wanted": b""}), "bulk_request")
     yield rejected("bounds", "no bit set", pack({**good, "wanted": bytes(4096)}), "bulk_request")
     yield rejected("bounds", "a root of 31 bytes", pack({**good, "root": ROOT[1:]}), "bulk_request")
@@ -75,28 +113,64 @@ def _requests() -> Iterator[Vector]:
     yield rejected("schema", "a list of numbers", pack({**good, "wanted": [0, 2]}), "bulk_request")
     yield rejected("malformed", "a byte behind it", pack(good) + b"\0", "bulk_request")
     yield rejected("oversize", "4,225 bytes", bytes(4225), "bulk_request")
-    for response in ({"status": "ok", "size": 1}, {"status": "ok", "size": 2**35}, {"status": "unknown", "size": 0}):
-        yield accepted(f"{response['size']} bytes follow: {response['status']}", "bulk_response", pack(response), response)
-    yield rejected("bounds", "ok, and nothing follows", pack({"status": "ok", "size": 0}), "bulk_response")
-    yield rejected("bounds", "busy, and something follows", pack({"status": "busy", "size": 1}), "bulk_response")
-    yield rejected("bounds", "more than 32 GiB follow", pack({"status": "ok", "size": 2**35 + 1}), "bulk_response")
-    yield rejected("schema", "a status of its own", pack({"status": "later", "size": 0}), "bulk_response")
+    for response in (
+        {"status": "ok", "size": 1},
+        {"status": "ok", "size": 2**35},
+        {"status": "unknown", "size": 0},
+    ):
+        yield accepted(
+            f"{response['size']} bytes follow: {response['status']}",
+            "bulk_response",
+            pack(response),
+            response,
+        )
+    yield rejected(
+        "bounds", "ok, and nothing follows", pack({"status": "ok", "size": 0}), "bulk_response"
+    )
+    yield rejected(
+        "bounds",
+        "busy, and something follows",
+        pack({"status": "busy", "size": 1}),
+        "bulk_response",
+    )
+    yield rejected(
+        "bounds",
+        "more than 32 GiB follow",
+        pack({"status": "ok", "size": 2**35 + 1}),
+        "bulk_response",
+    )
+    yield rejected(
+        "schema", "a status of its own", pack({"status": "later", "size": 0}), "bulk_response"
+    )
 
 
 def _sockets() -> Iterator[Vector]:
     request = {"transfer": TRANSFER, "root": ROOT}
     yield accepted("a request for a socket", "bulk_socket_request", pack(request), request)
-    yield rejected("bounds", "a request for a socket without a root", pack({**request, "root": b""}), "bulk_socket_request")
+    yield rejected(
+        "bounds",
+        "a request for a socket without a root",
+        pack({**request, "root": b""}),
+        "bulk_socket_request",
+    )
     good: dict[str, Any] = {"status": "ok", "port": 65535, "token": TOKEN}
     yield accepted("a port and a token", "bulk_socket_response", pack(good), good)
     busy = {"status": "busy", "port": 0, "token": b""}
     yield accepted("neither port nor token", "bulk_socket_response", pack(busy), busy)
     yield rejected("bounds", "port 0", pack({**good, "port": 0}), "bulk_socket_response")
     yield rejected("bounds", "port 65,536", pack({**good, "port": 65536}), "bulk_socket_response")
-    yield rejected("bounds", "a token of 31 bytes", pack({**good, "token": TOKEN[1:]}), "bulk_socket_response")
-    yield rejected("bounds", "busy, with a port", pack({**busy, "port": 9513}), "bulk_socket_response")
-    yield rejected("bounds", "busy, with a token", pack({**busy, "token": TOKEN}), "bulk_socket_response")
-    yield rejected("schema", "an address", pack({**good, "host": "192.0.2.7"}), "bulk_socket_response")
+    yield rejected(
+        "bounds", "a token of 31 bytes", pack({**good, "token": TOKEN[1:]}), "bulk_socket_response"
+    )
+    yield rejected(
+        "bounds", "busy, with a port", pack({**busy, "port": 9513}), "bulk_socket_response"
+    )
+    yield rejected(
+        "bounds", "busy, with a token", pack({**busy, "token": TOKEN}), "bulk_socket_response"
+    )
+    yield rejected(
+        "schema", "an address", pack({**good, "host": "192.0.2.7"}), "bulk_socket_response"
+    )
 
 
 def roots() -> Iterator[Vector]:
@@ -107,8 +181,15 @@ def roots() -> Iterator[Vector]:
         ("the same in one chunk", bytes(4097), 8192),
         ("0 to 255, 48 times, in three chunks", bytes(range(256)) * 48, 4096),
     ):
-        pieces = [content[start : start + chunk_bytes] for start in range(0, len(content), chunk_bytes)]
+        pieces = [
+            content[start : start + chunk_bytes] for start in range(0, len(content), chunk_bytes)
+        ]
         hashes = b"".join(map(bulk.digest, pieces))
         manifest = BulkManifest(TRANSFER, len(content), chunk_bytes, hashes)
         given = {"size": len(content), "chunk_bytes": chunk_bytes, "hashes": hashes.hex()}
-        yield {"name": f"root of {name}", "derive": "bulk_root", "input": given, "output": bulk.root(manifest).hex()}
+        yield {
+            "name": f"root of {name}",
+            "derive": "bulk_root",
+            "input": given,
+            "output": bulk.root(manifest).hex(),
+        }

@@ -14,7 +14,10 @@ from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.pipeline.commit import step_hash
 from swarmnode.wire.envelope import peer_id
 
-KEYS = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"member {n}".encode()).digest()) for n in range(6)]
+KEYS = [
+    Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"member {n}".encode()).digest())
+    for n in range(6)
+]
 PEERS = [peer_id(key.public_key().public_bytes_raw()) for key in KEYS]
 MODEL, LINEAGE, ZERO = b"\x11" * 32, b"\x22" * 32, bytes(32)
 POINT = b"\x33" * 32
@@ -25,9 +28,15 @@ TAKEN = [2, 0.5, 1e-6]
 
 def record(members: int = 4, **fields: Any) -> dict[str, Any]:
     return {
-        "lineage": LINEAGE, "model": MODEL, "previous": POINT, "step": 41, "taken": TAKEN,
-        "members": [[peer, 4] for peer in PEERS[:members]], "nonce": b"\x08" * 8, **fields,
-    }  # fmt: skip
+        "lineage": LINEAGE,
+        "model": MODEL,
+        "previous": POINT,
+        "step": 41,
+        "taken": TAKEN,
+        "members": [[peer, 4] for peer in PEERS[:members]],
+        "nonce": b"\x08" * 8,
+        **fields,
+    }
 
 
 def first(**fields: Any) -> dict[str, Any]:
@@ -39,9 +48,19 @@ def digest(of: dict[str, Any]) -> bytes:
     return hashlib.blake2b(RECORD_DOMAIN + pack(of), digest_size=32).digest()
 
 
-def founded(of: dict[str, Any], signers: Sequence[int] = (0, 1, 2, 3), *, crew: bytes | None = None, domain: bytes = MEMBER_DOMAIN) -> Any:
+def founded(
+    of: dict[str, Any],
+    signers: Sequence[int] = (0, 1, 2, 3),
+    *,
+    crew: bytes | None = None,
+    domain: bytes = MEMBER_DOMAIN,
+) -> Any:
     data = domain + (digest(of) if crew is None else crew)
-    return {"type": "founded", "record": of, "signatures": [[PEERS[n], KEYS[n].sign(data)] for n in signers]}
+    return {
+        "type": "founded",
+        "record": of,
+        "signatures": [[PEERS[n], KEYS[n].sign(data)] for n in signers],
+    }
 
 
 CREW = digest(record())
@@ -65,13 +84,26 @@ REFUSE = {"type": "refuse", "reason": "busy", "crew": CREW}
 
 
 def messages() -> Iterator[Vector]:
-    requests = [OFFER, {**OFFER, "copies": []}, PROPOSE, {**PROPOSE, "record": first()}, FOUNDED, HEARTBEAT, LEAVE]
+    requests = [
+        OFFER,
+        {**OFFER, "copies": []},
+        PROPOSE,
+        {**PROPOSE, "record": first()},
+        FOUNDED,
+        HEARTBEAT,
+        LEAVE,
+    ]
     answers = [SIGNATURE, REFUSE, {**HEARTBEAT, "type": "alive"}, {"type": "noted"}]
     for kind, all_of in (("crews_request", requests), ("crews_answer", answers)):
         for number, message in enumerate(all_of):
             yield accepted(f"{kind} {message['type']} {number}", kind, pack(message), message)
     for reason in ("crew", "trust", "model", "behind", "record"):
-        yield accepted(f"refuse {reason}", "crews_answer", pack({**REFUSE, "reason": reason}), {**REFUSE, "reason": reason})
+        yield accepted(
+            f"refuse {reason}",
+            "crews_answer",
+            pack({**REFUSE, "reason": reason}),
+            {**REFUSE, "reason": reason},
+        )
     for where in ("memory", "disk", "neighbour"):
         one = {**OFFER, "copies": [[*COPY[:5], where, *COPY[6:]]]}
         yield accepted(f"a copy in {where}", "crews_request", pack(one), one)
@@ -81,12 +113,30 @@ def messages() -> Iterator[Vector]:
     back = {**OFFER, "memory": 0.0, "speed": 0.0, "copies": []}
     yield accepted("an offer taken back", "crews_request", pack(back), back)
     most = {**OFFER, "memory": 1e30, "copies": [COPY] * 32, "without": ["p" * 64] * 16}
-    yield accepted("the largest amount, the most copies and the most peers", "crews_request", pack(most), most)
-    yield accepted("a leave because of a member", "crews_request", pack({**LEAVE, "because": PEERS[1]}), {**LEAVE, "because": PEERS[1]})
-    eight = {**PROPOSE, "record": record(members=0) | {"members": [[f"peer{n}", 1] for n in range(8)]}}
+    yield accepted(
+        "the largest amount, the most copies and the most peers", "crews_request", pack(most), most
+    )
+    yield accepted(
+        "a leave because of a member",
+        "crews_request",
+        pack({**LEAVE, "because": PEERS[1]}),
+        {**LEAVE, "because": PEERS[1]},
+    )
+    eight = {
+        **PROPOSE,
+        "record": record(members=0) | {"members": [[f"peer{n}", 1] for n in range(8)]},
+    }
     yield accepted("eight members", "crews_request", pack(eight), eight)
 
-    def bad(reason: str, name: str, message: dict[str, Any], /, *, read_as: str = "crews_request", **fields: Any) -> Vector:
+    def bad(
+        reason: str,
+        name: str,
+        message: dict[str, Any],
+        /,
+        *,
+        read_as: str = "crews_request",
+        **fields: Any,
+    ) -> Vector:
         return rejected(reason, name, pack({**message, **fields}), read_as)
 
     yield bad("schema", "an answer as a request", SIGNATURE)
@@ -98,16 +148,32 @@ def messages() -> Iterator[Vector]:
     yield bad("schema", "a status of four", HEARTBEAT, status=[*STATUS, 0])
     yield bad("schema", "a step as a boolean", HEARTBEAT, status=["active", True, 900])
     yield bad("schema", "a crew that is nil", LEAVE, crew=None)
-    yield bad("schema", "a member of one", PROPOSE, record=record(members=0) | {"members": [[PEERS[0]]]})
+    yield bad(
+        "schema", "a member of one", PROPOSE, record=record(members=0) | {"members": [[PEERS[0]]]}
+    )
     yield bad("schema", "a copy in the cloud", OFFER, copies=[[*COPY[:5], "cloud", *COPY[6:]]])
     yield bad("schema", "a copy of seven", OFFER, copies=[COPY[:7]])
-    yield rejected("schema", "a heartbeat without a status", pack(without(HEARTBEAT, "status")), "crews_request")
-    yield rejected("schema", "a proposal with its type last", pack({**without(PROPOSE, "type"), "type": "propose"}), "crews_request")
+    yield rejected(
+        "schema",
+        "a heartbeat without a status",
+        pack(without(HEARTBEAT, "status")),
+        "crews_request",
+    )
+    yield rejected(
+        "schema",
+        "a proposal with its type last",
+        pack({**without(PROPOSE, "type"), "type": "propose"}),
+        "crews_request",
+    )
     yield rejected("malformed", "a founding cut short", pack(FOUNDED)[:-1], "crews_request")
     yield rejected("malformed", "a heartbeat and a byte", pack(HEARTBEAT) + b"\0", "crews_request")
-    yield rejected("malformed", "a crew named twice", pairs([*LEAVE.items(), ("crew", CREW)]), "crews_request")
+    yield rejected(
+        "malformed", "a crew named twice", pairs([*LEAVE.items(), ("crew", CREW)]), "crews_request"
+    )
     yield rejected("malformed", "no request at all", b"", "crews_request")
-    yield rejected("malformed", "a memory as integer", pack({**OFFER, "memory": 8}), "crews_request")
+    yield rejected(
+        "malformed", "a memory as integer", pack({**OFFER, "memory": 8}), "crews_request"
+    )
     yield rejected("oversize", "65,537 bytes of request", bytes(65_537), "crews_request")
     yield rejected("oversize", "65,537 bytes of answer", bytes(65_537), "crews_answer")
     yield bad("bounds", "a crew's id of 16 bytes", LEAVE, crew=CREW[:16])
@@ -121,8 +187,16 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "without 17 peers", OFFER, without=["p"] * 17)
     yield bad("bounds", "without a peer of no name", OFFER, without=[""])
     yield bad("schema", "without a number", OFFER, without=[7])
-    yield bad("bounds", "a signature of 63 bytes", SIGNATURE, signature=bytes(63), read_as="crews_answer")
-    yield bad("bounds", "a signature of 31 bytes of crew", SIGNATURE, crew=bytes(31), read_as="crews_answer")
+    yield bad(
+        "bounds", "a signature of 63 bytes", SIGNATURE, signature=bytes(63), read_as="crews_answer"
+    )
+    yield bad(
+        "bounds",
+        "a signature of 31 bytes of crew",
+        SIGNATURE,
+        crew=bytes(31),
+        read_as="crews_answer",
+    )
     yield bad("bounds", "a status of step -1", HEARTBEAT, status=["active", -1, 900])
     yield bad("bounds", "progress of 2**63", HEARTBEAT, status=["active", 41, 2**63])
     yield bad("not_finite", "a memory of infinity", OFFER, memory=float("inf"))
@@ -171,11 +245,18 @@ def records() -> Iterator[Vector]:
     yield bad("a name with a space", record(members=0) | {"members": [["12D3 KooW", 1]]})
     yield bad("a stage of no layers", record(members=0) | {"members": [[PEERS[0], 0]]})
     yield bad("a stage of 1025 layers", record(members=0) | {"members": [[PEERS[0], 1025]]})
-    yield bad("one peer on two stages", record(members=0) | {"members": [[PEERS[0], 4], [PEERS[0], 4]]})
+    yield bad(
+        "one peer on two stages", record(members=0) | {"members": [[PEERS[0], 4], [PEERS[0], 4]]}
+    )
     yield bad("a clip below 0", record(taken=[2, -0.5, 1e-6]))
     yield bad("an attempt of -1", record(taken=[-1, 0.5, 1e-6]))
     yield bad("a rate of infinity", record(taken=[2, 0.5, float("inf")]), "not_finite")
-    yield rejected("bounds", "nine signatures", pack({**FOUNDED, "signatures": FOUNDED["signatures"] * 3}), "crews_request")
+    yield rejected(
+        "bounds",
+        "nine signatures",
+        pack({**FOUNDED, "signatures": FOUNDED["signatures"] * 3}),
+        "crews_request",
+    )
     short = {**FOUNDED, "signatures": [[PEERS[0], bytes(63)]]}
     yield rejected("bounds", "a founding with a short signature", pack(short), "crews_request")
 
@@ -200,12 +281,19 @@ def foundings() -> Iterator[Vector]:
     yield bad("signatures of another crew", founded(record(), crew=b"\x99" * 32))
     yield bad("signatures in another domain", founded(record(), domain=b"swarmnode/crew-member/2"))
     other = record(nonce=b"\x09" * 8)
-    yield bad("signatures of the same members at the same step", {**founded(record()), "record": other})
+    yield bad(
+        "signatures of the same members at the same step", {**founded(record()), "record": other}
+    )
     signatures = FOUNDED["signatures"]
     flipped = [signatures[0][0], bytes([signatures[0][1][0] ^ 1]) + signatures[0][1][1:]]
-    yield bad("one bit of a signature flipped", {**FOUNDED, "signatures": [flipped, *signatures[1:]]})
+    yield bad(
+        "one bit of a signature flipped", {**FOUNDED, "signatures": [flipped, *signatures[1:]]}
+    )
     nobody = record(members=0) | {"members": [["nobody", 16]]}
-    yield bad("a member whose name is no key", {"type": "founded", "record": nobody, "signatures": [["nobody", bytes(64)]]})
+    yield bad(
+        "a member whose name is no key",
+        {"type": "founded", "record": nobody, "signatures": [["nobody", bytes(64)]]},
+    )
     yield rejected("schema", "no founding", pack(LEAVE), "crews_founded")
 
 
@@ -215,11 +303,19 @@ def streams() -> Iterator[Vector]:
     opened = {"crew": CREW, "from_stage": 1, "to_stage": 2, "kind": "frames"}
     for kind in ("frames", "state"):
         message = {**opened, "kind": kind}
-        yield {**accepted(f"a stream of {kind}", "stage_stream_open", pack(message), message), "given": given}
+        yield {
+            **accepted(f"a stream of {kind}", "stage_stream_open", pack(message), message),
+            "given": given,
+        }
 
-    def bad(reason: str, name: str, frame: bytes | None = None, peer: str = PEERS[1], **fields: Any) -> Vector:
+    def bad(
+        reason: str, name: str, frame: bytes | None = None, peer: str = PEERS[1], **fields: Any
+    ) -> Vector:
         frame = pack({**opened, **fields}) if frame is None else frame
-        return {**rejected(reason, name, frame, "stage_stream_open"), "given": {**given, "peer": peer}}
+        return {
+            **rejected(reason, name, frame, "stage_stream_open"),
+            "given": {**given, "peer": peer},
+        }
 
     yield bad("crew", "a stream of another crew", crew=b"\x99" * 32)
     yield bad("crew", "a stream of half a crew", crew=CREW[:16])
@@ -231,17 +327,31 @@ def streams() -> Iterator[Vector]:
     yield bad("peer", "a stream in another's place", from_stage=0)
     yield bad("schema", "a stream of gradients", kind="gradients")
     yield bad("schema", "a stream with a password", password="x")
-    yield bad("malformed", "a stream opened in another form", frame=pairs(list(reversed(opened.items()))))
+    yield bad(
+        "malformed", "a stream opened in another form", frame=pairs(list(reversed(opened.items())))
+    )
     yield bad("oversize", "513 bytes to open a stream", frame=bytes(513))
 
 
 def derivations() -> Iterator[Vector]:
-    for name, of in (("a crew", record()), ("a crew that begins", first()), ("the same members again", record(nonce=b"\x09" * 8))):
-        yield {"name": f"id of {name}", "derive": "crew_id", "input": {"record": plain(of)}, "output": digest(of).hex()}
+    for name, of in (
+        ("a crew", record()),
+        ("a crew that begins", first()),
+        ("the same members again", record(nonce=b"\x09" * 8)),
+    ):
+        yield {
+            "name": f"id of {name}",
+            "derive": "crew_id",
+            "input": {"record": plain(of)},
+            "output": digest(of).hex(),
+        }
     for name, before, step, attempt, batches in (
-        ("the first step", ZERO, 1, 1, (3, 5, 8)), ("a step", POINT, 42, 2, (7,)), ("the step of another attempt", POINT, 42, 3, (7,)),
-        ("numbers in any order", POINT, 42, 2, (9, 7)), ("a step of nothing", POINT, 42, 2, ()),
-    ):  # fmt: skip
+        ("the first step", ZERO, 1, 1, (3, 5, 8)),
+        ("a step", POINT, 42, 2, (7,)),
+        ("the step of another attempt", POINT, 42, 3, (7,)),
+        ("numbers in any order", POINT, 42, 2, (9, 7)),
+        ("a step of nothing", POINT, 42, 2, ()),
+    ):
         given: dict[str, Any] = {
             "before": before.hex(),
             "crew": CREW[:16].hex(),

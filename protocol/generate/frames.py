@@ -1,7 +1,8 @@
 """Frames laid out by hand, right and wrong: what `vectors.py` is made of, and what tests alter.
 
-Messages are plain dicts and msgpack here, not swarmnode's structs, so that what cannot be said with a struct can be said too. zstd frames
-are laid out by hand (RFC 8878), because a compressor may change its mind between releases, and because no compressor writes a bomb.
+Messages are plain dicts and msgpack here, not swarmnode's structs, so that what cannot be said with
+a struct can be said too. zstd frames are laid out by hand (RFC 8878), because a compressor may
+change its mind between releases, and because no compressor writes a bomb.
 """
 
 from __future__ import annotations
@@ -30,20 +31,45 @@ OTHER_SWARM = swarm_id("other", TASKS)
 PEER = peer_id(KEY.public_key().public_bytes_raw())
 OTHER_PEER = peer_id(OTHER_KEY.public_key().public_bytes_raw())
 
-COMPLETION = {"text": "<answer>7</answer>", "tokens": 3, "logprob": -1.75, "finish": "eos", "token_ids": b"", "logprobs": b""}
+COMPLETION = {
+    "text": "<answer>7</answer>",
+    "tokens": 3,
+    "logprob": -1.75,
+    "finish": "eos",
+    "token_ids": b"",
+    "logprobs": b"",
+}
 GROUP: dict[str, Any] = {
     "type": "rollout",
-    "task": {"id": "rg/chain_sum", "version": TASKS["rg/chain_sum"], "seed": 5 << 20, "index": 7, "difficulty": 0},
+    "task": {
+        "id": "rg/chain_sum",
+        "version": TASKS["rg/chain_sum"],
+        "seed": 5 << 20,
+        "index": 7,
+        "difficulty": 0,
+    },
     "model": b"\x11" * 32,
     "tokenizer": b"\x22" * 32,
     "policy_version": 12,
     "created_at": 1_790_000_000_000,
     "sequence": 7,
     "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 8},
-    "completions": [COMPLETION, {**COMPLETION, "text": "8", "tokens": 8, "logprob": -9.5, "finish": "length"}],
+    "completions": [
+        COMPLETION,
+        {**COMPLETION, "text": "8", "tokens": 8, "logprob": -9.5, "finish": "length"},
+    ],
 }
-ANNOUNCE: dict[str, Any] = {"type": "announce", "content": b"\x33" * 32, "size": 200_000, "created_at": 1_790_000_000_000, "sequence": 8}
-PACKED = {"token_ids": struct.pack("<3I", 1, 2**32 - 1, 300), "logprobs": struct.pack("<3f", -0.5, -1.25, 0.0)}
+ANNOUNCE: dict[str, Any] = {
+    "type": "announce",
+    "content": b"\x33" * 32,
+    "size": 200_000,
+    "created_at": 1_790_000_000_000,
+    "sequence": 8,
+}
+PACKED = {
+    "token_ids": struct.pack("<3I", 1, 2**32 - 1, 300),
+    "logprobs": struct.pack("<3f", -0.5, -1.25, 0.0),
+}
 
 
 def pack(value: Any) -> bytes:
@@ -53,7 +79,12 @@ def pack(value: Any) -> bytes:
 def envelope(payload: bytes, codec: Any = "raw") -> dict[str, Any]:
     """The fields of a correctly signed envelope."""
     signed = sign(payload, KEY, ids.DOMAIN_ROLLOUT, SWARM, codec)
-    return {"key": signed.key, "payload": signed.payload, "signature": signed.signature, "codec": signed.codec}
+    return {
+        "key": signed.key,
+        "payload": signed.payload,
+        "signature": signed.signature,
+        "codec": signed.codec,
+    }
 
 
 def sealed(message: dict[str, Any] | bytes, codec: Any = "raw") -> bytes:
@@ -81,7 +112,8 @@ def pairs(fields: Sequence[tuple[Any, Any]]) -> bytes:
 
 
 def zstd(blocks: bytes, declared: int | None, window: bytes = b"\x50") -> bytes:
-    """A zstd frame around `blocks`: one segment of the `declared` size, or, when None, of unknown size with a window of 1 MiB."""
+    """A zstd frame around `blocks`: one segment of the `declared` size, or, when None, of unknown
+    size with a window of 1 MiB."""
     header = b"\x00" + window if declared is None else b"\xe0" + struct.pack("<Q", declared)
     return b"\x28\xb5\x2f\xfd" + header + blocks
 
@@ -115,8 +147,20 @@ def plain(value: Any) -> Any:
 
 
 def accepted(name: str, read_as: str, frame: bytes, value: Any) -> Vector:
-    return {"name": name, "read_as": read_as, "verdict": "accept", "frame": parts(frame), "value": plain(value)}
+    return {
+        "name": name,
+        "read_as": read_as,
+        "verdict": "accept",
+        "frame": parts(frame),
+        "value": plain(value),
+    }
 
 
 def rejected(reason: str, name: str, frame: bytes, read_as: str = "gossip") -> Vector:
-    return {"name": name, "read_as": read_as, "verdict": "reject", "reason": reason, "frame": parts(frame)}
+    return {
+        "name": name,
+        "read_as": read_as,
+        "verdict": "reject",
+        "reason": reason,
+        "frame": parts(frame),
+    }

@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.generate.frames import GROUP, KEY, OTHER_KEY, SWARM, Vector, accepted, changed, pack, rejected, sealed, without
+from protocol.generate.frames import (
+    GROUP,
+    KEY,
+    OTHER_KEY,
+    SWARM,
+    Vector,
+    accepted,
+    changed,
+    pack,
+    rejected,
+    sealed,
+    without,
+)
 from swarmnode.wire import limits
 from swarmnode.wire.envelope import content_id
 
 LIFE = b"\x44" * 8
 AUTHOR = KEY.public_key().public_bytes_raw()
-LISTED: list[Any] = [content_id(sealed(GROUP)), AUTHOR, "rg/chain_sum", 1_790_000_000_000, len(sealed(GROUP)), 0.5]
+LISTED: list[Any] = [
+    content_id(sealed(GROUP)),
+    AUTHOR,
+    "rg/chain_sum",
+    1_790_000_000_000,
+    len(sealed(GROUP)),
+    0.5,
+]
 REQUEST: dict[str, Any] = {"swarm": SWARM, "life": LIFE, "position": 17}
 LISTING: dict[str, Any] = {"status": "ok", "life": LIFE, "position": 18, "groups": [LISTED]}
 
@@ -26,29 +45,68 @@ def listings() -> Iterator[Vector]:
     yield accepted("a request from the beginning", "listing_request", pack(beginning), beginning)
     last = {**REQUEST, "position": 2**63 - 1}
     yield accepted("the last position", "listing_request", pack(last), last)
-    yield rejected("bounds", "a position without a life", pack({**beginning, "position": 1}), "listing_request")
-    yield rejected("bounds", "a position beyond 63 bits", pack({**REQUEST, "position": 2**63}), "listing_request")
-    yield rejected("bounds", "a life of 7 bytes", pack({**REQUEST, "life": LIFE[:7]}), "listing_request")
-    yield rejected("bounds", "a request with a swarm id of 31 bytes", pack({**REQUEST, "swarm": SWARM[:31]}), "listing_request")
-    yield rejected("schema", "a request with a field more", pack({**REQUEST, "most": 64}), "listing_request")
-    yield rejected("schema", "a request without a position", pack(without(REQUEST, "position")), "listing_request")
+    yield rejected(
+        "bounds", "a position without a life", pack({**beginning, "position": 1}), "listing_request"
+    )
+    yield rejected(
+        "bounds",
+        "a position beyond 63 bits",
+        pack({**REQUEST, "position": 2**63}),
+        "listing_request",
+    )
+    yield rejected(
+        "bounds", "a life of 7 bytes", pack({**REQUEST, "life": LIFE[:7]}), "listing_request"
+    )
+    yield rejected(
+        "bounds",
+        "a request with a swarm id of 31 bytes",
+        pack({**REQUEST, "swarm": SWARM[:31]}),
+        "listing_request",
+    )
+    yield rejected(
+        "schema", "a request with a field more", pack({**REQUEST, "most": 64}), "listing_request"
+    )
+    yield rejected(
+        "schema",
+        "a request without a position",
+        pack(without(REQUEST, "position")),
+        "listing_request",
+    )
     yield rejected("malformed", "a request, truncated", pack(REQUEST)[:-1], "listing_request")
-    yield rejected("oversize", "a request of 97 bytes", bytes(limits.LISTING_REQUEST_BYTES + 1), "listing_request")
+    yield rejected(
+        "oversize",
+        "a request of 97 bytes",
+        bytes(limits.LISTING_REQUEST_BYTES + 1),
+        "listing_request",
+    )
 
     for name, listing in (
         ("a listing", LISTING),
         ("nothing new", {**LISTING, "groups": []}),
-        ("64 groups, none of them short", {**LISTING, "groups": [
-            [content, AUTHOR, "a" * 64, 2**63 - 1, limits.GROUP_BYTES, 0.125] for content, *_ in numbered(64)
-        ]}),
+        (
+            "64 groups, none of them short",
+            {
+                **LISTING,
+                "groups": [
+                    [content, AUTHOR, "a" * 64, 2**63 - 1, limits.GROUP_BYTES, 0.125]
+                    for content, *_ in numbered(64)
+                ],
+            },
+        ),
         ("later", {**LISTING, "status": "busy", "groups": []}),
         ("of another swarm", {**LISTING, "status": "unknown", "position": 0, "groups": []}),
         ("no spread", changed(LISTING, "groups.0.5", 0.0)),
-    ):  # fmt: skip
+    ):
         yield accepted(name, "listing_response", pack(listing), listing)
-    yield rejected("bounds", "65 groups", pack({**LISTING, "groups": numbered(65)}), "listing_response")
-    yield rejected("bounds", "a group twice", pack({**LISTING, "groups": [LISTED] * 2}), "listing_response")
-    yield rejected("bounds", "groups and no ok", pack({**LISTING, "status": "busy"}), "listing_response")
+    yield rejected(
+        "bounds", "65 groups", pack({**LISTING, "groups": numbered(65)}), "listing_response"
+    )
+    yield rejected(
+        "bounds", "a group twice", pack({**LISTING, "groups": [LISTED] * 2}), "listing_response"
+    )
+    yield rejected(
+        "bounds", "groups and no ok", pack({**LISTING, "status": "busy"}), "listing_response"
+    )
     yield rejected("bounds", "no life", pack({**LISTING, "life": b""}), "listing_response")
     for name, place, value in (
         ("31 bytes of content id", 0, b"\x33" * 31),
@@ -63,31 +121,90 @@ def listings() -> Iterator[Vector]:
         ("more spread than rewards have", 5, 0.5625),
         ("less spread than none", 5, -0.125),
     ):
-        yield rejected("bounds", name, pack(changed(LISTING, f"groups.0.{place}", value)), "listing_response")
+        yield rejected(
+            "bounds", name, pack(changed(LISTING, f"groups.0.{place}", value)), "listing_response"
+        )
     for name, spread in (("NaN", float("nan")), ("infinite", float("inf"))):
-        yield rejected("not_finite", f"spread is {name}", pack(changed(LISTING, "groups.0.5", spread)), "listing_response")
-    yield rejected("malformed", "spread is an integer", pack(changed(LISTING, "groups.0.5", 0)), "listing_response")
-    yield rejected("schema", "a group with a claim more", pack(changed(LISTING, "groups.0", [*LISTED, 1])), "listing_response")
-    yield rejected("schema", "a group with a claim less", pack(changed(LISTING, "groups.0", LISTED[:-1])), "listing_response")
-    yield rejected("schema", "a listing without a life", pack(without(LISTING, "life")), "listing_response")
-    yield rejected("oversize", "a listing without end", bytes(limits.LISTING_RESPONSE_BYTES + 1), "listing_response")
+        yield rejected(
+            "not_finite",
+            f"spread is {name}",
+            pack(changed(LISTING, "groups.0.5", spread)),
+            "listing_response",
+        )
+    yield rejected(
+        "malformed",
+        "spread is an integer",
+        pack(changed(LISTING, "groups.0.5", 0)),
+        "listing_response",
+    )
+    yield rejected(
+        "schema",
+        "a group with a claim more",
+        pack(changed(LISTING, "groups.0", [*LISTED, 1])),
+        "listing_response",
+    )
+    yield rejected(
+        "schema",
+        "a group with a claim less",
+        pack(changed(LISTING, "groups.0", LISTED[:-1])),
+        "listing_response",
+    )
+    yield rejected(
+        "schema", "a listing without a life", pack(without(LISTING, "life")), "listing_response"
+    )
+    yield rejected(
+        "oversize",
+        "a listing without end",
+        bytes(limits.LISTING_RESPONSE_BYTES + 1),
+        "listing_response",
+    )
 
 
 def pulls() -> Iterator[Vector]:
     contents = [listed[0] for listed in numbered(16)]
-    for name, request in (("a pull", {"contents": contents[:1]}), ("a pull of 16 groups", {"contents": contents})):
+    for name, request in (
+        ("a pull", {"contents": contents[:1]}),
+        ("a pull of 16 groups", {"contents": contents}),
+    ):
         yield accepted(name, "groups_request", pack(request), request)
     yield rejected("bounds", "a pull of nothing", pack({"contents": []}), "groups_request")
-    yield rejected("bounds", "a pull of 17 groups", pack({"contents": [bytes([n]) * 2 for n in range(17)]}), "groups_request")
-    yield rejected("oversize", "a pull of a thousand groups", pack({"contents": [contents[0]] * 1000}), "groups_request")
-    yield rejected("bounds", "a pull of one group twice", pack({"contents": contents[:1] * 2}), "groups_request")
-    yield rejected("bounds", "a pull of 31 bytes", pack({"contents": [contents[0][:31]]}), "groups_request")
+    yield rejected(
+        "bounds",
+        "a pull of 17 groups",
+        pack({"contents": [bytes([n]) * 2 for n in range(17)]}),
+        "groups_request",
+    )
+    yield rejected(
+        "oversize",
+        "a pull of a thousand groups",
+        pack({"contents": [contents[0]] * 1000}),
+        "groups_request",
+    )
+    yield rejected(
+        "bounds",
+        "a pull of one group twice",
+        pack({"contents": contents[:1] * 2}),
+        "groups_request",
+    )
+    yield rejected(
+        "bounds", "a pull of 31 bytes", pack({"contents": [contents[0][:31]]}), "groups_request"
+    )
     yield rejected("schema", "a pull of text", pack({"contents": ["3" * 32]}), "groups_request")
-    yield rejected("schema", "a pull with an offset", pack({"contents": contents[:1], "offset": 0}), "groups_request")
+    yield rejected(
+        "schema",
+        "a pull with an offset",
+        pack({"contents": contents[:1], "offset": 0}),
+        "groups_request",
+    )
     group = {"status": "ok", "body": sealed(GROUP)}
     absent, later = {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}
     answer = {"groups": [group, absent, later]}
-    yield accepted("a group, one that is not there, and one that did not fit", "groups_response", pack(answer), answer)
+    yield accepted(
+        "a group, one that is not there, and one that did not fit",
+        "groups_response",
+        pack(answer),
+        answer,
+    )
     largest = {"groups": [{"status": "ok", "body": bytes(limits.GROUP_BYTES)}, *[absent] * 15]}
     yield accepted("as much as fits", "groups_response", pack(largest), largest)
     half = {"status": "ok", "body": bytes(limits.GROUP_BYTES // 2)}
@@ -95,10 +212,24 @@ def pulls() -> Iterator[Vector]:
     yield rejected("bounds", "more than 1 MiB together", pack(more), "groups_response")
     yield rejected("bounds", "no groups", pack({"groups": []}), "groups_response")
     yield rejected("bounds", "17 answers", pack({"groups": [absent] * 17}), "groups_response")
-    yield rejected("bounds", "ok and no group", pack({"groups": [{**group, "body": b""}]}), "groups_response")
-    yield rejected("bounds", "a group that is not there", pack({"groups": [{**group, "status": "unknown"}]}), "groups_response")
-    yield rejected("schema", "a group without a status", pack({"groups": [without(group, "status")]}), "groups_response")
-    yield rejected("oversize", "groups without end", bytes(limits.GROUPS_RESPONSE_BYTES + 1), "groups_response")
+    yield rejected(
+        "bounds", "ok and no group", pack({"groups": [{**group, "body": b""}]}), "groups_response"
+    )
+    yield rejected(
+        "bounds",
+        "a group that is not there",
+        pack({"groups": [{**group, "status": "unknown"}]}),
+        "groups_response",
+    )
+    yield rejected(
+        "schema",
+        "a group without a status",
+        pack({"groups": [without(group, "status")]}),
+        "groups_response",
+    )
+    yield rejected(
+        "oversize", "groups without end", bytes(limits.GROUPS_RESPONSE_BYTES + 1), "groups_response"
+    )
 
 
 def derivations() -> Iterator[Vector]:
@@ -109,7 +240,11 @@ def derivations() -> Iterator[Vector]:
         ("since a position", {"life": LIFE.hex(), "position": 99}, [100, 101, 102]),
         ("since what was pushed out", {"life": LIFE.hex(), "position": 1}, held[-limits.NEWEST :]),
         ("since the last", {"life": LIFE.hex(), "position": 102}, []),
-        ("since a position of another life", {"life": "55" * 8, "position": 101}, held[-limits.NEWEST :]),
+        (
+            "since a position of another life",
+            {"life": "55" * 8, "position": 101},
+            held[-limits.NEWEST :],
+        ),
         ("since a position to come", {"life": LIFE.hex(), "position": 103}, held[-limits.NEWEST :]),
     ):
         given = {"life": LIFE.hex(), "held": held, "last": 102, "request": request}
@@ -128,4 +263,9 @@ def derivations() -> Iterator[Vector]:
         said = changed({"listed": LISTED}, f"listed.{place}", value)["listed"]
         plain = [item.hex() if isinstance(item, bytes) else item for item in said]
         given = {"swarm": SWARM.hex(), "listed": plain, "frame": frame.hex()}
-        yield {"name": f"a group listed {name}", "derive": "listed", "input": given, "output": verdict}
+        yield {
+            "name": f"a group listed {name}",
+            "derive": "listed",
+            "input": given,
+            "output": verdict,
+        }

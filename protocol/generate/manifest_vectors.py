@@ -28,65 +28,126 @@ from swarmnode.wire.manifest import manifest_id
 
 def manifests() -> Iterator[Vector]:
     founder = KEY.public_key().public_bytes_raw()
-    model = {"name": "embedded", "revision": "", "fingerprint": b"\x11" * 32, "tokenizer": b"\x22" * 32}
+    model = {
+        "name": "embedded",
+        "revision": "",
+        "fingerprint": b"\x11" * 32,
+        "tokenizer": b"\x22" * 32,
+    }
     task = {"id": "builtin/copy", "version": TASKS["builtin/copy"], "settings": '{"digits": 3}'}
     other_task = {"id": "rg/chain_sum", "version": TASKS["rg/chain_sum"], "settings": ""}
     rules: dict[str, Any] = {
-        "min_completions": 2, "max_completions": 16, "max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "groups_per_second": 16.0,
-    }  # fmt: skip
+        "min_completions": 2,
+        "max_completions": 16,
+        "max_tokens": 64,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "groups_per_second": 16.0,
+    }
     good: dict[str, Any] = {
-        "name": "vectors", "founder": founder, "created_at": 1_790_000_000_000, "predecessor": b"", "minimum_version": "0.1.0",
-        "protocols": ["/swarmnode/fetch/1", "/swarmnode/rollouts/1"], "models": [model], "tasks": [task, other_task], "rollouts": rules,
-        "settings": [{"key": "training.advantage", "value": '"grpo"'}], "bootstrap": [f"/dns4/example.org/tcp/9512/p2p/{PEER}"],
+        "name": "vectors",
+        "founder": founder,
+        "created_at": 1_790_000_000_000,
+        "predecessor": b"",
+        "minimum_version": "0.1.0",
+        "protocols": ["/swarmnode/fetch/1", "/swarmnode/rollouts/1"],
+        "models": [model],
+        "tasks": [task, other_task],
+        "rollouts": rules,
+        "settings": [{"key": "training.advantage", "value": '"grpo"'}],
+        "bootstrap": [f"/dns4/example.org/tcp/9512/p2p/{PEER}"],
         "access": {"members": [], "secret": b""},
-    }  # fmt: skip
+    }
     members = sorted([PEER, OTHER_PEER])
 
-    def signed(message: dict[str, Any] | bytes, key: Any = KEY, domain: bytes = ids.DOMAIN_MANIFEST, codec: Any = "raw") -> bytes:
+    def signed(
+        message: dict[str, Any] | bytes,
+        key: Any = KEY,
+        domain: bytes = ids.DOMAIN_MANIFEST,
+        codec: Any = "raw",
+    ) -> bytes:
         payload = message if isinstance(message, bytes) else pack(message)
         by = sign(payload, key, domain, manifest_id(payload), codec)
-        return pack({"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec})
+        return pack(
+            {"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec}
+        )
 
     def opened(name: str, message: dict[str, Any]) -> Vector:
-        return accepted(name, "manifest", signed(message), {"swarm": manifest_id(pack(message)), "manifest": message})
+        return accepted(
+            name,
+            "manifest",
+            signed(message),
+            {"swarm": manifest_id(pack(message)), "manifest": message},
+        )
 
     def refused(reason: str, name: str, message: dict[str, Any] | bytes) -> Vector:
         return rejected(reason, name, signed(message), "manifest")
 
     yield opened("a manifest", good)
-    yield opened("the same a millisecond later, another swarm", {**good, "created_at": good["created_at"] + 1})
+    yield opened(
+        "the same a millisecond later, another swarm",
+        {**good, "created_at": good["created_at"] + 1},
+    )
     yield opened("a successor", {**good, "predecessor": manifest_id(pack(good))})
     yield opened("any model", {**good, "models": []})
     yield opened("private", {**good, "access": {"members": members, "secret": b"\x44" * 32}})
     yield opened("a name beyond ASCII", {**good, "name": "Schwärm ≤ 7"})
     room = limits.MANIFEST_BYTES - len(signed(good))
-    most = {**good, "access": {"members": [f"{number:03}" + "a" * 49 for number in range(512)], "secret": b""}}
+    most = {
+        **good,
+        "access": {"members": [f"{number:03}" + "a" * 49 for number in range(512)], "secret": b""},
+    }
     yield opened("512 members", most)
-    yield rejected("oversize", "one byte too long", signed(pack(good) + bytes(room + 1)), "manifest")
+    yield rejected(
+        "oversize", "one byte too long", signed(pack(good) + bytes(room + 1)), "manifest"
+    )
     yield rejected("oversize", "70,000 zeros", bytes(70_000), "manifest")
     yield rejected("malformed", "nothing", b"", "manifest")
     yield rejected("malformed", "last byte missing", signed(good)[:-1], "manifest")
     yield rejected("signature", "the envelope of a group", sealed(GROUP), "manifest")
     yield rejected("compression", "said to be compressed", signed(good, codec="zstd"), "manifest")
-    yield rejected("signature", "another domain", signed(good, domain=ids.DOMAIN_ROLLOUT), "manifest")
+    yield rejected(
+        "signature", "another domain", signed(good, domain=ids.DOMAIN_ROLLOUT), "manifest"
+    )
     yield rejected("signature", "signed by somebody else", signed(good, OTHER_KEY), "manifest")
     elsewhere = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, SWARM).signature
     honest = {"key": founder, "payload": pack(good), "signature": elsewhere, "codec": "raw"}
     yield rejected("signature", "signed for another swarm id", pack(honest), "manifest")
     altered = pack({**good, "minimum_version": "0.1.1"})
     taken = sign(pack(good), KEY, ids.DOMAIN_MANIFEST, manifest_id(pack(good))).signature
-    yield rejected("signature", "one byte altered", pack({**honest, "payload": altered, "signature": taken}), "manifest")
+    yield rejected(
+        "signature",
+        "one byte altered",
+        pack({**honest, "payload": altered, "signature": taken}),
+        "manifest",
+    )
     yield refused("malformed", "trailing byte", pack(good) + b"\0")
-    yield refused("malformed", "fields in another order", pack({"founder": good["founder"], "name": good["name"], **without(good, "name")}))
-    yield refused("malformed", "integer where a float belongs", changed(good, "rollouts.temperature", 1))
+    yield refused(
+        "malformed",
+        "fields in another order",
+        pack({"founder": good["founder"], "name": good["name"], **without(good, "name")}),
+    )
+    yield refused(
+        "malformed", "integer where a float belongs", changed(good, "rollouts.temperature", 1)
+    )
     yield refused("schema", "a field more", {**good, "owner": "me"})
     yield refused("schema", "no access", without(good, "access"))
     yield refused("schema", "nil for a predecessor", {**good, "predecessor": None})
-    yield refused("schema", "settings as a map", {**good, "settings": {"training.advantage": "grpo"}})
-    yield refused("schema", "60,000 nested arrays in models", pack(good).split(pack("models"))[0] + pack("models") + b"\x91" * 60_000)
+    yield refused(
+        "schema", "settings as a map", {**good, "settings": {"training.advantage": "grpo"}}
+    )
+    yield refused(
+        "schema",
+        "60,000 nested arrays in models",
+        pack(good).split(pack("models"))[0] + pack("models") + b"\x91" * 60_000,
+    )
     yield refused("schema", "60,000 empty maps for tasks", pack({**good, "tasks": [{}] * 60_000}))
-    yield refused("not_finite", "NaN for a temperature", changed(good, "rollouts.temperature", float("nan")))
-    yield refused("not_finite", "an infinite rate", changed(good, "rollouts.groups_per_second", float("inf")))
+    yield refused(
+        "not_finite", "NaN for a temperature", changed(good, "rollouts.temperature", float("nan"))
+    )
+    yield refused(
+        "not_finite", "an infinite rate", changed(good, "rollouts.groups_per_second", float("inf"))
+    )
     for name, path, value in (
         ("no name", "name", ""),
         ("a name of 65 bytes", "name", "a" * 65),
@@ -124,24 +185,48 @@ def manifests() -> Iterator[Vector]:
         yield refused("bounds", name, changed(good, path, value))
     request, response = {"swarm": SWARM}, {"manifest": signed(good), "successor": b""}
     yield accepted("a request", "manifest_request", pack(request), request)
-    yield rejected("bounds", "a request for 31 bytes", pack({"swarm": SWARM[:31]}), "manifest_request")
-    yield rejected("schema", "a request in hex", pack({"swarm": SWARM.hex()[:32]}), "manifest_request")
+    yield rejected(
+        "bounds", "a request for 31 bytes", pack({"swarm": SWARM[:31]}), "manifest_request"
+    )
+    yield rejected(
+        "schema", "a request in hex", pack({"swarm": SWARM.hex()[:32]}), "manifest_request"
+    )
     yield rejected("oversize", "a request of 65 bytes", bytes(65), "manifest_request")
     yield accepted("a response", "manifest_response", pack(response), response)
     unknown = {"manifest": b"", "successor": b""}
     yield accepted("unknown", "manifest_response", pack(unknown), unknown)
-    yield rejected("bounds", "a successor to nothing", pack({**response, "manifest": b"", "successor": b"\0"}), "manifest_response")
-    yield rejected("bounds", "a manifest one byte too long", pack({**response, "manifest": bytes(65_537)}), "manifest_response")
-    yield rejected("schema", "a manifest as text", pack({**response, "manifest": "a"}), "manifest_response")
+    yield rejected(
+        "bounds",
+        "a successor to nothing",
+        pack({**response, "manifest": b"", "successor": b"\0"}),
+        "manifest_response",
+    )
+    yield rejected(
+        "bounds",
+        "a manifest one byte too long",
+        pack({**response, "manifest": bytes(65_537)}),
+        "manifest_response",
+    )
+    yield rejected(
+        "schema", "a manifest as text", pack({**response, "manifest": "a"}), "manifest_response"
+    )
     yield rejected("oversize", "a response one byte too long", bytes(131_137), "manifest_response")
 
 
 def sessions() -> Iterator[Vector]:
-    good = {"session": b"\x55" * 16, "started_at": 1_790_000_000_000, "issued_at": 1_790_000_060_000}
+    good = {
+        "session": b"\x55" * 16,
+        "started_at": 1_790_000_000_000,
+        "issued_at": 1_790_000_060_000,
+    }
 
-    def signed(message: dict[str, Any], domain: bytes = ids.DOMAIN_SESSION, codec: Any = "raw") -> bytes:
+    def signed(
+        message: dict[str, Any], domain: bytes = ids.DOMAIN_SESSION, codec: Any = "raw"
+    ) -> bytes:
         by = sign(pack(message), KEY, domain, SWARM, codec)
-        return pack({"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec})
+        return pack(
+            {"key": by.key, "payload": by.payload, "signature": by.signature, "codec": by.codec}
+        )
 
     yield accepted("a session", "session", signed(good), {"peer": PEER, "session": good})
     yield rejected("signature", "of another domain", signed(good, ids.DOMAIN_ROLLOUT), "session")

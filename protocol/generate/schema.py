@@ -1,7 +1,8 @@
-"""JSON Schemas of the messages, generated, for whoever writes another implementation: `python -m protocol.generate.schema [DIRECTORY]`.
+"""JSON Schemas of the messages, generated, for whoever writes another implementation: `python -m
+protocol.generate.schema [DIRECTORY]`.
 
-They tell names, order, types and choices. Bounds are in protocol/registry.toml and in the prose. JSON has no bytes: where a schema says
-base64, the wire has msgpack `bin`.
+They tell names, order, types and choices. Bounds are in protocol/registry.toml and in the prose.
+JSON has no bytes: where a schema says base64, the wire has msgpack `bin`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def schemas() -> dict[str, str]:
 
 def render(messages: Mapping[str, type[msgspec.Struct]]) -> dict[str, str]:
     """Of any messages."""
-    return {f"{name}.json": json.dumps(_schema(message), indent=1) + "\n" for name, message in messages.items()}
+    return {
+        f"{name}.json": json.dumps(_schema(message), indent=1) + "\n"
+        for name, message in messages.items()
+    }
 
 
 def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
@@ -86,7 +90,8 @@ def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
     for definition in schema["$defs"].values():
         if "properties" not in definition:
             continue  # an array: its fields are there by their places
-        # A default is a convenience of our constructors: on the wire every field is there, in this order.
+        # A default is a convenience of our constructors: on the wire every field is there, in this
+        # order.
         definition["required"] = list(definition["properties"])
         for field in definition["properties"].values():
             field.pop("default", None)
@@ -94,7 +99,8 @@ def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def write(rendered: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """What a command does with its schemas: into the directory that is its one argument, or protocol/schema."""
+    """What a command does with its schemas: into the directory that is its one argument, or
+    protocol/schema."""
     directory = Path(arguments[0] if arguments else "protocol/schema")
     for name, content in rendered.items():
         (directory / name).write_text(content)

@@ -1,4 +1,5 @@
-"""JSON Schemas of what the members of a crew say, beside those of `schema`: `python -m protocol.generate.schema_stages [DIRECTORY]`."""
+"""JSON Schemas of what the members of a crew say, beside those of `schema`: `python -m
+protocol.generate.schema_stages [DIRECTORY]`."""
 
 from __future__ import annotations
 

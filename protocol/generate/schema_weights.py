@@ -1,4 +1,5 @@
-"""JSON Schemas of what partners say, beside those of `schema`: `python -m protocol.generate.schema_weights [DIRECTORY]`."""
+"""JSON Schemas of what partners say, beside those of `schema`: `python -m
+protocol.generate.schema_weights [DIRECTORY]`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ import msgspec
 
 from protocol.generate.schema import render, write
 from swarmnode.weights.manifest import StateManifest
-from swarmnode.weights.messages import Accept, Busy, Here, Latest, Propose, Ready, Release, StateRequest, StateResponse
+from swarmnode.weights.messages import (
+    Accept,
+    Busy,
+    Here,
+    Latest,
+    Propose,
+    Ready,
+    Release,
+    StateRequest,
+    StateResponse,
+)
 from swarmnode.weights.payload import Header
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {

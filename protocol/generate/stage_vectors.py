@@ -1,4 +1,5 @@
-"""The vectors about what the members of a crew send each other: part of what `vectors.py` writes."""
+"""The vectors about what the members of a crew send each other: part of what `vectors.py`
+writes."""
 
 from __future__ import annotations
 
@@ -24,20 +25,41 @@ floats = lambda *values: struct.pack(f"<{len(values)}f", *values)
 NAN, INF = float("nan"), float("inf")
 
 LOSS: dict[str, Any] = {
-    "old_logprobs": floats(-0.5, -1.0, -0.25), "advantages": floats(1.0, -1.0), "weights": floats(1.0, 0.5),
-    "normalizer": 12.0, "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "delta": None,
-    "sampled": [True, False], "correction": "tis", "level": "token",
-}  # fmt: skip
+    "old_logprobs": floats(-0.5, -1.0, -0.25),
+    "advantages": floats(1.0, -1.0),
+    "weights": floats(1.0, 0.5),
+    "normalizer": 12.0,
+    "loss_type": "dapo",
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "delta": None,
+    "sampled": [True, False],
+    "correction": "tis",
+    "level": "token",
+}
 BATCH: dict[str, Any] = {
-    "prompt_lengths": [2], "prompt_ids": ids(7, 49), "prompt_of": [0, 0], "completion_lengths": [1, 2], "completion_ids": ids(3, 4, 5),
-    "temperature": 1.0, "loss": LOSS,
-}  # fmt: skip
+    "prompt_lengths": [2],
+    "prompt_ids": ids(7, 49),
+    "prompt_of": [0, 0],
+    "completion_lengths": [1, 2],
+    "completion_ids": ids(3, 4, 5),
+    "temperature": 1.0,
+    "loss": LOSS,
+}
 ROWS = 3
 """Of BATCH: two tokens of the prompt, and one completion's token that has a successor."""
 WAVE_ABOUT: dict[str, Any] = {
-    "lengths": [2, 1], "ids": ids(7, 8, 9), "num_generations": 2, "names": [0, 1, 2, 3], "total": 4, "position": 0, "max_tokens": 8,
-    "temperature": 1.0, "top_p": 0.95, "seed": 2**63 - 1,
-}  # fmt: skip
+    "lengths": [2, 1],
+    "ids": ids(7, 8, 9),
+    "num_generations": 2,
+    "names": [0, 1, 2, 3],
+    "total": 4,
+    "position": 0,
+    "max_tokens": 8,
+    "temperature": 1.0,
+    "top_p": 0.95,
+    "seed": 2**63 - 1,
+}
 VALUES = tuple(0.25 * n - 1 for n in range(ROWS * HIDDEN))
 
 
@@ -56,11 +78,24 @@ def learn(about: dict[str, Any] = BATCH, values: bytes = floats(*VALUES), **fiel
 
 
 def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
-    return {"micro_batch": 9, "purpose": "learn", "codec": "float32", "rows": ROWS, "about": len(pack(about))}
+    return {
+        "micro_batch": 9,
+        "purpose": "learn",
+        "codec": "float32",
+        "rows": ROWS,
+        "about": len(pack(about)),
+    }
 
 
 def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
-    head = {"session": WAVE, "fingerprint": PRINT, "codec": "float32", "rows": ROWS, "about": len(pack(about)), **fields}
+    head = {
+        "session": WAVE,
+        "fingerprint": PRINT,
+        "codec": "float32",
+        "rows": ROWS,
+        "about": len(pack(about)),
+        **fields,
+    }
     return joined(header("prefill", **head), pack(about) + floats(*VALUES))
 
 
@@ -73,7 +108,16 @@ def bad(reason: str, name: str, frame: bytes, **given: Any) -> Vector:
 
 
 SMALL: list[dict[str, Any]] = [
-    header("learnt", micro_batch=9, loss=-0.5, clipped=1.0, entropy=2.5, tokens=3.0, weights=2.5, squares=2.25),
+    header(
+        "learnt",
+        micro_batch=9,
+        loss=-0.5,
+        clipped=1.0,
+        entropy=2.5,
+        tokens=3.0,
+        weights=2.5,
+        squares=2.25,
+    ),
     header("drop", session=WAVE),
     header("lost", session=WAVE, reason="session", source=63),
     header("failed", micro_batch=2**63 - 1, reason="not_finite", source=0),
@@ -84,7 +128,14 @@ SMALL: list[dict[str, Any]] = [
     header("done", attempt=0),
     header("failed", micro_batch=0, reason="device", source=1),
     header("locate", piece=WAVE),
-    header("located", piece=bytes(8) + (9).to_bytes(8, "big"), arrived=2, sent=1, full=True, worked=2**63 - 1),
+    header(
+        "located",
+        piece=bytes(8) + (9).to_bytes(8, "big"),
+        arrived=2,
+        sent=1,
+        full=True,
+        worked=2**63 - 1,
+    ),
     header("located", piece=WAVE, arrived=0, sent=2**63 - 1, full=False, worked=0),
 ]
 """Without a body."""
@@ -95,13 +146,29 @@ def frames() -> Iterator[Vector]:
     for number, message in enumerate(SMALL):
         yield good(f"{message['type']} {number}", joined(message), {"header": message})
     largest = [CREW, 63, 2**63 - 1]
-    yield good("largest place", joined(header("done", largest, attempt=2**63 - 1)), {"header": header("done", largest, attempt=2**63 - 1)})
+    yield good(
+        "largest place",
+        joined(header("done", largest, attempt=2**63 - 1)),
+        {"header": header("done", largest, attempt=2**63 - 1)},
+    )
     hashes = [bytes([n % 256]) * 16 for n in range(1024)]
-    yield good("propose", joined(PROPOSE, b"".join(hashes[:3])), {"header": PROPOSE, "descriptions": hashes[:3]})
+    yield good(
+        "propose",
+        joined(PROPOSE, b"".join(hashes[:3])),
+        {"header": PROPOSE, "descriptions": hashes[:3]},
+    )
     many = header("propose", attempt=1, micro_batches=list(range(1024)))
-    yield good("1024 micro-batches", joined(many, b"".join(hashes)), {"header": many, "descriptions": hashes})
+    yield good(
+        "1024 micro-batches",
+        joined(many, b"".join(hashes)),
+        {"header": many, "descriptions": hashes},
+    )
 
-    value = {"header": header("forward", **forward_fields(BATCH)), "about": BATCH, "values": floats(*VALUES)}
+    value = {
+        "header": header("forward", **forward_fields(BATCH)),
+        "about": BATCH,
+        "values": floats(*VALUES),
+    }
     yield good("forward", learn(), value)
     scored = {**BATCH, "loss": None}
     head = header("forward", **{**forward_fields(scored), "purpose": "score"})
@@ -109,40 +176,105 @@ def frames() -> Iterator[Vector]:
     yield good("forward to score", joined(head, pack(scored) + floats(*VALUES)), told)
     bounded = {**BATCH, "loss": {**LOSS, "delta": 4.0, "loss_type": "grpo"}}
     head = header("forward", **forward_fields(bounded))
-    yield good("forward with a bound on the ratio", learn(bounded), {"header": head, "about": bounded, "values": floats(*VALUES)})
-    corrected = {**BATCH, "loss": {**LOSS, "loss_type": "cispo", "sampled": [False, False], "correction": "icepop", "level": "sequence"}}
+    yield good(
+        "forward with a bound on the ratio",
+        learn(bounded),
+        {"header": head, "about": bounded, "values": floats(*VALUES)},
+    )
+    corrected = {
+        **BATCH,
+        "loss": {
+            **LOSS,
+            "loss_type": "cispo",
+            "sampled": [False, False],
+            "correction": "icepop",
+            "level": "sequence",
+        },
+    }
     head = header("forward", **forward_fields(corrected))
-    yield good("forward of what others have sampled", learn(corrected), {"header": head, "about": corrected, "values": floats(*VALUES)})
-    bits = struct.pack("<12H", *(struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in VALUES))
+    yield good(
+        "forward of what others have sampled",
+        learn(corrected),
+        {"header": head, "about": corrected, "values": floats(*VALUES)},
+    )
+    bits = struct.pack(
+        "<12H", *(struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in VALUES)
+    )
     head = header("forward", **{**forward_fields(BATCH), "codec": "bfloat16"})
     exact = {"header": head, "about": BATCH, "values": floats(*VALUES)}
     yield good("forward in bfloat16", joined(head, pack(BATCH) + bits), exact, codec="bfloat16")
     scales, codes = (0.1, 0.0, 3.0), (127, -127, 1, 0, 5, -5, 0, 0, 1, 2, 3, 4)
     head = header("forward", **{**forward_fields(BATCH), "codec": "int8"})
     single = [struct.unpack("<f", floats(s))[0] for s in scales]
-    told = {"header": head, "about": BATCH, "values": floats(*(single[n // 4] * q + 0.0 for n, q in enumerate(codes)))}
-    yield good("forward in int8", joined(head, pack(BATCH) + floats(*scales) + struct.pack("<12b", *codes)), told, codec="int8")
+    told = {
+        "header": head,
+        "about": BATCH,
+        "values": floats(*(single[n // 4] * q + 0.0 for n, q in enumerate(codes))),
+    }
+    yield good(
+        "forward in int8",
+        joined(head, pack(BATCH) + floats(*scales) + struct.pack("<12b", *codes)),
+        told,
+        codec="int8",
+    )
     wide = tuple(0.5 for _ in range(96))
     head = header("backward", micro_batch=9, codec="int8", rows=1)
     body = floats(0.5, 0.5) + struct.pack("<96b", *([1] * 96))
-    yield good("blocks of 48, where 64 does not divide 96", joined(head, body), {"header": head, "values": floats(*wide)}, hidden=96)
+    yield good(
+        "blocks of 48, where 64 does not divide 96",
+        joined(head, body),
+        {"header": head, "values": floats(*wide)},
+        hidden=96,
+    )
     head = header("backward", micro_batch=9, codec="float32", rows=ROWS)
-    yield good("backward", joined(head, floats(*VALUES)), {"header": head, "values": floats(*VALUES)}, codec="int8")
+    yield good(
+        "backward",
+        joined(head, floats(*VALUES)),
+        {"header": head, "values": floats(*VALUES)},
+        codec="int8",
+    )
 
-    head = {"session": WAVE, "fingerprint": PRINT, "codec": "float32", "rows": ROWS, "about": len(pack(WAVE_ABOUT))}
-    yield good("prefill", prefill(), {"header": header("prefill", **head), "about": WAVE_ABOUT, "values": floats(*VALUES)})
+    head = {
+        "session": WAVE,
+        "fingerprint": PRINT,
+        "codec": "float32",
+        "rows": ROWS,
+        "about": len(pack(WAVE_ABOUT)),
+    }
+    yield good(
+        "prefill",
+        prefill(),
+        {"header": header("prefill", **head), "about": WAVE_ABOUT, "values": floats(*VALUES)},
+    )
     again = {**WAVE_ABOUT, "num_generations": 1, "names": [1, 3], "position": 1, "temperature": 0.0}
-    told = {"header": header("prefill", **{**head, "about": len(pack(again))}), "about": again, "values": floats(*VALUES)}
+    told = {
+        "header": header("prefill", **{**head, "about": len(pack(again))}),
+        "about": again,
+        "values": floats(*VALUES),
+    }
     yield good("prefill, begun again", prefill(again), told)
     head = header("decode", session=WAVE, fingerprint=PRINT, codec="float32", rows=2)
-    yield good("decode", joined(head, ids(1, 3) + floats(*VALUES[:8])), {"header": head, "names": [1, 3], "values": floats(*VALUES[:8])})
+    yield good(
+        "decode",
+        joined(head, ids(1, 3) + floats(*VALUES[:8])),
+        {"header": head, "names": [1, 3], "values": floats(*VALUES[:8])},
+    )
     head = header("tokens", session=WAVE, rows=2)
-    yield good("tokens", joined(head, ids(49, 0) + floats(-0.5, 0.0)), {"header": head, "ids": [49, 0], "logprobs": [-0.5, 0.0]})
+    yield good(
+        "tokens",
+        joined(head, ids(49, 0) + floats(-0.5, 0.0)),
+        {"header": head, "ids": [49, 0], "logprobs": [-0.5, 0.0]},
+    )
     head = header("scores", micro_batch=9, rows=2)
     told = {"header": head, "logprobs": [-0.5, -1.5], "entropies": [2.0, 0.0]}
     yield good("scores", joined(head, floats(-0.5, -1.5, 2.0, 0.0)), told)
     head = header("embedding", attempt=2, first=48, rows=2)
-    yield good("embedding", joined(head, floats(*VALUES[:8])), {"header": head, "values": floats(*VALUES[:8])}, codec="int8")
+    yield good(
+        "embedding",
+        joined(head, floats(*VALUES[:8])),
+        {"header": head, "values": floats(*VALUES[:8])},
+        codec="int8",
+    )
 
 
 def hostile_headers() -> Iterator[Vector]:
@@ -160,36 +292,66 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("malformed", "a header of zeros and a byte", joined(pack(done) + b"\0"))
     yield bad("malformed", "reserved byte c1", joined(b"\xc1"))
     yield bad("malformed", "attempt in two bytes", joined(pack(done)[:-1] + b"\xcc\x01"))
-    yield bad("malformed", "place in another form", joined(pack(done).replace(b"place\x93", b"place\xdc\x00\x03")))
+    yield bad(
+        "malformed",
+        "place in another form",
+        joined(pack(done).replace(b"place\x93", b"place\xdc\x00\x03")),
+    )
     yield bad("malformed", "a norm as integer", joined({**commit, "norm": 1}))
     yield bad("malformed", "attempt twice", joined(pairs([*done.items(), ("attempt", 1)])))
-    yield bad("malformed", "fields in another order", joined(pairs([("type", "done"), ("attempt", 1), ("place", PLACE)])))
+    yield bad(
+        "malformed",
+        "fields in another order",
+        joined(pairs([("type", "done"), ("attempt", 1), ("place", PLACE)])),
+    )
     yield bad("schema", "no type", joined(without(done, "type")))
     yield bad("schema", "type last", joined({"place": PLACE, "attempt": 1, "type": "done"}))
     yield bad("schema", "an unknown type", joined(header("average", attempt=1)))
     yield bad("schema", "no place", joined({"type": "done", "attempt": 1}))
     yield bad("schema", "a place of two", joined(header("done", PLACE[:2], attempt=1)))
     yield bad("schema", "a place of four", joined(header("done", [*PLACE, 0], attempt=1)))
-    yield bad("schema", "a place as a map", joined(header("done", {"crew": CREW, "step": 0}, attempt=1)))
+    yield bad(
+        "schema", "a place as a map", joined(header("done", {"crew": CREW, "step": 0}, attempt=1))
+    )
     yield bad("schema", "an unknown field", joined({**done, "weight": 1.0}))
-    yield bad("schema", "an unknown codec", joined(header("backward", micro_batch=9, codec="int4", rows=1)))
+    yield bad(
+        "schema",
+        "an unknown codec",
+        joined(header("backward", micro_batch=9, codec="int4", rows=1)),
+    )
     yield bad("schema", "an unknown purpose", learn(purpose="poison"))
     yield bad("schema", "an unknown refusal", joined({**acknowledge, "refused": "tired"}))
     yield bad("schema", "nil as reason", joined({**SMALL[8], "reason": None}))
     yield bad("schema", "rows as nil", joined(header("tokens", session=WAVE, rows=None)))
     deep = b"\x82" + pack("type") + pack("done") + pack("place") + b"\x91" * 16_000
     yield bad("schema", "16,000 nested arrays for a place", joined(deep))
-    yield bad("bounds", "a crew of 15 bytes", joined(header("done", [CREW[1:], *PLACE[1:]], attempt=1)))
-    yield bad("bounds", "a crew of 32 bytes", joined(header("done", [CREW * 2, *PLACE[1:]], attempt=1)))
+    yield bad(
+        "bounds", "a crew of 15 bytes", joined(header("done", [CREW[1:], *PLACE[1:]], attempt=1))
+    )
+    yield bad(
+        "bounds", "a crew of 32 bytes", joined(header("done", [CREW * 2, *PLACE[1:]], attempt=1))
+    )
     yield bad("bounds", "stage 64", joined(header("done", [CREW, 64, 40], attempt=1)))
     yield bad("bounds", "stage -1", joined(header("done", [CREW, -1, 40], attempt=1)))
     for at, what in ((2, "step"),):
         for value in (-1, 2**63):
-            yield bad("bounds", f"{what} {value}", joined(header("done", [*PLACE[:at], value, *PLACE[at + 1 :]], attempt=1)))
+            yield bad(
+                "bounds",
+                f"{what} {value}",
+                joined(header("done", [*PLACE[:at], value, *PLACE[at + 1 :]], attempt=1)),
+            )
     yield bad("bounds", "attempt -1", joined(header("done", attempt=-1)))
-    yield bad("bounds", "micro-batch 2**63", joined(header("failed", micro_batch=2**63, reason="rows", source=1)))
+    yield bad(
+        "bounds",
+        "micro-batch 2**63",
+        joined(header("failed", micro_batch=2**63, reason="rows", source=1)),
+    )
     for source in (-1, 64):
-        yield bad("bounds", f"stage {source} as a source", joined(header("lost", session=WAVE, reason="frame", source=source)))
+        yield bad(
+            "bounds",
+            f"stage {source} as a source",
+            joined(header("lost", session=WAVE, reason="frame", source=source)),
+        )
     yield bad("bounds", "a piece named in 17 bytes", joined(header("locate", piece=WAVE + b"0")))
     located = SMALL[-1]
     for field in ("arrived", "sent", "worked"):
@@ -201,21 +363,47 @@ def hostile_headers() -> Iterator[Vector]:
     head = {"session": WAVE, "fingerprint": PRINT[1:], "codec": "float32", "rows": 1}
     yield bad("bounds", "a fingerprint of 31 bytes", joined(header("decode", **head)))
     yield bad("bounds", "no rows", joined(header("tokens", session=WAVE, rows=0)))
-    yield bad("bounds", "more rows than tokens", joined(header("backward", micro_batch=9, codec="float32", rows=TOKENS + 1)))
-    yield bad("bounds", "2**62 rows", joined(header("backward", micro_batch=9, codec="float32", rows=2**62)))
-    yield bad("bounds", "no description", joined(header("forward", **{**forward_fields(BATCH), "about": 0}), floats(*VALUES)))
-    yield bad("bounds", "a description of 3,841 bytes", joined(header("forward", **{**forward_fields(BATCH), "about": 3841})))
-    yield bad("bounds", "rows of an embedding beyond its last", joined(header("embedding", attempt=2, first=49, rows=2)))
-    yield bad("bounds", "row -1 of an embedding", joined(header("embedding", attempt=2, first=-1, rows=2)))
+    yield bad(
+        "bounds",
+        "more rows than tokens",
+        joined(header("backward", micro_batch=9, codec="float32", rows=TOKENS + 1)),
+    )
+    yield bad(
+        "bounds",
+        "2**62 rows",
+        joined(header("backward", micro_batch=9, codec="float32", rows=2**62)),
+    )
+    yield bad(
+        "bounds",
+        "no description",
+        joined(header("forward", **{**forward_fields(BATCH), "about": 0}), floats(*VALUES)),
+    )
+    yield bad(
+        "bounds",
+        "a description of 3,841 bytes",
+        joined(header("forward", **{**forward_fields(BATCH), "about": 3841})),
+    )
+    yield bad(
+        "bounds",
+        "rows of an embedding beyond its last",
+        joined(header("embedding", attempt=2, first=49, rows=2)),
+    )
+    yield bad(
+        "bounds", "row -1 of an embedding", joined(header("embedding", attempt=2, first=-1, rows=2))
+    )
     yield bad("bounds", "a step of nothing", joined({**propose, "micro_batches": []}))
     yield bad("bounds", "a micro-batch twice", joined({**propose, "micro_batches": [1, 2, 2]}))
     yield bad("bounds", "micro-batches that fall", joined({**propose, "micro_batches": [2, 1]}))
     yield bad("bounds", "micro-batch -1 in a step", joined({**propose, "micro_batches": [-1, 1]}))
-    yield bad("bounds", "1025 micro-batches", joined({**propose, "micro_batches": list(range(1025))}))
+    yield bad(
+        "bounds", "1025 micro-batches", joined({**propose, "micro_batches": list(range(1025))})
+    )
     yield bad("bounds", "a norm below 0", joined({**commit, "norm": -0.5}))
     yield bad("bounds", "a squared norm below 0", joined({**acknowledge, "squared_norm": -1.0}))
     yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
-    yield bad("bounds", "a clip factor that makes gradients larger", joined({**commit, "clip": 1.5}))
+    yield bad(
+        "bounds", "a clip factor that makes gradients larger", joined({**commit, "clip": 1.5})
+    )
     yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
     yield bad("bounds", "squares below 0", joined({**learnt, "squares": -1.0}))
     for value in (NAN, INF, -INF):
@@ -246,9 +434,15 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("shape", "nobody knows who sampled the second", "loss.sampled", [True])
     yield batch("shape", "ids for another length", "prompt_ids", ids(7, 48, 9))
     yield batch("shape", "one id short", "completion_ids", ids(3, 4))
-    yield bad("shape", "rows that the description does not have", learn(values=floats(*VALUES[:8]), rows=2))
+    yield bad(
+        "shape",
+        "rows that the description does not have",
+        learn(values=floats(*VALUES[:8]), rows=2),
+    )
     yield batch("shape", "one log-probability short", "loss.old_logprobs", floats(-0.5, -1.0))
-    yield batch("shape", "three advantages for two completions", "loss.advantages", floats(1.0, -1.0, 0.0))
+    yield batch(
+        "shape", "three advantages for two completions", "loss.advantages", floats(1.0, -1.0, 0.0)
+    )
     yield batch("shape", "no weights", "loss.weights", b"")
     yield batch("bounds", "ids of seven bytes", "prompt_ids", ids(7, 49)[:-1])
     yield batch("bounds", "a token id of vocab", "completion_ids", ids(3, 4, VOCAB))
@@ -263,12 +457,23 @@ def hostile_bodies() -> Iterator[Vector]:
     two = {**BATCH, "prompt_lengths": [1, 1], "prompt_ids": ids(7, 8)}
     yield bad("bounds", "a prompt that nothing answers", learn(two))
     yield bad("bounds", "prompts out of order", learn({**two, "prompt_of": [1, 0]}))
-    yield bad("bounds", "a prompt twice", learn({**two, "prompt_ids": ids(7, 7), "prompt_of": [0, 1]}))
+    yield bad(
+        "bounds", "a prompt twice", learn({**two, "prompt_ids": ids(7, 7), "prompt_of": [0, 1]})
+    )
     padded = {
-        **BATCH, "prompt_lengths": [1], "prompt_ids": ids(7), "prompt_of": [0] * 12, "completion_lengths": [1] * 11 + [30],
-        "completion_ids": ids(*[3] * 41), "loss": None,
-    }  # fmt: skip
-    yield bad("bounds", "373 padded tokens, and 192 at most", learn(padded, values=bytes(30 * 4 * HIDDEN), rows=30, purpose="score"))
+        **BATCH,
+        "prompt_lengths": [1],
+        "prompt_ids": ids(7),
+        "prompt_of": [0] * 12,
+        "completion_lengths": [1] * 11 + [30],
+        "completion_ids": ids(*[3] * 41),
+        "loss": None,
+    }
+    yield bad(
+        "bounds",
+        "373 padded tokens, and 192 at most",
+        learn(padded, values=bytes(30 * 4 * HIDDEN), rows=30, purpose="score"),
+    )
     yield batch("bounds", "no loss to learn from", "loss", None)
     yield bad("bounds", "a loss to score", learn(purpose="score"))
     yield batch("bounds", "temperature 0", "temperature", 0.0)
@@ -278,27 +483,39 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("not_finite", "a temperature of nan", "temperature", NAN)
     yield batch("not_finite", "an advantage of infinity", "loss.advantages", floats(INF, 0.0))
     yield batch("not_finite", "a weight of nan", "loss.weights", floats(1.0, NAN))
-    yield batch("not_finite", "a log-probability of nan", "loss.old_logprobs", floats(-0.5, NAN, -0.25))
+    yield batch(
+        "not_finite", "a log-probability of nan", "loss.old_logprobs", floats(-0.5, NAN, -0.25)
+    )
     yield batch("not_finite", "a normalizer of infinity", "loss.normalizer", INF)
     for value in (NAN, INF):
-        yield bad("not_finite", f"an activation of {value}", learn(values=floats(*VALUES[:-1], value)))
+        yield bad(
+            "not_finite", f"an activation of {value}", learn(values=floats(*VALUES[:-1], value))
+        )
         head = header("backward", micro_batch=9, codec="float32", rows=ROWS)
         yield bad("not_finite", f"a gradient of {value}", joined(head, floats(value, *VALUES[1:])))
     head = header("backward", micro_batch=9, codec="bfloat16", rows=1)
-    yield bad("not_finite", "a bfloat16 of nan", joined(head, struct.pack("<4H", 0x3F80, 0x7FC0, 0, 0)))
+    yield bad(
+        "not_finite", "a bfloat16 of nan", joined(head, struct.pack("<4H", 0x3F80, 0x7FC0, 0, 0))
+    )
     head = header("backward", micro_batch=9, codec="int8", rows=1)
     yield bad("not_finite", "a scale of nan", joined(head, floats(NAN) + bytes(4)))
-    yield bad("not_finite", "a scale that overflows", joined(head, floats(3e38) + bytes((2, 0, 0, 0))))
+    yield bad(
+        "not_finite", "a scale that overflows", joined(head, floats(3e38) + bytes((2, 0, 0, 0)))
+    )
     yield bad("bounds", "a scale below 0", joined(head, floats(-1.0) + bytes(4)))
     yield bad("bounds", "a code of -128", joined(head, floats(1.0) + bytes((0x80, 0, 0, 0))))
     head = header("embedding", attempt=2, first=0, rows=1)
-    yield bad("not_finite", "an embedding's gradient of nan", joined(head, floats(0.0, NAN, 0.0, 0.0)))
+    yield bad(
+        "not_finite", "an embedding's gradient of nan", joined(head, floats(0.0, NAN, 0.0, 0.0))
+    )
     head = header("scores", micro_batch=9, rows=1)
     yield bad("not_finite", "an entropy of nan", joined(head, floats(-1.0, NAN)))
     head = header("tokens", session=WAVE, rows=1)
     yield bad("not_finite", "a drawn token of nan", joined(head, ids(3) + floats(NAN)))
     yield bad("bounds", "a drawn token above certainty", joined(head, ids(3) + floats(0.5)))
-    yield bad("bounds", "a drawn token outside the vocabulary", joined(head, ids(VOCAB) + floats(-0.5)))
+    yield bad(
+        "bounds", "a drawn token outside the vocabulary", joined(head, ids(VOCAB) + floats(-0.5))
+    )
 
     yield wave("shape", "a wave's ids for other lengths", ids=ids(7, 8))
     yield wave("shape", "a wave with other rows", lengths=[1, 1], ids=ids(7, 8))
@@ -324,24 +541,42 @@ def hostile_bodies() -> Iterator[Vector]:
 
 
 def learn_raw(about: bytes) -> bytes:
-    return joined(header("forward", **{**forward_fields(BATCH), "about": len(about)}), about + floats(*VALUES))
+    return joined(
+        header("forward", **{**forward_fields(BATCH), "about": len(about)}), about + floats(*VALUES)
+    )
 
 
 def routes() -> Iterator[Vector]:
     learn = [(3, False, 1), (4, True, 1), (4, True, 2), (5, True, 7), (8, True, 9)]
-    for stages, swapped, number, purpose in [*((*case, "learn") for case in learn), (4, True, 1, "score")]:
+    for stages, swapped, number, purpose in [
+        *((*case, "learn") for case in learn),
+        (4, True, 1, "score"),
+    ]:
         output = [[hop.stage, hop.part] for hop in Routes(stages, swapped).of(number, purpose)]  # type: ignore[arg-type]
         given = {"stages": stages, "swapped": swapped, "micro_batch": number, "purpose": purpose}
-        name = f"way of micro-batch {number} to {purpose} through {stages} stages{', swapped' if swapped else ''}"
+        name = (
+            f"way of micro-batch {number} to {purpose} through {stages}"
+            f" stages{', swapped' if swapped else ''}"
+        )
         yield {"name": name, "derive": "stage_route", "input": given, "output": output}
 
 
 def fingerprints() -> Iterator[Vector]:
-    for place, codec in ((PLACE, "bfloat16"), (PLACE, "int8"), ([CREW, 2, 40], "int8"), ([CREW, 1, 41], "int8")):
+    for place, codec in (
+        (PLACE, "bfloat16"),
+        (PLACE, "int8"),
+        ([CREW, 2, 40], "int8"),
+        ([CREW, 1, 41], "int8"),
+    ):
         output = policy_fingerprint(PRINT, Place(*place), codec).hex()  # type: ignore[arg-type]
         told = [place[0].hex(), *place[1:]]
         given = {"base": PRINT.hex(), "place": told, "codec": codec}
-        yield {"name": f"fingerprint at {told[1:]} in {codec}", "derive": "stage_fingerprint", "input": given, "output": output}
+        yield {
+            "name": f"fingerprint at {told[1:]} in {codec}",
+            "derive": "stage_fingerprint",
+            "input": given,
+            "output": output,
+        }
 
 
 def fences() -> Iterator[Vector]:
@@ -358,45 +593,126 @@ def fences() -> Iterator[Vector]:
         ("of another crew and step", 1, 40, [b"\x99" * 16, 1, 9], False),
     ]
     for name, sender, step, place, control in cases:
-        output = Fence(Place(CREW, 0, step), 3).check(Place(*place), sender, None if control else step)
+        output = Fence(Place(CREW, 0, step), 3).check(
+            Place(*place), sender, None if control else step
+        )
         told = [place[0].hex(), *place[1:]]
         given = {"crew": crew, "sender": sender, "step": step, "place": told, "control": control}
-        yield {"name": f"a frame of {name}", "derive": "stage_fence", "input": given, "output": output}
+        yield {
+            "name": f"a frame of {name}",
+            "derive": "stage_fence",
+            "input": given,
+            "output": output,
+        }
 
 
 COMMITS: dict[str, list[list[Any]]] = {
     "a step": [["gradient", 1], ["gradient", 2], ["propose", 5, 1, [1, 2], 0.5], ["commit", 5, 1]],
     "everything twice": [
-        ["gradient", 1], ["gradient", 1], ["propose", 5, 1, [1], 0.5], ["propose", 5, 1, [1], 0.5], ["commit", 5, 1], ["commit", 5, 1],
+        ["gradient", 1],
+        ["gradient", 1],
+        ["propose", 5, 1, [1], 0.5],
+        ["propose", 5, 1, [1], 0.5],
+        ["commit", 5, 1],
+        ["commit", 5, 1],
         ["propose", 5, 1, [1], 0.5],
     ],
-    "a micro-batch that is missing": [["gradient", 1], ["propose", 5, 1, [1, 2], 0.5], ["commit", 5, 1], ["abort", 5, 1]],
+    "a micro-batch that is missing": [
+        ["gradient", 1],
+        ["propose", 5, 1, [1, 2], 0.5],
+        ["commit", 5, 1],
+        ["abort", 5, 1],
+    ],
     "a micro-batch that comes after its proposal": [
-        ["gradient", 1], ["propose", 5, 1, [1, 2], 0.5], ["propose", 5, 1, [1, 2], 0.5], ["gradient", 2], ["gradient", 3], ["commit", 5, 1],
+        ["gradient", 1],
+        ["propose", 5, 1, [1, 2], 0.5],
+        ["propose", 5, 1, [1, 2], 0.5],
+        ["gradient", 2],
+        ["gradient", 3],
+        ["commit", 5, 1],
     ],
-    "one that comes after that, and is not finite": [["propose", 5, 1, [1], None], ["gradient", 1], ["commit", 5, 1], ["abort", 5, 1]],
-    "one of others while it waits": [["propose", 5, 1, [1], 0.5], ["gradient", 2], ["gradient", 1], ["abort", 5, 1]],
+    "one that comes after that, and is not finite": [
+        ["propose", 5, 1, [1], None],
+        ["gradient", 1],
+        ["commit", 5, 1],
+        ["abort", 5, 1],
+    ],
+    "one of others while it waits": [
+        ["propose", 5, 1, [1], 0.5],
+        ["gradient", 2],
+        ["gradient", 1],
+        ["abort", 5, 1],
+    ],
     "one that is missing when it is prepared": [
-        ["gradient", 1], ["propose", 5, 1, [1], 0.5], ["propose", 5, 2, [1, 2], 0.5], ["commit", 5, 1],
+        ["gradient", 1],
+        ["propose", 5, 1, [1], 0.5],
+        ["propose", 5, 2, [1, 2], 0.5],
+        ["commit", 5, 1],
     ],
-    "a micro-batch that nobody proposed": [["gradient", 1], ["gradient", 7], ["propose", 5, 1, [1], 0.5]],
-    "a gradient after the acknowledgement": [["gradient", 1], ["propose", 5, 1, [1], 0.5], ["gradient", 2], ["commit", 5, 1]],
-    "a gradient that is not finite": [["gradient", 1], ["propose", 5, 1, [1], None], ["commit", 5, 1], ["abort", 5, 1]],
-    "a commit that nobody was asked for": [["gradient", 1], ["commit", 5, 0], ["commit", 5, 1], ["commit", 6, 1], ["commit", 4, 9]],
+    "a micro-batch that nobody proposed": [
+        ["gradient", 1],
+        ["gradient", 7],
+        ["propose", 5, 1, [1], 0.5],
+    ],
+    "a gradient after the acknowledgement": [
+        ["gradient", 1],
+        ["propose", 5, 1, [1], 0.5],
+        ["gradient", 2],
+        ["commit", 5, 1],
+    ],
+    "a gradient that is not finite": [
+        ["gradient", 1],
+        ["propose", 5, 1, [1], None],
+        ["commit", 5, 1],
+        ["abort", 5, 1],
+    ],
+    "a commit that nobody was asked for": [
+        ["gradient", 1],
+        ["commit", 5, 0],
+        ["commit", 5, 1],
+        ["commit", 6, 1],
+        ["commit", 4, 9],
+    ],
     "an abort, and another attempt": [
-        ["gradient", 1], ["propose", 5, 1, [1], 0.5], ["abort", 5, 1], ["commit", 5, 1], ["gradient", 3], ["propose", 5, 2, [3], 0.25],
-        ["commit", 5, 1], ["commit", 5, 2],
+        ["gradient", 1],
+        ["propose", 5, 1, [1], 0.5],
+        ["abort", 5, 1],
+        ["commit", 5, 1],
+        ["gradient", 3],
+        ["propose", 5, 2, [3], 0.25],
+        ["commit", 5, 1],
+        ["commit", 5, 2],
     ],
-    "an abort of the past": [["gradient", 1], ["propose", 5, 3, [1], 0.5], ["abort", 5, 2], ["abort", 4, 3], ["commit", 5, 3]],
-    "a proposal of the past": [["gradient", 1], ["propose", 5, 3, [1], 0.5], ["propose", 5, 2, [1], 0.5], ["propose", 4, 2, [1], 0.5]],
-    "a proposal from ahead": [["gradient", 1], ["propose", 7, 1, [1], 0.5], ["propose", 5, 1, [1], 0.5]],
-}  # fmt: skip
+    "an abort of the past": [
+        ["gradient", 1],
+        ["propose", 5, 3, [1], 0.5],
+        ["abort", 5, 2],
+        ["abort", 4, 3],
+        ["commit", 5, 3],
+    ],
+    "a proposal of the past": [
+        ["gradient", 1],
+        ["propose", 5, 3, [1], 0.5],
+        ["propose", 5, 2, [1], 0.5],
+        ["propose", 4, 2, [1], 0.5],
+    ],
+    "a proposal from ahead": [
+        ["gradient", 1],
+        ["propose", 7, 1, [1], 0.5],
+        ["propose", 5, 1, [1], 0.5],
+    ],
+}
 
 
 def commits() -> Iterator[Vector]:
     for name, events in COMMITS.items():
         given = {"step": 5, "events": events}
-        yield {"name": f"taking a step: {name}", "derive": "stage_commit", "input": given, "output": answers(5, events)}
+        yield {
+            "name": f"taking a step: {name}",
+            "derive": "stage_commit",
+            "input": given,
+            "output": answers(5, events),
+        }
 
 
 def answers(step: int, events: list[list[Any]]) -> list[list[Any]]:

@@ -21,7 +21,11 @@ def item(task: str, seed: int, index: int) -> Item:
 
 def worth(task: str, seed: int, index: int, text: str) -> float:
     answer = answer_of(text)
-    return item(task, seed, index).reward(answer) if len(answer.encode()) <= TASKS[task].max_answer_bytes else 0.0
+    return (
+        item(task, seed, index).reward(answer)
+        if len(answer.encode()) <= TASKS[task].max_answer_bytes
+        else 0.0
+    )
 
 
 def derived(name: str, what: str, given: dict[str, Any], output: object) -> Vector:
@@ -34,9 +38,16 @@ def tasks() -> Iterator[Vector]:
         for seed, index in ADDRESSES:
             asked = {"task": task, "seed": seed, "index": index}
             made = item(task, seed, index)
-            yield derived(f"{task} at {seed} + {index}", "builtin_question", asked, [made.prompt, made.answer])
+            yield derived(
+                f"{task} at {seed} + {index}", "builtin_question", asked, [made.prompt, made.answer]
+            )
         for name, text in answers(made.answer):
-            yield derived(f"{task}: {name}", "builtin_reward", {**asked, "text": text}, worth(task, seed, index, text))
+            yield derived(
+                f"{task}: {name}",
+                "builtin_reward",
+                {**asked, "text": text},
+                worth(task, seed, index, text),
+            )
 
 
 def answers(right: str) -> Iterator[tuple[str, str]]:
@@ -49,7 +60,10 @@ def answers(right: str) -> Iterator[tuple[str, str]]:
     yield "one digit too many", f"{right}0"
     yield "one digit", right[:1]
     yield "first digit wrong", chr((ord(right[0]) - ord("0") + 1) % 10 + ord("0")) + right[1:]
-    yield "white space of Python's that is none of JavaScript's", f"<answer>\u001c\u0085{right}\u001f</answer>"
+    yield (
+        "white space of Python's that is none of JavaScript's",
+        f"<answer>\u001c\u0085{right}\u001f</answer>",
+    )
     yield "white space of JavaScript's that is none", f"<answer>\ufeff{right}</answer>"
     yield "another alphabet", f"{right}\U0001f98b"
     yield "nothing", ""

@@ -1,6 +1,8 @@
-"""Writes protocol/vectors: `python -m protocol.generate.vectors [DIRECTORY]`. The same bytes on every machine and in every version.
+"""Writes protocol/vectors: `python -m protocol.generate.vectors [DIRECTORY]`. The same bytes on
+every machine and in every version.
 
-Hostile frames are signed by the same key as honest ones wherever the fault lies behind the signature.
+Hostile frames are signed by the same key as honest ones wherever the fault lies behind the
+signature.
 """
 
 from __future__ import annotations
@@ -51,27 +53,48 @@ from protocol.generate.frames import (
     sealed,
     without,
     zstd,
-)  # fmt: skip
+)
 from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import content_id, peer_id, sign
 from swarmnode.wire.swarm import swarm_id
 
 GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
-"""Order of Ed25519's base point: adding it to a signature's second half gives another that sloppy verifiers take."""
+"""Order of Ed25519's base point: adding it to a signature's second half gives another that sloppy
+verifiers take."""
+
 
 def valid() -> Iterator[Vector]:
-    def opened(name: str, message: dict[str, Any], read_as: str = "gossip", frame: bytes | None = None, codec: str = "raw") -> Vector:
+    def opened(
+        name: str,
+        message: dict[str, Any],
+        read_as: str = "gossip",
+        frame: bytes | None = None,
+        codec: str = "raw",
+    ) -> Vector:
         frame = frame or sealed(message)
-        return accepted(name, read_as, frame, {"peer": PEER, "content": content_id(frame), "codec": codec, "message": message})
+        return accepted(
+            name,
+            read_as,
+            frame,
+            {"peer": PEER, "content": content_id(frame), "codec": codec, "message": message},
+        )
 
     yield opened("a group", GROUP)
-    yield opened("a group with packed token ids and log-probabilities", changed(GROUP, "completions.0", {**COMPLETION, **PACKED}))
-    yield opened("text beyond ASCII", changed(GROUP, "completions.0.text", "Größe ≤ 7 \U0001f98b\u0000"))
+    yield opened(
+        "a group with packed token ids and log-probabilities",
+        changed(GROUP, "completions.0", {**COMPLETION, **PACKED}),
+    )
+    yield opened(
+        "text beyond ASCII", changed(GROUP, "completions.0.text", "Größe ≤ 7 \U0001f98b\u0000")
+    )
     yield opened("empty text", changed(GROUP, "completions.0.text", ""))
     yield opened("64 completions", changed(GROUP, "completions", [COMPLETION] * 64))
     largest = {"policy_version": 2**63 - 1, "created_at": 2**63 - 1, "sequence": 2**63 - 1}
-    yield opened("largest counters", {**GROUP, **largest, "task": {**GROUP["task"], "seed": 2**63 - 2**20, "index": 2**20 - 1}})
+    yield opened(
+        "largest counters",
+        {**GROUP, **largest, "task": {**GROUP["task"], "seed": 2**63 - 2**20, "index": 2**20 - 1}},
+    )
     yield opened("zero counters", {**GROUP, "policy_version": 0, "created_at": 0, "sequence": 0})
     yield opened("an announcement", ANNOUNCE)
     payload = pack(GROUP)
@@ -82,27 +105,56 @@ def valid() -> Iterator[Vector]:
     long = changed(GROUP, "completions.1.text", "a" * limits.TEXT_BYTES)
     yield opened("a group too long for gossip", long, read_as="fetched")
     before, after = pack(long).split(b"a" * limits.TEXT_BYTES)
-    blocks = raw_block(before, last=False) + repeat_block(b"a", limits.TEXT_BYTES, last=False) + raw_block(after)
-    yield opened(
-        "the same, zstd with a repeated byte, fits gossip", long, frame=sealed(zstd(blocks, len(pack(long))), "zstd"), codec="zstd"
+    blocks = (
+        raw_block(before, last=False)
+        + repeat_block(b"a", limits.TEXT_BYTES, last=False)
+        + raw_block(after)
     )
-    room = limits.GOSSIP_BYTES - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000))) + 60_000
-    yield opened("a gossip frame of exactly the largest size", changed(GROUP, "completions.1.text", "a" * room))
+    yield opened(
+        "the same, zstd with a repeated byte, fits gossip",
+        long,
+        frame=sealed(zstd(blocks, len(pack(long))), "zstd"),
+        codec="zstd",
+    )
+    room = (
+        limits.GOSSIP_BYTES
+        - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000)))
+        + 60_000
+    )
+    yield opened(
+        "a gossip frame of exactly the largest size",
+        changed(GROUP, "completions.1.text", "a" * room),
+    )
 
 
 def hostile_envelopes() -> Iterator[Vector]:
     good = envelope(pack(GROUP))
     frame = pack(good)
     key, payload, signature = good["key"], good["payload"], good["signature"]
-    room = limits.GOSSIP_BYTES - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000))) + 60_000
-    yield rejected("oversize", "one byte too long for gossip", sealed(changed(GROUP, "completions.1.text", "a" * (room + 1))))
-    yield rejected("oversize", "one byte too long to be fetched", frame + b"\0" * (limits.GROUP_BYTES + 1 - len(frame)), "fetched")
+    room = (
+        limits.GOSSIP_BYTES
+        - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000)))
+        + 60_000
+    )
+    yield rejected(
+        "oversize",
+        "one byte too long for gossip",
+        sealed(changed(GROUP, "completions.1.text", "a" * (room + 1))),
+    )
+    yield rejected(
+        "oversize",
+        "one byte too long to be fetched",
+        frame + b"\0" * (limits.GROUP_BYTES + 1 - len(frame)),
+        "fetched",
+    )
     yield rejected("malformed", "nothing", b"")
     yield rejected("malformed", "last byte missing", frame[:-1])
     yield rejected("malformed", "half of it", frame[: len(frame) // 2])
     yield rejected("malformed", "a map of 2**32 - 1 entries, none there", b"\xdf\xff\xff\xff\xff")
     yield rejected(
-        "malformed", "payload claims 2**32 - 1 bytes", b"\x84" + pack("key") + pack(key) + pack("payload") + b"\xc6\xff\xff\xff\xff"
+        "malformed",
+        "payload claims 2**32 - 1 bytes",
+        b"\x84" + pack("key") + pack(key) + pack("payload") + b"\xc6\xff\xff\xff\xff",
     )
     yield rejected("malformed", "trailing byte", frame + b"\0")
     yield rejected("malformed", "two envelopes", frame + frame)
@@ -110,8 +162,14 @@ def hostile_envelopes() -> Iterator[Vector]:
     yield rejected("malformed", "duplicate key", pairs([*good.items(), ("payload", payload)]))
     yield rejected("malformed", "fields in another order", pairs(list(reversed(good.items()))))
     yield rejected("malformed", "map header longer than needed", b"\xde\x00\x04" + frame[1:])
-    yield rejected("malformed", "key with a 16-bit length", frame.replace(pack("key") + b"\xc4\x20", pack("key") + b"\xc5\x00\x20"))
-    yield rejected("malformed", "bad UTF-8 in a field name", frame.replace(b"\xa3key", b"\xa3k\xffy"))
+    yield rejected(
+        "malformed",
+        "key with a 16-bit length",
+        frame.replace(pack("key") + b"\xc4\x20", pack("key") + b"\xc5\x00\x20"),
+    )
+    yield rejected(
+        "malformed", "bad UTF-8 in a field name", frame.replace(b"\xa3key", b"\xa3k\xffy")
+    )
     yield rejected("malformed", "bad UTF-8 in codec", frame[:-3] + b"r\xffw")
     yield rejected("schema", "random bytes", bytes.fromhex("5f1c8e0b7a93d2446e"))
     yield rejected("schema", "an HTTP request", b"GET / HTTP/1.1\r\n\r\n")
@@ -120,14 +178,19 @@ def hostile_envelopes() -> Iterator[Vector]:
     yield rejected("schema", "fields as an array", pack(list(good.values())))
     yield rejected("schema", "100,000 nested arrays", b"\x91" * 100_000, "fetched")
     yield rejected(
-        "schema", "100,000 nested arrays in payload", b"\x82" + pack("key") + pack(key) + pack("payload") + b"\x91" * 100_000, "fetched"
+        "schema",
+        "100,000 nested arrays in payload",
+        b"\x82" + pack("key") + pack(key) + pack("payload") + b"\x91" * 100_000,
+        "fetched",
     )
     yield rejected("schema", "60,000 nested maps", (b"\x81" + pack("")) * 30_000)
     yield rejected("schema", "unknown field", pack({**good, "extra": 1}))
     yield rejected("schema", "signature missing", pack(without(good, "signature")))
     yield rejected("schema", "integer key", pairs([(1, key), *list(good.items())[1:]]))
     yield rejected("schema", "bin key", pairs([(b"key", key), *list(good.items())[1:]]))
-    yield rejected("schema", "extension type", pack({**good, "payload": msgpack.ExtType(5, payload)}))
+    yield rejected(
+        "schema", "extension type", pack({**good, "payload": msgpack.ExtType(5, payload)})
+    )
     yield rejected("schema", "timestamp extension", pack({**good, "payload": msgpack.Timestamp(0)}))
     yield rejected("schema", "payload as text", pack({**good, "payload": "text"}))
     yield rejected("schema", "key is nil", pack({**good, "key": None}))
@@ -136,7 +199,9 @@ def hostile_envelopes() -> Iterator[Vector]:
     yield rejected("bounds", "key of 33 bytes", pack({**good, "key": key + b"\0"}))
     yield rejected("bounds", "no key", pack({**good, "key": b""}))
     yield rejected("bounds", "signature of 63 bytes", pack({**good, "signature": signature[:63]}))
-    yield rejected("bounds", "signature of 65 bytes", pack({**good, "signature": signature + b"\0"}))
+    yield rejected(
+        "bounds", "signature of 65 bytes", pack({**good, "signature": signature + b"\0"})
+    )
 
 
 def hostile_signatures() -> Iterator[Vector]:
@@ -148,18 +213,32 @@ def hostile_signatures() -> Iterator[Vector]:
         return pack({**good, "signature": sign(payload, KEY, domain, swarm).signature})
 
     half, scalar = signature[:32], int.from_bytes(signature[32:], "little")
-    yield rejected("signature", "one bit of the signature flipped", pack({**good, "signature": bytes([signature[0] ^ 1]) + signature[1:]}))
+    yield rejected(
+        "signature",
+        "one bit of the signature flipped",
+        pack({**good, "signature": bytes([signature[0] ^ 1]) + signature[1:]}),
+    )
     yield rejected("signature", "a signature of zeros", pack({**good, "signature": bytes(64)}))
-    yield rejected("signature", "payload altered", pack({**good, "payload": payload.replace(b"\x0c", b"\x0d")}))
+    yield rejected(
+        "signature", "payload altered", pack({**good, "payload": payload.replace(b"\x0c", b"\x0d")})
+    )
     yield rejected("signature", "payload emptied", pack({**good, "payload": b""}))
     yield rejected("signature", "another swarm", signed_otherwise(ids.DOMAIN_ROLLOUT, OTHER_SWARM))
     yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/2", SWARM))
-    yield rejected("signature", "another key", pack({**good, "key": OTHER_KEY.public_key().public_bytes_raw()}))
-    yield rejected("signature", "a key that is not a point", pack({**good, "key": b"\x02" + bytes(31)}))
-    yield rejected("signature", "codec flipped by a forwarder", pack({**good, "codec": "zstd"}))
-    yield rejected("signature", "only the payload signed", pack({**good, "signature": KEY.sign(payload)}))
     yield rejected(
-        "signature", "scalar beyond the group order", pack({**good, "signature": half + (scalar + GROUP_ORDER).to_bytes(32, "little")})
+        "signature", "another key", pack({**good, "key": OTHER_KEY.public_key().public_bytes_raw()})
+    )
+    yield rejected(
+        "signature", "a key that is not a point", pack({**good, "key": b"\x02" + bytes(31)})
+    )
+    yield rejected("signature", "codec flipped by a forwarder", pack({**good, "codec": "zstd"}))
+    yield rejected(
+        "signature", "only the payload signed", pack({**good, "signature": KEY.sign(payload)})
+    )
+    yield rejected(
+        "signature",
+        "scalar beyond the group order",
+        pack({**good, "signature": half + (scalar + GROUP_ORDER).to_bytes(32, "little")}),
     )
 
 
@@ -178,28 +257,51 @@ def hostile_payloads() -> Iterator[Vector]:
         "duplicate key in a completion",
         sealed(pack(GROUP).replace(pack(COMPLETION), pairs([*COMPLETION.items(), ("tokens", 3)]))),
     )
-    yield rejected("malformed", "fields in another order", sealed(pairs([fields[0], *reversed(fields[1:])])))
+    yield rejected(
+        "malformed", "fields in another order", sealed(pairs([fields[0], *reversed(fields[1:])]))
+    )
     yield rejected(
         "malformed",
         "integer longer than needed",
-        sealed(payload.replace(pack("policy_version") + b"\x0c", pack("policy_version") + b"\xcc\x0c")),
+        sealed(
+            payload.replace(pack("policy_version") + b"\x0c", pack("policy_version") + b"\xcc\x0c")
+        ),
     )
-    yield rejected("malformed", "integer where a float belongs", sealed(changed(GROUP, "sampling.temperature", 1)))
+    yield rejected(
+        "malformed",
+        "integer where a float belongs",
+        sealed(changed(GROUP, "sampling.temperature", 1)),
+    )
     yield rejected(
         "malformed",
         "float of 32 bits",
-        sealed(payload.replace(pack("top_p") + pack(1.0), pack("top_p") + b"\xca" + struct.pack(">f", 1.0))),
+        sealed(
+            payload.replace(
+                pack("top_p") + pack(1.0), pack("top_p") + b"\xca" + struct.pack(">f", 1.0)
+            )
+        ),
     )
-    yield rejected("malformed", "bad UTF-8 in text", sealed(payload.replace(b"<answer>7", b"<answer>\xff")))
-    yield rejected("malformed", "surrogate in text", sealed(payload.replace(b"<answer>", b"<ans\xed\xa0\x80r>")))
+    yield rejected(
+        "malformed", "bad UTF-8 in text", sealed(payload.replace(b"<answer>7", b"<answer>\xff"))
+    )
+    yield rejected(
+        "malformed",
+        "surrogate in text",
+        sealed(payload.replace(b"<answer>", b"<ans\xed\xa0\x80r>")),
+    )
     yield rejected(
         "malformed",
         "completions claim 2**32 - 1 items, none there",
-        sealed(payload.split(pack("completions"))[0] + pack("completions") + b"\xdd\xff\xff\xff\xff"),
+        sealed(
+            payload.split(pack("completions"))[0] + pack("completions") + b"\xdd\xff\xff\xff\xff"
+        ),
     )
     yield rejected("schema", "100,000 nested arrays in task", sealed(deep), "fetched")
     yield rejected(
-        "schema", "100,000 nested arrays before the tag", sealed(b"\x82" + pack("task") + b"\x91" * 100_000 + b"\xc0" + tail[1:]), "fetched"
+        "schema",
+        "100,000 nested arrays before the tag",
+        sealed(b"\x82" + pack("task") + b"\x91" * 100_000 + b"\xc0" + tail[1:]),
+        "fetched",
     )
     yield rejected("schema", "60,000 empty maps", sealed(b"\xdc\xea\x60" + b"\x80" * 60_000))
     yield rejected("schema", "unknown tag", sealed(changed(GROUP, "type", "rollout2")))
@@ -209,55 +311,133 @@ def hostile_payloads() -> Iterator[Vector]:
     yield rejected("schema", "an envelope in an envelope", sealed(sealed(GROUP)))
     yield rejected("schema", "unknown field", sealed({**GROUP, "reward": 1.0}))
     yield rejected("schema", "unknown field in task", sealed(changed(GROUP, "task.answer", "7")))
-    yield rejected("schema", "unknown field in a completion", sealed(changed(GROUP, "completions.0.reward", 1.0)))
-    yield rejected("schema", "fields of an announcement under the tag of a group", sealed({**ANNOUNCE, "type": "rollout"}))
+    yield rejected(
+        "schema",
+        "unknown field in a completion",
+        sealed(changed(GROUP, "completions.0.reward", 1.0)),
+    )
+    yield rejected(
+        "schema",
+        "fields of an announcement under the tag of a group",
+        sealed({**ANNOUNCE, "type": "rollout"}),
+    )
     yield rejected("schema", "sequence missing", sealed(without(GROUP, "sequence")))
-    yield rejected("schema", "integer key", sealed(pairs([fields[0], (2, GROUP["task"]), *fields[2:]])))
-    yield rejected("schema", "extension type", sealed(changed(GROUP, "model", msgpack.ExtType(1, b"\x11" * 32))))
+    yield rejected(
+        "schema", "integer key", sealed(pairs([fields[0], (2, GROUP["task"]), *fields[2:]]))
+    )
+    yield rejected(
+        "schema",
+        "extension type",
+        sealed(changed(GROUP, "model", msgpack.ExtType(1, b"\x11" * 32))),
+    )
     yield rejected("schema", "completions as a map", sealed(changed(GROUP, "completions", {})))
     yield rejected("schema", "sequence is a bool", sealed(changed(GROUP, "sequence", True)))
     yield rejected("schema", "sequence is a float", sealed(changed(GROUP, "sequence", 7.0)))
-    yield rejected("schema", "sequence of 2**64 as a float", sealed(changed(GROUP, "sequence", 2.0**64)))
-    yield rejected("schema", "sequence of 9 bytes", sealed(changed(GROUP, "sequence", (2**64).to_bytes(9, "big"))))
+    yield rejected(
+        "schema", "sequence of 2**64 as a float", sealed(changed(GROUP, "sequence", 2.0**64))
+    )
+    yield rejected(
+        "schema",
+        "sequence of 9 bytes",
+        sealed(changed(GROUP, "sequence", (2**64).to_bytes(9, "big"))),
+    )
     yield rejected("schema", "text as bin", sealed(changed(GROUP, "completions.0.text", b"7")))
     yield rejected("schema", "text is nil", sealed(changed(GROUP, "completions.0.text", None)))
-    yield rejected("schema", "unknown finish reason", sealed(changed(GROUP, "completions.0.finish", "stop")))
-    for name, value in (("NaN", float("nan")), ("infinity", float("inf")), ("minus infinity", float("-inf"))):
-        yield rejected("not_finite", f"temperature is {name}", sealed(changed(GROUP, "sampling.temperature", value)))
-        yield rejected("not_finite", f"logprob is {name}", sealed(changed(GROUP, "completions.0.logprob", value)))
+    yield rejected(
+        "schema", "unknown finish reason", sealed(changed(GROUP, "completions.0.finish", "stop"))
+    )
+    for name, value in (
+        ("NaN", float("nan")),
+        ("infinity", float("inf")),
+        ("minus infinity", float("-inf")),
+    ):
+        yield rejected(
+            "not_finite",
+            f"temperature is {name}",
+            sealed(changed(GROUP, "sampling.temperature", value)),
+        )
+        yield rejected(
+            "not_finite",
+            f"logprob is {name}",
+            sealed(changed(GROUP, "completions.0.logprob", value)),
+        )
         packed = {**COMPLETION, "logprobs": struct.pack("<3f", -0.5, value, -0.5)}
-        yield rejected("not_finite", f"a packed log-probability is {name}", sealed(changed(GROUP, "completions.0", packed)))
-    yield rejected("not_finite", "top_p is NaN", sealed(changed(GROUP, "sampling.top_p", float("nan"))))
+        yield rejected(
+            "not_finite",
+            f"a packed log-probability is {name}",
+            sealed(changed(GROUP, "completions.0", packed)),
+        )
+    yield rejected(
+        "not_finite", "top_p is NaN", sealed(changed(GROUP, "sampling.top_p", float("nan")))
+    )
 
 
 OUT_OF_BOUNDS: tuple[tuple[str, Any], ...] = (
-    ("task.id", ""), ("task.id", "a" * 65), ("task.id", "rg/chain sum"), ("task.id", "rg/chain_sum\n"), ("task.id", "rg/größe"),
-    ("task.version", ""), ("task.version", "f" * 65),
-    ("task.seed", -(2**20)), ("task.seed", 5), ("task.seed", 2**63), ("task.seed", 2**64 - 2**20),
-    ("task.index", -1), ("task.index", 2**20), ("task.difficulty", -1), ("task.difficulty", 256),
-    ("model", b"\x11" * 31), ("model", b""), ("tokenizer", b"\x22" * 33),
-    ("policy_version", -1), ("policy_version", 2**63), ("created_at", -1), ("created_at", 2**64 - 1),
-    ("sequence", -(2**63)), ("sequence", 2**63),
-    ("sampling.temperature", 0.0), ("sampling.temperature", -1.0), ("sampling.temperature", 100.5),
-    ("sampling.top_p", 0.0), ("sampling.top_p", 1.5), ("sampling.max_tokens", 0), ("sampling.max_tokens", 16_385),
-    ("completions", []), ("completions", [COMPLETION]), ("completions", [COMPLETION] * 65),
-    ("completions.0.tokens", 0), ("completions.0.tokens", -3), ("completions.0.tokens", 9), ("completions.0.tokens", 2**64 - 1),
-    ("completions.0.logprob", 0.5), ("completions.0.logprob", -30_001.0), ("completions.0.logprob", -1.7e308),
-    ("completions.0.token_ids", PACKED["token_ids"][:8]), ("completions.0.token_ids", PACKED["token_ids"] + b"\0"),
+    ("task.id", ""),
+    ("task.id", "a" * 65),
+    ("task.id", "rg/chain sum"),
+    ("task.id", "rg/chain_sum\n"),
+    ("task.id", "rg/größe"),
+    ("task.version", ""),
+    ("task.version", "f" * 65),
+    ("task.seed", -(2**20)),
+    ("task.seed", 5),
+    ("task.seed", 2**63),
+    ("task.seed", 2**64 - 2**20),
+    ("task.index", -1),
+    ("task.index", 2**20),
+    ("task.difficulty", -1),
+    ("task.difficulty", 256),
+    ("model", b"\x11" * 31),
+    ("model", b""),
+    ("tokenizer", b"\x22" * 33),
+    ("policy_version", -1),
+    ("policy_version", 2**63),
+    ("created_at", -1),
+    ("created_at", 2**64 - 1),
+    ("sequence", -(2**63)),
+    ("sequence", 2**63),
+    ("sampling.temperature", 0.0),
+    ("sampling.temperature", -1.0),
+    ("sampling.temperature", 100.5),
+    ("sampling.top_p", 0.0),
+    ("sampling.top_p", 1.5),
+    ("sampling.max_tokens", 0),
+    ("sampling.max_tokens", 16_385),
+    ("completions", []),
+    ("completions", [COMPLETION]),
+    ("completions", [COMPLETION] * 65),
+    ("completions.0.tokens", 0),
+    ("completions.0.tokens", -3),
+    ("completions.0.tokens", 9),
+    ("completions.0.tokens", 2**64 - 1),
+    ("completions.0.logprob", 0.5),
+    ("completions.0.logprob", -30_001.0),
+    ("completions.0.logprob", -1.7e308),
+    ("completions.0.token_ids", PACKED["token_ids"][:8]),
+    ("completions.0.token_ids", PACKED["token_ids"] + b"\0"),
     ("completions.0.token_ids", b"\0" * 16),
-    ("completions.0.logprobs", PACKED["logprobs"][:8]), ("completions.0.logprobs", PACKED["logprobs"] + b"\0\0"),
-    ("completions.0.logprobs", struct.pack("<3f", -0.5, 0.01, -0.5)), ("completions.0.logprobs", struct.pack("<3f", -0.5, -10_001.0, -0.5)),
-)  # fmt: skip
+    ("completions.0.logprobs", PACKED["logprobs"][:8]),
+    ("completions.0.logprobs", PACKED["logprobs"] + b"\0\0"),
+    ("completions.0.logprobs", struct.pack("<3f", -0.5, 0.01, -0.5)),
+    ("completions.0.logprobs", struct.pack("<3f", -0.5, -10_001.0, -0.5)),
+)
 
 
 def out_of_bounds() -> Iterator[Vector]:
     for path, value in OUT_OF_BOUNDS:
         yield rejected("bounds", f"{path}: {_shown(value)}", sealed(changed(GROUP, path, value)))
     yield rejected(
-        "bounds", "text of one byte too many", sealed(changed(GROUP, "completions.0.text", "a" * (limits.TEXT_BYTES + 1))), "fetched"
+        "bounds",
+        "text of one byte too many",
+        sealed(changed(GROUP, "completions.0.text", "a" * (limits.TEXT_BYTES + 1))),
+        "fetched",
     )
     yield rejected(
-        "bounds", "text too long in bytes, not in characters", sealed(changed(GROUP, "completions.0.text", "é" * 40_000)), "fetched"
+        "bounds",
+        "text too long in bytes, not in characters",
+        sealed(changed(GROUP, "completions.0.text", "é" * 40_000)),
+        "fetched",
     )
     for path, value in (
         ("content", b"\x33" * 31),
@@ -267,7 +447,11 @@ def out_of_bounds() -> Iterator[Vector]:
         ("created_at", -1),
         ("sequence", 2**63),
     ):
-        yield rejected("bounds", f"announcement, {path}: {_shown(value)}", sealed(changed(ANNOUNCE, path, value)))
+        yield rejected(
+            "bounds",
+            f"announcement, {path}: {_shown(value)}",
+            sealed(changed(ANNOUNCE, path, value)),
+        )
 
 
 def _shown(value: Any) -> str:
@@ -283,16 +467,40 @@ def hostile_compression() -> Iterator[Vector]:
     good = zstd(raw_block(payload), size)
     bomb = b"".join(repeat_block(b"\0", 2**17, last=i == 127) for i in range(128))  # 16 MiB
     skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"skip"
-    yield rejected("compression", "size not declared", sealed(zstd(raw_block(payload), None), "zstd"))
-    yield rejected("compression", "bomb of 16 MiB, size not declared", sealed(zstd(bomb, None), "zstd"))
-    yield rejected("compression", "bomb of 16 MiB that declares 1000 bytes", sealed(zstd(bomb, 1000), "zstd"))
+    yield rejected(
+        "compression", "size not declared", sealed(zstd(raw_block(payload), None), "zstd")
+    )
+    yield rejected(
+        "compression", "bomb of 16 MiB, size not declared", sealed(zstd(bomb, None), "zstd")
+    )
+    yield rejected(
+        "compression", "bomb of 16 MiB that declares 1000 bytes", sealed(zstd(bomb, 1000), "zstd")
+    )
     yield rejected("oversize", "bomb of 16 MiB, declared", sealed(zstd(bomb, 2**24), "zstd"))
-    yield rejected("oversize", "declares one byte more than a group may have", sealed(zstd(bomb, limits.GROUP_BYTES + 1), "zstd"))
-    yield rejected("oversize", "declares 2**63 bytes", sealed(zstd(raw_block(payload), 2**63), "zstd"))
-    yield rejected("compression", "declares one byte too few", sealed(zstd(raw_block(payload), size - 1), "zstd"))
-    yield rejected("compression", "declares one byte too many", sealed(zstd(raw_block(payload), size + 1), "zstd"))
+    yield rejected(
+        "oversize",
+        "declares one byte more than a group may have",
+        sealed(zstd(bomb, limits.GROUP_BYTES + 1), "zstd"),
+    )
+    yield rejected(
+        "oversize", "declares 2**63 bytes", sealed(zstd(raw_block(payload), 2**63), "zstd")
+    )
+    yield rejected(
+        "compression",
+        "declares one byte too few",
+        sealed(zstd(raw_block(payload), size - 1), "zstd"),
+    )
+    yield rejected(
+        "compression",
+        "declares one byte too many",
+        sealed(zstd(raw_block(payload), size + 1), "zstd"),
+    )
     yield rejected("compression", "truncated", sealed(good[:-1], "zstd"))
-    yield rejected("compression", "last block missing", sealed(zstd(raw_block(payload, last=False), size), "zstd"))
+    yield rejected(
+        "compression",
+        "last block missing",
+        sealed(zstd(raw_block(payload, last=False), size), "zstd"),
+    )
     yield rejected("compression", "header only", sealed(good[:13], "zstd"))
     yield rejected("compression", "trailing byte", sealed(good + b"\0", "zstd"))
     yield rejected("compression", "two frames", sealed(good + good, "zstd"))
@@ -303,11 +511,21 @@ def hostile_compression() -> Iterator[Vector]:
     keyed = b"\x28\xb5\x2f\xfd" + b"\xe1" + b"\x07" + struct.pack("<Q", size) + raw_block(payload)
     yield rejected("compression", "asks for a dictionary", sealed(keyed, "zstd"))
     checked = zstandard.ZstdCompressor(write_checksum=True).compress(payload)
-    yield rejected("compression", "a checksum that is not its content's", sealed(checked[:-1] + bytes([checked[-1] ^ 1]), "zstd"))
-    yield rejected("compression", "reserved block type", sealed(zstd(b"\xff\xff\xff", size), "zstd"))
+    yield rejected(
+        "compression",
+        "a checksum that is not its content's",
+        sealed(checked[:-1] + bytes([checked[-1] ^ 1]), "zstd"),
+    )
+    yield rejected(
+        "compression", "reserved block type", sealed(zstd(b"\xff\xff\xff", size), "zstd")
+    )
     yield rejected("compression", "not zstd at all", sealed(payload, "zstd"))
     yield rejected("compression", "nothing", sealed(b"", "zstd"))
-    yield rejected("malformed", "sound frame around a truncated group", sealed(zstd(raw_block(payload[:-1]), size - 1), "zstd"))
+    yield rejected(
+        "malformed",
+        "sound frame around a truncated group",
+        sealed(zstd(raw_block(payload[:-1]), size - 1), "zstd"),
+    )
     yield rejected("schema", "compressed, but codec says raw", sealed(good))
 
 
@@ -315,45 +533,134 @@ def fetch() -> Iterator[Vector]:
     request = {"content": b"\x33" * 32}
     body = sealed(GROUP)
     yield accepted("a request", "fetch_request", pack(request), request)
-    yield rejected("bounds", "a request for 31 bytes", pack({"content": b"\x33" * 31}), "fetch_request")
-    yield rejected("schema", "a request with an unknown field", pack({**request, "offset": 0}), "fetch_request")
+    yield rejected(
+        "bounds", "a request for 31 bytes", pack({"content": b"\x33" * 31}), "fetch_request"
+    )
+    yield rejected(
+        "schema", "a request with an unknown field", pack({**request, "offset": 0}), "fetch_request"
+    )
     yield rejected("schema", "a request for text", pack({"content": "3" * 32}), "fetch_request")
     yield rejected("malformed", "a request, truncated", pack(request)[:-1], "fetch_request")
-    yield rejected("oversize", "a request of 65 bytes", pack({"content": b"\x33" * 54}), "fetch_request")
-    for response in ({"status": "ok", "body": body}, {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}):
-        yield accepted(f"a response: {response['status']}", "fetch_response", pack(response), response)
-    yield rejected("bounds", "ok without a body", pack({"status": "ok", "body": b""}), "fetch_response")
-    yield rejected("bounds", "unknown with a body", pack({"status": "unknown", "body": body}), "fetch_response")
-    yield rejected("schema", "unknown status", pack({"status": "later", "body": b""}), "fetch_response")
+    yield rejected(
+        "oversize", "a request of 65 bytes", pack({"content": b"\x33" * 54}), "fetch_request"
+    )
+    for response in (
+        {"status": "ok", "body": body},
+        {"status": "unknown", "body": b""},
+        {"status": "busy", "body": b""},
+    ):
+        yield accepted(
+            f"a response: {response['status']}", "fetch_response", pack(response), response
+        )
+    yield rejected(
+        "bounds", "ok without a body", pack({"status": "ok", "body": b""}), "fetch_response"
+    )
+    yield rejected(
+        "bounds", "unknown with a body", pack({"status": "unknown", "body": body}), "fetch_response"
+    )
+    yield rejected(
+        "schema", "unknown status", pack({"status": "later", "body": b""}), "fetch_response"
+    )
     yield rejected("schema", "no status", pack({"body": body}), "fetch_response")
-    yield rejected("bounds", "a body one byte too long", pack({"status": "ok", "body": bytes(limits.GROUP_BYTES + 1)}), "fetch_response")
-    yield rejected("oversize", "a response one byte too long", bytes(limits.FETCH_RESPONSE_BYTES + 1), "fetch_response")
+    yield rejected(
+        "bounds",
+        "a body one byte too long",
+        pack({"status": "ok", "body": bytes(limits.GROUP_BYTES + 1)}),
+        "fetch_response",
+    )
+    yield rejected(
+        "oversize",
+        "a response one byte too long",
+        bytes(limits.FETCH_RESPONSE_BYTES + 1),
+        "fetch_response",
+    )
 
 
 def peers() -> Iterator[Vector]:
-    request: dict[str, Any] = {"swarm": SWARM, "addresses": ["/ip4/192.0.2.7/tcp/9512", "/ip6/2001:db8::7/tcp/9512"]}
+    request: dict[str, Any] = {
+        "swarm": SWARM,
+        "addresses": ["/ip4/192.0.2.7/tcp/9512", "/ip6/2001:db8::7/tcp/9512"],
+    }
     other: dict[str, Any] = {"peer": PEER, "addresses": ["/ip4/198.51.100.7/tcp/9512"]}
     response = {"swarm": SWARM, "peers": [other]}
     yield accepted("a request", "peers_request", pack(request), request)
-    yield accepted("a request without addresses", "peers_request", pack({**request, "addresses": []}), {**request, "addresses": []})
-    yield accepted("a response", "peers_response", pack(response), response)
-    yield accepted("nobody", "peers_response", pack({**response, "peers": []}), {**response, "peers": []})
-    yield accepted("32 peers", "peers_response", pack({**response, "peers": [other] * 32}), {**response, "peers": [other] * 32})
-    yield rejected("bounds", "33 peers", pack({**response, "peers": [other] * 33}), "peers_response")
-    yield rejected("bounds", "9 addresses", pack({**request, "addresses": request["addresses"] * 5}), "peers_request")
-    yield rejected(
-        "bounds", "9 addresses of a peer", pack(changed(response, "peers.0.addresses", other["addresses"] * 9)), "peers_response"
+    yield accepted(
+        "a request without addresses",
+        "peers_request",
+        pack({**request, "addresses": []}),
+        {**request, "addresses": []},
     )
-    yield rejected("bounds", "an address of 257 characters", pack({**request, "addresses": ["/" * 257]}), "peers_request")
-    yield rejected("bounds", "an address with a line break", pack({**request, "addresses": ["/ip4/192.0.2.7/tcp/9512\n"]}), "peers_request")
-    yield rejected("bounds", "an empty peer id", pack(changed(response, "peers.0.peer", "")), "peers_response")
-    yield rejected("bounds", "a swarm id of 31 bytes", pack({**request, "swarm": SWARM[:31]}), "peers_request")
-    yield rejected("schema", "addresses as bin", pack({**request, "addresses": [b"\x04"]}), "peers_request")
-    yield rejected("schema", "a peer with a name", pack(changed(response, "peers.0.name", "me")), "peers_response")
-    yield rejected("schema", "4000 nested arrays", pack(request)[:1] + pack("addresses") + b"\x91" * 4000, "peers_request")
+    yield accepted("a response", "peers_response", pack(response), response)
+    yield accepted(
+        "nobody", "peers_response", pack({**response, "peers": []}), {**response, "peers": []}
+    )
+    yield accepted(
+        "32 peers",
+        "peers_response",
+        pack({**response, "peers": [other] * 32}),
+        {**response, "peers": [other] * 32},
+    )
+    yield rejected(
+        "bounds", "33 peers", pack({**response, "peers": [other] * 33}), "peers_response"
+    )
+    yield rejected(
+        "bounds",
+        "9 addresses",
+        pack({**request, "addresses": request["addresses"] * 5}),
+        "peers_request",
+    )
+    yield rejected(
+        "bounds",
+        "9 addresses of a peer",
+        pack(changed(response, "peers.0.addresses", other["addresses"] * 9)),
+        "peers_response",
+    )
+    yield rejected(
+        "bounds",
+        "an address of 257 characters",
+        pack({**request, "addresses": ["/" * 257]}),
+        "peers_request",
+    )
+    yield rejected(
+        "bounds",
+        "an address with a line break",
+        pack({**request, "addresses": ["/ip4/192.0.2.7/tcp/9512\n"]}),
+        "peers_request",
+    )
+    yield rejected(
+        "bounds", "an empty peer id", pack(changed(response, "peers.0.peer", "")), "peers_response"
+    )
+    yield rejected(
+        "bounds", "a swarm id of 31 bytes", pack({**request, "swarm": SWARM[:31]}), "peers_request"
+    )
+    yield rejected(
+        "schema", "addresses as bin", pack({**request, "addresses": [b"\x04"]}), "peers_request"
+    )
+    yield rejected(
+        "schema",
+        "a peer with a name",
+        pack(changed(response, "peers.0.name", "me")),
+        "peers_response",
+    )
+    yield rejected(
+        "schema",
+        "4000 nested arrays",
+        pack(request)[:1] + pack("addresses") + b"\x91" * 4000,
+        "peers_request",
+    )
     yield rejected("malformed", "truncated", pack(response)[:-1], "peers_response")
-    yield rejected("oversize", "a request of 4097 bytes", bytes(limits.PEERS_REQUEST_BYTES + 1), "peers_request")
-    yield rejected("oversize", "a response of 65,537 bytes", bytes(limits.PEERS_RESPONSE_BYTES + 1), "peers_response")
+    yield rejected(
+        "oversize",
+        "a request of 4097 bytes",
+        bytes(limits.PEERS_REQUEST_BYTES + 1),
+        "peers_request",
+    )
+    yield rejected(
+        "oversize",
+        "a response of 65,537 bytes",
+        bytes(limits.PEERS_RESPONSE_BYTES + 1),
+        "peers_response",
+    )
 
 
 def admission() -> Iterator[Vector]:
@@ -364,17 +671,30 @@ def admission() -> Iterator[Vector]:
     honest = changed(changed(GROUP, "task.seed", seed), "task.index", index)
     frame = sealed(honest)
 
-    def case(verdict: str, name: str, message: Any, *after: bytes, own: str = OTHER_PEER, **rules: Any) -> Vector:
+    def case(
+        verdict: str, name: str, message: Any, *after: bytes, own: str = OTHER_PEER, **rules: Any
+    ) -> Vector:
         sent = message if isinstance(message, bytes) else sealed(message)
-        given = {"now": now, "own": own, "tasks": TASKS, "after": [parts(each) for each in after], **rules}
-        outcome = {"verdict": "accept"} if verdict == "accept" else dict(zip(("verdict", "reason"), verdict.split(), strict=True))
+        given = {
+            "now": now,
+            "own": own,
+            "tasks": TASKS,
+            "after": [parts(each) for each in after],
+            **rules,
+        }
+        outcome = (
+            {"verdict": "accept"}
+            if verdict == "accept"
+            else dict(zip(("verdict", "reason"), verdict.split(), strict=True))
+        )
         return {"name": name, "admit": given, **outcome, "frame": parts(sent)}
 
     def text(value: str, tokens: int = 3) -> dict[str, Any]:
         return changed(honest, "completions.0", {**COMPLETION, "text": value, "tokens": tokens})
 
     def packed(total: float) -> dict[str, Any]:
-        return changed(honest, "completions.0", {**COMPLETION, **PACKED, "logprob": total})  # PACKED sums to -1.75
+        # PACKED sums to -1.75
+        return changed(honest, "completions.0", {**COMPLETION, **PACKED, "logprob": total})
 
     later = sealed(changed(changed(honest, "sequence", 8), "task.index", 8))
     yield case("accept", "a group", honest)
@@ -382,28 +702,83 @@ def admission() -> Iterator[Vector]:
     yield case("accept", "an older sequence after a newer one", honest, later)
     yield case("ignore duplicate", "the same frame again", frame, frame)
     yield case("ignore own", "one's own", honest, own=PEER)
-    yield case("reject signature", "of another swarm", pack({**envelope(pack(honest)), "signature": bytes(64)}))
+    yield case(
+        "reject signature",
+        "of another swarm",
+        pack({**envelope(pack(honest)), "signature": bytes(64)}),
+    )
     yield case("reject bounds", "a single completion", changed(honest, "completions", [COMPLETION]))
     yield case("ignore sequence_reused", "another group with the same sequence", text("8"), frame)
-    yield case("ignore sequence_reused", "an announcement with the same sequence", {**ANNOUNCE, "sequence": 7}, frame)
-    yield case("accept", "a group after an announcement with its sequence", honest, sealed({**ANNOUNCE, "sequence": 7}))
-    yield case("accept", "an hour old", changed(honest, "created_at", GROUP["created_at"] - 3_600_000))
-    yield case("ignore stale", "an hour and a second old", changed(honest, "created_at", GROUP["created_at"] - 3_601_000))
-    yield case("accept", "two minutes ahead", changed(honest, "created_at", GROUP["created_at"] + 120_000))
-    yield case("ignore future", "two minutes and a second ahead", changed(honest, "created_at", GROUP["created_at"] + 121_000))
-    yield case("ignore future", "an announcement from the end of time", {**ANNOUNCE, "created_at": 2**63 - 1})
+    yield case(
+        "ignore sequence_reused",
+        "an announcement with the same sequence",
+        {**ANNOUNCE, "sequence": 7},
+        frame,
+    )
+    yield case(
+        "accept",
+        "a group after an announcement with its sequence",
+        honest,
+        sealed({**ANNOUNCE, "sequence": 7}),
+    )
+    yield case(
+        "accept", "an hour old", changed(honest, "created_at", GROUP["created_at"] - 3_600_000)
+    )
+    yield case(
+        "ignore stale",
+        "an hour and a second old",
+        changed(honest, "created_at", GROUP["created_at"] - 3_601_000),
+    )
+    yield case(
+        "accept", "two minutes ahead", changed(honest, "created_at", GROUP["created_at"] + 120_000)
+    )
+    yield case(
+        "ignore future",
+        "two minutes and a second ahead",
+        changed(honest, "created_at", GROUP["created_at"] + 121_000),
+    )
+    yield case(
+        "ignore future",
+        "an announcement from the end of time",
+        {**ANNOUNCE, "created_at": 2**63 - 1},
+    )
     yield case("reject seed", "another block", changed(honest, "task.seed", seed + 2**20))
     yield case("reject seed", "another index", changed(honest, "task.index", index + 1))
     yield case("reject seed", "another sequence", {**honest, "sequence": 8})
     yield case("reject seed", "the seed of another peer", changed(honest, "task.seed", other_seed))
     yield from chosen(case, honest)
-    yield case("reject seed", "an evaluation seed", changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)))
-    yield case("reject unknown_task", "a task that the swarm does not have", changed(honest, "task.id", "rg/gcd"))
-    yield case("reject unknown_version", "a task at another version", changed(honest, "task.version", "0123456789abcdee"))
-    rules = {"min_completions": 2, "max_completions": 4, "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "groups_per_second": 16.0}
+    yield case(
+        "reject seed",
+        "an evaluation seed",
+        changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)),
+    )
+    yield case(
+        "reject unknown_task",
+        "a task that the swarm does not have",
+        changed(honest, "task.id", "rg/gcd"),
+    )
+    yield case(
+        "reject unknown_version",
+        "a task at another version",
+        changed(honest, "task.version", "0123456789abcdee"),
+    )
+    rules = {
+        "min_completions": 2,
+        "max_completions": 4,
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "groups_per_second": 16.0,
+    }
     model = [GROUP["model"].hex(), GROUP["tokenizer"].hex()]
     yield case("accept", "within the manifest's rules", honest, rules=rules, models=[model])
-    yield case("accept", "any model where the manifest names none", changed(honest, "model", b"\x77" * 32), rules=rules, models=[])
+    yield case(
+        "accept",
+        "any model where the manifest names none",
+        changed(honest, "model", b"\x77" * 32),
+        rules=rules,
+        models=[],
+    )
     for name, path, value in (
         ("more completions than the manifest allows", "completions", [COMPLETION] * 5),
         ("another temperature than the manifest's", "sampling.temperature", 0.5),
@@ -412,7 +787,9 @@ def admission() -> Iterator[Vector]:
         ("a model that the manifest does not name", "model", b"\x77" * 32),
         ("a tokenizer that the manifest does not name", "tokenizer", b"\x77" * 32),
     ):
-        yield case("reject agreement", name, changed(honest, path, value), rules=rules, models=[model])
+        yield case(
+            "reject agreement", name, changed(honest, path, value), rules=rules, models=[model]
+        )
     yield case("accept", "256 bytes of text for a token", text("a" * 256, 1))
     yield case("reject tokens", "257 bytes of text for a token", text("a" * 257, 1))
     yield case("reject tokens", "258 bytes in 86 characters for a token", text("≤" * 86, 1))
@@ -440,8 +817,18 @@ def chosen(case: Callable[..., Vector], honest: Any) -> Iterator[Vector]:
         return {**GROUP, "task": task}
 
     yield case("accept", "a chosen difficulty", asked(3), chooses=True)
-    yield case("reject seed", "another difficulty than the seed is for", changed(asked(3), "task.difficulty", 0), chooses=True)
-    yield case("reject seed", "another task than the seed is for", changed(asked(3), "task.id", "builtin/copy"), chooses=True)
+    yield case(
+        "reject seed",
+        "another difficulty than the seed is for",
+        changed(asked(3), "task.difficulty", 0),
+        chooses=True,
+    )
+    yield case(
+        "reject seed",
+        "another task than the seed is for",
+        changed(asked(3), "task.id", "builtin/copy"),
+        chooses=True,
+    )
     yield case("reject seed", "the seed of a swarm without a choice", honest, chooses=True)
     yield case("reject seed", "a chosen difficulty where there is no choice", asked(3))
 
@@ -454,66 +841,170 @@ def derivations() -> Iterator[Vector]:
         public = key.public_key().public_bytes_raw()
         yield derived(f"peer id {number}", "peer_id", {"key": public.hex()}, peer_id(public))
     yield derived("content id of nothing", "content_id", {"envelope": ""}, content_id(b"").hex())
-    yield derived("content id of a group", "content_id", {"envelope": sealed(GROUP).hex()}, content_id(sealed(GROUP)).hex())
-    for name, tasks in (("vectors", TASKS), ("vectors", dict(reversed(TASKS.items()))), ("Schwärm", {"rg/gcd": "00"})):
+    yield derived(
+        "content id of a group",
+        "content_id",
+        {"envelope": sealed(GROUP).hex()},
+        content_id(sealed(GROUP)).hex(),
+    )
+    for name, tasks in (
+        ("vectors", TASKS),
+        ("vectors", dict(reversed(TASKS.items()))),
+        ("Schwärm", {"rg/gcd": "00"}),
+    ):
         given: dict[str, Any] = {"name": name, "tasks": tasks, "protocols": list(ids.PROTOCOLS)}
-        yield derived(f"swarm id of {name}, {' and '.join(tasks)}", "swarm_id", given, swarm_id(name, tasks).hex())
+        yield derived(
+            f"swarm id of {name}, {' and '.join(tasks)}",
+            "swarm_id",
+            given,
+            swarm_id(name, tasks).hex(),
+        )
     for sequence in (0, 7, 2**20 - 1, 2**20, 12_345_678_901, 2**63 - 1):
         seed, index = task_seed(SWARM, PEER, sequence)
         given = {"swarm": SWARM.hex(), "peer": PEER, "sequence": sequence}
-        yield derived(f"seed and index of sequence {sequence}", "task_seed", given, {"seed": seed, "index": index})
-    for task, difficulty, sequence in (("rg/chain_sum", 0, 7), ("rg/chain_sum", 1, 7), ("rg/gcd", 1, 7), ("builtin/copy", 255, 2**63 - 1)):
+        yield derived(
+            f"seed and index of sequence {sequence}",
+            "task_seed",
+            given,
+            {"seed": seed, "index": index},
+        )
+    for task, difficulty, sequence in (
+        ("rg/chain_sum", 0, 7),
+        ("rg/chain_sum", 1, 7),
+        ("rg/gcd", 1, 7),
+        ("builtin/copy", 255, 2**63 - 1),
+    ):
         seed, index = bucket_seed(SWARM, PEER, sequence, task, difficulty)
-        given = {"swarm": SWARM.hex(), "peer": PEER, "sequence": sequence, "task": task, "difficulty": difficulty}
+        given = {
+            "swarm": SWARM.hex(),
+            "peer": PEER,
+            "sequence": sequence,
+            "task": task,
+            "difficulty": difficulty,
+        }
         name = f"seed and index of sequence {sequence}, {task} at {difficulty}"
         yield derived(name, "bucket_seed", given, {"seed": seed, "index": index})
     for task, block in (("rg/chain_sum", 0), ("rg/chain_sum", 2**64 - 1), ("builtin/copy", 0)):
         given = {"task": task, "block": block}
-        yield derived(f"evaluation seed of {task}, block {block}", "evaluation_seed", given, evaluation_seed(task, block))
+        yield derived(
+            f"evaluation seed of {task}, block {block}",
+            "evaluation_seed",
+            given,
+            evaluation_seed(task, block),
+        )
     for index in range(6):
-        given = {"tasks": ["rg/gcd", "builtin/copy", "rg/chain_sum"], "seed": 5 << 20, "index": index}
-        yield derived(f"task of index {index}", "choose_task", given, choose_task(given["tasks"], 5 << 20, index))
+        given = {
+            "tasks": ["rg/gcd", "builtin/copy", "rg/chain_sum"],
+            "seed": 5 << 20,
+            "index": index,
+        }
+        yield derived(
+            f"task of index {index}",
+            "choose_task",
+            given,
+            choose_task(given["tasks"], 5 << 20, index),
+        )
 
 
 DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     "valid": ("What every node accepts.", (valid,)),
-    "envelopes": ("Frames whose envelope is no envelope, or not signed as it must be.", (hostile_envelopes, hostile_signatures)),
-    "payloads": ("Correctly signed frames with a payload that no honest node signs.", (hostile_payloads, out_of_bounds)),
+    "envelopes": (
+        "Frames whose envelope is no envelope, or not signed as it must be.",
+        (hostile_envelopes, hostile_signatures),
+    ),
+    "payloads": (
+        "Correctly signed frames with a payload that no honest node signs.",
+        (hostile_payloads, out_of_bounds),
+    ),
     "compression": (
-        "Correctly signed frames with a compressed payload that must not be opened, or not be believed.",
+        (
+            "Correctly signed frames with a compressed payload that must not be opened, or not be"
+            " believed."
+        ),
         (hostile_compression,),
     ),
     "fetch": ("Requests and responses of the fetch protocol.", (fetch,)),
-    "listings": ("What a node lists and is asked for, which of it a listing has, and what a listing says falsely.", (
-        listing_vectors.listings, listing_vectors.pulls, listing_vectors.derivations,
-    )),
+    "listings": (
+        (
+            "What a node lists and is asked for, which of it a listing has, and what a listing says"
+            " falsely."
+        ),
+        (
+            listing_vectors.listings,
+            listing_vectors.pulls,
+            listing_vectors.derivations,
+        ),
+    ),
     "peers": ("Requests and responses of the peers protocol.", (peers,)),
-    "manifests": ("Signed manifests, each with the swarm id that follows from it, and requests for them.", (manifest_vectors.manifests,)),
+    "manifests": (
+        "Signed manifests, each with the swarm id that follows from it, and requests for them.",
+        (manifest_vectors.manifests,),
+    ),
     "sessions": ("Sessions, signed for the swarm of this file.", (manifest_vectors.sessions,)),
-    "summaries": ("Summaries, signed for the swarm of this file, and requests for them.", (summary_vectors.summaries,)),
-    "bulk": ("Manifests of transfers, requests for chunks, and roots.", (bulk_vectors.messages, bulk_vectors.roots)),
-    "weights": ("What partners say, states and their manifests, and what follows from names and shapes.", (
-        weight_vectors.messages, weight_vectors.states, weight_vectors.derivations,
-    )),
-    "stages": ("Frames between the members of a crew with the `given` shapes; the fence; what a stage answers while a step is taken.", (
-        stage_vectors.frames, stage_vectors.hostile_headers, stage_vectors.hostile_bodies, stage_vectors.routes, stage_vectors.fingerprints,
-        stage_vectors.fences, stage_vectors.commits,
-    )),
-    "crews": ("What members' network processes say, records of crews, and who may open a stream.", (
-        crew_vectors.messages, crew_vectors.foundings, crew_vectors.streams, crew_vectors.derivations,
-    )),
-    "state": ("What members of a crew send each other of their stages' state, and how long it is.", (
-        state_vectors.messages, state_vectors.derivations,
-    )),
-    "admission": ("What a node makes of a frame from gossip, up to where it needs a scorer.", (admission,)),
-    "tasks": ("Questions of the builtin tasks, rewards of answers, and versions.", (task_vectors.tasks,)),
+    "summaries": (
+        "Summaries, signed for the swarm of this file, and requests for them.",
+        (summary_vectors.summaries,),
+    ),
+    "bulk": (
+        "Manifests of transfers, requests for chunks, and roots.",
+        (bulk_vectors.messages, bulk_vectors.roots),
+    ),
+    "weights": (
+        "What partners say, states and their manifests, and what follows from names and shapes.",
+        (
+            weight_vectors.messages,
+            weight_vectors.states,
+            weight_vectors.derivations,
+        ),
+    ),
+    "stages": (
+        (
+            "Frames between the members of a crew with the `given` shapes; the fence; what a stage"
+            " answers while a step is taken."
+        ),
+        (
+            stage_vectors.frames,
+            stage_vectors.hostile_headers,
+            stage_vectors.hostile_bodies,
+            stage_vectors.routes,
+            stage_vectors.fingerprints,
+            stage_vectors.fences,
+            stage_vectors.commits,
+        ),
+    ),
+    "crews": (
+        "What members' network processes say, records of crews, and who may open a stream.",
+        (
+            crew_vectors.messages,
+            crew_vectors.foundings,
+            crew_vectors.streams,
+            crew_vectors.derivations,
+        ),
+    ),
+    "state": (
+        "What members of a crew send each other of their stages' state, and how long it is.",
+        (
+            state_vectors.messages,
+            state_vectors.derivations,
+        ),
+    ),
+    "admission": (
+        "What a node makes of a frame from gossip, up to where it needs a scorer.",
+        (admission,),
+    ),
+    "tasks": (
+        "Questions of the builtin tasks, rewards of answers, and versions.",
+        (task_vectors.tasks,),
+    ),
     "derivations": ("Names and numbers that follow from others.", (derivations,)),
 }
 
 
 def documents() -> dict[str, str]:
     """File name to its content, as it stands in protocol/vectors."""
-    return {f"{name}.json": _document(about, sources) for name, (about, sources) in DOCUMENTS.items()}
+    return {
+        f"{name}.json": _document(about, sources) for name, (about, sources) in DOCUMENTS.items()
+    }
 
 
 def _document(about: str, sources: Sequence[Callable[[], Iterator[Vector]]]) -> str:

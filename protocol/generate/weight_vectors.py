@@ -7,7 +7,18 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from protocol.generate.frames import KEY, OTHER_PEER, OTHER_SWARM, PEER, SWARM, Vector, accepted, pack, rejected, without
+from protocol.generate.frames import (
+    KEY,
+    OTHER_PEER,
+    OTHER_SWARM,
+    PEER,
+    SWARM,
+    Vector,
+    accepted,
+    pack,
+    rejected,
+    without,
+)
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
@@ -18,24 +29,53 @@ from swarmnode.wire.envelope import sign
 FINGERPRINT, TRANSFER, ROOT = b"\x41" * 32, b"\x42" * 32, b"\x43" * 32
 NONCE, SESSION = b"\x44" * 16, b"\x45" * 16
 TENSORS = [
-    ["embed.weight", [100, 8], "float32"], ["layers.0.w", [8, 8], "float32"], ["layers.1.w", [8, 8], "float32"],
-    ["layers.2.w", [8, 8], "float32"], ["norm.weight", [8], "float32"],
-]  # fmt: skip
+    ["embed.weight", [100, 8], "float32"],
+    ["layers.0.w", [8, 8], "float32"],
+    ["layers.1.w", [8, 8], "float32"],
+    ["layers.2.w", [8, 8], "float32"],
+    ["norm.weight", [8], "float32"],
+]
 
 
 def messages() -> Iterator[Vector]:
     good: list[dict[str, Any]] = [
         {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12, "blocks": b"\xff" * 128},
-        {"type": "propose", "nonce": NONCE, "fingerprint": FINGERPRINT, "fragment": 3, "outer_step": 2**63 - 1, "blocks": b"\x3d"},
-        {"type": "accept", "nonce": NONCE, "session": SESSION, "fragment": 0, "outer_step": 0, "blocks": b"\x01"},
+        {
+            "type": "propose",
+            "nonce": NONCE,
+            "fingerprint": FINGERPRINT,
+            "fragment": 3,
+            "outer_step": 2**63 - 1,
+            "blocks": b"\x3d",
+        },
+        {
+            "type": "accept",
+            "nonce": NONCE,
+            "session": SESSION,
+            "fragment": 0,
+            "outer_step": 0,
+            "blocks": b"\x01",
+        },
         {"type": "busy", "nonce": NONCE, "reason": "busy", "retry_seconds": 3600},
         {"type": "busy", "nonce": NONCE, "reason": "other_policy", "retry_seconds": 0},
         {"type": "release", "session": SESSION},
-        {"type": "ready", "session": SESSION, "transfer": TRANSFER, "root": ROOT, "size": 62_817, "outer_step": 5},
+        {
+            "type": "ready",
+            "session": SESSION,
+            "transfer": TRANSFER,
+            "root": ROOT,
+            "size": 62_817,
+            "outer_step": 5,
+        },
         {"type": "latest", "fingerprint": FINGERPRINT, "fragment": 1023, "blocks": b"\x04"},
     ]
     for message in good:
-        yield accepted(f"{message['type']} {message.get('reason', '')}".strip(), "weights", pack(message), message)
+        yield accepted(
+            f"{message['type']} {message.get('reason', '')}".strip(),
+            "weights",
+            pack(message),
+            message,
+        )
     here, propose, accept, busy, _, release, ready, latest = good
 
     def refused(verdict: str, name: str, message: dict[str, Any], /, **fields: Any) -> Vector:
@@ -64,7 +104,9 @@ def messages() -> Iterator[Vector]:
     yield refused("schema", "a nonce as text", propose, nonce="n" * 16)
     yield refused("schema", "a weight", accept, weight=1.0)
     yield rejected("schema", "without a fragment", pack(without(propose, "fragment")), "weights")
-    yield rejected("schema", "type last", pack({**without(release, "type"), "type": "release"}), "weights")
+    yield rejected(
+        "schema", "type last", pack({**without(release, "type"), "type": "release"}), "weights"
+    )
     yield rejected("malformed", "cut short", pack(ready)[:-1], "weights")
     yield rejected("malformed", "a byte behind it", pack(release) + b"\0", "weights")
     yield rejected("malformed", "nothing", b"", "weights")
@@ -75,15 +117,32 @@ def states() -> Iterator[Vector]:
     request = {"type": "state_request", "fingerprint": FINGERPRINT}
     tensors = [{"name": name, "phi": b"\x51" * 32} for name, _, _ in TENSORS]
     manifest: dict[str, Any] = {
-        "type": "state", "fingerprint": FINGERPRINT, "outer_step": 31, "created_at": 1_790_000_000_000, "tensors": tensors,
-    }  # fmt: skip
+        "type": "state",
+        "fingerprint": FINGERPRINT,
+        "outer_step": 31,
+        "created_at": 1_790_000_000_000,
+        "tensors": tensors,
+    }
     signed = _signed(manifest)
-    response = {"type": "state_response", "manifest": signed, "transfer": TRANSFER, "root": ROOT, "size": 1_000_000}
+    response = {
+        "type": "state_response",
+        "manifest": signed,
+        "transfer": TRANSFER,
+        "root": ROOT,
+        "size": 1_000_000,
+    }
     for message in (request, response):
         yield accepted(str(message["type"]), "weights_state", pack(message), message)
-    yield rejected("bounds", "a request with a short fingerprint", pack({**request, "fingerprint": b""}), "weights_state")
+    yield rejected(
+        "bounds",
+        "a request with a short fingerprint",
+        pack({**request, "fingerprint": b""}),
+        "weights_state",
+    )
     yield rejected("bounds", "a state of no bytes", pack({**response, "size": 0}), "weights_state")
-    yield rejected("schema", "a request for tensors", pack({**request, "tensors": []}), "weights_state")
+    yield rejected(
+        "schema", "a request for tensors", pack({**request, "tensors": []}), "weights_state"
+    )
     yield rejected("malformed", "a response cut short", pack(response)[:-1], "weights_state")
     yield rejected("oversize", "a byte more than 4 MiB", bytes(4 * 2**20 + 1), "weights_state")
 
@@ -93,49 +152,117 @@ def states() -> Iterator[Vector]:
     def refused(reason: str, name: str, **fields: Any) -> Vector:
         return rejected(reason, name, _signed({**manifest, **fields}), "state_manifest")
 
-    yield refused("bounds", "a hash of 31 bytes", tensors=[{**tensors[0], "phi": bytes(31)}, *tensors[1:]])
+    yield refused(
+        "bounds", "a hash of 31 bytes", tensors=[{**tensors[0], "phi": bytes(31)}, *tensors[1:]]
+    )
     yield refused("bounds", "tensors in another order", tensors=tensors[::-1])
     yield refused("bounds", "a tensor twice", tensors=[tensors[0], tensors[0], *tensors[1:]])
     yield refused("bounds", "a state with a fingerprint of 31 bytes", fingerprint=bytes(31))
     yield refused("bounds", "a state after -1 outer steps", outer_step=-1)
     yield refused("schema", "another type", type="manifest")
     yield refused("schema", "a loss", loss=0.5)
-    yield rejected("signature", "for another swarm", _signed(manifest, swarm=OTHER_SWARM), "state_manifest")
-    yield rejected("signature", "as a rollout", _signed(manifest, domain=ids.DOMAIN_ROLLOUT), "state_manifest")
+    yield rejected(
+        "signature", "for another swarm", _signed(manifest, swarm=OTHER_SWARM), "state_manifest"
+    )
+    yield rejected(
+        "signature", "as a rollout", _signed(manifest, domain=ids.DOMAIN_ROLLOUT), "state_manifest"
+    )
 
 
 def derivations() -> Iterator[Vector]:
     layout = make_layout((name, shape, dtype) for name, shape, dtype in TENSORS)
-    for name, bucket, swarm in (("a pair", 29_833_333, SWARM), ("in the next minute", 29_833_334, SWARM), ("elsewhere", 0, OTHER_SWARM)):
-        given: dict[str, Any] = {"epoch": bucket, "one": PEER, "other": OTHER_PEER, "swarm": swarm.hex()}
-        yield {"name": name, "derive": "edge_rank", "input": given, "output": edge_rank(bucket, PEER, OTHER_PEER, swarm).hex()}
-    adapters = (None, LoraShape(8, 16, ("k_proj", "q_proj"), 0), LoraShape(8, 16, ("all-linear",), None))
+    for name, bucket, swarm in (
+        ("a pair", 29_833_333, SWARM),
+        ("in the next minute", 29_833_334, SWARM),
+        ("elsewhere", 0, OTHER_SWARM),
+    ):
+        given: dict[str, Any] = {
+            "epoch": bucket,
+            "one": PEER,
+            "other": OTHER_PEER,
+            "swarm": swarm.hex(),
+        }
+        yield {
+            "name": name,
+            "derive": "edge_rank",
+            "input": given,
+            "output": edge_rank(bucket, PEER, OTHER_PEER, swarm).hex(),
+        }
+    adapters = (
+        None,
+        LoraShape(8, 16, ("k_proj", "q_proj"), 0),
+        LoraShape(8, 16, ("all-linear",), None),
+    )
     for number, adapter in enumerate(adapters):
-        plain = None if adapter is None else [adapter.r, adapter.alpha, list(adapter.target_modules), adapter.a_seed]
+        plain = (
+            None
+            if adapter is None
+            else [adapter.r, adapter.alpha, list(adapter.target_modules), adapter.a_seed]
+        )
         given = {
-            "swarm": SWARM.hex(), "base": ROOT.hex(), "tokenizer": TRANSFER.hex(), "layout": TENSORS, "codec": "int8", "fragments": 3,
+            "swarm": SWARM.hex(),
+            "base": ROOT.hex(),
+            "tokenizer": TRANSFER.hex(),
+            "layout": TENSORS,
+            "codec": "int8",
+            "fragments": 3,
             "adapter": plain,
-        }  # fmt: skip
-        output = [of(SWARM, ROOT, TRANSFER, layout, "int8", 3, adapter).hex() for of in (fingerprint, state_fingerprint)]
-        yield {"name": f"fingerprint {number}", "derive": "weights_fingerprint", "input": given, "output": output}
+        }
+        output = [
+            of(SWARM, ROOT, TRANSFER, layout, "int8", 3, adapter).hex()
+            for of in (fingerprint, state_fingerprint)
+        ]
+        yield {
+            "name": f"fingerprint {number}",
+            "derive": "weights_fingerprint",
+            "input": given,
+            "output": output,
+        }
     for count, tensors in ((1, TENSORS), (2, TENSORS), (3, TENSORS), (3, TENSORS[2:3])):
         held = make_layout((name, shape, dtype) for name, shape, dtype in tensors)
         parts = [[spec.name for spec in part] for part in cut(held, count)]
-        given, blocks = {"layout": tensors, "fragments": count}, blocks_of(spec.name for spec in held)
-        yield {"name": f"{count} fragments of {len(held)}", "derive": "weights_fragments", "input": given, "output": [parts, blocks.hex()]}
+        given, blocks = (
+            {"layout": tensors, "fragments": count},
+            blocks_of(spec.name for spec in held),
+        )
+        yield {
+            "name": f"{count} fragments of {len(held)}",
+            "derive": "weights_fragments",
+            "input": given,
+            "output": [parts, blocks.hex()],
+        }
     scale = lambda value: struct.pack(">f", value)[1::-1]  # the upper half, little-endian
     q = lambda *values: bytes(values)
     for name, count, body, output in (
         ("four bits", 5, scale(0.5) + q(0x9F, 0x18, 0x80 | 7), [3.5, 0.5, 0.0, -3.5, -0.5]),
-        ("four bits, two blocks", 65, scale(1.0) + scale(0.0) + q(0xF1, *[0x88] * 31, 0x8F), [-7.0, 7.0, *[0.0] * 63]),
+        (
+            "four bits, two blocks",
+            65,
+            scale(1.0) + scale(0.0) + q(0xF1, *[0x88] * 31, 0x8F),
+            [-7.0, 7.0, *[0.0] * 63],
+        ),
         ("four bits, a value of −8", 2, scale(0.5) + q(0x80), "bounds"),
         ("four bits, one value too many", 1, scale(0.5) + q(0x98), "bounds"),
         ("four bits, a negative scale", 2, scale(-0.5) + q(0x88), "bounds"),
         ("four bits, a scale that is not finite", 2, scale(math.inf) + q(0x88), "not_finite"),
     ):
-        yield {"name": name, "derive": "weights_int4", "input": {"elements": count, "body": body.hex()}, "output": output}
+        yield {
+            "name": name,
+            "derive": "weights_int4",
+            "input": {"elements": count, "body": body.hex()},
+            "output": output,
+        }
 
 
-def _signed(manifest: dict[str, Any], *, domain: bytes = ids.DOMAIN_STATE, swarm: bytes = SWARM) -> bytes:
+def _signed(
+    manifest: dict[str, Any], *, domain: bytes = ids.DOMAIN_STATE, swarm: bytes = SWARM
+) -> bytes:
     signed = sign(pack(manifest), KEY, domain, swarm)
-    return pack({"key": signed.key, "payload": signed.payload, "signature": signed.signature, "codec": signed.codec})
+    return pack(
+        {
+            "key": signed.key,
+            "payload": signed.payload,
+            "signature": signed.signature,
+            "codec": signed.codec,
+        }
+    )

@@ -1,4 +1,5 @@
-"""The trained tensors of this node's policy: cut into fragments, copied, and turned into what travels and back."""
+"""The trained tensors of this node's policy: cut into fragments, copied, and turned into what
+travels and back."""
 
 from __future__ import annotations
 
@@ -16,19 +17,28 @@ from swarmnode.weights.layout import RELATIVE, Codec, Layout, make_layout
 class AveragedTensors:
     """Make it before a saved state is restored: the base weights are what the codec is relative to.
 
-    parameters: by their names in the whole model, those that are averaged. lock: held by whoever moves the weights; hold it to copy or to
-    set them. layers: of the whole model, where not all are here.
+    parameters: by their names in the whole model, those that are averaged. lock: held by whoever
+    moves the weights; hold it to copy or to set them. layers: of the whole model, where not all are
+    here.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], codec: Codec, wanted_fragments: int, lock: threading.Lock,
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        codec: Codec,
+        wanted_fragments: int,
+        lock: threading.Lock,
         layers: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.parameters = dict(parameters)
         self.lock = lock
         self.codec: Codec = codec
-        self.layout = make_layout((n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self.parameters.items())
-        self.parts = fragments.cut(self.layout, fragments.count(self.layout, wanted_fragments, layers))
+        self.layout = make_layout(
+            (n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self.parameters.items()
+        )
+        self.parts = fragments.cut(
+            self.layout, fragments.count(self.layout, wanted_fragments, layers)
+        )
         self._anchor = codecs.make_anchor(host_copy(self.parameters)) if codec in RELATIVE else None
 
     def names(self, fragment: int) -> list[str]:
@@ -55,7 +65,8 @@ class AveragedTensors:
         return codecs.encode(tensors, layout, self.codec, fragment=fragment, anchor=anchor)
 
     def decode(self, fragment: int, data: bytes | memoryview, names: Collection[str]) -> Tensors:
-        """A partner's weights `names` of the fragment. Raises BadMessage; whether the values make sense is the gate's question."""
+        """A partner's weights `names` of the fragment. Raises BadMessage; whether the values make
+        sense is the gate's question."""
         layout, anchor = self._format(fragment, names)
         return codecs.decode(data, layout, self.codec, fragment=fragment, anchor=anchor)
 

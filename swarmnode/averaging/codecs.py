@@ -1,9 +1,11 @@
-"""Tensors to payloads and back: float32, bfloat16 (a newcomer's state), and int8 or int4 of the difference to an anchor.
+"""Tensors to payloads and back: float32, bfloat16 (a newcomer's state), and int8 or int4 of the
+difference to an anchor.
 
-bfloat16 of a raw weight errs by 2⁻⁹ of the weight, about as much as late replicas differ; int8 of a raw weight would err by far more.
-int8 of the difference to something both sides have errs by 1/254 of the largest difference in a block of 256, and costs nothing
-measurable. So there is no int8 without an anchor: the base checkpoint, or a state whose hash the swarm agreed on. int4 errs by 1/14 of the
-largest of a block of 64, and takes half the bytes.
+bfloat16 of a raw weight errs by 2⁻⁹ of the weight, about as much as late replicas differ; int8 of a
+raw weight would err by far more. int8 of the difference to something both sides have errs by 1/254
+of the largest difference in a block of 256, and costs nothing measurable. So there is no int8
+without an anchor: the base checkpoint, or a state whose hash the swarm agreed on. int4 errs by 1/14
+of the largest of a block of 64, and takes half the bytes.
 """
 
 from __future__ import annotations
@@ -32,12 +34,16 @@ class Anchor:
 
     def of(self, names: Iterable[str]) -> Anchor:
         """The anchor of some of its tensors."""
-        return Anchor(_joined({name: self.digests[name] for name in names}), self.tensors, self.digests)
+        return Anchor(
+            _joined({name: self.digests[name] for name in names}), self.tensors, self.digests
+        )
 
 
 def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
     """float32 host tensors → an anchor; its hash is SHA-256 over name and hash of each, by name."""
-    digests = {name: hashlib.sha256(to_bytes(tensor, "<f4")).digest() for name, tensor in tensors.items()}
+    digests = {
+        name: hashlib.sha256(to_bytes(tensor, "<f4")).digest() for name, tensor in tensors.items()
+    }
     return Anchor(_joined(digests), dict(tensors), digests)
 
 
@@ -48,8 +54,16 @@ def _joined(digests: Mapping[str, bytes]) -> bytes:
     return joined.digest()
 
 
-def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> bytes:
-    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for a relative codec without an anchor."""
+def encode(
+    tensors: Mapping[str, torch.Tensor],
+    layout: Layout,
+    codec: Codec,
+    *,
+    fragment: int = 0,
+    anchor: Anchor | None = None,
+) -> bytes:
+    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for a
+    relative codec without an anchor."""
     _check_anchor(codec, anchor)
     bodies = [_body(tensors, spec, codec, anchor) for spec in layout]
     heads = [_head(spec, body) for spec, body in zip(layout, bodies, strict=True)]
@@ -57,8 +71,8 @@ def encode(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec, *,
 
 
 def encoded(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec) -> Iterator[bytes]:
-    """What `encode` gives without an anchor, a tensor at a time. Each is encoded twice, since the header has the checksums of all; none may
-    change until the last piece is taken."""
+    """What `encode` gives without an anchor, a tensor at a time. Each is encoded twice, since the
+    header has the checksums of all; none may change until the last piece is taken."""
     _check_anchor(codec, None)
     heads = [_head(spec, _body(tensors, spec, codec, None)) for spec in layout]
     yield build(Header(codec, 0, 0, b"", heads), [])
@@ -70,7 +84,9 @@ def _head(spec: TensorSpec, body: bytes) -> TensorHeader:
     return TensorHeader(spec.name, spec.shape, spec.dtype, len(body), checksum(body))
 
 
-def _body(tensors: Mapping[str, torch.Tensor], spec: TensorSpec, codec: Codec, anchor: Anchor | None) -> bytes:
+def _body(
+    tensors: Mapping[str, torch.Tensor], spec: TensorSpec, codec: Codec, anchor: Anchor | None
+) -> bytes:
     tensor = tensors[spec.name]
     if codec == "float32":
         return to_bytes(tensor, "<f4")
@@ -81,10 +97,19 @@ def _body(tensors: Mapping[str, torch.Tensor], spec: TensorSpec, codec: Codec, a
     return int8_to_bytes(difference, BLOCK) if codec == "int8" else int4_to_bytes(difference)
 
 
-def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: Anchor | None = None) -> Tensors:
-    """float32 host tensors of `layout` from a peer's payload. Whether their values make sense is the gate's question.
+def decode(
+    data: bytes | memoryview,
+    layout: Layout,
+    codec: Codec,
+    *,
+    fragment: int = 0,
+    anchor: Anchor | None = None,
+) -> Tensors:
+    """float32 host tensors of `layout` from a peer's payload. Whether their values make sense is
+    the gate's question.
 
-    Raises BadMessage as `payload.parse` does, or not_finite for a quantiser that is not; ValueError as `encode` does.
+    Raises BadMessage as `payload.parse` does, or not_finite for a quantiser that is not; ValueError
+    as `encode` does.
     """
     _check_anchor(codec, anchor)
     bodies = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
@@ -95,7 +120,11 @@ def decode(data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: 
         elif codec == "bfloat16":
             flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
         else:
-            difference = int8_from_bytes(body, spec.elements, BLOCK) if codec == "int8" else int4_from_bytes(body, spec.elements)
+            difference = (
+                int8_from_bytes(body, spec.elements, BLOCK)
+                if codec == "int8"
+                else int4_from_bytes(body, spec.elements)
+            )
             flat = difference + base[spec.name].reshape(-1)
         tensors[spec.name] = flat.reshape(spec.shape)
     return tensors
@@ -122,7 +151,8 @@ def to_bytes(tensor: torch.Tensor, dtype: str) -> bytes:
 
 
 def int8_blocks(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(elements,) float32 → one float32 scale per `block` elements, and int8 (elements,): value = scale · q, q in −127 … 127.
+    """(elements,) float32 → one float32 scale per `block` elements, and int8 (elements,): value =
+    scale · q, q in −127 … 127.
 
     A value errs by at most 1/254 of the largest magnitude in its block.
     """
@@ -131,7 +161,12 @@ def int8_blocks(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Ten
     padded[: flat.numel()] = flat
     padded = padded.view(blocks, block)
     scales = padded.abs().amax(1) / 127  # (blocks,)
-    q = torch.where(scales[:, None] > 0, padded / scales[:, None], 0.0).round().clamp(-127, 127).to(torch.int8)
+    q = (
+        torch.where(scales[:, None] > 0, padded / scales[:, None], 0.0)
+        .round()
+        .clamp(-127, 127)
+        .to(torch.int8)
+    )
     return scales, q.view(-1)[: flat.numel()]
 
 
@@ -142,7 +177,8 @@ def int8_to_bytes(flat: torch.Tensor, block: int) -> bytes:
 
 
 def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torch.Tensor:
-    """(elements,) float32 from `int8_to_bytes`; the length of `body` was checked by the caller. Raises BadMessage."""
+    """(elements,) float32 from `int8_to_bytes`; the length of `body` was checked by the caller.
+    Raises BadMessage."""
     blocks = -(-elements // block)
     scales = torch.from_numpy(np.frombuffer(body[: 4 * blocks], "<f4").copy())
     if not bool(torch.isfinite(scales).all()):
@@ -158,10 +194,11 @@ def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torc
 
 
 def int4_to_bytes(flat: torch.Tensor) -> bytes:
-    """(elements,) float32 → a bfloat16 scale per SMALL_BLOCK elements, then two values a byte, the first in the lower half: 8 + q, q in
-    −7 … 7, 8 where there is none.
+    """(elements,) float32 → a bfloat16 scale per SMALL_BLOCK elements, then two values a byte, the
+    first in the lower half: 8 + q, q in −7 … 7, 8 where there is none.
 
-    A value errs by at most 1/14 of the largest magnitude in its block, and 2⁻⁹ of itself: the scale is rounded before it is used.
+    A value errs by at most 1/14 of the largest magnitude in its block, and 2⁻⁹ of itself: the scale
+    is rounded before it is used.
     """
     blocks = -(-flat.numel() // SMALL_BLOCK)
     padded = torch.zeros(blocks * SMALL_BLOCK)
@@ -169,13 +206,21 @@ def int4_to_bytes(flat: torch.Tensor) -> bytes:
     padded = padded.view(blocks, SMALL_BLOCK)
     bits = bfloat16_bits(padded.abs().amax(1) / 7)
     scales = bfloat16_values(bits)[:, None]
-    q = torch.where(scales > 0, padded / scales, 0.0).round().clamp(-7, 7).add(8).to(torch.uint8).view(-1)
+    q = (
+        torch.where(scales > 0, padded / scales, 0.0)
+        .round()
+        .clamp(-7, 7)
+        .add(8)
+        .to(torch.uint8)
+        .view(-1)
+    )
     pairs = q[: 2 * -(-flat.numel() // 2)].view(-1, 2)
     return to_bytes(bits, "<i2") + to_bytes(pairs[:, 0] | pairs[:, 1] << 4, "u1")
 
 
 def int4_from_bytes(body: bytes | memoryview, elements: int) -> torch.Tensor:
-    """(elements,) float32 from `int4_to_bytes`; the length of `body` was checked by the caller. Raises BadMessage."""
+    """(elements,) float32 from `int4_to_bytes`; the length of `body` was checked by the caller.
+    Raises BadMessage."""
     blocks = -(-elements // SMALL_BLOCK)
     scales = bfloat16_values(torch.from_numpy(np.frombuffer(body[: 2 * blocks], "<i2").copy()))
     if not bool(torch.isfinite(scales).all()):

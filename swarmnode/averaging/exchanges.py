@@ -1,4 +1,5 @@
-"""Exchanges under way in the trainer: one immutable record each, from the copy to the commit, in a table that three threads may use."""
+"""Exchanges under way in the trainer: one immutable record each, from the copy to the commit, in a
+table that three threads may use."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from typing import Final
 from swarmnode.averaging.outer import Prepared, SlowWeights, Tensors
 
 KEPT: Final = 4
-"""Exchanges whose copies are kept; the network process has one at a time, the rest are ones that it gave up while we were busy."""
+"""Exchanges whose copies are kept; the network process has one at a time, the rest are ones that it
+gave up while we were busy."""
 DROPPED: Final = 1024
-"""Sessions that are remembered as given up: more than can be begun while the worker writes a state."""
+"""Sessions that are remembered as given up: more than can be begun while the worker writes a
+state."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Exchange:
 
 
 class ExchangeTable:
-    """Exchanges by session. One that is not in it must not be applied any more. Every method may be called from any thread."""
+    """Exchanges by session. One that is not in it must not be applied any more. Every method may be
+    called from any thread."""
 
     def __init__(self) -> None:
         self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
@@ -48,7 +52,8 @@ class ExchangeTable:
         self._lock = threading.Lock()
 
     def put(self, exchange: Exchange) -> None:
-        """Take in a new exchange, unless it was dropped before; the oldest beyond KEPT are forgotten."""
+        """Take in a new exchange, unless it was dropped before; the oldest beyond KEPT are
+        forgotten."""
         with self._lock:
             if exchange.session in self._dropped:
                 return
@@ -61,7 +66,8 @@ class ExchangeTable:
             return self._exchanges.get(session)
 
     def update(self, exchange: Exchange) -> bool:
-        """Replace the record of an exchange that has gone on. False where it was dropped meanwhile."""
+        """Replace the record of an exchange that has gone on. False where it was dropped
+        meanwhile."""
         with self._lock:
             if exchange.session not in self._exchanges:
                 return False
@@ -83,9 +89,12 @@ class ExchangeTable:
             return session in self._dropped
 
     def drop_fragment(self, fragment: int) -> None:
-        """Forget all copies of `fragment`: they are of weights that are gone, and nothing may be corrected against them."""
+        """Forget all copies of `fragment`: they are of weights that are gone, and nothing may be
+        corrected against them."""
         with self._lock:
-            for session in [s for s, exchange in self._exchanges.items() if exchange.fragment == fragment]:
+            for session in [
+                s for s, exchange in self._exchanges.items() if exchange.fragment == fragment
+            ]:
                 del self._exchanges[session]
 
     def clear(self) -> None:

@@ -1,15 +1,21 @@
-"""What a peer's tensors go through before one of our weights moves, in this order; the first failure ends it.
+"""What a peer's tensors go through before one of our weights moves, in this order; the first
+failure ends it.
 
-    like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
-    clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ² = Σ (2 × running median of accepted ‖d‖ of a block)²
-    probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by more than ε
+    like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖
+    ≤ 10 τ
+    clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ² = Σ (2 × running
+    median of accepted ‖d‖ of a block)²
+    probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by
+    more than ε
 
-`examine` is everything but the probe and needs no model, so another thread can do it while the model trains; `conclude` is the rest.
-Sizes were checked before anything was allocated (`weights.payload`). What an outcome costs its sender is in `weights.outcomes`, and for how
-long it is left alone in `weights.pairing`; the gate judges each exchange by itself.
+`examine` is everything but the probe and needs no model, so another thread can do it while the
+model trains; `conclude` is the rest. Sizes were checked before anything was allocated
+(`weights.payload`). What an outcome costs its sender is in `weights.outcomes`, and for how long it
+is left alone in `weights.pairing`; the gate judges each exchange by itself.
 
-After the commit `revert_monitor` decides whether to take it back. What is left to a hostile partner is a nudge of at most w τ per exchange,
-in a direction that does not hurt on the probe (ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
+After the commit `revert_monitor` decides whether to take it back. What is left to a hostile partner
+is a nudge of at most w τ per exchange, in a direction that does not hurt on the probe
+(ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
 """
 
 from __future__ import annotations
@@ -30,8 +36,8 @@ from swarmnode.weights.outcomes import OUTCOMES, TAKEN
 
 CLIP: Final = 2.0
 EPSILON: Final = 0.1
-"""Least ε: nats per token that averaged weights may be worse on the probe. At 0.05 honest partners were refused, which cost more than the
-hostile ones that it kept out (benchmarks/RESULTS.md)."""
+"""Least ε: nats per token that averaged weights may be worse on the probe. At 0.05 honest partners
+were refused, which cost more than the hostile ones that it kept out (benchmarks/RESULTS.md)."""
 FAR: Final = 10.0
 """Distance in units of τ that no honest replica has."""
 NORM_RATIO: Final = 2.0
@@ -42,13 +48,14 @@ WINDOW: Final = 32
 WINDOW_PER_PEER: Final = 4
 """Most of these from one peer: an eager peer must not set the threshold that it is held to."""
 FIRST: Final = 4
-"""Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is called far away: we may have trained for
-one step and the partner for fifty."""
+"""Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is
+called far away: we may have trained for one step and the partner for fifty."""
 EPSILON_RANGE: Final = 4.0
-"""ε grows with what honest exchanges do to the probe (a policy that learns fast moves it up and down), but no further than this times the
-least ε."""
+"""ε grows with what honest exchanges do to the probe (a policy that learns fast moves it up and
+down), but no further than this times the least ε."""
 LEAST_TAU: Final = 1e-4
-"""Least τ in units of ‖θ_i‖. Replicas that have become equal would otherwise call the first one that learns an attacker."""
+"""Least τ in units of ‖θ_i‖. Replicas that have become equal would otherwise call the first one
+that learns an attacker."""
 CHUNK: Final = 2**22
 
 
@@ -61,7 +68,8 @@ class Losses:
     after: float
     """Loss with the average in their place."""
     drift: float = 0.0
-    """KL of our policy to the averaged one, nats per token; 0 where the sequences are ones that earned a reward."""
+    """KL of our policy to the averaged one, nats per token; 0 where the sequences are ones that
+    earned a reward."""
 
     @property
     def change(self) -> float:
@@ -118,7 +126,8 @@ class GateStatistics:
 class AveragingGate:
     """Judges peers' tensors against ours. Every method may be called from any thread.
 
-    grows: an honest node's may have twice the norm of another's, as those of an adapter do, which starts at 0.
+    grows: an honest node's may have twice the norm of another's, as those of an adapter do, which
+    starts at 0.
     """
 
     def __init__(self, grows: bool = False) -> None:
@@ -131,13 +140,21 @@ class AveragingGate:
         self._relative: float | None = None
 
     def examine(
-        self, peer: str, mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], *,
-        weight: float = 0.5, moved: float = 0.0, probation: bool = False,
-    ) -> Examination:  # fmt: skip
-        """Look at `theirs` from `peer`; both are float32 on the host and neither is changed. Counts nothing.
+        self,
+        peer: str,
+        mine: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+        *,
+        weight: float = 0.5,
+        moved: float = 0.0,
+        probation: bool = False,
+    ) -> Examination:
+        """Look at `theirs` from `peer`; both are float32 on the host and neither is changed. Counts
+        nothing.
 
-        weight: `rule.mixing_weight`, clamped to [0, ½]. moved: ‖θ_i − φ_i‖, how far we came by ourselves: stands in for the median until
-        enough was accepted. probation: look at the mean with ½, and have `conclude` give θ_i itself (for newcomers).
+        weight: `rule.mixing_weight`, clamped to [0, ½]. moved: ‖θ_i − φ_i‖, how far we came by
+        ourselves: stands in for the median until enough was accepted. probation: look at the mean
+        with ½, and have `conclude` give θ_i itself (for newcomers).
         """
 
         def refuse(outcome: str, relative: float | None = None) -> Examination:
@@ -156,7 +173,8 @@ class AveragingGate:
         distances = _by_block(theirs, mine)
         other, distance = norm(theirs), math.hypot(*distances.values())
         relative = distance / own if own > 0 else None
-        # young LoRA factors are all but zero, and their ratio says nothing; then the distance decides
+        # young LoRA factors are all but zero, and their ratio says nothing; then the distance
+        # decides
         if own > tau and not own / NORM_RATIO <= other <= own * NORM_RATIO:
             return refuse(self._unequal, relative)
         if known and distance > FAR * tau:
@@ -164,8 +182,11 @@ class AveragingGate:
         scale = 1.0 if distance <= tau else tau / distance  # 0 where neither of us has a weight yet
         step = scale * (0.5 if probation else min(max(weight, 0.0), 0.5))
         mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
-        # clipped, so that no accepted exchange can raise the threshold by more than the others would; whole while there is no threshold
-        limit = lambda block: max(CLIP * (medians[block] or 0.0), LEAST_TAU * own) if known else math.inf
+        # clipped, so that no accepted exchange can raise the threshold by more than the others
+        # would; whole while there is no threshold
+        limit = lambda block: (
+            max(CLIP * (medians[block] or 0.0), LEAST_TAU * own) if known else math.inf
+        )
         remembered = {block: min(distance, limit(block)) for block, distance in distances.items()}
         return Examination(peer, "", mine, mean, relative, scale, remembered, probation)
 
@@ -182,23 +203,33 @@ class AveragingGate:
                     return self._ended("probe")
                 _remember(self._changes, found.peer, abs(change))
             for block, distance in found.remembered.items():
-                _remember(self._distances.setdefault(block, deque(maxlen=WINDOW)), found.peer, distance)
+                _remember(
+                    self._distances.setdefault(block, deque(maxlen=WINDOW)), found.peer, distance
+                )
             self._scales += found.scale
             if found.probation:
                 return self._ended("probation", dict(found.mine))
             return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
     def refused(self, outcome: str) -> None:
-        """Count what others than the gate found: payload, lagging, lora_residual, reverted. Raises KeyError for no outcome."""
+        """Count what others than the gate found: payload, lagging, lora_residual, reverted. Raises
+        KeyError for no outcome."""
         OUTCOMES[outcome]
         with self._lock:
             self._ended(outcome)
 
     def medians(self, names: Iterable[str]) -> dict[int, float | None]:
-        """Distance of what was accepted of these tensors, by block; None where that was too little."""
+        """Distance of what was accepted of these tensors, by block; None where that was too
+        little."""
         with self._lock:
-            windows = {block: [d for _, d in self._distances.get(block, ())] for block in map(block_of, names)}
-        return {block: statistics.median(window) if len(window) >= FIRST else None for block, window in windows.items()}
+            windows = {
+                block: [d for _, d in self._distances.get(block, ())]
+                for block in map(block_of, names)
+            }
+        return {
+            block: statistics.median(window) if len(window) >= FIRST else None
+            for block, window in windows.items()
+        }
 
     def statistics(self) -> GateStatistics:
         with self._lock:
@@ -207,13 +238,20 @@ class AveragingGate:
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,
                 relative_distance=self._relative,
-                tau={block: CLIP * statistics.median(d for _, d in window) for block, window in self._distances.items()},
+                tau={
+                    block: CLIP * statistics.median(d for _, d in window)
+                    for block, window in self._distances.items()
+                },
                 epsilon=self._tolerance(),
             )
 
     def _tolerance(self) -> float:
         """ε, nats."""
-        usual = 2 * statistics.median(c for _, c in self._changes) if len(self._changes) >= FIRST else 0.0
+        usual = (
+            2 * statistics.median(c for _, c in self._changes)
+            if len(self._changes) >= FIRST
+            else 0.0
+        )
         return min(max(EPSILON, usual), EPSILON_RANGE * EPSILON)
 
     def _ended(self, outcome: str, mean: Tensors | None = None) -> GateDecision:
@@ -222,13 +260,19 @@ class AveragingGate:
 
 
 def threshold(medians: Mapping[int, float | None], own: float, moved: float) -> float:
-    """τ, the length up to which a difference of tensors is taken whole. medians: as `AveragingGate.medians`; own: their norm."""
+    """τ, the length up to which a difference of tensors is taken whole. medians: as
+    `AveragingGate.medians`; own: their norm."""
     known = [median for median in medians.values() if median is not None]
-    return max(CLIP * (math.hypot(*known) if len(known) == len(medians) else moved), LEAST_TAU * own)
+    return max(
+        CLIP * (math.hypot(*known) if len(known) == len(medians) else moved), LEAST_TAU * own
+    )
 
 
-def norm(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] | None = None) -> float:
-    """Euclidean norm over all tensors, of their difference where `minus` is given; in float64, so that nothing finite overflows."""
+def norm(
+    tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] | None = None
+) -> float:
+    """Euclidean norm over all tensors, of their difference where `minus` is given; in float64, so
+    that nothing finite overflows."""
     total = 0.0
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1)
@@ -241,18 +285,25 @@ def norm(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] 
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def _by_block(tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor]) -> dict[int, float]:
+def _by_block(
+    tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor]
+) -> dict[int, float]:
     """Norm of the difference in each block."""
     blocks: dict[int, list[str]] = {}
     for name in tensors:
         blocks.setdefault(block_of(name), []).append(name)
-    return {block: norm({name: tensors[name] for name in names}, minus) for block, names in blocks.items()}
+    return {
+        block: norm({name: tensors[name] for name in names}, minus)
+        for block, names in blocks.items()
+    }
 
 
 def _unlike(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:
     if mine.keys() != theirs.keys():
         return "names"
-    if any(theirs[n].dtype != t.dtype or theirs[n].layout != torch.strided for n, t in mine.items()):
+    if any(
+        theirs[n].dtype != t.dtype or theirs[n].layout != torch.strided for n, t in mine.items()
+    ):
         return "dtype"
     if any(theirs[n].shape != t.shape for n, t in mine.items()):
         return "shape"
@@ -263,7 +314,8 @@ def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:
     for tensor in theirs.values():
         flat = tensor.reshape(-1)
         for start in range(0, flat.numel(), CHUNK):
-            largest = float(flat[start : start + CHUNK].abs().max())  # a NaN anywhere is the maximum
+            # a NaN anywhere is the maximum
+            largest = float(flat[start : start + CHUNK].abs().max())
             if not math.isfinite(largest):
                 return "not_finite"
             if largest > LARGEST:

@@ -2,9 +2,9 @@
 
     ½ (B₁A₁ + B₂A₂) − ½ (B₁ + B₂) · ½ (A₁ + A₂) = ¼ (B₁ − B₂)(A₁ − A₂)
 
-So either A is the same everywhere, frozen and made from a seed, and averaging B is exact at half the bytes (FFA-LoRA, arXiv
-2403.12313); or both are averaged while that residual stays under 1 % of the mean product. Norms are taken without forming a product:
-‖XY‖² = tr(XᵀX · YYᵀ), r × r.
+So either A is the same everywhere, frozen and made from a seed, and averaging B is exact at half
+the bytes (FFA-LoRA, arXiv 2403.12313); or both are averaged while that residual stays under 1 % of
+the mean product. Norms are taken without forming a product: ‖XY‖² = tr(XᵀX · YYᵀ), r × r.
 """
 
 from __future__ import annotations
@@ -33,17 +33,23 @@ def shares_a(lora: LoraSettings, weights: WeightsConfig) -> bool:
 @dataclass(frozen=True)
 class Residual:
     ratio: float
-    """‖(B₁ − B₂)(A₁ − A₂)‖ / 4 over ‖½ (B₁A₁ + B₂A₂)‖, Frobenius, over all adapters together; 0 where the A are equal."""
+    """‖(B₁ − B₂)(A₁ − A₂)‖ / 4 over ‖½ (B₁A₁ + B₂A₂)‖, Frobenius, over all adapters together; 0
+    where the A are equal."""
 
     @property
     def allowed(self) -> bool:
-        """Whether A and B may be averaged. Otherwise average nothing: B alone is meaningless under another A."""
+        """Whether A and B may be averaged. Otherwise average nothing: B alone is meaningless under
+        another A."""
         return self.ratio < RESIDUAL_LIMIT
 
 
 def pairs(names: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
     """(A, B) names of every adapter in the tensors, as peft names them."""
-    return [(name, name.replace(A_MARK, B_MARK)) for name in sorted(names) if A_MARK in name and name.replace(A_MARK, B_MARK) in names]
+    return [
+        (name, name.replace(A_MARK, B_MARK))
+        for name in sorted(names)
+        if A_MARK in name and name.replace(A_MARK, B_MARK) in names
+    ]
 
 
 def residual(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> Residual:
@@ -52,7 +58,9 @@ def residual(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor
     for a, b in pairs(mine):
         a1, a2, b1, b2 = (t.double() for t in (mine[a], theirs[a], mine[b], theirs[b]))
         wrong += _inner(b1 - b2, a1 - a2, b1 - b2, a1 - a2) / 16
-        product += (_inner(b1, a1, b1, a1) + 2 * _inner(b1, a1, b2, a2) + _inner(b2, a2, b2, a2)) / 4
+        product += (
+            _inner(b1, a1, b1, a1) + 2 * _inner(b1, a1, b2, a2) + _inner(b2, a2, b2, a2)
+        ) / 4
     if wrong <= 0:
         return Residual(0.0)
     return Residual(math.sqrt(wrong / product) if product > 0 else math.inf)
@@ -64,22 +72,27 @@ def _inner(b1: torch.Tensor, a1: torch.Tensor, b2: torch.Tensor, a2: torch.Tenso
 
 
 def shared_a(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """The frozen A of adapter `name`, (r, in), float32: uniform in ±1/√in as peft starts it, from SHAKE-256 of seed and name.
+    """The frozen A of adapter `name`, (r, in), float32: uniform in ±1/√in as peft starts it, from
+    SHAKE-256 of seed and name.
 
-    A hash and not a generator of torch or numpy: their streams are promised for one version only, and nodes of different versions must
-    agree. seed: 0 to 2**63 − 1.
+    A hash and not a generator of torch or numpy: their streams are promised for one version only,
+    and nodes of different versions must agree. seed: 0 to 2**63 − 1.
     """
     count = math.prod(shape)
-    stream = hashlib.shake_256(b"swarmnode/lora-a/1" + seed.to_bytes(8, "big") + name.encode()).digest(4 * count)
+    stream = hashlib.shake_256(
+        b"swarmnode/lora-a/1" + seed.to_bytes(8, "big") + name.encode()
+    ).digest(4 * count)
     uniform = np.frombuffer(stream, "<u4").astype(np.float64) / 2**31 - 1  # [−1, 1)
     return torch.from_numpy((uniform / math.sqrt(shape[1])).astype(np.float32)).reshape(shape)
 
 
 @torch.no_grad()
 def freeze_a(parameters: Mapping[str, torch.nn.Parameter], seed: int) -> list[str]:
-    """Set every A to its shared value and stop training it; what is averaged is then what is left trainable. Names of what was frozen.
+    """Set every A to its shared value and stop training it; what is averaged is then what is left
+    trainable. Names of what was frozen.
 
-    Call before the first step and before an optimizer is made: B is zero then, and changing A changes nothing.
+    Call before the first step and before an optimizer is made: B is zero then, and changing A
+    changes nothing.
     """
     frozen = [a for a, _ in pairs(parameters)]
     for name in frozen:

@@ -1,11 +1,13 @@
 """Whether averaged weights make the policy worse on sequences that no peer has seen.
 
     own completions that were rewarded    loss: what was learnt must not be unlearnt
-    any own completions, while of these   loss and KL: they were drawn from our policy, so that the mean of log p − log p̄ over their tokens
-    there are too few                     is its KL to the averaged one, and r − 1 − log r (r = p̄ / p) likewise, whichever way p̄ went
+    any own completions, while of these   loss and KL: they were drawn from our policy, so that the
+    mean of log p − log p̄ over their tokens
+    there are too few                     is its KL to the averaged one, and r − 1 − log r (r = p̄ /
+    p) likewise, whichever way p̄ went
 
-So there is a judgement while nothing has been rewarded yet, where the clip alone lets a hostile peer in. Without any own completion nothing
-is taken.
+So there is a judgement while nothing has been rewarded yet, where the clip alone lets a hostile
+peer in. Without any own completion nothing is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher
 
 PROBE_SEQUENCES: Final = 16
-"""Own completions on which averaged weights must not be worse: enough that one of them does not decide."""
+"""Own completions on which averaged weights must not be worse: enough that one of them does not
+decide."""
 LEAST_PROBE: Final = 8
 """Sequences below which the probe says nothing."""
 LARGEST_LOG_RATIO: Final = 20.0
@@ -34,7 +37,8 @@ Answer = Callable[[Losses | None], None]
 
 class Probe(Protocol):
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
-        """Measure the losses with either in the policy, between two steps; `answer` is called now or later.
+        """Measure the losses with either in the policy, between two steps; `answer` is called now
+        or later.
 
         False: there is too little to judge by, nobody will answer, and nothing may be taken.
         """
@@ -42,19 +46,24 @@ class Probe(Protocol):
 
 
 def compare(before: Sequence[float], after: Sequence[float], rewarded: bool) -> Losses:
-    """What log-probabilities of the same tokens under our policy and under the averaged one mean; not empty, and equally many."""
+    """What log-probabilities of the same tokens under our policy and under the averaged one mean;
+    not empty, and equally many."""
     count = len(before)
     losses = Losses(-sum(before) / count, -sum(after) / count)
     if rewarded:
         return losses
-    ratios = [min(theirs - ours, LARGEST_LOG_RATIO) for ours, theirs in zip(before, after, strict=True)]
+    ratios = [
+        min(theirs - ours, LARGEST_LOG_RATIO) for ours, theirs in zip(before, after, strict=True)
+    ]
     return Losses(losses.before, losses.after, sum(math.exp(r) - 1 - r for r in ratios) / count)
 
 
 class LossProbe:
     """Measures with a policy that is here as a whole, while the trainer's thread waits."""
 
-    def __init__(self, policy: Policy, batcher: MicroBatcher, temperature: float, tensors: AveragedTensors) -> None:
+    def __init__(
+        self, policy: Policy, batcher: MicroBatcher, temperature: float, tensors: AveragedTensors
+    ) -> None:
         self._policy = policy
         self._batcher = batcher
         self._temperature = temperature
@@ -63,8 +72,8 @@ class LossProbe:
         self._own: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
 
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
-        """Keep own completions: those that earned their group's highest reward, which averaged weights must not unlearn, and of all of a
-        batch some."""
+        """Keep own completions: those that earned their group's highest reward, which averaged
+        weights must not unlearn, and of all of a batch some."""
         completed = [row for row in own if row[1]]
         self._rewarded.extend(row for row in rewarded if row[1])
         self._own.extend(completed[:: max(1, len(completed) // PROBE_SEQUENCES)])
@@ -86,4 +95,6 @@ class LossProbe:
     def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
         """Log-probabilities of the tokens of `rows`, one after the other."""
         self._tensors.set(tensors)
-        return [v for row in self._batcher.score(self._policy, rows, self._temperature) for v in row]
+        return [
+            v for row in self._batcher.score(self._policy, rows, self._temperature) for v in row
+        ]

@@ -26,7 +26,9 @@ from swarmnode.errors import SwarmNodeError
 
 app = App(
     name="swarmnode",
-    help="Post-train a language model together with strangers' machines, by reinforcement learning.",
+    help=(
+        "Post-train a language model together with strangers' machines, by reinforcement learning."
+    ),
     version=__version__,
     version_flags=["--version", "-v"],
     help_format="plaintext",
@@ -56,7 +58,8 @@ USAGE_EXIT_CODE = 2
 
 
 def run(argv: list[str]) -> int:
-    """Run one command and return the process's exit code; our own errors become one line on stderr."""
+    """Run one command and return the process's exit code; our own errors become one line on
+    stderr."""
     try:
         result = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0

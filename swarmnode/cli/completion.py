@@ -8,7 +8,9 @@ from swarmnode.cli.options import Flag
 from swarmnode.errors import ConfigError, Unavailable
 
 
-def completion(shell: Literal["bash", "zsh", "fish"] | None = None, *, install: Flag = False) -> int:
+def completion(
+    shell: Literal["bash", "zsh", "fish"] | None = None, *, install: Flag = False
+) -> int:
     """Print what makes a shell complete this program's commands and options, or install it.
 
     Parameters
@@ -16,7 +18,8 @@ def completion(shell: Literal["bash", "zsh", "fish"] | None = None, *, install: 
     shell
         Without it, the shell that this was typed in.
     install
-        Write it where the shell looks for it, and for bash and zsh one line into ~/.bashrc or ~/.zshrc. Again after an upgrade.
+        Write it where the shell looks for it, and for bash and zsh one line into ~/.bashrc or
+        ~/.zshrc. Again after an upgrade.
     """
     from cyclopts.completion.detect import ShellDetectionError, detect_shell
 

@@ -25,7 +25,13 @@ def config_show(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = F
     """Every key with its value and where that was set."""
     rows = list(by_manifest(load(node, peers=peer)).rows())
     if json:
-        print(json_module.dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, default=str, indent=1))
+        print(
+            json_module.dumps(
+                {key: {"value": value, "origin": origin} for key, value, origin in rows},
+                default=str,
+                indent=1,
+            )
+        )
         return 0
     width = max(len(key) for key, _, _ in rows)
     for key, value, origin in rows:
@@ -35,18 +41,27 @@ def config_show(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = F
 
 @config_app.command(name="path")
 def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """The files that are read, those that are not there included; of two that set a key the later one counts."""
+    """The files that are read, those that are not there included; of two that set a key the later
+    one counts."""
     from swarmnode import settings
 
     data_dir = load(node, tasks=False).config.node.data_dir
-    named = node.config or (Path(os.environ["SWARMNODE_CONFIG"]) if os.environ.get("SWARMNODE_CONFIG") else None)
-    files = [settings.kept_file(data_dir), named] if named is not None else [settings.default_file(), settings.kept_file(data_dir)]
+    named = node.config or (
+        Path(os.environ["SWARMNODE_CONFIG"]) if os.environ.get("SWARMNODE_CONFIG") else None
+    )
+    files = (
+        [settings.kept_file(data_dir), named]
+        if named is not None
+        else [settings.default_file(), settings.kept_file(data_dir)]
+    )
     lines = [f"{file}{'' if file.exists() else '  (not there)'}" for file in files]
     return say({"files": [str(file) for file in files]}, "\n".join(lines), json)
 
 
 @config_app.command(name="set")
-def config_set(*setting: str, recipe: str | None = None, node: NodeOptions = NODE, json: AsJson = False) -> int:
+def config_set(
+    *setting: str, recipe: str | None = None, node: NodeOptions = NODE, json: AsJson = False
+) -> int:
     """Keep settings for this data directory; a node that runs takes them at its next start.
 
     Parameters
@@ -63,7 +78,10 @@ def config_set(*setting: str, recipe: str | None = None, node: NodeOptions = NOD
     if not asked and recipe is None:
         raise ConfigError("config set: nothing to set; write KEY=VALUE")
     if any(text.partition("=")[0].strip().replace("-", "_") == "node.data_dir" for text in asked):
-        raise ConfigError("config set: node.data_dir cannot be kept in the directory itself: name it with -d, or in the user's config.toml")
+        raise ConfigError(
+            "config set: node.data_dir cannot be kept in the directory itself: name it with -d, or"
+            " in the user's config.toml"
+        )
     resolved = load(replace(node, set_=asked), tasks=False, recipe=recipe)
     check_before_processes(resolved)
     file = settings.keep(resolved.config.node.data_dir, asked, recipe)
@@ -87,14 +105,17 @@ def config_init(file: Path | None = None, *, json: AsJson = False) -> int:
         with open(target, "x", encoding="utf-8") as out:
             out.write(settings.template())
     except FileExistsError:
-        raise Unavailable(f"{target} exists; `swarmnode config set` changes single settings") from None
+        raise Unavailable(
+            f"{target} exists; `swarmnode config set` changes single settings"
+        ) from None
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error.strerror}") from None
     return say({"file": str(target)}, f"written: {target}", json)
 
 
 def by_manifest(resolved: Resolved) -> Resolved:
-    """What a node would run with: values of the manifest in place of what was set, and said to be from there."""
+    """What a node would run with: values of the manifest in place of what was set, and said to be
+    from there."""
     from swarmnode.settings import Resolved
     from swarmnode.swarm import manifest_store
 

@@ -1,4 +1,5 @@
-"""Commands by which a node's owner controls it while it runs: over a socket in its data directory, never over HTTP."""
+"""Commands by which a node's owner controls it while it runs: over a socket in its data directory,
+never over HTTP."""
 
 from __future__ import annotations
 
@@ -8,13 +9,19 @@ from pathlib import Path
 
 from swarmnode.cli.options import NODE, AsJson, NodeOptions, load, say
 
-WORDS = {"owner": "you paused it", "battery": "the machine runs on its battery", "busy": "other programs want the machine"}
+WORDS = {
+    "owner": "you paused it",
+    "battery": "the machine runs on its battery",
+    "busy": "other programs want the machine",
+}
 
 
 def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Let a running node rest after the step that runs, until `swarmnode resume`. It stays connected and goes on serving peers.
+    """Let a running node rest after the step that runs, until `swarmnode resume`. It stays
+    connected and goes on serving peers.
 
-    It rests over restarts of its processes and of the whole node. Its model stays loaded; `swarmnode finish` frees the memory."""
+    It rests over restarts of its processes and of the whole node. Its model stays loaded;
+    `swarmnode finish` frees the memory."""
     from swarmnode.daemon import control
 
     answer = control.ask(_data_dir(node), "pause")
@@ -37,11 +44,16 @@ def resume(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
 
 
 def finish(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Let a running node finish its step, however long that takes, save and end. Returns when it has ended; Ctrl-C only stops waiting."""
+    """Let a running node finish its step, however long that takes, save and end. Returns when it
+    has ended; Ctrl-C only stops waiting."""
     data_dir = _data_dir(node)
     from swarmnode.daemon import control
 
-    control.ask(data_dir, "finish", lambda: print("the step that runs is the last one; waiting for it", file=sys.stderr))
+    control.ask(
+        data_dir,
+        "finish",
+        lambda: print("the step that runs is the last one; waiting for it", file=sys.stderr),
+    )
     return say({"finished": True}, "the node has ended", json)
 
 

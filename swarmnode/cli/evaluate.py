@@ -26,12 +26,14 @@ def evaluate(
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
-    """Ask a model held-out questions: mean reward of its greedy answer, and pass@k, the chance that one of k sampled answers is right.
+    """Ask a model held-out questions: mean reward of its greedy answer, and pass@k, the chance that
+    one of k sampled answers is right.
 
     Parameters
     ----------
     model
-        A directory, such as one that `swarmnode export` wrote, or a name on the Hub; `embedded` is the one that comes with swarmnode.
+        A directory, such as one that `swarmnode export` wrote, or a name on the Hub; `embedded` is
+        the one that comes with swarmnode.
     task
         A task, may be repeated; without it those of the swarm's manifest, or of the configuration.
     questions
@@ -54,8 +56,16 @@ def evaluate(
     names = task or config.task.names
     registry.check_names(names)
     wanted = sorted(set(k or [size for size in (1, 4, 16) if size <= samples]))
-    if not 1 <= samples < COMPLETIONS or not questions >= 1 or not wanted or not 1 <= wanted[0] <= wanted[-1] <= samples:
-        raise ConfigError(f"eval: --questions from 1, --samples from 1 to {COMPLETIONS - 1}, and each --k from 1 to --samples")
+    if (
+        not 1 <= samples < COMPLETIONS
+        or not questions >= 1
+        or not wanted
+        or not 1 <= wanted[0] <= wanted[-1] <= samples
+    ):
+        raise ConfigError(
+            f"eval: --questions from 1, --samples from 1 to {COMPLETIONS - 1}, and each --k from 1"
+            " to --samples"
+        )
     revision = config.policy.revision if model == config.policy.model else None
     plain = {"model": model, "revision": revision, "lora": LoraSettings(), "quantization": "none"}
     config = config.model_copy(update={"policy": config.policy.model_copy(update=plain)})
@@ -65,7 +75,8 @@ def evaluate(
 
 
 def _measured(request: Request) -> list[Measured]:
-    """How good the model of `request` is at each of its tasks. Raises Unavailable with what its process said last."""
+    """How good the model of `request` is at each of its tasks. Raises Unavailable with what its
+    process said last."""
     import msgspec
 
     from swarmnode.tasks.measured import Measured
@@ -78,12 +89,19 @@ def _measured(request: Request) -> list[Measured]:
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        raise Unavailable(f"the model could not be measured: its process ended with {done.returncode}; what it said is above")
+        raise Unavailable(
+            f"the model could not be measured: its process ended with {done.returncode}; what it"
+            " said is above"
+        )
     return [msgspec.json.decode(line, type=Measured) for line in lines]
 
 
 def _table(told: Sequence[Measured], wanted: Sequence[int]) -> list[str]:
-    lines = [f"{'task':<28} questions  greedy sampled" + "".join(f"{f'pass@{k}':>16}" for k in wanted) + "   tokens    cut"]
+    lines = [
+        f"{'task':<28} questions  greedy sampled"
+        + "".join(f"{f'pass@{k}':>16}" for k in wanted)
+        + "   tokens    cut"
+    ]
     for each in told:
         passed = "".join(f"{each.pass_at[k]:>9.3f} ±{each.error_at[k] or 0:5.3f}" for k in wanted)
         reward = f"{each.questions:>9} {each.greedy:>7.3f} {each.reward:>7.3f}"

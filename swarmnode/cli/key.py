@@ -25,7 +25,8 @@ def key_show(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
 
 @key_app.command(name="backup")
 def key_backup(file: Path, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Copy this node's key to a new file that only you can read. Keep it off this machine: whoever has it is this node.
+    """Copy this node's key to a new file that only you can read. Keep it off this machine: whoever
+    has it is this node.
 
     Parameters
     ----------
@@ -40,7 +41,9 @@ def key_backup(file: Path, *, node: NodeOptions = NODE, json: AsJson = False) ->
 
 
 @key_app.command(name="import")
-def key_import(file: Path, *, node: NodeOptions = NODE, replace: Flag = False, json: AsJson = False) -> int:
+def key_import(
+    file: Path, *, node: NodeOptions = NODE, replace: Flag = False, json: AsJson = False
+) -> int:
     """Make the key in a file this node's. The node it came from must not run any more.
 
     Parameters
@@ -59,11 +62,18 @@ def key_import(file: Path, *, node: NodeOptions = NODE, replace: Flag = False, j
 
 
 @key_app.command(name="passphrase")
-def key_passphrase(*, node: NodeOptions = NODE, new_file: Path | None = None, remove: Flag = False, json: AsJson = False) -> int:
-    """Give this node's key a passphrase, or another one. The node must not run meanwhile; backups from before are as they were.
+def key_passphrase(
+    *,
+    node: NodeOptions = NODE,
+    new_file: Path | None = None,
+    remove: Flag = False,
+    json: AsJson = False,
+) -> int:
+    """Give this node's key a passphrase, or another one. The node must not run meanwhile; backups
+    from before are as they were.
 
-    Asked for at the terminal. Unattended nodes say it in SWARMNODE_KEY_PASSPHRASE, or name a file that only they can read in
-    SWARMNODE_KEY_PASSPHRASE_FILE.
+    Asked for at the terminal. Unattended nodes say it in SWARMNODE_KEY_PASSPHRASE, or name a file
+    that only they can read in SWARMNODE_KEY_PASSPHRASE_FILE.
 
     Parameters
     ----------
@@ -92,20 +102,26 @@ def key_passphrase(*, node: NodeOptions = NODE, new_file: Path | None = None, re
         return data.rstrip(b"\r\n")
 
     peer = keys.set_passphrase(data_dir, new)
-    text = f"the key of {peer} has no passphrase any more" if remove else f"the key of {peer} has that passphrase now"
+    text = (
+        f"the key of {peer} has no passphrase any more"
+        if remove
+        else f"the key of {peer} has that passphrase now"
+    )
     return say({"peer": peer, "passphrase": not remove}, text, json)
 
 
 @key_app.command(name="rotate")
 def key_rotate(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Give this node a new key. Peers meet it as a stranger; the old key is kept beside the new one."""
+    """Give this node a new key. Peers meet it as a stranger; the old key is kept beside the new
+    one."""
     data_dir = _data_dir(node)
     from swarmnode.swarm import keys
 
     before, after, kept = keys.rotate(data_dir)
     text = (
-        f"this node was {before} and is {after} now; its former key is in {kept}\n"
-        "tell whoever has the old peer id: invites, members' lists, bootstrap addresses; a founder signs successors with the old key"
+        f"this node was {before} and is {after} now; its former key is in {kept}\ntell whoever has"
+        " the old peer id: invites, members' lists, bootstrap addresses; a founder signs"
+        " successors with the old key"
     )
     return say({"peer": after, "former_peer": before, "former_key": str(kept)}, text, json)
 

@@ -10,7 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options import NODE, AsJson, Capacity, Flag, NodeOptions, Peer, SecretFile, load, needs_trainer, say
+from swarmnode.cli.options import (
+    NODE,
+    AsJson,
+    Capacity,
+    Flag,
+    NodeOptions,
+    Peer,
+    SecretFile,
+    load,
+    needs_trainer,
+    say,
+)
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,13 +29,20 @@ if TYPE_CHECKING:
     from swarmnode.swarm.rollback import Kept
 
 
-def run_node(*, node: NodeOptions = NODE, peer: Peer = None, stage_capacity: Capacity = None, recipe: str | None = None) -> int:
+def run_node(
+    *,
+    node: NodeOptions = NODE,
+    peer: Peer = None,
+    stage_capacity: Capacity = None,
+    recipe: str | None = None,
+) -> int:
     """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts.
 
     Parameters
     ----------
     recipe
-        Begin with settings for a kind of card and a size of model; `swarmnode recipes` lists them. What else is set counts for more.
+        Begin with settings for a kind of card and a size of model; `swarmnode recipes` lists them.
+        What else is set counts for more.
     """
     return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity, recipe=recipe))
 
@@ -34,7 +52,9 @@ def recipes(*, json: AsJson = False) -> int:
     from swarmnode import settings
 
     found = settings.recipes()
-    return say({"recipes": [asdict(each) for each in found]}, "\n".join(map(_recipe_line, found)), json)
+    return say(
+        {"recipes": [asdict(each) for each in found]}, "\n".join(map(_recipe_line, found)), json
+    )
 
 
 def _recipe_line(recipe: Recipe) -> str:
@@ -57,7 +77,8 @@ def run_resolved(resolved: Resolved) -> int:
 
 
 def check_before_processes(resolved: Resolved) -> None:
-    """What is wrong with model and addresses, in one line and before anything starts. Raises ConfigError, which names what set it."""
+    """What is wrong with model and addresses, in one line and before anything starts. Raises
+    ConfigError, which names what set it."""
     from swarmnode.p2p import addresses
 
     def wrong(key: str, why: str) -> ConfigError:
@@ -66,13 +87,18 @@ def check_before_processes(resolved: Resolved) -> None:
     model = resolved.config.policy.model
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         raise wrong("policy.model", f"{model}: no such directory")
-    if model != "embedded" and difflib.SequenceMatcher(None, model, "embedded").ratio() > 0.9 and not Path(model).is_dir():
+    if (
+        model != "embedded"
+        and difflib.SequenceMatcher(None, model, "embedded").ratio() > 0.9
+        and not Path(model).is_dir()
+    ):
         raise wrong("policy.model", f"{model!r}: did you mean 'embedded'?")
     network = resolved.config.network
     for key, texts, needs_peer in (
-        ("network.listen_addrs", network.listen_addrs, False), ("network.announce_addrs", network.announce_addrs, False),
+        ("network.listen_addrs", network.listen_addrs, False),
+        ("network.announce_addrs", network.announce_addrs, False),
         ("network.initial_peers", network.initial_peers, True),
-    ):  # fmt: skip
+    ):
         for text in texts:
             try:
                 _, peer = addresses.parse_any(text)
@@ -91,7 +117,8 @@ def bootstrap_node(
     manifest: Path | None = None,
     secret_file: SecretFile = None,
 ) -> int:
-    """Help others to meet: serves the manifest and tells peers of each other, without a trainer. For whoever hosts a swarm.
+    """Help others to meet: serves the manifest and tells peers of each other, without a trainer.
+    For whoever hosts a swarm.
 
     Parameters
     ----------
@@ -117,7 +144,10 @@ def bootstrap_node(
     if invite is not None:
         membership.join(invites.parse(invite))
     if membership.store.current() is None and not resolved.config.swarm.invite:
-        raise ConfigError("bootstrap: no swarm yet; give an invite, a --manifest file, or the data directory of a founder")
+        raise ConfigError(
+            "bootstrap: no swarm yet; give an invite, a --manifest file, or the data directory of a"
+            " founder"
+        )
     return _supervise(resolved, {"network": "swarmnode.daemon.bootstrap"})
 
 
@@ -134,22 +164,37 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=commands is None)
     agreed = membership.prepare()
-    for line in [*unsuited(agreed.policy, agreed.training), *unused_gpu(agreed.policy)] if commands is None else ():
+    for line in (
+        [*unsuited(agreed.policy, agreed.training), *unused_gpu(agreed.policy)]
+        if commands is None
+        else ()
+    ):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
     rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
-    return supervisor.run(agreed.supervisor, agreed.node.data_dir, configuration, commands or supervisor.COMMANDS, rules)
+    return supervisor.run(
+        agreed.supervisor,
+        agreed.node.data_dir,
+        configuration,
+        commands or supervisor.COMMANDS,
+        rules,
+    )
 
 
-def doctor(*, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False, json: AsJson = False) -> int:
-    """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and model, and says what to do.
+def doctor(
+    *, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False, json: AsJson = False
+) -> int:
+    """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and
+    model, and says what to do.
 
-    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not fit, 77 refused, 78 configuration.
+    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not
+    fit, 77 refused, 78 configuration.
 
     Parameters
     ----------
     bundle
-        Write swarmnode-bundle-….tar.gz for whoever helps: versions, settings, logs, status and these checks, without secrets.
+        Write swarmnode-bundle-….tar.gz for whoever helps: versions, settings, logs, status and
+        these checks, without secrets.
     """
     from swarmnode.doctor.command import doctor as examine
 
@@ -157,26 +202,41 @@ def doctor(*, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False,
 
 
 def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Let the trainer go on from a former state, e.g. of before its reward collapsed. Without a step: list the states that are kept.
+    """Let the trainer go on from a former state, e.g. of before its reward collapsed. Without a
+    step: list the states that are kept.
 
     Parameters
     ----------
     step
-        Of the state to go back to. The node must not run meanwhile; the state that it replaces is kept too.
+        Of the state to go back to. The node must not run meanwhile; the state that it replaces is
+        kept too.
     """
     data_dir = load(node).config.node.data_dir
     from swarmnode.swarm import rollback as states
 
     if step is not None:
         kept = states.roll_back(data_dir, step)
-        return say({"step": step, "saved_at": kept.saved_at}, f"the trainer goes on from step {step} when the node starts", json)
+        return say(
+            {"step": step, "saved_at": kept.saved_at},
+            f"the trainer goes on from step {step} when the node starts",
+            json,
+        )
     found = states.states(data_dir / "trainer")
     rows = [
-        {"step": each.numbers.step, "saved_at": each.saved_at, "reward_held_out": each.numbers.reward_held_out,
-         "present": each.path.name == states.STATE}
+        {
+            "step": each.numbers.step,
+            "saved_at": each.saved_at,
+            "reward_held_out": each.numbers.reward_held_out,
+            "present": each.path.name == states.STATE,
+        }
         for each in found
-    ]  # fmt: skip
-    return say({"states": rows}, "\n".join(map(_state_line, found)) or f"no state in {data_dir} yet: the node has not trained", json)
+    ]
+    return say(
+        {"states": rows},
+        "\n".join(map(_state_line, found))
+        or f"no state in {data_dir} yet: the node has not trained",
+        json,
+    )
 
 
 def _state_line(kept: Kept) -> str:
@@ -189,9 +249,16 @@ def _state_line(kept: Kept) -> str:
 
 
 def export_policy(
-    directory: Path, *, merge: Flag = False, push: str | None = None, public: Flag = False, node: NodeOptions = NODE, json: AsJson = False
+    directory: Path,
+    *,
+    merge: Flag = False,
+    push: str | None = None,
+    public: Flag = False,
+    node: NodeOptions = NODE,
+    json: AsJson = False,
 ) -> int:
-    """Write the policy as it was last saved to a directory that transformers loads. The node may go on running.
+    """Write the policy as it was last saved to a directory that transformers loads. The node may go
+    on running.
 
     Parameters
     ----------
@@ -200,7 +267,8 @@ def export_policy(
     merge
         With LoRA, whole weights instead of an adapter.
     push
-        Upload it to the Hub as well: USER/NAME, which is made if it is not there. Needs a token that may write.
+        Upload it to the Hub as well: USER/NAME, which is made if it is not there. Needs a token
+        that may write.
     public
         Make that repository for everybody to read; otherwise it is private.
     """
@@ -212,8 +280,16 @@ def export_policy(
     if push is not None:
         card.check_target(push)
     told = export(manifest_store.honoured(resolved.config)[0], directory, merge)
-    text = f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in {directory}"
+    text = (
+        f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in"
+        f" {directory}"
+    )
     if push is not None:
-        told["url"] = card.push(directory, push, public=public, message=f"step {told['step']}, policy version {told['policy_version']}")
+        told["url"] = card.push(
+            directory,
+            push,
+            public=public,
+            message=f"step {told['step']}, policy version {told['policy_version']}",
+        )
         text += f", pushed to {told['url']}"
     return say(told, text, json)

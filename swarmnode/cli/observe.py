@@ -17,12 +17,19 @@ if TYPE_CHECKING:
 
 Where = Annotated[
     str | None,
-    Parameter(name="--url", help="HOST:PORT or http://HOST:PORT of a status page. Without it, the node of this data directory."),
+    Parameter(
+        name="--url",
+        help=(
+            "HOST:PORT or http://HOST:PORT of a status page. Without it, the node of this data"
+            " directory."
+        ),
+    ),
 ]
 
 
 def status(where: Where = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """What a running node says of itself. Exits with 0 when it is ready, 1 when it is not, 69 when none answers."""
+    """What a running node says of itself. Exits with 0 when it is ready, 1 when it is not, 69 when
+    none answers."""
     from swarmnode.observe.top import status_command
 
     return status_command(_place("status", where, node), json)
@@ -40,13 +47,20 @@ LINE = 100
 """Characters of a text in the table."""
 
 
-def samples(*, count: Annotated[int, Parameter(name=["--count", "-n"])] = 12, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """What the policy and its peers answered lately, with rewards, surprise and whose it is: from disk, whether the node runs or not.
+def samples(
+    *,
+    count: Annotated[int, Parameter(name=["--count", "-n"])] = 12,
+    node: NodeOptions = NODE,
+    json: AsJson = False,
+) -> int:
+    """What the policy and its peers answered lately, with rewards, surprise and whose it is: from
+    disk, whether the node runs or not.
 
     Parameters
     ----------
     count
-        Groups, the newest first. With --json all of each text that was kept, otherwise a line of it.
+        Groups, the newest first. With --json all of each text that was kept, otherwise a line of
+        it.
     """
     import msgspec
 
@@ -58,7 +72,8 @@ def samples(*, count: Annotated[int, Parameter(name=["--count", "-n"])] = 12, no
     data_dir = load(node, tasks=False).config.node.data_dir
     found = kept.newest(data_dir, max(count, 0))
     if json:
-        print(json_module.dumps([msgspec.to_builtins(sample) for sample in found]))  # ASCII: whatever a text holds is escaped
+        # ASCII: whatever a text holds is escaped
+        print(json_module.dumps([msgspec.to_builtins(sample) for sample in found]))
         return 0
     names: Mapping[str, str] = {}
     place = places.written(data_dir)
@@ -67,7 +82,10 @@ def samples(*, count: Annotated[int, Parameter(name=["--count", "-n"])] = 12, no
             names = answers.names_of(answers.fetch(place, points=0)["snapshot"])
         except Unavailable:  # ids do
             names = {}
-    print("\n".join(line for sample in found for line in _sample_lines(sample, names)) or f"no answers in {data_dir} yet")
+    print(
+        "\n".join(line for sample in found for line in _sample_lines(sample, names))
+        or f"no answers in {data_dir} yet"
+    )
     return 0
 
 
@@ -76,15 +94,27 @@ def _sample_lines(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
 
     who = called(sample.peer, names).plain if sample.peer else "own"
     refused = "" if sample.outcome == "used" else f", refused: {sample.outcome}"
-    head = f"{who}{refused} · {sample.task} · step {sample.step}, policy version {sample.policy_version}"
-    return [_one_line(head), f"  asked                        {_one_line(sample.prompt)}", *map(_answer_line, sample.completions)]
+    head = (
+        f"{who}{refused} · {sample.task} · step {sample.step}, policy version"
+        f" {sample.policy_version}"
+    )
+    return [
+        _one_line(head),
+        f"  asked                        {_one_line(sample.prompt)}",
+        *map(_answer_line, sample.completions),
+    ]
 
 
 def _answer_line(answer: Answer) -> str:
     number = lambda value: "   –" if value is None else f"{value:4.2f}"
-    made_of = "".join(f" {_one_line(name)} {value:.2f}" for name, value in answer.components.items())
+    made_of = "".join(
+        f" {_one_line(name)} {value:.2f}" for name, value in answer.components.items()
+    )
     cut = "cut" if answer.finish == "length" else ""
-    return f"  reward {number(answer.reward)}{made_of} surprise {number(answer.surprise)} {cut:3} {_one_line(answer.text)}"
+    return (
+        f"  reward {number(answer.reward)}{made_of} surprise {number(answer.surprise)} {cut:3}"
+        f" {_one_line(answer.text)}"
+    )
 
 
 def _one_line(text: str) -> str:
@@ -96,7 +126,8 @@ def _one_line(text: str) -> str:
 
 
 def _place(command: str, where: str | None, node: NodeOptions) -> Place:
-    """Which node is meant. Raises ConfigError where two are, or what was typed is no address; Unavailable for a directory without one."""
+    """Which node is meant. Raises ConfigError where two are, or what was typed is no address;
+    Unavailable for a directory without one."""
     from swarmnode.observe import where as places
 
     if where is not None and node.data_dir is not None:

@@ -1,4 +1,5 @@
-"""What the commands share: their common options, and the way from options to a resolved configuration."""
+"""What the commands share: their common options, and the way from options to a resolved
+configuration."""
 
 from __future__ import annotations
 
@@ -29,49 +30,90 @@ class NodeOptions:
         Path | None,
         Parameter(
             name=["--config", "-c"],
-            help="TOML file. Without it, SWARMNODE_CONFIG or config.toml in the user's configuration directory.",
+            help=(
+                "TOML file. Without it, SWARMNODE_CONFIG or config.toml in the user's configuration"
+                " directory."
+            ),
         ),
     ] = None
     set_: Annotated[
         list[str] | None,
-        Parameter(name=["--set", "-s"], negative=(), help="key=value, any key of docs/configuration.md. May be repeated."),
+        Parameter(
+            name=["--set", "-s"],
+            negative=(),
+            help="key=value, any key of docs/configuration.md. May be repeated.",
+        ),
     ] = None
     data_dir: Annotated[
         Path | None,
-        Parameter(name=["--data-dir", "-d"], help="Where this node keeps its identity and state. Short for --set node.data_dir=…"),
+        Parameter(
+            name=["--data-dir", "-d"],
+            help="Where this node keeps its identity and state. Short for --set node.data_dir=…",
+        ),
     ] = None
 
 
 NODE = NodeOptions()
 Peer = Annotated[
     list[str] | None,
-    Parameter(name=["--peer", "-p"], negative=(), help="Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated."),
+    Parameter(
+        name=["--peer", "-p"],
+        negative=(),
+        help="Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated.",
+    ),
 ]
 Capacity = Annotated[
     str | None,
     Parameter(
         name="--stage-capacity",
-        help="Memory that a stage of a crew may take here, e.g. 6GiB or a number of bytes. Short for --set stages.capacity=…",
+        help=(
+            "Memory that a stage of a crew may take here, e.g. 6GiB or a number of bytes. Short for"
+            " --set stages.capacity=…"
+        ),
     ),
 ]
-SecretFile = Annotated[Path | None, Parameter(help="A private swarm's secret. It is copied into the data directory.")]
+SecretFile = Annotated[
+    Path | None, Parameter(help="A private swarm's secret. It is copied into the data directory.")
+]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="As JSON, for a script.")]
 Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 TRAINER = {
-    "accelerate": "accelerate", "numpy": "numpy", "peft": "peft", "reasoning_gym": "reasoning-gym", "safetensors": "safetensors",
-    "torch": "torch", "transformers": "transformers", "yaml": "pyyaml",
-}  # fmt: skip
+    "accelerate": "accelerate",
+    "numpy": "numpy",
+    "peft": "peft",
+    "reasoning_gym": "reasoning-gym",
+    "safetensors": "safetensors",
+    "torch": "torch",
+    "transformers": "transformers",
+    "yaml": "pyyaml",
+}
 """What the extra `train` brings, by the module to import: a bootstrap node does without."""
 
 
 def load(
-    node: NodeOptions, *, peers: list[str] | None = None, stage_capacity: str | None = None, tasks: bool = True, recipe: str | None = None
+    node: NodeOptions,
+    *,
+    peers: list[str] | None = None,
+    stage_capacity: str | None = None,
+    tasks: bool = True,
+    recipe: str | None = None,
 ) -> Resolved:
-    """The configuration of a command; its tasks are known then, those of the node's owner too, unless the command has nothing to do with
-    them. Raises ConfigError; StateError for a data directory of a newer version."""
+    """The configuration of a command; its tasks are known then, those of the node's owner too,
+    unless the command has nothing to do with them. Raises ConfigError; StateError for a data
+    directory of a newer version."""
     from swarmnode import settings
     from swarmnode.tasks import registry
 
@@ -86,12 +128,15 @@ def load(
     check_format(resolved.config.node.data_dir)
     if tasks:
         registry.install(resolved.config.task.modules, resolved.config.task.settings)
-        registry.install_datasets(resolved.config.task.datasets, resolved.config.node.data_dir / registry.DATASETS)
+        registry.install_datasets(
+            resolved.config.task.datasets, resolved.config.node.data_dir / registry.DATASETS
+        )
     return resolved
 
 
 def keep_said(data_dir: Path, node: NodeOptions) -> None:
-    """What was given with --set need not be typed again: the data directory keeps it. Raises Unavailable."""
+    """What was given with --set need not be typed again: the data directory keeps it. Raises
+    Unavailable."""
     from swarmnode import settings
 
     if node.set_:
@@ -99,10 +144,16 @@ def keep_said(data_dir: Path, node: NodeOptions) -> None:
 
 
 def needs_trainer(command: str) -> None:
-    """Raises Unavailable, saying what to install, where packages are missing that only training needs."""
-    missing = [package for module, package in TRAINER.items() if importlib.util.find_spec(module) is None]
+    """Raises Unavailable, saying what to install, where packages are missing that only training
+    needs."""
+    missing = [
+        package for module, package in TRAINER.items() if importlib.util.find_spec(module) is None
+    ]
     if missing:
-        raise Unavailable(f"{command} needs {', '.join(missing)}: pip install 'swarmnode[train]' (`swarmnode bootstrap` does without)")
+        raise Unavailable(
+            f"{command} needs {', '.join(missing)}: pip install 'swarmnode[train]' (`swarmnode"
+            " bootstrap` does without)"
+        )
 
 
 def say(told: Mapping[str, object], text: str, as_json: bool) -> int:
@@ -120,8 +171,12 @@ def size_bytes(text: str) -> int:
     """`6GiB`, `500 MB` or `1048576` in bytes. Raises ConfigError."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS:
-        raise ConfigError(f"command line: {text!r} is not a size; write 6GiB, 500MB or a number of bytes")
+        raise ConfigError(
+            f"command line: {text!r} is not a size; write 6GiB, 500MB or a number of bytes"
+        )
     count = int(float(found[1]) * UNITS[found[2].upper()])
     if not found[2] and 0 < count < UNITS["MB"]:
-        raise ConfigError(f"command line: {text} is {count} bytes; write {text}GB or {text}GiB if that is meant")
+        raise ConfigError(
+            f"command line: {text} is {count} bytes; write {text}GB or {text}GiB if that is meant"
+        )
     return count

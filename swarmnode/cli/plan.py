@@ -28,7 +28,8 @@ def plan(
     revision: str | None = None,
     json: AsJson = False,
 ) -> int:
-    """What training a model needs in memory, by way of training, and what fits. Reads config.json and the headers of the weights only.
+    """What training a model needs in memory, by way of training, and what fits. Reads config.json
+    and the headers of the weights only.
 
     Parameters
     ----------
@@ -58,62 +59,113 @@ def plan(
     room = size_bytes(memory) if memory is not None else None
     found = choices(shape, device, computed, rank, length, room)
     told = {
-        "model": model, "parameters": shape.parameters, "length": length, "device": device, "dtype": computed, "memory_bytes": room,
-        "cache_bytes_per_token": shape.cache_bytes, "crew_copy_bytes": shape.parameters,
+        "model": model,
+        "parameters": shape.parameters,
+        "length": length,
+        "device": device,
+        "dtype": computed,
+        "memory_bytes": room,
+        "cache_bytes_per_token": shape.cache_bytes,
+        "crew_copy_bytes": shape.parameters,
         "choices": [
-            {"name": c.name, "optim": c.method.optim, "checkpointing": c.method.checkpointing, "need_bytes": c.row.total,
-             "micro_batch_tokens": c.micro_batch, "card_gb": c.card, "set": settings(c), **asdict(c.row),
-             "averaging_host_bytes": sum(averaging_bytes(trained_parameters(shape, c.method))),
-             "saving_host_bytes": saving_bytes(trained_parameters(shape, c.method), c.method.optim)}
+            {
+                "name": c.name,
+                "optim": c.method.optim,
+                "checkpointing": c.method.checkpointing,
+                "need_bytes": c.row.total,
+                "micro_batch_tokens": c.micro_batch,
+                "card_gb": c.card,
+                "set": settings(c),
+                **asdict(c.row),
+                "averaging_host_bytes": sum(averaging_bytes(trained_parameters(shape, c.method))),
+                "saving_host_bytes": saving_bytes(
+                    trained_parameters(shape, c.method), c.method.optim
+                ),
+            }
             for c in found
         ],
-    }  # fmt: skip
+    }
     where = "a GPU" if device == "cuda" else "the CPU"
     lines = [
-        f"{model}: {shape.parameters:,} parameters; rows of {length:,} tokens in {computed}, on {where}",
+        (
+            f"{model}: {shape.parameters:,} parameters; rows of {length:,} tokens in {computed}, on"
+            f" {where}"
+        ),
         "",
         *_table(found, room),
         "",
-        f"A completion that is being sampled keeps {_size(shape.cache_bytes * length)} of keys and values at {length:,} tokens.",
+        (
+            f"A completion that is being sampled keeps {_size(shape.cache_bytes * length)} of keys"
+            f" and values at {length:,} tokens."
+        ),
     ]
     trained = {c.name.split(",")[0]: trained_parameters(shape, c.method) for c in found}
     averaged = {name: averaging_bytes(count) for name, count in trained.items()}
-    lines.append("Averaging with others keeps in host memory: " + "; ".join(
-        f"{name}: {_size(always)}, {_size(always + more)} during an exchange" for name, (always, more) in averaged.items()
-    ) + ".")  # fmt: skip
+    lines.append(
+        "Averaging with others keeps in host memory: "
+        + "; ".join(
+            f"{name}: {_size(always)}, {_size(always + more)} during an exchange"
+            for name, (always, more) in averaged.items()
+        )
+        + "."
+    )
     saved = "; ".join(f"{name}: {_size(saving_bytes(count))}" for name, count in trained.items())
     lines.append(f"Saving takes there, while the state is written: {saved}.")
-    copy = f"In a crew, a whole copy to sample from (stages.keep_policy = memory) takes {_size(shape.parameters)}"
+    copy = (
+        "In a crew, a whole copy to sample from (stages.keep_policy = memory) takes"
+        f" {_size(shape.parameters)}"
+    )
     lines.append(f"{copy}; ten times as fast between homes.")
     if room is not None:
         chosen = best(found)
-        lines.append(_advice(chosen, model, revision) if chosen else _too_small(found, memory or ""))
+        lines.append(
+            _advice(chosen, model, revision) if chosen else _too_small(found, memory or "")
+        )
     return say(told, "\n".join(lines), json)
 
 
 def _table(found: list[Choice], room: int | None) -> list[str]:
     last = "smallest card" if room is None else "fits, micro-batch"
-    lines = [f"{'trained':<26}{'optimizer':<12}{'layers run again':<18}{'resident':>10}{'row':>10}{'needs':>10}   {last}"]
+    lines = [
+        f"{'trained':<26}{'optimizer':<12}{'layers run again':<18}"
+        f"{'resident':>10}{'row':>10}{'needs':>10}   {last}"
+    ]
     for c in found:
         by_card = f"{c.card} GB" if c.card else "none"
         by_room = f"{c.micro_batch:,} tokens" if c.micro_batch else "no"
         again = "yes" if c.method.checkpointing else "no"
-        sizes = "".join(f"{_size(count):>10}" for count in (c.row.resident, c.row.total - c.row.resident, c.row.total))
-        lines.append(f"{c.name:<26}{c.method.optim:<12}{again:<18}{sizes}   {by_card if room is None else by_room}")
+        sizes = "".join(
+            f"{_size(count):>10}"
+            for count in (c.row.resident, c.row.total - c.row.resident, c.row.total)
+        )
+        lines.append(
+            f"{c.name:<26}{c.method.optim:<12}{again:<18}{sizes}  "
+            f" {by_card if room is None else by_room}"
+        )
     return lines
 
 
 def _advice(chosen: Choice, model: str, revision: str | None) -> str:
     from swarmnode.policy.plan import settings
 
-    said = [f"policy.model={model}", *([f"policy.revision={revision}"] if revision else []), *settings(chosen)]
+    said = [
+        f"policy.model={model}",
+        *([f"policy.revision={revision}"] if revision else []),
+        *settings(chosen),
+    ]
     how = " ".join(f"--set {shlex.quote(text)}" for text in said)
-    return f"Fits: {chosen.name}, micro-batches of up to {chosen.micro_batch:,} tokens. swarmnode run {how}"
+    return (
+        f"Fits: {chosen.name}, micro-batches of up to {chosen.micro_batch:,} tokens. swarmnode run"
+        f" {how}"
+    )
 
 
 def _too_small(found: list[Choice], memory: str) -> str:
     least = min(found, key=lambda c: c.row.total)
-    return f"Nothing fits {memory}: {least.name} needs {_size(least.row.total)}. Shorter rows, a smaller model, or a crew (docs/stages.md)."
+    return (
+        f"Nothing fits {memory}: {least.name} needs {_size(least.row.total)}. Shorter rows, a"
+        " smaller model, or a crew (docs/stages.md)."
+    )
 
 
 def _size(count: int) -> str:

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from swarmnode.cli.node import check_before_processes, run_resolved
-from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, SecretFile, Texts, keep_said, load, needs_trainer, quoted, say
+from swarmnode.cli.options import (
+    NODE,
+    AsJson,
+    Flag,
+    NodeOptions,
+    SecretFile,
+    Texts,
+    keep_said,
+    load,
+    needs_trainer,
+    quoted,
+    say,
+)
 
 if TYPE_CHECKING:
     from swarmnode.swarm.membership import Draft, Founding
@@ -29,29 +41,53 @@ class FoundingOptions:
     bootstrap: Annotated[
         Texts,
         Parameter(
-            help="Multiaddr that newcomers join through, ending in /p2p/<peer id>. May be repeated. Without it, this node's own addresses."
+            help=(
+                "Multiaddr that newcomers join through, ending in /p2p/<peer id>. May be repeated."
+                " Without it, this node's own addresses."
+            )
         ),
     ] = None
-    member: Annotated[Texts, Parameter(help="Peer id that may be a member; with this, nobody else may. May be repeated.")] = None
+    member: Annotated[
+        Texts,
+        Parameter(
+            help="Peer id that may be a member; with this, nobody else may. May be repeated."
+        ),
+    ] = None
     private: Annotated[
-        Flag, Parameter(help="Only who has the secret may be a member: swarm.secret in the data directory, made if there is none.")
+        Flag,
+        Parameter(
+            help=(
+                "Only who has the secret may be a member: swarm.secret in the data directory, made"
+                " if there is none."
+            )
+        ),
     ] = False
     any_model: Annotated[Flag, Parameter(help="Members may train different models.")] = False
     min_completions: Annotated[
-        int | None, Parameter(help="Of a group, at least. Without it, half of training.num_generations.")
+        int | None,
+        Parameter(help="Of a group, at least. Without it, half of training.num_generations."),
     ] = None
     max_completions: Annotated[
-        int | None, Parameter(help="Of a group, at most. Without it, twice training.num_generations.")
+        int | None,
+        Parameter(help="Of a group, at most. Without it, twice training.num_generations."),
     ] = None
     successor: Annotated[
         Flag,
-        Parameter(help="Follow this data directory's manifest by one that says the same, but for what is said now. Members move there."),
+        Parameter(
+            help=(
+                "Follow this data directory's manifest by one that says the same, but for what is"
+                " said now. Members move there."
+            )
+        ),
     ] = False
-    public: Annotated[Flag, Parameter(help="With --successor: neither a list of members nor a secret any more.")] = False
+    public: Annotated[
+        Flag, Parameter(help="With --successor: neither a list of members nor a secret any more.")
+    ] = False
     yes: Annotated[Flag, Parameter(help="With --successor: sign it without asking.")] = False
 
     def checked(self, said: Mapping[str, str]) -> Founding:
-        """The same for `Membership.draft`. said: keys that are set, and where. Raises ConfigError for one bound without the other."""
+        """The same for `Membership.draft`. said: keys that are set, and where. Raises ConfigError
+        for one bound without the other."""
         from swarmnode.errors import ConfigError
         from swarmnode.swarm.membership import Founding
 
@@ -60,19 +96,32 @@ class FoundingOptions:
             raise ConfigError("init: --min-completions and --max-completions come together")
         completions = (low, high) if low is not None and high is not None else None
         return Founding(
-            self.bootstrap or (), self.member or (), self.private, self.any_model, completions, self.successor, self.public, said
-        )  # fmt: skip
+            self.bootstrap or (),
+            self.member or (),
+            self.private,
+            self.any_model,
+            completions,
+            self.successor,
+            self.public,
+            said,
+        )
 
 
 NOTHING_SAID = FoundingOptions()
 
 
 def init(
-    *, name: str | None = None, founding: FoundingOptions = NOTHING_SAID, node: NodeOptions = NODE, json: AsJson = False
-) -> int:  # fmt: skip
-    """Found a swarm: sign a manifest of this configuration with this node's key, and print its invite.
+    *,
+    name: str | None = None,
+    founding: FoundingOptions = NOTHING_SAID,
+    node: NodeOptions = NODE,
+    json: AsJson = False,
+) -> int:
+    """Found a swarm: sign a manifest of this configuration with this node's key, and print its
+    invite.
 
-    Model, tasks and training of the configuration become the swarm's. A --successor keeps what nobody has set, and is shown first.
+    Model, tasks and training of the configuration become the swarm's. A --successor keeps what
+    nobody has set, and is shown first.
 
     Parameters
     ----------
@@ -97,40 +146,73 @@ def init(
     keep_said(resolved.node.data_dir, node)
     if json:
         path = membership.store.path(opened.swarm)
-        told_of = {"swarm": opened.swarm.hex(), "invite": str(invite), "manifest": str(path), "changes": changes}
+        told_of = {
+            "swarm": opened.swarm.hex(),
+            "invite": str(invite),
+            "manifest": str(path),
+            "changes": changes,
+        }
         return say(told_of, "", as_json=True)
     where = f" -d {shlex.quote(str(node.data_dir))}" if node.data_dir is not None else ""
-    print(f"founded {opened.manifest.name!r}; `swarmnode run{where}` runs this node, `swarmnode join INVITE` others:", file=sys.stderr)
+    print(
+        f"founded {opened.manifest.name!r}; `swarmnode run{where}` runs this node, `swarmnode join"
+        " INVITE` others:",
+        file=sys.stderr,
+    )
     if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in invite.addresses):
-        print("only this machine can use this invite: set network.listen_addrs, or name a --bootstrap address", file=sys.stderr)
+        print(
+            "only this machine can use this invite: set network.listen_addrs, or name a --bootstrap"
+            " address",
+            file=sys.stderr,
+        )
     print(invite)
     return 0
 
 
 def _agreed_to(draft: Draft, yes: bool) -> list[str]:
-    """What a successor changes, shown, and agreed to by whoever sits there. Raises ConfigError where nobody does, Refused by a no."""
+    """What a successor changes, shown, and agreed to by whoever sits there. Raises ConfigError
+    where nobody does, Refused by a no."""
     from swarmnode.errors import ConfigError, Refused
     from swarmnode.swarm.successor import differences
 
     before = draft.before.manifest if draft.before is not None else draft.manifest
     changes = [str(difference) for difference in differences(before, draft.manifest)]
     if not changes:
-        raise ConfigError(f"init: this successor of {before.name!r} would change nothing: say what shall, e.g. --set task.names=…")
-    print(f"this successor of {before.name!r} changes", *(f"  {change}" for change in changes), sep="\n", file=sys.stderr)
+        raise ConfigError(
+            f"init: this successor of {before.name!r} would change nothing: say what shall, e.g."
+            " --set task.names=…"
+        )
+    print(
+        f"this successor of {before.name!r} changes",
+        *(f"  {change}" for change in changes),
+        sep="\n",
+        file=sys.stderr,
+    )
     if yes:
         return changes
     if not sys.stdin.isatty():
         raise ConfigError("init: nobody is here to be asked whether to sign that: --yes signs it")
-    print("everything else stays. Sign it? Members move to it, or are told. [y/N] ", end="", file=sys.stderr, flush=True)
+    print(
+        "everything else stays. Sign it? Members move to it, or are told. [y/N] ",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise Refused("nothing was signed")
     return changes
 
 
 def join(
-    invite: str, *, node: NodeOptions = NODE, secret_file: SecretFile = None, no_run: Flag = False, json: AsJson = False
-) -> int:  # fmt: skip
-    """Join a swarm: fetch its manifest, verify it, check that this node can honour it, then run. Afterwards `run` is enough.
+    invite: str,
+    *,
+    node: NodeOptions = NODE,
+    secret_file: SecretFile = None,
+    no_run: Flag = False,
+    json: AsJson = False,
+) -> int:
+    """Join a swarm: fetch its manifest, verify it, check that this node can honour it, then run.
+    Afterwards `run` is enough.
 
     What was given with --set is kept in the data directory.
 
@@ -165,7 +247,8 @@ def join(
 
 @manifest_app.command(name="show")
 def manifest_show(*, node: NodeOptions = NODE) -> int:
-    """Print the manifest that this node runs by, its invite, and a successor if one is known, as JSON."""
+    """Print the manifest that this node runs by, its invite, and a successor if one is known, as
+    JSON."""
     data_dir: Path = load(node).config.node.data_dir
     from swarmnode.errors import Unavailable
     from swarmnode.swarm import manifest_store, membership
@@ -176,12 +259,24 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
     if opened is None:
         raise Unavailable("this node has no manifest: found a swarm with `init` or join one")
     successor = manifest_store.ManifestStore(data_dir).successor(opened)
-    changes = [str(difference) for difference in differences(opened.manifest, successor.manifest)] if successor is not None else []
+    changes = (
+        [str(difference) for difference in differences(opened.manifest, successor.manifest)]
+        if successor is not None
+        else []
+    )
     known = {
         "swarm": opened.swarm.hex(),
         "invite": str(membership.invite_of(opened)) if opened.manifest.bootstrap else "",
         "manifest": shown(opened.manifest),
-        "successor": {"swarm": successor.swarm.hex(), "changes": changes, "manifest": shown(successor.manifest)} if successor else None,
+        "successor": (
+            {
+                "swarm": successor.swarm.hex(),
+                "changes": changes,
+                "manifest": shown(successor.manifest),
+            }
+            if successor
+            else None
+        ),
     }
     print(json_module.dumps(known, indent=1, ensure_ascii=False))
     return 0
@@ -195,4 +290,6 @@ def manifest_follow(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
 
     opened = Membership(resolved).follow()
     told = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
-    return say(told, f"this node is of swarm {opened.manifest.name!r} now, {opened.swarm.hex()}", json)
+    return say(
+        told, f"this node is of swarm {opened.manifest.name!r} now, {opened.swarm.hex()}", json
+    )

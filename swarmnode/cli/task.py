@@ -32,14 +32,16 @@ def task_try(
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
-    """Ask ten questions of a task and judge answers to them, as a node would: for whoever writes a task or brings a dataset.
+    """Ask ten questions of a task and judge answers to them, as a node would: for whoever writes a
+    task or brings a dataset.
 
     Exits with 78 when the task's own code went wrong.
 
     Parameters
     ----------
     task
-        rg/<name>, a data/<name> of task.datasets, or <module>:<function>, which need not be in task.modules.
+        rg/<name>, a data/<name> of task.datasets, or <module>:<function>, which need not be in
+        task.modules.
     sample
         Have the policy answer, too; otherwise only an empty answer is judged.
     """
@@ -51,7 +53,9 @@ def task_try(
         registry.install([*resolved.task.modules, task], resolved.task.settings)
     registry.check_names([task])
     prove_own([task] if registry.TASKS[task].kind in ("own", "dataset") else [])
-    tried = trial.try_task(task, (lambda prompts: _sampled(resolved.model_dump_json(), prompts)) if sample else None)
+    tried = trial.try_task(
+        task, (lambda prompts: _sampled(resolved.model_dump_json(), prompts)) if sample else None
+    )
     failed = any(each.error for each in tried)
     if json:
         print(json_module.dumps([asdict(each) for each in tried]))
@@ -63,39 +67,66 @@ def task_try(
 def _lines(task: str, tried: Sequence[Tried]) -> list[str]:
     lines = []
     for number, each in enumerate(tried, 1):
-        lines.append(f"{number}. {'held out' if each.held_out else 'training'}: {_short(each.prompt) if each.prompt else '(no question)'}")
+        lines.append(
+            f"{number}. {'held out' if each.held_out else 'training'}:"
+            f" {_short(each.prompt) if each.prompt else '(no question)'}"
+        )
         if each.sampled is not None:
-            judged = f", of which {_short(each.answer)!r} is judged" if each.answer is not None and each.answer != each.sampled else ""
-            lines.append(f"   sampled {_short(each.sampled)!r}{judged}: reward {each.reward if each.reward is not None else '-'}")
+            judged = (
+                f", of which {_short(each.answer)!r} is judged"
+                if each.answer is not None and each.answer != each.sampled
+                else ""
+            )
+            lines.append(
+                f"   sampled {_short(each.sampled)!r}{judged}: reward"
+                f" {each.reward if each.reward is not None else '-'}"
+            )
         lines.append(f"   empty answer: reward {each.empty:g}")
         if each.error:
             lines.append(f"   went wrong: {each.error}")
     rewards = [each.reward for each in tried if each.reward is not None]
-    mean = f", mean reward of the sampled answers {sum(rewards) / len(rewards):.2f}" if rewards else ""
+    mean = (
+        f", mean reward of the sampled answers {sum(rewards) / len(rewards):.2f}" if rewards else ""
+    )
     wrong = sum(bool(each.error) for each in tried)
-    lines.append(f"{task}: {len(tried)} questions, {len({each.prompt for each in tried})} different{mean}, {wrong} went wrong")
+    lines.append(
+        f"{task}: {len(tried)} questions, {len({each.prompt for each in tried})} different{mean},"
+        f" {wrong} went wrong"
+    )
     return lines
 
 
 def _short(text: str | None) -> str:
-    """One line of a text that a model or somebody's file made, without what would move a terminal's cursor."""
-    line = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join((text or "").split()))
+    """One line of a text that a model or somebody's file made, without what would move a terminal's
+    cursor."""
+    line = "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for character in " ".join((text or "").split())
+    )
     return line if len(line) <= SHOWN else line[:SHOWN] + "…"
 
 
 def _sampled(config_json: str, prompts: Sequence[str]) -> list[str]:
-    """One answer of the policy to each prompt. Raises Unavailable with what its process said last."""
+    """One answer of the policy to each prompt. Raises Unavailable with what its process said
+    last."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "config.json"
         file.write_text(config_json)
         command = [sys.executable, "-m", "swarmnode.policy.answer", "--config", str(file)]
         try:
             done = subprocess.run(
-                command, input=json_module.dumps(list(prompts)), timeout=SAMPLE_SECONDS,
-                capture_output=True, text=True, check=False, errors="replace",
-            )  # fmt: skip
+                command,
+                input=json_module.dumps(list(prompts)),
+                timeout=SAMPLE_SECONDS,
+                capture_output=True,
+                text=True,
+                check=False,
+                errors="replace",
+            )
         except subprocess.TimeoutExpired:
-            raise Unavailable(f"the policy did not answer within {SAMPLE_SECONDS:g} s: try with --no-sample") from None
+            raise Unavailable(
+                f"the policy did not answer within {SAMPLE_SECONDS:g} s: try with --no-sample"
+            ) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise Unavailable(f"the policy cannot answer: {last[:500]} (--no-sample does without)")

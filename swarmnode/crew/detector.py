@@ -1,14 +1,17 @@
-"""The failure detector: which members are probably gone. Pure; times are this machine's monotonic seconds; no torch.
+"""The failure detector: which members are probably gone. Pure; times are this machine's monotonic
+seconds; no torch.
 
-φ-accrual (Hayashibara et al. 2004): φ = −log10 of the probability that a heartbeat still comes, with intervals taken as normal. Their
-tail is heavier than that, so the deviation has a floor of a second: over ten simulated node-days that cut false suspicions from 16 to
-0.4 a day.
+φ-accrual (Hayashibara et al. 2004): φ = −log10 of the probability that a heartbeat still comes,
+with intervals taken as normal. Their tail is heavier than that, so the deviation has a floor of a
+second: over ten simulated node-days that cut false suspicions from 16 to 0.4 a day.
 
-Evidence that something broke (a stream was reset, the connection ended) suspects at once. Any sign of life that is younger refutes it: a
-suspicion costs a pause, giving somebody up costs a founding, so the first is quick and the second is not.
+Evidence that something broke (a stream was reset, the connection ended) suspects at once. Any sign
+of life that is younger refutes it: a suspicion costs a pause, giving somebody up costs a founding,
+so the first is quick and the second is not.
 
-A process that runs late sees everybody else late. How much later than planned its ticks come multiplies its own timeouts; the
-factor fades over a few ticks, in which whatever waited in the sockets can be heard.
+A process that runs late sees everybody else late. How much later than planned its ticks come
+multiplies its own timeouts; the factor fades over a few ticks, in which whatever waited in the
+sockets can be heard.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ STEPS: Final = 100
 LEAST: Final = 5
 """Intervals, or steps, below which nothing is known."""
 STALL_FLOOR_SECONDS: Final = 15.0
-"""No progress for less is no failure, however short steps are: a pause of the device or the disk is longer than a tiny model's step."""
+"""No progress for less is no failure, however short steps are: a pause of the device or the disk is
+longer than a tiny model's step."""
 
 
 def phi(elapsed: float, mean: float, deviation: float) -> float:
-    """−log10 P(interval > elapsed) for a normal interval; 300 where that is too small for a float."""
+    """−log10 P(interval > elapsed) for a normal interval; 300 where that is too small for a
+    float."""
     later = 0.5 * math.erfc((elapsed - mean) / (deviation * math.sqrt(2)))
     return -math.log10(later) if later > 1e-300 else 300.0
 
@@ -50,8 +55,8 @@ class Signs(msgspec.Struct, frozen=True):
     last_seen: float
     """When its last heartbeat came, or its answer to ours."""
     last_heard: float = -math.inf
-    """When bytes of any kind last came from it: a line that tensors fill holds a heartbeat up for seconds, and they are there
-    meanwhile."""
+    """When bytes of any kind last came from it: a line that tensors fill holds a heartbeat up for
+    seconds, and they are there meanwhile."""
     count: int = 0
     mean: float = EXPECTED_SECONDS
     variance: float = 0.0
@@ -66,25 +71,43 @@ class Signs(msgspec.Struct, frozen=True):
             return replace(self, suspected=False)
         weight = max(WEIGHT, 1 / (self.count + 1))
         off = interval - self.mean
-        mean, variance = self.mean + weight * off, (1 - weight) * (self.variance + weight * off * off)
-        return replace(self, last_seen=now, count=self.count + 1, mean=mean, variance=variance, suspected=False)
+        mean, variance = (
+            self.mean + weight * off,
+            (1 - weight) * (self.variance + weight * off * off),
+        )
+        return replace(
+            self, last_seen=now, count=self.count + 1, mean=mean, variance=variance, suspected=False
+        )
 
     def heard(self, at: float) -> Signs:
         """Bytes came."""
         if at <= self.last_heard:
             return self
-        return replace(self, last_heard=at, gone_since=None if self.gone_since is not None and at > self.gone_since else self.gone_since)
+        return replace(
+            self,
+            last_heard=at,
+            gone_since=None
+            if self.gone_since is not None and at > self.gone_since
+            else self.gone_since,
+        )
 
     def silent_seconds(self, now: float, slowness: float) -> float:
-        """Seconds since the last sign of life, by this process's own slow clock. Who sends no heartbeat is not believed for ever."""
-        return (now - max(self.last_seen, min(self.last_heard, self.last_seen + HEARD_SECONDS))) / slowness
+        """Seconds since the last sign of life, by this process's own slow clock. Who sends no
+        heartbeat is not believed for ever."""
+        return (
+            now - max(self.last_seen, min(self.last_heard, self.last_seen + HEARD_SECONDS))
+        ) / slowness
 
     def overdue(self, now: float, slowness: float) -> bool:
         elapsed = self.silent_seconds(now, slowness)
         if elapsed < 2 * EXPECTED_SECONDS:  # φ is not worth computing
             return False
         known = self.count >= LEAST
-        mean, deviation = (self.mean, max(FLOOR_SECONDS, math.sqrt(self.variance))) if known else (EXPECTED_SECONDS, FLOOR_SECONDS)
+        mean, deviation = (
+            (self.mean, max(FLOOR_SECONDS, math.sqrt(self.variance)))
+            if known
+            else (EXPECTED_SECONDS, FLOOR_SECONDS)
+        )
         return phi(elapsed, mean, deviation) > PHI
 
 

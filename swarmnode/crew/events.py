@@ -1,7 +1,9 @@
-"""What crew control is notified of and what it wants done: between `control.py`, which is pure, and whoever carries it out. No torch.
+"""What crew control is notified of and what it wants done: between `control.py`, which is pure, and
+whoever carries it out. No torch.
 
-A Received is answered by exactly one Answer among its actions. Actions are carried out in order. Send a Tick every `tick_seconds`, also
-when other things happen: how late it comes is how slow this process is.
+A Received is answered by exactly one Answer among its actions. Actions are carried out in order.
+Send a Tick every `tick_seconds`, also when other things happen: how late it comes is how slow this
+process is.
 """
 
 from __future__ import annotations
@@ -12,28 +14,43 @@ import msgspec
 
 from swarmnode.crew import local, messages
 
-NOTES = ("proposed", "founded", "running", "paused", "suspected", "refuted", "broken", "refused", "blamed", "left")
+NOTES = (
+    "proposed",
+    "founded",
+    "running",
+    "paused",
+    "suspected",
+    "refuted",
+    "broken",
+    "refused",
+    "blamed",
+    "left",
+)
 
 
 class Settings(msgspec.Struct, frozen=True):
     """Seconds, unless it says otherwise."""
 
     stages: int = 0
-    """The number of stages of a crew that begins with the base; 0 is what the planner finds best."""
+    """The number of stages of a crew that begins with the base; 0 is what the planner finds
+    best."""
     lost_seconds: float = 120.0
     """A node that has learnt something begins anew after so long without a crew."""
     tick_seconds: float = 0.5
     heartbeat_seconds: float = 1.0
     offer_seconds: float = 10.0
-    """Between two offers to the same peer where nothing has changed; an offer counts for three times as long."""
+    """Between two offers to the same peer where nothing has changed; an offer counts for three
+    times as long."""
     foreign_seconds: float = 300.0
     """No offer to a peer that does not speak of crews, for so long."""
     gather_seconds: float = 3.0
-    """A crew that begins with the base is proposed when no new offer came for so long, or after three times that."""
+    """A crew that begins with the base is proposed when no new offer came for so long, or after
+    three times that."""
     turn_seconds: float = 3.0
     """A proposal lives so long, and who is next in turn waits so long."""
     exact_seconds: float = 12.0
-    """An older copy of a stage will do after so long: its holder's own is exact, and may be on its way back."""
+    """An older copy of a stage will do after so long: its holder's own is exact, and may be on its
+    way back."""
     join_seconds: float = 6.0
     """A member that has not been heard in a new crew after so long has not joined."""
     gone_seconds: float = 5.0
@@ -43,16 +60,19 @@ class Settings(msgspec.Struct, frozen=True):
     prepare_seconds: float = 300.0
     """A stage that is being restored, and shows no sign of progress."""
     restore_bytes_per_second: float = 1e6
-    """It may take prepare_seconds and its memory by this rate in all, whatever progress it reports."""
+    """It may take prepare_seconds and its memory by this rate in all, whatever progress it
+    reports."""
     step_seconds: float = 900.0
     """A crew that runs and takes no step for so long is left."""
     slow_steps: float = 10.0
-    """Or for so many times what its training takes, by the plan: completions and evaluations are computed besides, token by token."""
+    """Or for so many times what its training takes, by the plan: completions and evaluations are
+    computed besides, token by token."""
     slow_lines: float = 2.0
-    """And for so many times what the way of all tokens through all stages takes messages, whose time it has measured."""
+    """And for so many times what the way of all tokens through all stages takes messages, whose
+    time it has measured."""
     bar_seconds: float = 10.0
-    """How long a peer is left out because of which a crew ended or was not founded, at least: as long as it cost, doubled each time. The
-    time that it works with us is taken off."""
+    """How long a peer is left out because of which a crew ended or was not founded, at least: as
+    long as it cost, doubled each time. The time that it works with us is taken off."""
     most_peers: int = 64
     """Whose offers are remembered."""
 
@@ -72,7 +92,8 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What came back for a Send: None for a timeout, a refused dial, or an answer that was no message."""
+    """What came back for a Send: None for a timeout, a refused dial, or an answer that was no
+    message."""
 
     peer: str
     request: messages.Request
@@ -84,7 +105,8 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class StreamLost(msgspec.Struct, frozen=True):
-    """A stage stream to `peer` in this crew broke or was reset. Not for those that the end of the crew or a newer one ended."""
+    """A stage stream to `peer` in this crew broke or was reset. Not for those that the end of the
+    crew or a newer one ended."""
 
     peer: str
     crew: bytes
@@ -112,7 +134,17 @@ class Drain(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Tick | Received | Answered | StreamLost | PeerGone | PeerBack | local.FromTrainer | TrainerLeft | Drain
+Event = (
+    Tick
+    | Received
+    | Answered
+    | StreamLost
+    | PeerGone
+    | PeerBack
+    | local.FromTrainer
+    | TrainerLeft
+    | Drain
+)
 """What our trainer says is an event as it is."""
 
 
@@ -137,5 +169,6 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Action = Answer | Send | local.ToTrainer | Note
-"""What our trainer is to be told is an action as it is, and says what becomes of stage streams: from an Assigned on (its `socket` is empty,
-whoever owns the socket fills it in) they are welcome of this crew and of no other, after a Released of none."""
+"""What our trainer is to be told is an action as it is, and says what becomes of stage streams:
+from an Assigned on (its `socket` is empty, whoever owns the socket fills it in) they are welcome of
+this crew and of no other, after a Released of none."""

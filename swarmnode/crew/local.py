@@ -1,4 +1,5 @@
-"""What the trainer and the network process tell each other about a crew. Tensors go through `stream_proxy.py`. No torch.
+"""What the trainer and the network process tell each other about a crew. Tensors go through
+`stream_proxy.py`. No torch.
 
     trainer                                        network process
     Offering      this much fits, these copies are here ─▶ control: offers it
@@ -10,7 +11,8 @@
                   stop; weights stay in memory    ◀─ Released      the crew is over
     Offering      with what was in memory and on disk then ─▶ control: offers that
 
-Either side may be replaced at any moment. A trainer that (re)connects says Offering where it is in no crew, and StageStatus where it is.
+Either side may be replaced at any moment. A trainer that (re)connects says Offering where it is in
+no crew, and StageStatus where it is.
 """
 
 from __future__ import annotations
@@ -33,14 +35,16 @@ def socket_file(data_dir: Path) -> Path:
     return data_dir / "run" / "stages.sock"
 
 
-# ---- trainer → network ----------------------------------------------------------------------------------------------------------
+# ---- trainer → network ---------------------------------------------------------------------------
 
 
 class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
-    """Sent by a trainer that works in no crew: at every connection, once it has stopped after Released, and whenever a number changes."""
+    """Sent by a trainer that works in no crew: at every connection, once it has stopped after
+    Released, and whenever a number changes."""
 
     model: bytes
-    """32 bytes: which weights, and what a crew that trains them must have alike (`trainer.crew.model.crew_terms`)."""
+    """32 bytes: which weights, and what a crew that trains them must have alike
+    (`trainer.crew.model.crew_terms`)."""
     capacity: Capacity
     cost: ModelCost
     """What the model's parts cost, so that whoever founds a crew can plan it."""
@@ -57,7 +61,8 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Counts anything that was done: frames handled, micro-batches, steps. One that stands still is a trainer that hangs."""
+    """Counts anything that was done: frames handled, micro-batches, steps. One that stands still is
+    a trainer that hangs."""
     rung: str = ""
     """One of RUNGS."""
     rung_seconds: float | None = None
@@ -65,9 +70,11 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     shadow_step: int | None = None
     """The step of the newest copy that a neighbour has of this stage."""
     shadow_age_steps: int | None = None
-    """Steps that its loss would cost where only shadows are left: all of them while nobody has a copy. None in a crew of one."""
+    """Steps that its loss would cost where only shadows are left: all of them while nobody has a
+    copy. None in a crew of one."""
     copy_age_steps: int | None = None
-    """Steps by which the whole copy that this node samples from is behind its crew; None where there is none."""
+    """Steps by which the whole copy that this node samples from is behind its crew; None where
+    there is none."""
     copy_bytes: int | None = None
     """What came for its last refresh."""
     probe_kl: float | None = None
@@ -80,13 +87,16 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     load: int = 0
     """Pieces of work in hand: nothing done while there are some is a trainer that hangs."""
     dropped: dict[str, int] = {}
-    """Frames that counted for nothing, by reason of `fence` and `frames`; of this trainer process."""
+    """Frames that counted for nothing, by reason of `fence` and `frames`; of this trainer
+    process."""
     state_refused: dict[str, int] = {}
-    """What others sent on state streams that is not what it has to be, and what they asked for and did not get, by reason; in this crew."""
+    """What others sent on state streams that is not what it has to be, and what they asked for and
+    did not get, by reason; in this crew."""
 
 
 class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):
-    """The head's trainer: steps fail again and again, and always because of this stage, or of one of these that contradict each other."""
+    """The head's trainer: steps fail again and again, and always because of this stage, or of one
+    of these that contradict each other."""
 
     crew: bytes
     stages: tuple[int, ...]
@@ -97,11 +107,12 @@ class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):
     """Stages that contradict these: all of them are bad, if these are not."""
 
 
-# ---- network → trainer ----------------------------------------------------------------------------------------------------------
+# ---- network → trainer ---------------------------------------------------------------------------
 
 
 class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
-    """A crew with this node in it: hold this stage. A later one replaces an earlier one, and its streams are others."""
+    """A crew with this node in it: hold this stage. A later one replaces an earlier one, and its
+    streams are others."""
 
     crew: bytes
     """32 bytes. Frames carry the first 16."""
@@ -140,16 +151,17 @@ class Released(msgspec.Struct, frozen=True, tag="stages_released"):
     reason: str
 
 
-# ---- over the Unix socket of stream_proxy.py --------------------------------------------------------------------------------------
+# ---- over the Unix socket of stream_proxy.py -----------------------------------------------------
 
 Kind = Literal["frames", "state"]
 """What a stream is for."""
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer → network, the first and only message of a connection: `u32be length ‖ msgpack`. What follows is the stream itself, both
-    ways, to the trainer of `stage`; until that has opened its own end, what is written waits. The network process closes the connection
-    when the stream is lost, when there is a newer crew, and when somebody opens the same again."""
+    """Trainer → network, the first and only message of a connection: `u32be length ‖ msgpack`. What
+    follows is the stream itself, both ways, to the trainer of `stage`; until that has opened its
+    own end, what is written waits. The network process closes the connection when the stream is
+    lost, when there is a newer crew, and when somebody opens the same again."""
 
     crew: bytes
     stage: int

@@ -1,14 +1,16 @@
-"""What the network processes of a crew tell each other: offers, records to sign, heartbeats. No torch.
+"""What the network processes of a crew tell each other: offers, records to sign, heartbeats. No
+torch.
 
     request      answer
-    Offer        Noted                  "this much of the model fits here, and these copies of it are here"
+    Offer        Noted                  "this much of the model fits here, and these copies of it
+    are here"
     Propose      Signature | Refuse     "be a member of this crew"
     Founded      Noted | Refuse         all have signed: it begins
     Heartbeat    Alive | Refuse         every second
     Leave        Noted
 
-One message is one frame of the request protocol, canonical msgpack with the tag `type` first, at most MESSAGE_BYTES, and every value is
-checked before anybody acts on it. Tensors never travel here.
+One message is one frame of the request protocol, canonical msgpack with the tag `type` first, at
+most MESSAGE_BYTES, and every value is checked before anybody acts on it. Tensors never travel here.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ WITHOUT: Final = 16
 """Peers that one offer names, at most."""
 
 StagePhase = Literal["absent", "loading", "probation", "active", "failed"]
-"""How a stage is at its holder. `absent`: the trainer is gone, its network process is there. `active`: it could take the next step.
-`failed`: no source of its weights is left."""
+"""How a stage is at its holder. `absent`: the trainer is gone, its network process is there.
+`active`: it could take the next step. `failed`: no source of its weights is left."""
 Refusal = Literal["busy", "crew", "trust", "model", "behind", "record"]
-"""`busy`: promised to another proposer. `crew`: in a crew that works, or not in that one. `trust`: not with one of those. `model`: we train
-another. `behind`: what we have is newer, and may still be founded from. `record`: it does not name us, or its proposer."""
+"""`busy`: promised to another proposer. `crew`: in a crew that works, or not in that one. `trust`:
+not with one of those. `model`: we train another. `behind`: what we have is newer, and may still be
+founded from. `record`: it does not name us, or its proposer."""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -60,11 +63,13 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Said to everybody connected, at once when it changes, and again every few seconds while it holds."""
+    """Said to everybody connected, at once when it changes, and again every few seconds while it
+    holds."""
 
     model: bytes
     memory: float
-    """Bytes that a stage may take; 0 takes the offer back: the sender is in a crew, or has no trainer."""
+    """Bytes that a stage may take; 0 takes the offer back: the sender is in a crew, or has no
+    trainer."""
     speed: float
     """Work per second, see `plan.Capacity`."""
     hop_seconds: float
@@ -152,7 +157,8 @@ _RANGES: Final = {
 
 
 def check_message(message: Message) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed; also for our own, before they are sent."""
+    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed; also
+    for our own, before they are sent."""
     check_fields(message, _LENGTHS, _RANGES)
     match message:
         case Offer():

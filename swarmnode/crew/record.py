@@ -1,11 +1,15 @@
-"""What a crew is: an immutable, signed record of who holds which layers, and of the step that it goes on from. Pure; no torch.
+"""What a crew is: an immutable, signed record of who holds which layers, and of the step that it
+goes on from. Pure; no torch.
 
     lineage      drawn when training leaves the base; every later crew of the same policy keeps it
-    step hash    H(step hash before, crew, step, attempt, micro-batches): what the weights are, by how they came about (`pipeline.commit`)
-    copy         somebody has layers first … last − 1 of (lineage, step, step hash): in memory, or on disk
+    step hash    H(step hash before, crew, step, attempt, micro-batches): what the weights are, by
+    how they came about (`pipeline.commit`)
+    copy         somebody has layers first … last − 1 of (lineage, step, step hash): in memory, or
+    on disk
 
-Every change of a crew is a new record, signed by everybody that it names; there is no vote, and nobody else has a say. Two continuations of
-one crew are two policies: they share the lineage and differ in the step hash. Equal hashes fit together, others never do.
+Every change of a crew is a new record, signed by everybody that it names; there is no vote, and
+nobody else has a say. Two continuations of one crew are two policies: they share the lineage and
+differ in the step hash. Equal hashes fit together, others never do.
 """
 
 from __future__ import annotations
@@ -20,7 +24,14 @@ from swarmnode.crew.plan import MEMBERS
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.commit import HASH_BYTES, NO_HASH, Taken
 from swarmnode.wire import strict
-from swarmnode.wire.fields import ANY_COUNTER, check_between, check_counter, check_fields, check_length, check_name
+from swarmnode.wire.fields import (
+    ANY_COUNTER,
+    check_between,
+    check_counter,
+    check_fields,
+    check_length,
+    check_name,
+)
 from swarmnode.wire.limits import PEER_ID_BYTES, SIGNATURE_BYTES
 
 NONCE_BYTES: Final = 8
@@ -32,7 +43,8 @@ MEMBER_DOMAIN: Final = b"swarmnode/crew-member/1"
 NO_CREW: Final = bytes(HASH_BYTES)
 
 Where = Literal["memory", "disk", "neighbour"]
-"""Where a copy is: in the trainer's memory, in this node's own journal, or kept here for a ring neighbour."""
+"""Where a copy is: in the trainer's memory, in this node's own journal, or kept here for a ring
+neighbour."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -48,7 +60,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lineage: bytes
     """32 bytes."""
     model: bytes
-    """32 bytes: the base weights, and what members must have alike, codecs included (`trainer.crew.model.crew_terms`)."""
+    """32 bytes: the base weights, and what members must have alike, codecs included
+    (`trainer.crew.model.crew_terms`)."""
     previous: bytes
     """32 bytes: the step hash that it goes on from; NO_HASH where training begins."""
     step: int
@@ -74,7 +87,8 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     taken: Taken
     """How `hash` came about."""
     next: bytes
-    """The hash after one more step, where the sender has prepared for it and would take it; empty otherwise."""
+    """The hash after one more step, where the sender has prepared for it and would take it; empty
+    otherwise."""
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -121,14 +135,22 @@ def stage_of(record: Record, peer: str) -> int | None:
 def check_founded(founded: Founded, verify: Verify) -> None:
     """Whether each member has signed. Raises BadMessage("signature")."""
     if tuple(signed.peer for signed in founded.signatures) != peers_of(founded.record):
-        raise BadMessage("signature", "not the members' signatures, each once and in the order of stages")
+        raise BadMessage(
+            "signature", "not the members' signatures, each once and in the order of stages"
+        )
     data = member_bytes(crew_id(founded.record))
     for signed in founded.signatures:
         if not verify(signed.peer, data, signed.signature):
             raise BadMessage("signature", f"of {signed.peer}")
 
 
-_LENGTHS: Final = {"lineage": HASH_BYTES, "model": HASH_BYTES, "previous": HASH_BYTES, "hash": HASH_BYTES, "nonce": NONCE_BYTES}
+_LENGTHS: Final = {
+    "lineage": HASH_BYTES,
+    "model": HASH_BYTES,
+    "previous": HASH_BYTES,
+    "hash": HASH_BYTES,
+    "nonce": NONCE_BYTES,
+}
 _RANGES: Final = {"step": ANY_COUNTER, "first": (0, LAYERS - 1), "last": (1, LAYERS)}
 AMOUNT: Final = 1e30
 """The largest memory, speed or learning rate that anybody may claim."""

@@ -1,13 +1,17 @@
-"""The stage service: carries what crew control decides to peers, trainer and streams, and decides nothing. No torch.
+"""The stage service: carries what crew control decides to peers, trainer and streams, and decides
+nothing. No torch.
 
     peers ─ /swarmnode/crews/9 ─▶ Received ─┐                           ┌─▶ Answer, Send ─▶ peers
-    connections ─▶ PeerGone, PeerBack ──────┤                           ├─▶ Assigned, Released ─▶ stream proxy ─┐
-    trainer ─ link ─▶ Offering, … ──────────┼─▶ control.advance (one at ├─▶ Suspended, Resumed ─────────────────┴─▶ link ─▶ trainer
+    connections ─▶ PeerGone, PeerBack ──────┤                           ├─▶ Assigned, Released ─▶
+    stream proxy ─┐
+    trainer ─ link ─▶ Offering, … ──────────┼─▶ control.advance (one at ├─▶ Suspended, Resumed
+    ─────────────────┴─▶ link ─▶ trainer
     stream proxy ─▶ StreamLost ─────────────┤   a time, in order) ──────┴─▶ Note
     clock ─▶ Tick ──────────────────────────┘
 
-Heartbeats are requests of their own: they wait for no slot, and for no more of a connection than the frame that is being written. Nothing a
-peer says ends a task here; what is no message costs its standing. Kept on disk is with whom steps were taken, and nothing else.
+Heartbeats are requests of their own: they wait for no slot, and for no more of a connection than
+the frame that is being written. Nothing a peer says ends a task here; what is no message costs its
+standing. Kept on disk is with whom steps were taken, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from swarmnode.wire.envelope import signed_by
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT: Final = 10.0
-"""The next heartbeat does not wait for the answer to the last: over a slow line that tensors fill it takes seconds."""
+"""The next heartbeat does not wait for the answer to the last: over a slow line that tensors fill
+it takes seconds."""
 LEAVE_SECONDS: Final = 3.0
 """For others to be told that this node is going."""
 POLL_INTERVAL: Final = 5.0
@@ -63,12 +68,15 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     """This node holds a stage, or would. False where it holds its policy alone."""
     crew: CrewStatistics = CrewStatistics()
     own: local.StageStatus | None = None
-    """What our trainer says of the stage that it holds in this crew; None until it has said something."""
+    """What our trainer says of the stage that it holds in this crew; None until it has said
+    something."""
     streams: StreamProxyStatistics = StreamProxyStatistics()
     events: dict[str, int] = {}
-    """What happened in our crews, by `events.NOTES`: suspicions, those that were refuted, ends of crews."""
+    """What happened in our crews, by `events.NOTES`: suspicions, those that were refuted, ends of
+    crews."""
     recovery_counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
-    """How often a crew that stood still ran again, by BOUNDS of the seconds that it took; not cumulated, those above every bound last."""
+    """How often a crew that stood still ran again, by BOUNDS of the seconds that it took; not
+    cumulated, those above every bound last."""
     recovery_seconds_total: float = 0.0
     rungs: dict[str, int] = {}
     """How often our stage came from where; of `local.RUNGS`."""
@@ -101,19 +109,40 @@ class NodeCallbacks:
 class StageService:
     """Part of the network process. `key` is the node's.
 
-    Start it with `await nursery.start(service.run)`; `hello`, `receive` and `trainer_left` are for the process link.
+    Start it with `await nursery.start(service.run)`; `hello`, `receive` and `trainer_left` are for
+    the process link.
     """
 
     def __init__(
-        self, network: Network, key: Ed25519PrivateKey, cfg: StagesConfig, data_dir: Path, node: NodeCallbacks, *,
-        settings: ev.Settings | None = None, rng: random.Random | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        key: Ed25519PrivateKey,
+        cfg: StagesConfig,
+        data_dir: Path,
+        node: NodeCallbacks,
+        *,
+        settings: ev.Settings | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self.cfg = cfg
         self.settings = settings or ev.Settings(stages=cfg.stages, lost_seconds=cfg.wait_seconds)
-        self.proxy = StreamProxy(network.streams, data_dir, self._stream_lost, allows=node.allows, rejected=network.rejected)
+        self.proxy = StreamProxy(
+            network.streams,
+            data_dir,
+            self._stream_lost,
+            allows=node.allows,
+            rejected=network.rejected,
+        )
         self._network = network
         self._node = node
-        self._means = Means(self.settings, key.sign, signed_by, rng or random.SystemRandom(), self._trusts, self.proxy.uplink)
+        self._means = Means(
+            self.settings,
+            key.sign,
+            signed_by,
+            rng or random.SystemRandom(),
+            self._trusts,
+            self.proxy.uplink,
+        )
         self._state = State(network.peer_id)
         self._nursery: trio.Nursery | None = None
         self._resting = ""
@@ -125,27 +154,35 @@ class StageService:
     # -- for the node
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Until cancelled. With stages off it only waits. Raises Unavailable when its socket cannot be made."""
+        """Until cancelled. With stages off it only waits. Raises Unavailable when its socket cannot
+        be made."""
         if self.cfg.mode == "off":
             task_status.started()
             await trio.sleep_forever()
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.proxy.run)
             self._network.requests.serve(
-                ids.CREWS_PROTOCOL, self._serve, max_request_bytes=messages.MESSAGE_BYTES, max_response_bytes=messages.MESSAGE_BYTES,
-                concurrent=64, per_peer=8, deadline=REQUEST_TIMEOUT,
-            )  # fmt: skip
+                ids.CREWS_PROTOCOL,
+                self._serve,
+                max_request_bytes=messages.MESSAGE_BYTES,
+                max_response_bytes=messages.MESSAGE_BYTES,
+                concurrent=64,
+                per_peer=8,
+                deadline=REQUEST_TIMEOUT,
+            )
             self._nursery.start_soon(self._tick)
             self._nursery.start_soon(self._watch_connections)
             task_status.started()
 
     @property
     def may_average(self) -> bool:
-        """Whether the own stage may be averaged with other crews': not while somebody is in doubt. True where this node is in no crew."""
+        """Whether the own stage may be averaged with other crews': not while somebody is in doubt.
+        True where this node is in no crew."""
         return self._state.crew is None or self._state.phase == Phase.RUNNING
 
     async def leave(self, reason: str) -> None:
-        """This node is about to stop: tells its crew, and returns when it has been told, or after LEAVE_SECONDS."""
+        """This node is about to stop: tells its crew, and returns when it has been told, or after
+        LEAVE_SECONDS."""
         crew = self._state.crew
         if self._nursery is None or crew is None:
             return
@@ -157,14 +194,27 @@ class StageService:
 
     def statistics(self) -> StagesStatistics:
         crew, counts, status = self._state.crew, self._counts, self._trainer.status
-        held = crew is not None and status is not None and (status.crew, status.stage) == (crew.id, crew.stage)
+        held = (
+            crew is not None
+            and status is not None
+            and (status.crew, status.stage) == (crew.id, crew.stage)
+        )
         return StagesStatistics(
-            enabled=self.cfg.mode != "off" and (self._trainer.offering is not None or crew is not None),
-            crew=statistics(self._state, _now(), self.settings), own=status if held else None, streams=self.proxy.statistics(),
-            events=dict(counts.notes), recovery_counts=tuple(counts.recoveries), recovery_seconds_total=counts.recovery_seconds,
-            rungs=dict(counts.rungs), last_reason=counts.last_reason, heartbeat_seconds=counts.heartbeat_seconds,
-            unanswered=dict(counts.unanswered), malformed=counts.malformed, trainer_restarts=counts.restarts,
-        )  # fmt: skip
+            enabled=self.cfg.mode != "off"
+            and (self._trainer.offering is not None or crew is not None),
+            crew=statistics(self._state, _now(), self.settings),
+            own=status if held else None,
+            streams=self.proxy.statistics(),
+            events=dict(counts.notes),
+            recovery_counts=tuple(counts.recoveries),
+            recovery_seconds_total=counts.recovery_seconds,
+            rungs=dict(counts.rungs),
+            last_reason=counts.last_reason,
+            heartbeat_seconds=counts.heartbeat_seconds,
+            unanswered=dict(counts.unanswered),
+            malformed=counts.malformed,
+            trainer_restarts=counts.restarts,
+        )
 
     def _trusts(self, peer: str) -> bool:
         """Whether this node's person would be in a crew with `peer`: see `stages.trust`."""
@@ -179,7 +229,8 @@ class StageService:
     # -- for the trainer
 
     def hello(self, pid: int) -> None:
-        """A trainer has connected, again or for the first time. Whether it can hold a stage, it says next."""
+        """A trainer has connected, again or for the first time. Whether it can hold a stage, it
+        says next."""
         if pid != self._trainer.pid:
             self.trainer_left()
             self._trainer.pid, self._trainer.status = pid, None
@@ -195,7 +246,9 @@ class StageService:
                 self._counts.last_reason = message.reason or self._counts.last_reason
                 if message.rung and message.phase == "active" and trainer.restored != message.crew:
                     trainer.restored = message.crew
-                    self._counts.rungs[message.rung if message.rung in local.RUNGS else "other"] += 1
+                    self._counts.rungs[
+                        message.rung if message.rung in local.RUNGS else "other"
+                    ] += 1
                 if self._state.phase == Phase.RUNNING:
                     trainer.progress.report(message.step, message.progress, message.load, _now())
         self._handle(message)
@@ -209,7 +262,8 @@ class StageService:
     # -- control, one event at a time
 
     def _handle(self, event: ev.Event) -> messages.Answer | None:
-        """What is to be done about `event` is under way when this returns. The answer, to a Received."""
+        """What is to be done about `event` is under way when this returns. The answer, to a
+        Received."""
         if self.cfg.mode == "off":
             return None
         before = self._state.crew
@@ -245,7 +299,10 @@ class StageService:
             case local.Suspended():
                 self._trainer.progress.restart()
         if not self._node.send_to_trainer(message):
-            log.warning("the trainer was not told %s: it will say where it is when it is back", type(message).__name__)
+            log.warning(
+                "the trainer was not told %s: it will say where it is when it is back",
+                type(message).__name__,
+            )
 
     def _note(self, what: str, detail: str) -> None:
         log.info("crew: %s%s", what, f" ({detail})" if detail else "")
@@ -263,7 +320,11 @@ class StageService:
         while True:
             self._rest()
             crew = self._state.crew
-            heard = {peer: self._network.heard(peer) for peer in crew.members} if crew is not None else {}
+            heard = (
+                {peer: self._network.heard(peer) for peer in crew.members}
+                if crew is not None
+                else {}
+            )
             self._handle(ev.Tick({peer: at for peer, at in heard.items() if at is not None}))
             if self._state.phase == Phase.RUNNING and self._trainer.progress.stalled(_now()):
                 log.error("the trainer is ended: it has work in hand, and does none")
@@ -305,21 +366,28 @@ class StageService:
         foreign = False
         try:
             messages.check_message(message)
-        except BadMessage as error:  # somebody has counted to the end, and it would cost us our standing to go on
+        except BadMessage as error:
+            # somebody has counted to the end, and it would cost us our standing to go on
             log.warning("not said to %s: %s", peer, error)
             self._handle(ev.Answered(peer, message, None))
             return
         try:
             data = await self._network.requests.request(
-                peer, ids.CREWS_PROTOCOL, messages.encode_message(message), deadline=REQUEST_TIMEOUT,
-                max_response_bytes=messages.MESSAGE_BYTES, urgent=not isinstance(message, messages.Offer),
-            )  # fmt: skip
+                peer,
+                ids.CREWS_PROTOCOL,
+                messages.encode_message(message),
+                deadline=REQUEST_TIMEOUT,
+                max_response_bytes=messages.MESSAGE_BYTES,
+                urgent=not isinstance(message, messages.Offer),
+            )
             received = messages.decode_answer(data)
             if isinstance(message, messages.Propose) and isinstance(received, messages.Signature):
                 messages.check_signature(message.record, peer, received, signed_by)
             answer = received
         except BadMessage as error:
-            self._network.rejected(peer, "stages_signature" if error.reason == "signature" else "stages_malformed")
+            self._network.rejected(
+                peer, "stages_signature" if error.reason == "signature" else "stages_malformed"
+            )
             log.info("%s answered with no message: %s", peer, error)
         except PeerError as error:
             foreign = isinstance(error, Incompatible)
@@ -329,7 +397,9 @@ class StageService:
         elif isinstance(message, messages.Heartbeat):
             self._counts.heartbeat_seconds = _now() - began
         seconds = (_now() - began) / 2  # one round trip: `library.streams`
-        self._handle(ev.Answered(peer, message, answer, foreign, seconds if answer is not None else None))
+        self._handle(
+            ev.Answered(peer, message, answer, foreign, seconds if answer is not None else None)
+        )
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """The answer to a peer. Raises PeerError to reset the stream."""

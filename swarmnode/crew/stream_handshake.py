@@ -1,6 +1,7 @@
 """How a stage stream begins: what is said first, and who may say it. No torch.
 
-Each first message is `u32be length ‖ canonical msgpack`; what follows it on the stream is the trainers'.
+Each first message is `u32be length ‖ canonical msgpack`; what follows it on the stream is the
+trainers'.
 """
 
 from __future__ import annotations
@@ -74,12 +75,15 @@ async def read_first(stream: PeerStream, kind: type[M]) -> M:
 
 async def read_open(unix: trio.SocketStream) -> Open | None:
     """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
-    opened: Open | None = await headed.read_header(unix, lambda data: strict.decode(data, Open), OPEN_BYTES)
+    opened: Open | None = await headed.read_header(
+        unix, lambda data: strict.decode(data, Open), OPEN_BYTES
+    )
     return opened
 
 
 def _end(data: bytes) -> int | None:
-    """Where the message at the start of `data` ends; None where its length is not there yet. Raises BadMessage("oversize")."""
+    """Where the message at the start of `data` ends; None where its length is not there yet. Raises
+    BadMessage("oversize")."""
     if len(data) < 4:
         return None
     length = int.from_bytes(data[:4], "big")

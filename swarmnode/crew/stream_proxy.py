@@ -1,13 +1,16 @@
-"""Streams between the trainers of a crew, through both network processes: bytes, not looked at; bounded, back-pressured, of one crew.
-No torch.
+"""Streams between the trainers of a crew, through both network processes: bytes, not looked at;
+bounded, back-pressured, of one crew. No torch.
 
-    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/9 ═ libp2p ─ pipe ─ Unix socket ─ trainer
+    trainer ─ Unix socket ─ pipe ─ libp2p ═ /swarmnode/stage-stream/9 ═ libp2p ─ pipe ─ Unix socket
+    ─ trainer
         Open{stage, kind} ─▶            StreamOpen ─▶ is that peer this stage's holder? park
-                                        ◀─ StreamReady   once its trainer has opened its end too            ◀─ Open{stage, kind}
+                                        ◀─ StreamReady   once its trainer has opened its end too
+                                        ◀─ Open{stage, kind}
 
-The lower stage dials, again and again while its trainer's connection is open and the crew is the same. A pipe holds two chunks of 256 KiB
-each way; a trainer that does not read fills Yamux's window (8 MiB at most) and holds up who sends to it, and nobody else. When one end of a
-pipe ends, so does the other. What was in flight arrives first, unless the stream was broken.
+The lower stage dials, again and again while its trainer's connection is open and the crew is the
+same. A pipe holds two chunks of 256 KiB each way; a trainer that does not read fills Yamux's window
+(8 MiB at most) and holds up who sends to it, and nobody else. When one end of a pipe ends, so does
+the other. What was in flight arrives first, unless the stream was broken.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ import msgspec
 import trio
 
 from swarmnode.crew.local import Kind, Open, socket_file
-from swarmnode.crew.stream_handshake import StreamOpen, StreamPeers, StreamReady, read_first, read_open, refusal
+from swarmnode.crew.stream_handshake import (
+    StreamOpen,
+    StreamPeers,
+    StreamReady,
+    read_first,
+    read_open,
+    refusal,
+)
 from swarmnode.crew.uplink import Uplink
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.files import listening
@@ -44,8 +54,8 @@ RETRY_SECONDS: Final = (0.1, 2.0)
 LINGER_SECONDS: Final = 10.0
 """After our trainer has ended its half, the other half has so long to end."""
 ORDERLY_SECONDS: Final = 1.0
-"""A stream that ends in order may end because of a founding that we hear of in a moment; only after this long is it called lost. One that
-breaks is, at once."""
+"""A stream that ends in order may end because of a founding that we hear of in a moment; only after
+this long is it called lost. One that breaks is, at once."""
 BUDGET_SECONDS: Final = 0.25
 """Between two looks whether there is budget again."""
 CONNECTIONS: Final = 64
@@ -58,7 +68,8 @@ Key = tuple[int, Kind]
 
 
 class StreamProxyStatistics(msgspec.Struct, frozen=True):
-    """Streams between stages, by kind where nothing else is said. Counts are since the process started."""
+    """Streams between stages, by kind where nothing else is said. Counts are since the process
+    started."""
 
     open: dict[str, int] = {}
     """Streams with both ends."""
@@ -80,13 +91,19 @@ class StreamProxyStatistics(msgspec.Struct, frozen=True):
 
 
 class StreamProxy:
-    """`streams`: of the network. lost(peer, crew): a stream of frames with a member of the present crew ended, not by our doing.
-    allows("serve" | "fetch"): whether bytes may go out, come in. rejected: as of the network."""
+    """`streams`: of the network. lost(peer, crew): a stream of frames with a member of the present
+    crew ended, not by our doing. allows("serve" | "fetch"): whether bytes may go out, come in.
+    rejected: as of the network."""
 
     def __init__(
-        self, streams: Streams, data_dir: Path, lost: Callable[[str, bytes], None], *, allows: Callable[[str], bool] = lambda choice: True,
+        self,
+        streams: Streams,
+        data_dir: Path,
+        lost: Callable[[str, bytes], None],
+        *,
+        allows: Callable[[str], bool] = lambda choice: True,
         rejected: Callable[[str, str], None] = lambda peer, reason: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = socket_file(data_dir)
         self._streams = streams
         self._lost = lost
@@ -104,14 +121,20 @@ class StreamProxy:
     # -- for the service
 
     def uplink(self) -> float:
-        """Bytes per second that this node's line takes; infinite until streams had to wait for it."""
+        """Bytes per second that this node's line takes; infinite until streams had to wait for
+        it."""
         return self._line.bytes_per_second
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
         with listening(self.path, CONNECTIONS, f"stage socket {self.path}") as made:
             listener = trio.socket.from_stdlib_socket(made)
-            self._streams.serve(ids.STAGE_STREAM_PROTOCOL, self._accept, concurrent=STREAMS, per_peer=STREAMS_PER_PEER)
+            self._streams.serve(
+                ids.STAGE_STREAM_PROTOCOL,
+                self._accept,
+                concurrent=STREAMS,
+                per_peer=STREAMS_PER_PEER,
+            )
             try:
                 async with trio.open_nursery() as self._nursery:
                     task_status.started()
@@ -138,16 +161,26 @@ class StreamProxy:
 
     def statistics(self) -> StreamProxyStatistics:
         whole = [kind for (_, kind), pipe in self._pipes.items() if pipe.stream is not None]
-        counts, sent, received = self._counts, Counter(self._counts.sent), Counter(self._counts.received)
+        counts, sent, received = (
+            self._counts,
+            Counter(self._counts.sent),
+            Counter(self._counts.received),
+        )
         for (_, kind), pipe in self._pipes.items():
             if pipe.stream is not None:
                 sent[kind] += pipe.stream.sent
                 received[kind] += pipe.stream.received
         return StreamProxyStatistics(
-            open={kind: whole.count(kind) for kind in ("frames", "state")}, waiting=len(self._pipes) - len(whole), parked=len(self._parked),
-            opened=dict(counts.opened), lost=dict(counts.lost), refused=dict(counts.refused), sent=dict(sent), received=dict(received),
+            open={kind: whole.count(kind) for kind in ("frames", "state")},
+            waiting=len(self._pipes) - len(whole),
+            parked=len(self._parked),
+            opened=dict(counts.opened),
+            lost=dict(counts.lost),
+            refused=dict(counts.refused),
+            sent=dict(sent),
+            received=dict(received),
             throttled_seconds=counts.throttled_seconds,
-        )  # fmt: skip
+        )
 
     # -- the trainer's side
 
@@ -228,7 +261,9 @@ class StreamProxy:
         while True:
             stream: PeerStream | None = None
             try:
-                stream = await self._streams.open(peers.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS)
+                stream = await self._streams.open(
+                    peers.members[stage], ids.STAGE_STREAM_PROTOCOL, deadline=DIAL_SECONDS
+                )
                 await stream.send(headed.pack(StreamOpen(peers.crew, peers.stage, stage, kind)))
                 with trio.move_on_after(PARK_SECONDS + DIAL_SECONDS):
                     ready = await read_first(stream, StreamReady)
@@ -260,7 +295,8 @@ class StreamProxy:
     def _accept(self, stream: PeerStream) -> None:
         """A peer has opened a stream."""
         peers = self._peers
-        if self._nursery is None or peers is None or stream.peer not in peers.members:  # a stranger keeps no member waiting for a place
+        # a stranger keeps no member waiting for a place
+        if self._nursery is None or peers is None or stream.peer not in peers.members:
             self._counts.refused["crew" if peers is None else "peer"] += 1
             stream.reset("no crew here")
             return
@@ -314,7 +350,8 @@ class StreamProxy:
                         if here:
                             await pipe.unix.send_all(data)
                     except (trio.BrokenResourceError, trio.ClosedResourceError):
-                        here, first = False, first or "ours"  # what else comes is for nobody; what we still have to send may go
+                        # what else comes is for nobody; what we still have to send may go
+                        here, first = False, first or "ours"
             first = first or "theirs"
             if first == "theirs":
                 nursery.cancel_scope.cancel()

@@ -1,4 +1,5 @@
-"""The processes of a node: the supervisor, which starts and restarts the others, the network process, and a bootstrap node.
+"""The processes of a node: the supervisor, which starts and restarts the others, the network
+process, and a bootstrap node.
 
 The trainer process is `trainer/`; what the two say to each other is `link/`.
 """

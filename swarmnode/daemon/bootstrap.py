@@ -1,8 +1,10 @@
-"""`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a node that only helps others to meet.
+"""`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a node that only
+helps others to meet.
 
     member (identity → manifest → libp2p host) → serves the manifest, tells peers of peers → HTTP
 
-No trainer, no scorer, no gossip topic, no torch: a small machine with a public address is enough. It never sees a rollout.
+No trainer, no scorer, no gossip topic, no torch: a small machine with a public address is enough.
+It never sees a rollout.
 """
 
 from __future__ import annotations
@@ -32,16 +34,33 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     data_dir = config.node.data_dir
     async with open_member(config, trains=False) as member:
         if member.opened is None:
-            raise ConfigError("a bootstrap node needs a swarm: give it an invite, a --manifest file, or a data directory that founded one")
+            raise ConfigError(
+                "a bootstrap node needs a swarm: give it an invite, a --manifest file, or a data"
+                " directory that founded one"
+            )
         network = member.network
-        meter = Meter(config.network, config.node.quiet_hours, data_dir, lambda: network.statistics().traffic)
+        meter = Meter(
+            config.network, config.node.quiet_hours, data_dir, lambda: network.statistics().traffic
+        )
         network.keep_to(meter.allows)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
-        info = msgspec.structs.replace(node_info(config, member), model="", sharing=False, trainer=False)
-        parts = Parts(network, member.summaries, meter, supervisor, ring, TrainerWatch(), successors=member.successors)
+        info = msgspec.structs.replace(
+            node_info(config, member), model="", sharing=False, trainer=False
+        )
+        parts = Parts(
+            network,
+            member.summaries,
+            meter,
+            supervisor,
+            ring,
+            TrainerWatch(),
+            successors=member.successors,
+        )
         observer = NodeObserver(info, parts, data_dir)
         async with trio.open_nursery() as nursery:
-            url = await nursery.start(partial(serve_http, config.http, observer.snapshot, data_dir=data_dir))
+            url = await nursery.start(
+                partial(serve_http, config.http, observer.snapshot, data_dir=data_dir)
+            )
             announce(data_dir, network, member.swarm, url)
             nursery.start_soon(beat, progress)
             nursery.start_soon(member.run)

@@ -1,9 +1,12 @@
-"""`swarmnode pause`, `resume` and `finish`: the socket by which a node's owner says what it shall do, and when it rests by itself.
+"""`swarmnode pause`, `resume` and `finish`: the socket by which a node's owner says what it shall
+do, and when it rests by itself.
 
-    client   {"command": "pause"}\n ─▶ <data_dir>/run/control (0600, in a directory that is 0700) ─▶ {"changed": true, …}\n
+    client   {"command": "pause"}\n ─▶ <data_dir>/run/control (0600, in a directory that is 0700) ─▶
+    {"changed": true, …}\n
 
-The supervisor serves it, since it alone outlives the other processes. It writes why the node rests to a file, which they read: so a
-process that is started again rests too, and nobody who can reach the HTTP server can change anything.
+The supervisor serves it, since it alone outlives the other processes. It writes why the node rests
+to a file, which they read: so a process that is started again rests too, and nobody who can reach
+the HTTP server can change anything.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ SOCKET = Path("run") / "control"
 ASK_SECONDS = 5.0
 """A client that says nothing for so long, or takes so long to listen, is hung up on."""
 ANSWER_SECONDS = 60.0
-"""A node that takes so long is not answering. It writes before it answers, to a disk that may be busy with gigabytes of a state."""
+"""A node that takes so long is not answering. It writes before it answers, to a disk that may be
+busy with gigabytes of a state."""
 MESSAGE_BYTES = 4096
 POLL_INTERVAL = 5.0
 """Between two looks at the machine."""
@@ -54,39 +58,62 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Control:
-    """What the owner wants of a node that runs, and what its rules say. `finish` ends the node after the step that runs.
+    """What the owner wants of a node that runs, and what its rules say. `finish` ends the node
+    after the step that runs.
 
     trains: False for a node without a trainer, which has nothing to pause.
     """
 
-    def __init__(self, data_dir: Path, rules: Rules, machine: Machine, finish: Callable[[], None], *, trains: bool) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        rules: Rules,
+        machine: Machine,
+        finish: Callable[[], None],
+        *,
+        trains: bool,
+    ) -> None:
         self._data_dir = data_dir
         self._rules = rules
         self._machine = machine
         self._finish = finish
         self._trains = trains
         self._load = Load()
-        self._since = {reason: at for reason, at in pauses.read(data_dir).items() if reason == "owner" and trains}
+        self._since = {
+            reason: at
+            for reason, at in pauses.read(data_dir).items()
+            if reason == "owner" and trains
+        }
 
     async def run(self) -> None:
-        """Serve, and mind the machine, until cancelled. A socket that cannot be had is said in the log: the node goes on without."""
+        """Serve, and mind the machine, until cancelled. A socket that cannot be had is said in the
+        log: the node goes on without."""
         self._tell()
         if "owner" in self._since:
-            log.warning("paused by its owner", since=_clock(self._since["owner"]), remedy="`swarmnode resume` goes on")
+            log.warning(
+                "paused by its owner",
+                since=_clock(self._since["owner"]),
+                remedy="`swarmnode resume` goes on",
+            )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             if self._trains:
                 nursery.start_soon(self._mind)
 
-    # ---- the machine ----------------------------------------------------------------------------------------------------
+    # ---- the machine -----------------------------------------------------------------------------
 
     async def _mind(self) -> None:
         rules = self._rules
         while rules.on_battery or rules.above_load:
             now = trio.current_time()
             if rules.above_load:
-                self._load = observed(self._load, self._machine.load_of_others(now), rules.above_load, now)
-            found = {"battery": rules.on_battery and self._machine.on_battery(), "busy": now < self._load.busy_until}
+                self._load = observed(
+                    self._load, self._machine.load_of_others(now), rules.above_load, now
+                )
+            found = {
+                "battery": rules.on_battery and self._machine.on_battery(),
+                "busy": now < self._load.busy_until,
+            }
             before = dict(self._since)
             for reason, holds in found.items():
                 if holds:
@@ -94,7 +121,11 @@ class Control:
                 else:
                     self._since.pop(reason, None)
             if before.keys() != self._since.keys():
-                log.info("the machine decides", rests=sorted(self._since) or "no", load_of_others=round(self._load.mean, 2))
+                log.info(
+                    "the machine decides",
+                    rests=sorted(self._since) or "no",
+                    load_of_others=round(self._load.mean, 2),
+                )
                 self._tell()
             await trio.sleep(POLL_INTERVAL)
 
@@ -107,7 +138,7 @@ class Control:
             return error.strerror or str(error)
         return ""
 
-    # ---- the owner ------------------------------------------------------------------------------------------------------
+    # ---- the owner -------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -143,7 +174,11 @@ class Control:
         with trio.move_on_after(ASK_SECONDS):
             try:
                 data = b""
-                while not data.endswith(b"\n") and len(data) < MESSAGE_BYTES and (more := await stream.receive_some(MESSAGE_BYTES)):
+                while (
+                    not data.endswith(b"\n")
+                    and len(data) < MESSAGE_BYTES
+                    and (more := await stream.receive_some(MESSAGE_BYTES))
+                ):
                     data += more
                 try:
                     request = msgspec.json.decode(data, type=Request)
@@ -164,7 +199,12 @@ class Control:
             self._finish()
             return Answer(True, dict(self._since))
         if not self._trains:
-            return Answer(error="this node has no trainer, so there is nothing to pause; `swarmnode finish` ends it")
+            return Answer(
+                error=(
+                    "this node has no trainer, so there is nothing to pause; `swarmnode finish`"
+                    " ends it"
+                )
+            )
         before = dict(self._since)
         if command == "pause":
             self._since.setdefault("owner", time.time())
@@ -175,12 +215,16 @@ class Control:
             self._since = before
             return Answer(paused=before, error=f"cannot keep that: {error}")
         if changed:
-            log.info("paused by its owner" if command == "pause" else "resumed by its owner", rests=sorted(self._since) or "no")
+            log.info(
+                "paused by its owner" if command == "pause" else "resumed by its owner",
+                rests=sorted(self._since) or "no",
+            )
         return Answer(changed, dict(self._since))
 
 
 async def _keep(stream: trio.SocketStream) -> None:
-    """A client that waits for the end of the node hears it as the end of the stream; one that goes away before leaves nothing behind."""
+    """A client that waits for the end of the node hears it as the end of the stream; one that goes
+    away before leaves nothing behind."""
     async with stream:
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while await stream.receive_some(MESSAGE_BYTES):
@@ -188,9 +232,11 @@ async def _keep(stream: trio.SocketStream) -> None:
 
 
 def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: None) -> Answer:
-    """Have the node that runs in `data_dir` do something; with `finish`, call `agreed` once it will, and return once it has ended.
+    """Have the node that runs in `data_dir` do something; with `finish`, call `agreed` once it
+    will, and return once it has ended.
 
-    Raises Unavailable where no node runs or it cannot do that, Refused where the node is another user's.
+    Raises Unavailable where no node runs or it cannot do that, Refused where the node is another
+    user's.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_SECONDS)
@@ -201,9 +247,13 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             raise Unavailable(_nobody(data_dir)) from None
         except PermissionError:
-            raise Refused(f"the node in {data_dir} is another user's: only its owner may control it") from None
+            raise Refused(
+                f"the node in {data_dir} is another user's: only its owner may control it"
+            ) from None
         except (OSError, msgspec.MsgspecError) as error:
-            raise Unavailable(f"the node in {data_dir} does not answer ({error}); its log may say why") from None
+            raise Unavailable(
+                f"the node in {data_dir} does not answer ({error}); its log may say why"
+            ) from None
         if answer.error:
             raise Unavailable(answer.error)
         if command == "finish":
@@ -235,15 +285,24 @@ def _connect(connection: socket.socket, data_dir: Path) -> None:
 
 def _line(connection: socket.socket) -> bytes:
     data = b""
-    while not data.endswith(b"\n") and len(data) < MESSAGE_BYTES and (more := connection.recv(MESSAGE_BYTES)):
+    while (
+        not data.endswith(b"\n")
+        and len(data) < MESSAGE_BYTES
+        and (more := connection.recv(MESSAGE_BYTES))
+    ):
         data += more
     return data
 
 
 def _nobody(data_dir: Path) -> str:
     if _held(data_dir):
-        return f"the node in {data_dir} has no control socket: it is of an earlier version, or its log says why"
-    return f"no node runs in {data_dir}: name its directory with -d, or start it with `swarmnode run`"
+        return (
+            f"the node in {data_dir} has no control socket: it is of an earlier version, or its log"
+            " says why"
+        )
+    return (
+        f"no node runs in {data_dir}: name its directory with -d, or start it with `swarmnode run`"
+    )
 
 
 def _wait_for_end(data_dir: Path) -> None:

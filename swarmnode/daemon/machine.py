@@ -1,7 +1,9 @@
-"""What the machine does beside this node, and when that means rest. The rule is pure; the two readings are psutil's.
+"""What the machine does beside this node, and when that means rest. The rule is pure; the two
+readings are psutil's.
 
-There is no library that says on every system whether somebody sits at the keyboard. Measured is what other programs take of the
-processors: a compiler, a game, a video call show in it, a program that uses the graphics card alone does not.
+There is no library that says on every system whether somebody sits at the keyboard. Measured is
+what other programs take of the processors: a compiler, a game, a video call show in it, a program
+that uses the graphics card alone does not.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Load:
 
 
 def observed(load: Load, share: float, limit: float, now: float) -> Load:
-    """After other programs took `share` of all processors since the last look. `now`: seconds of any clock that only goes on."""
+    """After other programs took `share` of all processors since the last look. `now`: seconds of
+    any clock that only goes on."""
     if load.at is None:
         return replace(load, at=now)
     mean = load.mean + (1 - math.exp(-(now - load.at) / SMOOTH_SECONDS)) * (share - load.mean)
@@ -56,27 +59,39 @@ class Machine:
         """Whether there is a battery, and nothing charges it."""
         try:
             battery = psutil.sensors_battery()
-        except (AttributeError, OSError, RuntimeError, psutil.Error):  # no such thing on this system, or not to be read
+        except (AttributeError, OSError, RuntimeError, psutil.Error):
+            # no such thing on this system, or not to be read
             return False
         return battery is not None and battery.power_plugged is False
 
     def load_of_others(self, now: float) -> float:
-        """Share of all processors that programs other than this process and its children took since the last call; 0 at the first."""
+        """Share of all processors that programs other than this process and its children took since
+        the last call; 0 at the first."""
         try:
             own, taken = _own_seconds(), _busy_seconds()
         except (OSError, psutil.Error):
             return 0.0
         ours = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own.items())
         elapsed = now - self._at if self._at is not None else 0.0
-        others = (taken - self._taken - ours) / (elapsed * (psutil.cpu_count() or 1)) if elapsed > 0 else 0.0
+        others = (
+            (taken - self._taken - ours) / (elapsed * (psutil.cpu_count() or 1))
+            if elapsed > 0
+            else 0.0
+        )
         self._taken, self._own, self._at = taken, own, now
         return min(1.0, max(0.0, others))
 
 
 def _busy_seconds() -> float:
-    """Since the machine started, all processors together. Time of guests is part of `user` already."""
+    """Since the machine started, all processors together. Time of guests is part of `user`
+    already."""
     times = psutil.cpu_times()
-    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "interrupt", "dpc", "steal")))
+    return float(
+        sum(
+            getattr(times, name, 0.0)
+            for name in ("user", "nice", "system", "irq", "softirq", "interrupt", "dpc", "steal")
+        )
+    )
 
 
 def _own_seconds() -> dict[int, float]:

@@ -1,7 +1,9 @@
-"""A member of a swarm on the network, whatever else it does: the common start of `node.py` and `bootstrap.py`.
+"""A member of a swarm on the network, whatever else it does: the common start of `node.py` and
+`bootstrap.py`.
 
-    identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serves the manifest, looks for successors, tells its session
-                                                                    and what this node says of itself
+identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serves the manifest, looks for
+successors, tells its session
+                                                                and what this node says of itself
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Member:
     """Whether a group is one that the swarm's manifest allows."""
 
     async def run(self) -> None:
-        """What goes on all the time. Raises LocalError when this process has to start again or must not go on."""
+        """What goes on all the time. Raises LocalError when this process has to start again or must
+        not go on."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.sessions.run)
             nursery.start_soon(self.summaries.run)
@@ -72,9 +75,11 @@ class Member:
 
 @contextlib.asynccontextmanager
 async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[Member]:
-    """On the network until the block is left; `member.run` is for the caller's nursery. trains: this node does, and needs the tasks for it.
+    """On the network until the block is left; `member.run` is for the caller's nursery. trains:
+    this node does, and needs the tasks for it.
 
-    Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a secret that is missing.
+    Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a
+    secret that is missing.
     """
     data_dir = config.node.data_dir
     install(config.task.modules, config.task.settings)
@@ -83,34 +88,67 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     os.environ.pop(VARIABLE, None)  # nothing that this process starts has any business with it
     opened = manifest_store.stored(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
-        raise LocalError("another manifest was chosen since this process was configured; starting again")
+        raise LocalError(
+            "another manifest was chosen since this process was configured; starting again"
+        )
     if opened is None:
         secret, members = None, None
         speaks = manifest.protocols_of(config.task.names, config.training.options)
-        swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks)
+        swarm = swarm_id(
+            config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks
+        )
     else:
         refuse_if_any(can_honour(opened.manifest, config, identity.peer_id, trains=trains), opened)
         secret = manifest.swarm_secret(data_dir) if opened.manifest.access.secret else None
         members = manifest.members(opened.manifest)
         swarm = opened.swarm
-    async with open_host(config.network, identity, data_dir, swarm=swarm, secret=secret, members=members) as network:
+    async with open_host(
+        config.network, identity, data_dir, swarm=swarm, secret=secret, members=members
+    ) as network:
         store = ManifestStore(data_dir)
         manifests.serve(network.requests, store.lookup)
-        sessions = Sessions(network.requests, identity.peer_id, identity.private_key, swarm, network.connected)
-        summaries = Summaries(network.requests, identity.peer_id, identity.private_key, swarm, network.connected, welcome=network.welcome)
-        successors = Successors(config, opened, store, network, trains=trains) if opened is not None else None
-        keeps_rules = manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
+        sessions = Sessions(
+            network.requests, identity.peer_id, identity.private_key, swarm, network.connected
+        )
+        summaries = Summaries(
+            network.requests,
+            identity.peer_id,
+            identity.private_key,
+            swarm,
+            network.connected,
+            welcome=network.welcome,
+        )
+        successors = (
+            Successors(config, opened, store, network, trains=trains)
+            if opened is not None
+            else None
+        )
+        keeps_rules = (
+            manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
+        )
         spoken = manifest.spoken(opened, config.task.names, config.training.options)
-        yield Member(identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules)
+        yield Member(
+            identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules
+        )
 
 
 class Successors:
-    """Asks peers whether the founder has signed a successor, keeps it, and follows it if that is this node's policy.
+    """Asks peers whether the founder has signed a successor, keeps it, and follows it if that is
+    this node's policy.
 
-    A node follows by choosing the successor and starting again: configuration, topic, signatures and trainer all hang on the swarm id.
+    A node follows by choosing the successor and starting again: configuration, topic, signatures
+    and trainer all hang on the swarm id.
     """
 
-    def __init__(self, config: Config, opened: Opened, store: ManifestStore, network: Libp2pNetwork, *, trains: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        opened: Opened,
+        store: ManifestStore,
+        network: Libp2pNetwork,
+        *,
+        trains: bool = True,
+    ) -> None:
         self._config = config
         self._trains = trains
         self._opened = opened
@@ -135,7 +173,9 @@ class Successors:
             due = {peer: due.get(peer, now) for peer in self._network.connected()}
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
                 answered = await self._ask(peer)
-                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS)
+                due[peer] = trio.current_time() + (
+                    self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS
+                )
             await trio.sleep(POLL_INTERVAL)
 
     async def _ask(self, peer: str) -> bool:
@@ -146,7 +186,9 @@ class Successors:
             log.debug("no manifest from a peer", peer=peer, error=str(error))
             return False
         try:
-            if found.successor is not None and self._store.add_successor(self._opened, found.successor):
+            if found.successor is not None and self._store.add_successor(
+                self._opened, found.successor
+            ):
                 self._consider(found.successor)
         except SwarmNodeError as error:  # a full disk does not end a node
             log.error("a successor cannot be kept", error=str(error))
@@ -156,7 +198,9 @@ class Successors:
         """Follow it, or say how to."""
         name, swarm = successor.manifest.name, successor.swarm.hex()
         policy = self._config.swarm.follow
-        problems = can_honour(successor.manifest, self._config, self._network.peer_id, trains=self._trains)
+        problems = can_honour(
+            successor.manifest, self._config, self._network.peer_id, trains=self._trains
+        )
         if successor.manifest.models != self._opened.manifest.models:
             problems.append("it trains another model: follow it with a data directory of its own")
         if policy == "ask" or (policy == "founder" and problems):
@@ -165,6 +209,15 @@ class Successors:
             log.warning("following the founder's successor", name=name, swarm=swarm)
             self._store.choose(successor.swarm)
         elif policy == "founder":
-            log.error("cannot follow the founder's successor, staying", name=name, swarm=swarm, problems="; ".join(problems))
+            log.error(
+                "cannot follow the founder's successor, staying",
+                name=name,
+                swarm=swarm,
+                problems="; ".join(problems),
+            )
         elif policy == "ask":
-            log.warning("the founder has signed a successor; `swarmnode manifest follow` moves there", name=name, swarm=swarm)
+            log.warning(
+                "the founder has signed a successor; `swarmnode manifest follow` moves there",
+                name=name,
+                swarm=swarm,
+            )

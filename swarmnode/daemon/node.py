@@ -1,9 +1,12 @@
-"""The network process: its composition root. Makes the parts, wires them, orders their start and the drain.
+"""The network process: its composition root. Makes the parts, wires them, orders their start and
+the drain.
 
-    member (identity → swarm id → libp2p host) → rollouts, weights, crew → port and link to the trainer → observer → HTTP
+    member (identity → swarm id → libp2p host) → rollouts, weights, crew → port and link to the
+    trainer → observer → HTTP
 
-Parts do not know this module nor, but for what they are given here, each other. Never imports torch. When this process dies, the trainer
-goes on; when the trainer dies, it goes on: what other nodes see is one peer that never left.
+Parts do not know this module nor, but for what they are given here, each other. Never imports
+torch. When this process dies, the trainer goes on; when the trainer dies, it goes on: what other
+nodes see is one peer that never left.
 """
 
 from __future__ import annotations
@@ -40,42 +43,80 @@ from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 
 PAUSES = ("quiet_hours", "month", *REASONS)
-"""Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a moment."""
+"""Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a
+moment."""
 
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     """Run until SIGTERM.
 
     Raises:
-        LocalError: something of this machine is missing or unsafe; errors.py says which exit code follows.
+        LocalError: something of this machine is missing or unsafe; errors.py says which exit code
+        follows.
     """
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
         network, key = member.network, member.identity.private_key
         resting = Told(data_dir)
-        meter = Meter(config.network, config.node.quiet_hours, data_dir, lambda: network.statistics().traffic, resting=resting)
+        meter = Meter(
+            config.network,
+            config.node.quiet_hours,
+            data_dir,
+            lambda: network.statistics().traffic,
+            resting=resting,
+        )
         network.keep_to(meter.allows)
         trainer = TrainerWatch()
         rollouts = RolloutExchange(
-            network, scorer, Credentials(key, member.swarm),
-            GroupRules(config.task.names, config.training.max_completion_length, member.keeps_rules, member.spoken), config.sharing,
+            network,
+            scorer,
+            Credentials(key, member.swarm),
+            GroupRules(
+                config.task.names,
+                config.training.max_completion_length,
+                member.keeps_rules,
+                member.spoken,
+            ),
+            config.sharing,
             budget=meter,
-        )  # fmt: skip
+        )
         crew = StageService(
-            network, key, config.stages, data_dir,
+            network,
+            key,
+            config.stages,
+            data_dir,
             NodeCallbacks(
-                lambda message: link.send_to_trainer(message), partial(end_trainer, trainer, data_dir),
-                paused=lambda: _pause(meter), allows=meter.has_room,
+                lambda message: link.send_to_trainer(message),
+                partial(end_trainer, trainer, data_dir),
+                paused=lambda: _pause(meter),
+                allows=meter.has_room,
             ),
         )
         weights = WeightService(
-            network, Credentials(key, member.swarm), config.weights, data_dir, lambda message: link.send_to_trainer(message),
-            budget=meter.allows, may_average=lambda: crew.may_average and not resting(),
-        )  # fmt: skip
+            network,
+            Credentials(key, member.swarm),
+            config.weights,
+            data_dir,
+            lambda message: link.send_to_trainer(message),
+            budget=meter.allows,
+            may_average=lambda: crew.may_average and not resting(),
+        )
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
         link = LinkServer(data_dir, port, port.left)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
-        parts = Parts(network, member.summaries, meter, supervisor, ring, trainer, rollouts, weights, crew, scorer, member.successors)
+        parts = Parts(
+            network,
+            member.summaries,
+            meter,
+            supervisor,
+            ring,
+            trainer,
+            rollouts,
+            weights,
+            crew,
+            scorer,
+            member.successors,
+        )
         observer = NodeObserver(node_info(config, member), parts, data_dir)
         if config.node.share_summary:
             member.summaries.own_summary = observer.summary
@@ -85,7 +126,9 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             await nursery.start(weights.run)
             await nursery.start(crew.run)
             await nursery.start(link.run)
-            url = await nursery.start(partial(serve_http, config.http, observer.snapshot, data_dir=data_dir))
+            url = await nursery.start(
+                partial(serve_http, config.http, observer.snapshot, data_dir=data_dir)
+            )
             announce(data_dir, network, member.swarm, url)
             nursery.start_soon(beat, progress)
             nursery.start_soon(member.run)
@@ -101,10 +144,18 @@ def node_info(config: Config, member: Member) -> NodeInfo:
     named = member.opened is not None and bootstrap(member.opened.manifest)
     invite = str(invite_of(member.opened)) if member.opened is not None and named else ""
     return NodeInfo(
-        peer=member.network.peer_id, name=config.node.name, version=__version__, swarm=member.swarm.hex(), swarm_name=config.swarm.name,
-        model=config.policy.model, tasks=list(config.task.names), addrs=member.network.listen_addrs, started_at=time.time(),
-        sharing=config.sharing.enabled, invite=invite,
-    )  # fmt: skip
+        peer=member.network.peer_id,
+        name=config.node.name,
+        version=__version__,
+        swarm=member.swarm.hex(),
+        swarm_name=config.swarm.name,
+        model=config.policy.model,
+        tasks=list(config.task.names),
+        addrs=member.network.listen_addrs,
+        started_at=time.time(),
+        sharing=config.sharing.enabled,
+        invite=invite,
+    )
 
 
 def _pause(meter: Meter) -> str:

@@ -1,4 +1,5 @@
-"""What the parts of a network process tell of themselves, joined into one `NodeSnapshot` whenever somebody asks."""
+"""What the parts of a network process tell of themselves, joined into one `NodeSnapshot` whenever
+somebody asks."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ class NodeObserver:
         self._parts = parts
         self._data_dir = data_dir
         self._joined = False
-        self._tails = [Tail(log_file(data_dir, process), process, LOG_LINES) for process in ("supervisor", "trainer")]
+        self._tails = [
+            Tail(log_file(data_dir, process), process, LOG_LINES)
+            for process in ("supervisor", "trainer")
+        ]
         ours = min((line.at for line in parts.ring.statistics()), default=info.started_at)
         before = Tail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
         self._before = [line for line in before if line.at < ours]
@@ -76,11 +80,18 @@ class NodeObserver:
             at=time.time(),
             node=self.info,
             health=Health(
-                network_ready=True, policy_loaded=health.policy_loaded(trainer.report, stages), joined=self._joined, draining=self.draining
+                network_ready=True,
+                policy_loaded=health.policy_loaded(trainer.report, stages),
+                joined=self._joined,
+                draining=self.draining,
             ),
             trainer=trainer,
-            rollouts=parts.rollouts.statistics() if parts.rollouts is not None else ExchangeStatistics(),
-            weights=parts.weights.statistics() if parts.weights is not None else WeightsStatistics(),
+            rollouts=parts.rollouts.statistics()
+            if parts.rollouts is not None
+            else ExchangeStatistics(),
+            weights=parts.weights.statistics()
+            if parts.weights is not None
+            else WeightsStatistics(),
             stages=stages,
             network=parts.network.statistics(),
             swarm=parts.summaries.statistics(),
@@ -88,15 +99,24 @@ class NodeObserver:
             disk=disk_use(self._data_dir),
             supervisor=parts.supervisor.read(),
             scorer=scorer,
-            successor=parts.successors.statistics() if parts.successors is not None else SuccessorStatistics(),
-            processes=process_use({"network": os.getpid(), "trainer": trainer.pid, "scorer": scorer.pid}),
+            successor=parts.successors.statistics()
+            if parts.successors is not None
+            else SuccessorStatistics(),
+            processes=process_use(
+                {"network": os.getpid(), "trainer": trainer.pid, "scorer": scorer.pid}
+            ),
             peers=peer_rows(parts.network, parts.rollouts, trainer.report, now),
             logs=self._lines(),
         )
 
     def _lines(self) -> list[LogLine]:
-        """The newest lines of every process of this node, in the order in which they were written."""
-        lines = [*self._before, *self._parts.ring.statistics(), *(line for tail in self._tails for line in tail.statistics())]
+        """The newest lines of every process of this node, in the order in which they were
+        written."""
+        lines = [
+            *self._before,
+            *self._parts.ring.statistics(),
+            *(line for tail in self._tails for line in tail.statistics()),
+        ]
         return sorted(lines, key=lambda line: line.at)[-LOG_LINES:]
 
     def summary(self, created_at: int) -> Summary:
@@ -104,11 +124,16 @@ class NodeObserver:
         parts = self._parts
         report = parts.trainer.statistics(trio.current_time()).report
         published = parts.rollouts.statistics().published if parts.rollouts is not None else 0
-        return own_summary(self.info, report, created_at, published=published, peers=len(parts.network.connected()))
+        return own_summary(
+            self.info, report, created_at, published=published, peers=len(parts.network.connected())
+        )
 
 
-def own_summary(info: NodeInfo, report: Report | None, created_at: int, *, published: int, peers: int) -> Summary:
-    """What a node says of itself, within every bound of the protocol. `created_at`: Unix milliseconds."""
+def own_summary(
+    info: NodeInfo, report: Report | None, created_at: int, *, published: int, peers: int
+) -> Summary:
+    """What a node says of itself, within every bound of the protocol. `created_at`: Unix
+    milliseconds."""
     reward = report.reward_held_out if report is not None else None
     return Summary(
         name=plain_name(info.name).encode()[: limits.SUMMARY_NAME_BYTES].decode(errors="ignore"),
@@ -123,11 +148,19 @@ def own_summary(info: NodeInfo, report: Report | None, created_at: int, *, publi
     )
 
 
-def peer_rows(network: Libp2pNetwork, rollouts: RolloutExchange | None, report: Report | None, now: float) -> list[PeerRow]:
+def peer_rows(
+    network: Libp2pNetwork, rollouts: RolloutExchange | None, report: Report | None, now: float
+) -> list[PeerRow]:
     """Connected peers first, then others of whom something came; `now` is trio's clock."""
     used = report.peers_used if report is not None else {}
     connected = network.connected()
-    others = [peer for peer in dict.fromkeys([*used, *(rollouts.authors.peers() if rollouts is not None else [])]) if peer not in connected]
+    others = [
+        peer
+        for peer in dict.fromkeys(
+            [*used, *(rollouts.authors.peers() if rollouts is not None else [])]
+        )
+        if peer not in connected
+    ]
     rows = []
     for peer in [*connected, *others][:PEER_ROWS]:
         known = network.peers.get(peer)
@@ -135,12 +168,16 @@ def peer_rows(network: Libp2pNetwork, rollouts: RolloutExchange | None, report: 
         rows.append(
             PeerRow(
                 peer=peer,
-                direction=("in" if known.inbound else "out") if known is not None and linked else "",
+                direction=("in" if known.inbound else "out")
+                if known is not None and linked
+                else "",
                 admitted=rollouts.authors.admitted_of(peer) if rollouts is not None else 0,
                 used=used.get(peer, 0),
                 rejected=network.reputation.rejections(peer),
                 reputation=network.reputation.score(peer, now),
-                last_seen_seconds=max(0.0, now - known.seen_at(now)) if known is not None and known.last_seen > -math.inf else None,
+                last_seen_seconds=max(0.0, now - known.seen_at(now))
+                if known is not None and known.last_seen > -math.inf
+                else None,
             )
         )
     return rows

@@ -1,9 +1,10 @@
-"""What a silent process could not help: it wanted a processor and had none, it waited for a disk, or nobody listened.
+"""What a silent process could not help: it wanted a processor and had none, it waited for a disk,
+or nobody listened.
 
-A node often runs at the end of a queue (`nice`, a container's share) on a machine that others use, and on one disk with
-them. Ended for that, it only has more to do: all that a start takes. Linux counts the first for each thread
-(`/proc/PID/task/TID/schedstat`) and shows the second as a thread's state D, which no signal ends anyway. Elsewhere neither
-is known, and neither counts.
+A node often runs at the end of a queue (`nice`, a container's share) on a machine that others use,
+and on one disk with them. Ended for that, it only has more to do: all that a start takes. Linux
+counts the first for each thread (`/proc/PID/task/TID/schedstat`) and shows the second as a thread's
+state D, which no signal ends anyway. Elsewhere neither is known, and neither counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ NANOSECOND = 1e-9
 
 
 def processor_waits(pid: int) -> dict[int, float]:
-    """Seconds that each thread of a process has waited for a processor since it began, by thread id. Empty where that cannot be had."""
+    """Seconds that each thread of a process has waited for a processor since it began, by thread
+    id. Empty where that cannot be had."""
     found = {}
     for thread in _threads(pid):
         try:
@@ -47,7 +49,8 @@ def _threads(pid: int) -> list[Path]:
 
 
 class Starvation:
-    """Follows one process by a look every `LOOK_SECONDS`. If the next comes after twice that, nobody looked. now: seconds of any clock."""
+    """Follows one process by a look every `LOOK_SECONDS`. If the next comes after twice that,
+    nobody looked. now: seconds of any clock."""
 
     def __init__(self, pid: int, now: float) -> None:
         self._pid = pid
@@ -60,9 +63,11 @@ class Starvation:
         return now >= self._looked_at + LOOK_SECONDS
 
     def since(self, mark: Hashable, now: float) -> float:
-        """Seconds since `mark` changed in which the process could not help being silent, and up to `LOOK_SECONDS` of those before.
+        """Seconds since `mark` changed in which the process could not help being silent, and up to
+        `LOOK_SECONDS` of those before.
 
-        The longest wait of a thread for a processor, with the looks at which one waited for a disk and the time in which nobody looked.
+        The longest wait of a thread for a processor, with the looks at which one waited for a disk
+        and the time in which nobody looked.
         """
         if mark != self._mark:
             self._mark, self._before, self._unheard = mark, self._waits, 0.0
@@ -70,4 +75,7 @@ class Starvation:
         if elapsed > 2 * LOOK_SECONDS or waits_for_a_disk(self._pid):
             self._unheard += elapsed
         self._waits, self._looked_at = processor_waits(self._pid), now
-        return self._unheard + max((waited - self._before.get(thread, 0.0) for thread, waited in self._waits.items()), default=0.0)
+        return self._unheard + max(
+            (waited - self._before.get(thread, 0.0) for thread, waited in self._waits.items()),
+            default=0.0,
+        )

@@ -1,7 +1,8 @@
 """`swarmnode run`: starts the network process and the trainer, watches both, restarts either alone.
 
-Neither libp2p nor torch is loaded here, so that what brings the others back is small and does not crash with them.
-Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second aborts. What its owner says meanwhile is in `control.py`.
+Neither libp2p nor torch is loaded here, so that what brings the others back is small and does not
+crash with them. Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second
+aborts. What its owner says meanwhile is in `control.py`.
 """
 
 from __future__ import annotations
@@ -40,20 +41,27 @@ WATCH_INTERVAL_SECONDS = 0.25
 NOTIFY_SECONDS = 1.0
 """Between two words to systemd; its watchdog must be patient for several of them."""
 OVERDUE_SECONDS = 5.0
-"""A process that is still there so long after it should have been killed is beyond us: systemd hears no more."""
+"""A process that is still there so long after it should have been killed is beyond us: systemd
+hears no more."""
 LINE_BYTES = 4096
 NO_RULES = Rules()
 ENDED = Path("run") / "ended"
-"""Below the data directory: pid of the trainer that the network process ended last, a space, and why."""
+"""Below the data directory: pid of the trainer that the network process ended last, a space, and
+why."""
 
 
 def run(
-    cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS, rules: Rules = NO_RULES
-) -> int:  # fmt: skip
+    cfg: SupervisorConfig,
+    data_dir: Path,
+    configuration: Callable[[], str],
+    commands: Mapping[str, str] = COMMANDS,
+    rules: Rules = NO_RULES,
+) -> int:
     """Run a node until it is told to stop or cannot go on; return its exit code.
 
-    configuration: what the next process is started with, as JSON. Asked before each start, because a manifest may have changed it since.
-    commands: process name to module. rules: when to rest for the machine's sake.
+    configuration: what the next process is started with, as JSON. Asked before each start, because
+    a manifest may have changed it since. commands: process name to module. rules: when to rest for
+    the machine's sake.
 
     Raises:
         Unavailable: the data directory cannot be written, or another node runs in it.
@@ -78,9 +86,13 @@ class Supervisor:
     """Starts one process per command and keeps it running. Parameters as those of `run`."""
 
     def __init__(
-        self, cfg: SupervisorConfig, data_dir: Path, configuration: Callable[[], str], commands: Mapping[str, str] = COMMANDS,
+        self,
+        cfg: SupervisorConfig,
+        data_dir: Path,
+        configuration: Callable[[], str],
+        commands: Mapping[str, str] = COMMANDS,
         rules: Rules = NO_RULES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cfg = cfg
         self._data_dir = data_dir
         self._configuration = configuration
@@ -92,7 +104,9 @@ class Supervisor:
         self._patient = False
         self._exit_code = 0
         self._written = False
-        self._control = Control(data_dir, rules, Machine(), self.finish, trains="trainer" in commands)
+        self._control = Control(
+            data_dir, rules, Machine(), self.finish, trains="trainer" in commands
+        )
 
     def finish(self) -> None:
         """Stop after the step that runs, however long it takes."""
@@ -122,17 +136,22 @@ class Supervisor:
             os.close(lock)
 
     async def _keep_running(self, child: Child, config_file: Path) -> None:
-        """Start `child`, wait for its end, and start it again until the watchdog or a signal says otherwise."""
+        """Start `child`, wait for its end, and start it again until the watchdog or a signal says
+        otherwise."""
         while not self._stopping.is_set():
             self._write_config(config_file)
             read_fd, write_fd = os.pipe()
             child.exited = trio.Event()
-            # From this thread: trio would start it from a worker thread, and die_with_parent fires when *that* ends.
+            # From this thread: trio would start it from a worker thread, and die_with_parent fires
+            # when *that* ends.
             child.process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-m", self._commands[child.name], "--config", str(config_file)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(write_fd,),
-                env={**(os.environ if child.name == "network" else without(os.environ)), PROGRESS_FD: str(write_fd)},
+                env={
+                    **(os.environ if child.name == "network" else without(os.environ)),
+                    PROGRESS_FD: str(write_fd),
+                },
                 start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
             )
             os.close(write_fd)
@@ -150,16 +169,26 @@ class Supervisor:
                 return
             verdict = child.watchdog.exited(trio.current_time(), exit_code)
             child.ended = child.ended or self._ended_by_network(child.process.pid)
-            child.down = child.ended or how_it_ended(exit_code, last_error(log_file(self._data_dir, child.name), started_at))
+            child.down = child.ended or how_it_ended(
+                exit_code, last_error(log_file(self._data_dir, child.name), started_at)
+            )
             self._write_statistics()
             if isinstance(verdict, End):
                 log_ending = log.info if verdict.exit_code == 0 else log.error
-                log_ending("ending", reason=verdict.reason, exit_code=verdict.exit_code, last=child.down)
+                log_ending(
+                    "ending", reason=verdict.reason, exit_code=verdict.exit_code, last=child.down
+                )
                 self._exit_code = verdict.exit_code
                 self._stopping.set()
                 return
             pause = round(verdict.after_seconds, 2)
-            log.warning("restarting", process=child.name, because=child.down, exit_code=exit_code, after_seconds=pause)
+            log.warning(
+                "restarting",
+                process=child.name,
+                because=child.down,
+                exit_code=exit_code,
+                after_seconds=pause,
+            )
             with trio.move_on_after(verdict.after_seconds):
                 await self._stopping.wait()
 
@@ -172,7 +201,8 @@ class Supervisor:
         return f"the network process ended it: {reason}" if ended == str(pid) else ""
 
     def _write_config(self, config_file: Path) -> None:
-        """Write what the next process is started with. When it cannot be had or written again, it stays what it was.
+        """Write what the next process is started with. When it cannot be had or written again, it
+        stays what it was.
 
         Raises Unavailable when there is none from before.
         """
@@ -223,12 +253,25 @@ class Supervisor:
                 await child.exited.wait()
 
     async def _notify(self) -> None:
-        """Keep systemd informed. Nothing hangs while each process is either in time, or gone and about to be started again."""
+        """Keep systemd informed. Nothing hangs while each process is either in time, or gone and
+        about to be started again."""
         while True:
             late = trio.current_time() - OVERDUE_SECONDS
-            running = [child for child in self._children.values() if child.process is not None and child.process.poll() is None]
-            well = self._stopping.is_set() or all(child.watchdog.deadline() > late for child in running)
-            self._notifier.beat({name: child.watchdog.statistics().status for name, child in self._children.items()}, well)
+            running = [
+                child
+                for child in self._children.values()
+                if child.process is not None and child.process.poll() is None
+            ]
+            well = self._stopping.is_set() or all(
+                child.watchdog.deadline() > late for child in running
+            )
+            self._notifier.beat(
+                {
+                    name: child.watchdog.statistics().status
+                    for name, child in self._children.items()
+                },
+                well,
+            )
             await trio.sleep(NOTIFY_SECONDS)
 
     async def _signals(self) -> None:
@@ -258,7 +301,8 @@ class Supervisor:
         scope.cancel()
 
     async def _last_step(self, trainer: Child) -> None:
-        """Wait for it, where there is time: until the trainer has saved and ended, hangs, or a signal takes the time away."""
+        """Wait for it, where there is time: until the trainer has saved and ended, hangs, or a
+        signal takes the time away."""
         if trainer.process is None or trainer.process.poll() is not None or not self._patient:
             return
         trainer.process.terminate()
@@ -277,7 +321,11 @@ class Supervisor:
         while not child.exited.is_set():
             late = child.watchdog.drained_by(asked_at)
             if trio.current_time() > late:
-                log.warning("drain took too long", process=child.name, status=child.watchdog.statistics().status)
+                log.warning(
+                    "drain took too long",
+                    process=child.name,
+                    status=child.watchdog.statistics().status,
+                )
                 self._send(signal.SIGKILL)
                 return
             self._notifier.stopping(late - trio.current_time())
@@ -290,24 +338,35 @@ class Supervisor:
                 child.process.send_signal(signum)
 
     def _write_statistics(self) -> None:
-        """For the network process to export: it serves the metrics, but cannot count its own deaths."""
+        """For the network process to export: it serves the metrics, but cannot count its own
+        deaths."""
         written = {}
         for name, child in self._children.items():
             watched = child.watchdog.statistics()
             written[name] = {
-                "restarts": watched.restarts, "stalls": watched.stalls, "recovery_seconds": watched.recovery_seconds, "down": child.down,
-            }  # fmt: skip
+                "restarts": watched.restarts,
+                "stalls": watched.stalls,
+                "recovery_seconds": watched.recovery_seconds,
+                "down": child.down,
+            }
         try:
-            write_atomically(self._run_dir / "supervisor.json", json.dumps({"processes": written}).encode())
+            write_atomically(
+                self._run_dir / "supervisor.json", json.dumps({"processes": written}).encode()
+            )
         except OSError as error:  # a full disk must not end a node that still trains
             log.error("cannot write statistics", error=str(error))
 
 
 def how_it_ended(exit_code: int, last: str) -> str:
-    """Why a process that nobody told to end is gone, in one line. `last`: the last error of its own log, empty without one."""
+    """Why a process that nobody told to end is gone, in one line. `last`: the last error of its own
+    log, empty without one."""
     if exit_code == 0:
         return "it finished"
-    how = f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
+    how = (
+        f"exit code {exit_code}"
+        if exit_code > 0
+        else f"killed by {signal.Signals(-exit_code).name}"
+    )
     if exit_code == -signal.SIGKILL and not last:
         how += "; where nobody did that, the machine ran out of memory"
     return f"{last.removeprefix('crashed error=')} ({how})" if last else how
@@ -326,11 +385,14 @@ async def wait_for(process: subprocess.Popen[bytes]) -> int:
 
 
 def parse_progress(line: bytes) -> tuple[float | None, str] | None:
-    """(step seconds, status) of one line of a child's pipe; None for a line that is not one of ours."""
+    """(step seconds, status) of one line of a child's pipe; None for a line that is not one of
+    ours."""
     try:
         message = json.loads(line)
         seconds = message["step_seconds"]
-        if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
+        if seconds is not None and not (
+            isinstance(seconds, int | float) and math.isfinite(seconds)
+        ):
             return None
         return seconds, str(message["status"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,5 @@
-"""What the network process does with what the trainer says: each message goes to the part that it is for, and nothing is kept here."""
+"""What the network process does with what the trainer says: each message goes to the part that it
+is for, and nothing is kept here."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class TrainerPort:
 
 
 def end_trainer(watch: TrainerWatch, data_dir: Path, reason: str) -> None:
-    """The trainer hangs: end its process, and leave word for the supervisor, which starts another."""
+    """The trainer hangs: end its process, and leave word for the supervisor, which starts
+    another."""
     log.error("ending the trainer", reason=reason, pid=watch.pid)
     if watch.pid is None:
         return

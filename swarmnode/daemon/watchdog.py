@@ -1,8 +1,9 @@
-"""When a child process is stuck, when to start it again, and when to give up. Pure: no clock, no process.
+"""When a child process is stuck, when to start it again, and when to give up. Pure: no clock, no
+process.
 
-    started ──past loading──▶ running ──no progress──▶ stalled (killed by the caller)
-       │                          │                        │
-       └────────── exited ◀───────┴────────────────────────┘ ──▶ Restart(after) | End(exit code)
+started ──past loading──▶ running ──no progress──▶ stalled (killed by the caller)
+   │                          │                        │
+   └────────── exited ◀───────┴────────────────────────┘ ──▶ Restart(after) | End(exit code)
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from swarmnode.config import SupervisorConfig
 FINAL_CODES = frozenset({2, 77, 78})
 """Exit codes that a restart cannot mend: usage, refused, configuration."""
 START_CODES = frozenset({69, 75})
-"""Exit codes that end the node when the process never ran: a port taken, a model that does not fit."""
+"""Exit codes that end the node when the process never ran: a port taken, a model that does not
+fit."""
 LOADING = "loading"
 """A status that begins so is progress, but not yet work."""
 SAVING = "draining"
 """The status of a process that was asked to stop, has ended its step, and saves."""
 BACKOFF_SECONDS = 0.5
-"""First pause before a restart: long enough that a port is free again. It doubles, with jitter, up to the cap."""
+"""First pause before a restart: long enough that a port is free again. It doubles, with jitter, up
+to the cap."""
 BACKOFF_CAP_SECONDS = 60.0
 CRASH_WINDOW_SECONDS = 300.0
 """Crashes further apart than this have causes of their own."""
 CRASH_LIMIT = 6
-"""So many crashes within the window are a defect that stays: five restarts, each after a longer pause, have not mended it."""
+"""So many crashes within the window are a defect that stays: five restarts, each after a longer
+pause, have not mended it."""
 STALL_FLOOR_SECONDS = 30.0
-"""Silence that is no failure yet, however fast the steps are: progress is told by decoding step, and bursts of others are shorter."""
+"""Silence that is no failure yet, however fast the steps are: progress is told by decoding step,
+and bursts of others are shorter."""
 STEPS_REMEMBERED = 256
 
 
@@ -55,7 +60,8 @@ class WatchStatistics:
 
 
 class CrashBreaker:
-    """How long to wait after each crash, and when there were too many. rng: jitter of the back-off."""
+    """How long to wait after each crash, and when there were too many. rng: jitter of the
+    back-off."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -68,7 +74,9 @@ class CrashBreaker:
         while self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
             self._crashes.popleft()
         if len(self._crashes) >= CRASH_LIMIT:
-            return End(75, f"{name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s")
+            return End(
+                75, f"{name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s"
+            )
         if ran_seconds > BACKOFF_CAP_SECONDS:
             self._failures_in_a_row = 0
         pause = min(BACKOFF_CAP_SECONDS, BACKOFF_SECONDS * 2**self._failures_in_a_row)
@@ -124,7 +132,8 @@ class Watchdog:
         return self._last_progress
 
     def starved(self, seconds: float) -> None:
-        """For so long since its last progress the process could not help being silent (starvation.py)."""
+        """For so long since its last progress the process could not help being silent
+        (starvation.py)."""
         self._starved_seconds = seconds
 
     def deadline(self) -> float:
@@ -134,14 +143,16 @@ class Watchdog:
         return self._last_progress + self._patience_seconds() + self._starved_seconds
 
     def _patience_seconds(self) -> float:
-        loads = not self._past_loading or not self._step_seconds  # what an earlier process needed for a step says nothing of loading
+        # what an earlier process needed for a step says nothing of loading
+        loads = not self._past_loading or not self._step_seconds
         if loads and self._status.startswith(LOADING):
             return self._config.startup_seconds
         return max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
     def drained_by(self, asked_at: float) -> float:
-        """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds` beside a long step. One that saves its state
-        may go on for as long as it makes progress: ended in the middle of that, what it has learnt since the last time is lost.
+        """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds`
+        beside a long step. One that saves its state may go on for as long as it makes progress:
+        ended in the middle of that, what it has learnt since the last time is lost.
         """
         patience = asked_at + self._config.drain_seconds + 4 * self._p99_step_seconds()
         return max(patience, self.deadline()) if self._status == SAVING else patience
@@ -151,7 +162,8 @@ class Watchdog:
         self._stalls += 1
 
     def exited(self, now: float, exit_code: int) -> Restart | End:
-        """Decide what follows an exit that nobody asked for. `exit_code` is negative for a signal."""
+        """Decide what follows an exit that nobody asked for. `exit_code` is negative for a
+        signal."""
         self._exited_at = now
         self._status = "down"
         if exit_code == 0:

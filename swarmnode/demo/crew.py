@@ -1,4 +1,5 @@
-"""`swarmnode demo --crew`: one policy in stages on several nodes. Every twenty seconds the trainer of a stage is killed -9, in turn."""
+"""`swarmnode demo --crew`: one policy in stages on several nodes. Every twenty seconds the trainer
+of a stage is killed -9, in turn."""
 
 from __future__ import annotations
 
@@ -54,13 +55,20 @@ class StageKill:
     rung: str = ""
 
 
-def crew_settings(options: DemoOptions, number: int, model: Path, distance: Distance | None = None) -> dict[str, dict[str, object]]:
-    """Configuration of node `number`. It is reached through a line of `distance`, where there is one."""
+def crew_settings(
+    options: DemoOptions, number: int, model: Path, distance: Distance | None = None
+) -> dict[str, dict[str, object]]:
+    """Configuration of node `number`. It is reached through a line of `distance`, where there is
+    one."""
     port = free_port() if distance is not None else 0
     announced = [f"/ip4/127.0.0.1/tcp/{distance.line_to(port)}"] if distance is not None else []
     return {
         "swarm": {"name": "demo"},
-        "network": {"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"], "announce_addrs": announced, "mdns": False},
+        "network": {
+            "listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"],
+            "announce_addrs": announced,
+            "mdns": False,
+        },
         "policy": {"model": str(model), "threads": 1},
         "training": {"eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
         "stages": {"mode": "always", "stages": options.nodes, "shadow_every": 5},
@@ -70,10 +78,19 @@ def crew_settings(options: DemoOptions, number: int, model: Path, distance: Dist
 
 def write_model(directory: Path) -> Path:
     """The policy of the demo's crew, made by a child: no torch here. Raises Unavailable."""
-    command = [sys.executable, "-m", "swarmnode.policy.build_deep", str(directory), "--layers", str(LAYERS)]
+    command = [
+        sys.executable,
+        "-m",
+        "swarmnode.policy.build_deep",
+        str(directory),
+        "--layers",
+        str(LAYERS),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise Unavailable(f"the demo's policy was not made: {done.stderr.strip().splitlines()[-1:]}")
+        raise Unavailable(
+            f"the demo's policy was not made: {done.stderr.strip().splitlines()[-1:]}"
+        )
     return directory
 
 
@@ -85,7 +102,10 @@ class CrewSwarm:
         model = write_model(directory / "model")
         self._distance = Distance(options.delay / 1000) if options.delay else None
         self.nodes = [
-            DemoNode(f"node{i}", directory / f"node{i}", crew_settings(options, i, model, self._distance)) for i in range(options.nodes)
+            DemoNode(
+                f"node{i}", directory / f"node{i}", crew_settings(options, i, model, self._distance)
+            )
+            for i in range(options.nodes)
         ]
         self.kills: list[StageKill] = []
         self._formed_at: float | None = None
@@ -103,10 +123,14 @@ class CrewSwarm:
         first = self.nodes[0].wait_for_address(time.monotonic() + FORM_SECONDS)
         for node in self.nodes[1:]:
             node.start(first)
-        console.print(f"{len(self.nodes)} nodes for one policy on this machine; status page of the first: {self.nodes[0].url}/")
+        console.print(
+            f"{len(self.nodes)} nodes for one policy on this machine; status page of the first:"
+            f" {self.nodes[0].url}/"
+        )
 
     def watch(self, console: Console, stop: threading.Event) -> None:
-        """Show the crew until the time is over, a node ends, or `stop` is set; kill a stage now and then."""
+        """Show the crew until the time is over, a node ends, or `stop` is set; kill a stage now and
+        then."""
         printed = 0.0
         live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
         with live or nullcontext():
@@ -126,7 +150,9 @@ class CrewSwarm:
     def end(self) -> None:
         for node in self.nodes:
             if node.started and not node.alive():
-                self._crashed.append(f"{node.name} ended with exit code {node.exit_code()}: {node.last_words()}")
+                self._crashed.append(
+                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_words()}"
+                )
             node.stop()
         for node in self.nodes:
             node.wait(30.0)
@@ -135,9 +161,15 @@ class CrewSwarm:
 
     def findings(self) -> list[Finding]:
         held_out = self._held_out if self._distance is None else None
-        return judge_crew([(node.name, node.view) for node in self.nodes], self._formed_at, self.kills, held_out, self._crashed)
+        return judge_crew(
+            [(node.name, node.view) for node in self.nodes],
+            self._formed_at,
+            self.kills,
+            held_out,
+            self._crashed,
+        )
 
-    # ---- what happens --------------------------------------------------------------------------------------------------
+    # ---- what happens ----------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -157,9 +189,15 @@ class CrewSwarm:
         if self.kills and self.kills[-1].step_after is None:
             kill = self.kills[-1]
             node = next((node for node in self.nodes if node.view.stage == kill.stage), None)
-            back = node is not None and node.view.stage_phase == "active" and node.view.trainer_pid not in (None, self._killed_pid)
+            back = (
+                node is not None
+                and node.view.stage_phase == "active"
+                and node.view.trainer_pid not in (None, self._killed_pid)
+            )
             if back and node is not None and self.step > max(kill.step_before, self._step_seen):
-                self.kills[-1] = replace(kill, step_after=self.step, seconds=now - kill.at, rung=node.view.rung)
+                self.kills[-1] = replace(
+                    kill, step_after=self.step, seconds=now - kill.at, rung=node.view.rung
+                )
             elif not back:
                 self._step_seen = self.step
         elif whole and self._kill_is_due(now):
@@ -167,7 +205,9 @@ class CrewSwarm:
 
     def _kill_is_due(self, now: float) -> bool:
         """Not so late that its return would not be seen."""
-        if self._formed_at is None or (not self._options.keep_running and now > self._end() - KILL_EVERY_SECONDS / 2):
+        if self._formed_at is None or (
+            not self._options.keep_running and now > self._end() - KILL_EVERY_SECONDS / 2
+        ):
             return False
         return now - max([self._formed_at, *(kill.at for kill in self.kills)]) >= KILL_EVERY_SECONDS
 
@@ -191,7 +231,7 @@ class CrewSwarm:
         waiting = bool(self.kills) and self.kills[-1].step_after is None
         return now >= self._end() + (RETURN_SECONDS if waiting else 0.0)
 
-    # ---- what a person sees --------------------------------------------------------------------------------------------
+    # ---- what a person sees ----------------------------------------------------------------------
 
     def table(self, now: float) -> Table:
         """One row per node, by stage; under it what was killed, and how it came back."""
@@ -200,8 +240,14 @@ class CrewSwarm:
     def line(self, now: float) -> str:
         """The same in one line."""
         head = next((node.view for node in self.nodes if node.view.stage == 0), View())
-        stages = " | ".join(f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.rung}".rstrip() for n in self.nodes)
-        return f"{now:4.0f} s  crew {head.crew_state} step {self.step} held-out {reward(head.held_out)} | {stages}  {self._kill_text()}"
+        stages = " | ".join(
+            f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.rung}".rstrip()
+            for n in self.nodes
+        )
+        return (
+            f"{now:4.0f} s  crew {head.crew_state} step {self.step} held-out"
+            f" {reward(head.held_out)} | {stages}  {self._kill_text()}"
+        )
 
     def _kill_text(self) -> str:
         return "; ".join(kill_text(kill) for kill in self.kills[-4:])
@@ -211,33 +257,59 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
     """One row per node, by stage. It is readable on 80 columns."""
     head = next((node.view for node in nodes if node.view.stage == 0), View())
     rise = f"{reward(head.held_out_start)} → {reward(head.held_out)}"
-    out = slim_table(f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {head.crew_state}, held-out {rise}", caption)
+    out = slim_table(
+        f"one policy on {len(nodes)} nodes, {seconds:.0f} s: crew {head.crew_state}, held-out"
+        f" {rise}",
+        caption,
+    )
     for heading in ("stage", "node", "phase"):
         out.add_column(heading)
     for heading in ("step", "source", "in s", "copy age", "KL", "tokens/s", "restarts"):
         out.add_column(heading, justify="right")
-    for node in sorted(nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)):
+    for node in sorted(
+        nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)
+    ):
         v = node.view
         out.add_row(
-            "–" if v.stage is None else str(v.stage), node_and_peer(node), v.stage_phase or v.phase,
-            str(v.stage_step), v.rung or "–", _some(v.rung_seconds, ".1f"), _some(v.shadow_age, "d"), _some(v.probe_kl, ".4f"),
-            _some(v.tokens_per_second, ".0f"), str(v.restarts),
-        )  # fmt: skip
+            "–" if v.stage is None else str(v.stage),
+            node_and_peer(node),
+            v.stage_phase or v.phase,
+            str(v.stage_step),
+            v.rung or "–",
+            _some(v.rung_seconds, ".1f"),
+            _some(v.shadow_age, "d"),
+            _some(v.probe_kl, ".4f"),
+            _some(v.tokens_per_second, ".0f"),
+            str(v.restarts),
+        )
     return out
 
 
 def kill_text(kill: StageKill) -> str:
-    how = f"by {kill.rung or '?'}, next step after {kill.seconds:.1f} s" if kill.seconds is not None else "not back"
+    how = (
+        f"by {kill.rung or '?'}, next step after {kill.seconds:.1f} s"
+        if kill.seconds is not None
+        else "not back"
+    )
     return f"stage {kill.stage} killed at step {kill.step_before}: {how}"
 
 
 def judge_crew(
-    views: list[tuple[str, View]], formed_at: float | None, kills: list[StageKill], held_out: tuple[float | None, float | None] | None,
+    views: list[tuple[str, View]],
+    formed_at: float | None,
+    kills: list[StageKill],
+    held_out: tuple[float | None, float | None] | None,
     crashed: list[str],
-) -> list[Finding]:  # fmt: skip
-    """Everything that has to be true. Pure. `held_out`: None where a few steps are all that there is time for."""
+) -> list[Finding]:
+    """Everything that has to be true. Pure. `held_out`: None where a few steps are all that there
+    is time for."""
     step = max((view.stage_step for _, view in views), default=0)
-    findings = [Finding(f"the crew formed after {_some(formed_at, '.0f')} s and took {step} steps", formed_at is not None and step > 0)]
+    findings = [
+        Finding(
+            f"the crew formed after {_some(formed_at, '.0f')} s and took {step} steps",
+            formed_at is not None and step > 0,
+        )
+    ]
     if held_out is not None:
         start, end = held_out
         rose = start is not None and end is not None and end - start >= RISE
@@ -245,7 +317,11 @@ def judge_crew(
     findings.append(Finding(f"{len(kills)} stages were killed -9", bool(kills)))
     for kill in kills:
         # The crew goes on with the step that was under way: what it had taken stays taken.
-        back = kill.step_after is not None and kill.step_after >= kill.step_before + 1 - LOST_STEPS and bool(kill.rung)
+        back = (
+            kill.step_after is not None
+            and kill.step_after >= kill.step_before + 1 - LOST_STEPS
+            and bool(kill.rung)
+        )
         findings.append(Finding(kill_text(kill), back))
     return [*findings, *(Finding(text, False) for text in crashed)]
 

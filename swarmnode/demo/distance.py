@@ -1,4 +1,5 @@
-"""What lies between nodes that are far apart: whatever is sent to a node's address arrives so much later, and so do its answers."""
+"""What lies between nodes that are far apart: whatever is sent to a node's address arrives so much
+later, and so do its answers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Distance:
         return port
 
     def open(self) -> None:
-        self._thread = threading.Thread(target=trio.run, args=(self._serve,), name="distance", daemon=True)
+        self._thread = threading.Thread(
+            target=trio.run, args=(self._serve,), name="distance", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -47,7 +50,11 @@ class Distance:
         with self._scope:
             async with trio.open_nursery() as nursery:
                 for target, listener in self._targets.items():
-                    nursery.start_soon(self._line, target, trio.SocketListener(trio.socket.from_stdlib_socket(listener)))
+                    nursery.start_soon(
+                        self._line,
+                        target,
+                        trio.SocketListener(trio.socket.from_stdlib_socket(listener)),
+                    )
 
     async def _line(self, target: int, listener: trio.SocketListener) -> None:
         await trio.serve_listeners(partial(self._connected, target), [listener])
@@ -63,15 +70,21 @@ class Distance:
 
 
 async def join(
-    near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableStream, seconds: float, under_way: int = UNDER_WAY_BYTES,
-) -> None:  # fmt: skip
-    """Carries bytes both ways, each `seconds` late, until both directions have ended or one end breaks; closes both. under_way: bytes at
-    most, each way; before a slow line, more than go through it in that time would only wait here."""
+    near: trio.abc.HalfCloseableStream,
+    far: trio.abc.HalfCloseableStream,
+    seconds: float,
+    under_way: int = UNDER_WAY_BYTES,
+) -> None:
+    """Carries bytes both ways, each `seconds` late, until both directions have ended or one end
+    breaks; closes both. under_way: bytes at most, each way; before a slow line, more than go
+    through it in that time would only wait here."""
     longest = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, under_way // CHUNKS))
     async with near, far, trio.open_nursery() as nursery:
 
         async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
-            send, receive = trio.open_memory_channel[tuple[float, bytes]](max(1, under_way // longest))
+            send, receive = trio.open_memory_channel[tuple[float, bytes]](
+                max(1, under_way // longest)
+            )
             try:
                 async with trio.open_nursery() as both:
                     both.start_soon(_deliver, receive, sink)
@@ -85,7 +98,9 @@ async def join(
         nursery.start_soon(carry, far, near)
 
 
-async def _deliver(chunks: trio.MemoryReceiveChannel[tuple[float, bytes]], sink: trio.abc.HalfCloseableStream) -> None:
+async def _deliver(
+    chunks: trio.MemoryReceiveChannel[tuple[float, bytes]], sink: trio.abc.HalfCloseableStream
+) -> None:
     async for due, data in chunks:
         await trio.sleep_until(due)
         if not data:

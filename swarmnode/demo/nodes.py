@@ -1,4 +1,5 @@
-"""The demo's nodes: each a `swarmnode run` of its own, with its own directory, asked over its own HTTP server."""
+"""The demo's nodes: each a `swarmnode run` of its own, with its own directory, asked over its own
+HTTP server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from swarmnode.config import Config
 from swarmnode.errors import Unavailable
 
 ANSWER_SECONDS = 2.0
-START = "import sys, swarmnode.cli, swarmnode.process as p; p.die_with_parent(); sys.exit(swarmnode.cli.run(sys.argv[1:]))"
+START = (
+    "import sys, swarmnode.cli, swarmnode.process as p; p.die_with_parent();"
+    " sys.exit(swarmnode.cli.run(sys.argv[1:]))"
+)
 """`swarmnode run` that does not outlive the demo, however that ends."""
 
 
@@ -74,7 +78,8 @@ class View:
 
 
 class DemoNode:
-    """One node. `view` is the last answer; a node that does not answer keeps it and shows its phase as `down`."""
+    """One node. `view` is the last answer; a node that does not answer keeps it and shows its phase
+    as `down`."""
 
     def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]]) -> None:
         self.name = name
@@ -87,8 +92,11 @@ class DemoNode:
         self.log_file = directory / "node.log"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.config_file = directory / "demo.toml"  # not config.toml, which a data directory keeps for itself
-        self.config_file.write_text(toml_of({**settings, "node": {"data_dir": str(directory), "name": name}}))
+        # not config.toml, which a data directory keeps for itself
+        self.config_file = directory / "demo.toml"
+        self.config_file.write_text(
+            toml_of({**settings, "node": {"data_dir": str(directory), "name": name}})
+        )
 
     def start(self, initial_peers: Sequence[str]) -> None:
         """Start it, joining through `initial_peers`; the first node has none."""
@@ -98,16 +106,24 @@ class DemoNode:
 
     def launch(self, *arguments: str) -> None:
         """Start Python with `arguments` as this node; what it says goes to the node's log."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")
+        }
         environment["HF_HUB_OFFLINE"] = "1"
         with open(self.log_file, "ab") as log:
             command = [*self.prefix, sys.executable, *arguments]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
     def wait_for_address(self, deadline: float) -> list[str]:
-        """Multiaddrs of this node. Raises Unavailable when it ends, or says nothing before `deadline` (monotonic)."""
+        """Multiaddrs of this node. Raises Unavailable when it ends, or says nothing before
+        `deadline` (monotonic)."""
         path = self.directory / "run" / "addresses.json"
         while time.monotonic() < deadline:
             if path.exists():
@@ -125,7 +141,9 @@ class DemoNode:
     def ask(self) -> None:
         """Refresh `view` from the node's /status."""
         try:
-            with urllib.request.urlopen(f"{self.url}/status?points=1", timeout=ANSWER_SECONDS) as answer:
+            with urllib.request.urlopen(
+                f"{self.url}/status?points=1", timeout=ANSWER_SECONDS
+            ) as answer:
                 self.view = view_of(json.load(answer)["snapshot"], self.view.distances)
                 self.answered = True
         except (OSError, ValueError):
@@ -231,7 +249,9 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         exchanges=averaging.get("exchanges_total", 0),
         outer_step=averaging.get("outer_step", 0),
         solo_steps=averaging.get("solo_steps_total", 0),
-        refused={cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN},
+        refused={
+            cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN
+        },
         trainer_pid=snapshot["trainer"]["pid"],
         crew_state=crew["state"],
         peer_seconds=crew["peer_seconds"],
@@ -248,7 +268,8 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
 
 
 def toml_of(settings: dict[str, dict[str, object]]) -> str:
-    """Sections of plain values as TOML; JSON's notation of texts, numbers, booleans and lists is TOML's too."""
+    """Sections of plain values as TOML; JSON's notation of texts, numbers, booleans and lists is
+    TOML's too."""
     lines = []
     for section, values in settings.items():
         lines.append(f"[{section}]")

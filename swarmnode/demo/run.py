@@ -27,10 +27,12 @@ RETURN_SECONDS = 60.0
 ASK_EVERY_SECONDS = 1.0
 LINE_EVERY_SECONDS = 10.0
 STEP_SECONDS = 0.6
-"""A step of the embedded policy takes some 30 ms alone. Paced, three trainers fit on two cores and a person can watch."""
+"""A step of the embedded policy takes some 30 ms alone. Paced, three trainers fit on two cores and
+a person can watch."""
 
 SYNC_EVERY = 10
-"""Steps between outer steps: fifty, as by default, would leave a demo of a hundred steps two of them."""
+"""Steps between outer steps: fifty, as by default, would leave a demo of a hundred steps two of
+them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,13 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
         "swarm": {"name": "demo"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "policy": {"threads": 1},
-        "training": {"step_interval": STEP_SECONDS, "eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
+        "training": {
+            "step_interval": STEP_SECONDS,
+            "eval_every": 10,
+            "eval_budget": 1.0,
+            "save_every": 1.0,
+            "seed": number,
+        },
         "sharing": {"enabled": not options.solo, "exchange": options.exchange},
         "weights": {"rule": "off" if options.solo else "noloco", "sync_every": SYNC_EVERY},
         "http": {"port": options.http_port + number if options.http_port else 0},
@@ -70,7 +78,11 @@ def run_demo(options: DemoOptions) -> int:
     """
     console = Console()
     temporary = options.data_dir is None
-    directory = Path(tempfile.mkdtemp(prefix="swarmnode-demo-")) if options.data_dir is None else options.data_dir.absolute()
+    directory = (
+        Path(tempfile.mkdtemp(prefix="swarmnode-demo-"))
+        if options.data_dir is None
+        else options.data_dir.absolute()
+    )
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -97,8 +109,14 @@ class Swarm:
 
     def __init__(self, options: DemoOptions, directory: Path) -> None:
         self._options = options
-        self.nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings_of(options, i)) for i in range(options.nodes)]
-        self.liars = [Liar(f"liar{i}", directory / f"liar{i}", settings_of(options, 100 + i)) for i in range(options.byzantine)]
+        self.nodes = [
+            DemoNode(f"node{i}", directory / f"node{i}", settings_of(options, i))
+            for i in range(options.nodes)
+        ]
+        self.liars = [
+            Liar(f"liar{i}", directory / f"liar{i}", settings_of(options, 100 + i))
+            for i in range(options.byzantine)
+        ]
         self._first: list[str] = []
         self._kills: dict[str, Kill] = {}
         self._crashed: list[str] = []
@@ -115,13 +133,21 @@ class Swarm:
         for node in self.nodes[1:]:
             node.start(self._first)
         if self.liars:  # at everybody's door: banned by the first, they would never meet the others
-            everywhere = [address for node in self.nodes for address in node.wait_for_address(time.monotonic() + START_SECONDS)]
+            everywhere = [
+                address
+                for node in self.nodes
+                for address in node.wait_for_address(time.monotonic() + START_SECONDS)
+            ]
             for liar in self.liars:
                 liar.start(everywhere)
-        console.print(f"{len(self.nodes)} nodes on this machine; status page of the first: {self.nodes[0].url}/")
+        console.print(
+            f"{len(self.nodes)} nodes on this machine; status page of the first:"
+            f" {self.nodes[0].url}/"
+        )
 
     def watch(self, console: Console, stop: threading.Event) -> None:
-        """Show the nodes until the time is over, somebody ends, or `stop` is set; kill and bring back on the way."""
+        """Show the nodes until the time is over, somebody ends, or `stop` is set; kill and bring
+        back on the way."""
         whole = self._options.minutes * 60
         learning_since = None
         printed = 0.0
@@ -139,7 +165,10 @@ class Swarm:
                     console.print(line(self.everybody, now - self._started), soft_wrap=True)
                 if not all(node.alive() for node in self.everybody):
                     return
-                if learning_since is None and (all(node.view.step for node in self.nodes) or now - self._started > START_SECONDS):
+                if learning_since is None and (
+                    all(node.view.step for node in self.nodes)
+                    or now - self._started > START_SECONDS
+                ):
                     learning_since = now
                 if learning_since is None or self._options.keep_running:
                     continue
@@ -155,7 +184,9 @@ class Swarm:
             if node.alive():
                 node.ask()
             elif node.started:
-                self._crashed.append(f"{node.name} ended with exit code {node.exit_code()}: {node.last_words()}")
+                self._crashed.append(
+                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_words()}"
+                )
         for liar in self.liars:
             liar.kill()
         for node in self.nodes:
@@ -174,23 +205,36 @@ class Swarm:
         )
 
     def _kill(self) -> None:
-        """kill -9 the last nodes, all their processes, and start them again from what is on disk."""
+        """kill -9 the last nodes, all their processes, and start them again from what is on
+        disk."""
         for node in self.nodes[-min(self._options.kill, len(self.nodes) - 1) :]:
-            self._kills[node.name] = Kill(node.name, node.view.peer, node.view.step, node.view.saved_step)
+            self._kills[node.name] = Kill(
+                node.name, node.view.peer, node.view.step, node.view.saved_step
+            )
             node.kill()
             node.start(self._first)
 
     def _note_returns(self) -> None:
         for node in self.nodes:
             kill = self._kills.get(node.name)
-            if kill is not None and kill.step_after is None and node.answered and node.view.step > 0:
-                self._kills[node.name] = replace(kill, step_after=node.view.step, peer_after=node.view.peer)
+            if (
+                kill is not None
+                and kill.step_after is None
+                and node.answered
+                and node.view.step > 0
+            ):
+                self._kills[node.name] = replace(
+                    kill, step_after=node.view.step, peer_after=node.view.peer
+                )
 
 
 @contextmanager
 def _stop_on_signal() -> Iterator[threading.Event]:
     stop = threading.Event()
-    before = {signum: signal.signal(signum, lambda *_: stop.set()) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        signum: signal.signal(signum, lambda *_: stop.set())
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stop
     finally:

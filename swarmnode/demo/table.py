@@ -1,4 +1,5 @@
-"""What a person sees of the demo: a live table on a terminal, a line now and then elsewhere, and the verdict."""
+"""What a person sees of the demo: a live table on a terminal, a line now and then elsewhere, and
+the verdict."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from swarmnode.demo.verdict import Finding
 from swarmnode.observe.top import short_id
 
 WIDE = 120
-"""Columns of a terminal from which on everything is shown; below, what an evening's spectator can do without is left out."""
+"""Columns of a terminal from which on everything is shown; below, what an evening's spectator can
+do without is left out."""
 
 
 def table(nodes: Sequence[DemoNode], seconds: float, width: int = WIDE) -> Table:
-    """One row per node. width: columns of the terminal; 80 are enough for the columns that matter."""
+    """One row per node. width: columns of the terminal; 80 are enough for the columns that
+    matter."""
     wide = width >= WIDE
     out = slim_table(f"swarmnode demo, {seconds:.0f} s")
     out.add_column("node")
@@ -30,19 +33,33 @@ def table(nodes: Sequence[DemoNode], seconds: float, width: int = WIDE) -> Table
         v = node.view
         rise = f"{_two(v.held_out_start)}→{_two(v.held_out)}" if v.held_out is not None else "–"
         out.add_row(
-            node_and_peer(node), v.phase, str(v.step), str(v.peers), _two(v.reward_own), _two(v.reward_external), rise, str(v.used),
-            str(sum(v.rejected.values())), _share(v.distance),
+            node_and_peer(node),
+            v.phase,
+            str(v.step),
+            str(v.peers),
+            _two(v.reward_own),
+            _two(v.reward_external),
+            rise,
+            str(v.used),
+            str(sum(v.rejected.values())),
+            _share(v.distance),
             *((str(v.published), str(v.admitted), str(v.exchanges)) if wide else ()),
-        )  # fmt: skip
+        )
     return out
 
 
 def slim_table(title: str, caption: str = "") -> Table:
     """A table whose frame takes no room from its columns."""
     return Table(
-        title=title, title_justify="left", caption=caption or None, caption_justify="left", box=box.SIMPLE_HEAD, padding=0,
-        show_edge=False, pad_edge=False,
-    )  # fmt: skip
+        title=title,
+        title_justify="left",
+        caption=caption or None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+        pad_edge=False,
+    )
 
 
 def node_and_peer(node: DemoNode) -> str:
@@ -53,8 +70,8 @@ def node_and_peer(node: DemoNode) -> str:
 def line(nodes: Sequence[DemoNode], seconds: float) -> str:
     """The same in one line."""
     parts = [
-        f"{node.name} {node.view.phase} step {node.view.step} held-out {reward(node.view.held_out)} used {node.view.used} "
-        f"apart {_share(node.view.distance)}"
+        f"{node.name} {node.view.phase} step {node.view.step} held-out {reward(node.view.held_out)}"
+        f" used {node.view.used} apart {_share(node.view.distance)}"
         for node in nodes
     ]
     return f"{seconds:4.0f} s  " + " | ".join(parts)
@@ -64,7 +81,9 @@ def verdict_text(findings: Sequence[Finding]) -> Text:
     """Every finding with its mark, and the verdict."""
     text = Text()
     for finding in findings:
-        text.append("  ok    " if finding.ok else "  FAIL  ", style="green" if finding.ok else "bold red")
+        text.append(
+            "  ok    " if finding.ok else "  FAIL  ", style="green" if finding.ok else "bold red"
+        )
         text.append(finding.text + "\n")
     ok = all(finding.ok for finding in findings)
     text.append("the swarm learned\n" if ok else "not as it should be\n", style="bold")

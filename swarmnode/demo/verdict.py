@@ -9,15 +9,17 @@ from statistics import median
 from swarmnode.demo.nodes import View
 
 SHRINK = 0.8
-"""The last distance of a replica from another is at most this share of the largest one of any that was there all the time. Left alone, the
-last would be the largest."""
+"""The last distance of a replica from another is at most this share of the largest one of any that
+was there all the time. Left alone, the last would be the largest."""
 FEW = 5
-"""So many distances or fewer are judged by the last one; twice as many, or fewer, by the median of the last three; more by the least of
-them."""
+"""So many distances or fewer are judged by the last one; twice as many, or fewer, by the median of
+the last three; more by the least of them."""
 RISE = 0.05
-"""Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at most 0.02."""
+"""Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at
+most 0.02."""
 LOST_STEPS = 6
-"""Steps that a killed node may lose: those of two writes of the state, of less than two seconds each on a busy disk."""
+"""Steps that a killed node may lose: those of two writes of the state, of less than two seconds
+each on a busy disk."""
 
 
 @dataclass(frozen=True)
@@ -41,52 +43,100 @@ class Kill:
 
 
 def judge(
-    views: Sequence[tuple[str, View]], *, sharing: bool, liars: Sequence[str] = (), kills: Sequence[Kill] = (), crashed: Sequence[str] = (),
+    views: Sequence[tuple[str, View]],
+    *,
+    sharing: bool,
+    liars: Sequence[str] = (),
+    kills: Sequence[Kill] = (),
+    crashed: Sequence[str] = (),
     averaging: bool = False,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Everything that has to be true, each with its numbers. `liars`: their peer ids."""
     killed = {kill.name for kill in kills}
-    furthest = max((distance for name, view in views if name not in killed for distance in view.distances), default=0.0)
+    furthest = max(
+        (distance for name, view in views if name not in killed for distance in view.distances),
+        default=0.0,
+    )
     findings = []
     for name, view in views:
         start, end = view.held_out_start, view.held_out
         rose = start is not None and end is not None and end - start >= RISE
-        findings.append(Finding(f"{name}: held-out reward {_number(start)} → {_number(end)} in {view.step} steps", rose))
+        findings.append(
+            Finding(
+                f"{name}: held-out reward {_number(start)} → {_number(end)} in {view.step} steps",
+                rose,
+            )
+        )
         if sharing:
             honest = {peer: n for peer, n in view.peers_used.items() if peer not in liars}
-            findings.append(Finding(f"{name}: trained on {sum(honest.values())} groups of {len(honest)} peers", sum(honest.values()) > 0))
+            findings.append(
+                Finding(
+                    f"{name}: trained on {sum(honest.values())} groups of {len(honest)} peers",
+                    sum(honest.values()) > 0,
+                )
+            )
         if liars:
-            reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(view.rejected.items(), key=lambda item: -item[1])) or "none"
+            reasons = (
+                ", ".join(
+                    f"{reason} {n}"
+                    for reason, n in sorted(view.rejected.items(), key=lambda item: -item[1])
+                )
+                or "none"
+            )
             believed = sum(view.peers_used.get(liar, 0) for liar in liars)
-            findings.append(Finding(f"{name}: rejected from peers: {reasons}; {view.banned} banned", bool(view.rejected)))
-            findings.append(Finding(f"{name}: trained on {believed} groups of the Byzantine node", believed == 0))
+            findings.append(
+                Finding(
+                    f"{name}: rejected from peers: {reasons}; {view.banned} banned",
+                    bool(view.rejected),
+                )
+            )
+            findings.append(
+                Finding(
+                    f"{name}: trained on {believed} groups of the Byzantine node", believed == 0
+                )
+            )
         if averaging:
             findings.append(_consensus(name, view, furthest if name not in killed else None))
         if name not in killed:
             findings.append(Finding(f"{name}: {view.restarts} restarts", view.restarts == 0))
     for kill in kills:
-        kept = kill.step_after is not None and kill.step_after >= max(kill.saved_before, kill.step_before - LOST_STEPS)
+        kept = kill.step_after is not None and kill.step_after >= max(
+            kill.saved_before, kill.step_before - LOST_STEPS
+        )
         came_back = kept and kill.peer_after == kill.peer_before
         after = "never" if kill.step_after is None else f"at step {kill.step_after}"
         before = f"killed -9 at step {kill.step_before} (on disk: {kill.saved_before})"
-        findings.append(Finding(f"{kill.name}: {before}, came back {after} as the same peer", came_back))
+        findings.append(
+            Finding(f"{kill.name}: {before}, came back {after} as the same peer", came_back)
+        )
     findings += [Finding(f"{line}", False) for line in crashed]
     return findings
 
 
 def _consensus(name: str, view: View, furthest: float | None) -> Finding:
-    """Replicas are furthest apart while they learn fastest; averaging then brings them together again, or they would go on drifting.
+    """Replicas are furthest apart while they learn fastest; averaging then brings them together
+    again, or they would go on drifting.
 
-    furthest: the largest distance of all nodes that were there all the time; None for one that was not, of which it is enough that it
-    averages. The last exchanges may have been with one that has just come back and learns fast, in a swarm of three every second is: of
-    many, the least of the last three says where the replicas are that were there all the time.
+    furthest: the largest distance of all nodes that were there all the time; None for one that was
+    not, of which it is enough that it averages. The last exchanges may have been with one that has
+    just come back and learns fast, in a swarm of three every second is: of many, the least of the
+    last three says where the replicas are that were there all the time.
     """
     seen = view.distances
     if not seen:
         return Finding(f"{name}: averaged with nobody", False)
     refused = ", ".join(f"{cause} {n}" for cause, n in sorted(view.refused.items())) or "none"
-    last = min(seen[-3:]) if len(seen) > 2 * FEW else median(seen[-3:]) if len(seen) > FEW else seen[-1]
-    text = f"{name}: averaged {view.exchanges} times; replicas were up to {max(seen):.2%} apart, then {last:.2%}; refused: {refused}"
+    last = (
+        min(seen[-3:])
+        if len(seen) > 2 * FEW
+        else median(seen[-3:])
+        if len(seen) > FEW
+        else seen[-1]
+    )
+    text = (
+        f"{name}: averaged {view.exchanges} times; replicas were up to {max(seen):.2%} apart, then"
+        f" {last:.2%}; refused: {refused}"
+    )
     return Finding(text, view.exchanges > 0 and (furthest is None or last <= furthest * SHRINK))
 
 

@@ -1,6 +1,8 @@
-"""From what was seen to what it means. Pure: facts in, verdicts out, each with what is wrong, why, and what to do.
+"""From what was seen to what it means. Pure: facts in, verdicts out, each with what is wrong, why,
+and what to do.
 
-ok     as it should be           warn   the node runs, but look at it           fail   it will not run, or not as configured
+ok     as it should be           warn   the node runs, but look at it           fail   it will not
+run, or not as configured
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
 GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
-"""The exit code tells the first of these that failed: what a person has to mend comes before what may mend itself."""
+"""The exit code tells the first of these that failed: what a person has to mend comes before what
+may mend itself."""
 
 NOT_OURS = "not an address of this machine"
 LEAST_FREE_BYTES = 256 * 2**20
@@ -54,7 +57,7 @@ def exit_code(checks: Sequence[Check]) -> int:
     return next((code for code in GRAVEST if code in codes), min(codes, default=0))
 
 
-# ---- data directory and key ---------------------------------------------------------------------------------------------
+# ---- data directory and key ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,17 @@ class DirectoryFacts:
 def check_directory(f: DirectoryFacts) -> Check:
     name = "data directory"
     if f.problem:
-        return fail(name, f"{f.path}: {f.problem}", "give it to this user, or set node.data_dir to one that is writable", UNAVAILABLE)
+        return fail(
+            name,
+            f"{f.path}: {f.problem}",
+            "give it to this user, or set node.data_dir to one that is writable",
+            UNAVAILABLE,
+        )
     running = f", used by the node with pid {f.running_pid}" if f.running_pid else ""
     if f.mode & 0o022:
-        return warn(name, f"{f.path}: others may write to it (mode {f.mode:04o})", f"chmod 700 {f.path}")
+        return warn(
+            name, f"{f.path}: others may write to it (mode {f.mode:04o})", f"chmod 700 {f.path}"
+        )
     return ok(name, f"{f.path} is writable{running}")
 
 
@@ -85,13 +95,25 @@ def check_disk(f: DirectoryFacts) -> Check:
     if f.problem:
         return warn(name, "not measured: the data directory cannot be used", "see above")
     if f.free_bytes < LEAST_FREE_BYTES:
-        return fail(name, f"{free} free at {f.path}", "free some space: training goes on without, but nothing would be saved", UNAVAILABLE)
+        return fail(
+            name,
+            f"{free} free at {f.path}",
+            "free some space: training goes on without, but nothing would be saved",
+            UNAVAILABLE,
+        )
     if f.free_bytes < 2 * f.state_bytes:
         return warn(
-            name, f"{free} free, the trainer's state takes {size(f.state_bytes)} and is written beside the old one", "free some space"
+            name,
+            f"{free} free, the trainer's state takes {size(f.state_bytes)} and is written beside"
+            " the old one",
+            "free some space",
         )
     if f.free_bytes < COMFORTABLE_FREE_BYTES:
-        return warn(name, f"{free} free at {f.path}", "models and states are large; free some space or set node.data_dir elsewhere")
+        return warn(
+            name,
+            f"{free} free at {f.path}",
+            "models and states are large; free some space or set node.data_dir elsewhere",
+        )
     return ok(name, f"{free} free")
 
 
@@ -108,10 +130,18 @@ def check_key(f: KeyFacts) -> Check:
     if f.state == "absent":
         return ok(name, "none yet; made at the first start")
     if f.mode & 0o077:
-        return fail(name, f"others can read {f.path} (mode {f.mode:04o}); the node refuses it", f"chmod 600 {f.path}", REFUSED)
+        return fail(
+            name,
+            f"others can read {f.path} (mode {f.mode:04o}); the node refuses it",
+            f"chmod 600 {f.path}",
+            REFUSED,
+        )
     if f.state == "unreadable":
         return fail(
-            name, f"{f.path} cannot be read: {f.detail}", "run as the user that owns it, or restore it from its backup", UNAVAILABLE
+            name,
+            f"{f.path} cannot be read: {f.detail}",
+            "run as the user that owns it, or restore it from its backup",
+            UNAVAILABLE,
         )
     if f.state == "damaged":
         todo = f"restore it (swarmnode key import), or move it away to be a new peer: {f.path}"
@@ -119,7 +149,7 @@ def check_key(f: KeyFacts) -> Check:
     return ok(name, "there, and only its owner can read it")
 
 
-# ---- ports and reachability -----------------------------------------------------------------------------------------------
+# ---- ports and reachability ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,10 +172,27 @@ def check_port(f: PortFacts) -> Check:
         return ok(name, f"{where} is this node's, which runs")
     if f.problem == NOT_OURS and f.key == "network.listen_addrs":
         every = f"/ip6/::/tcp/{f.port}" if ":" in f.host else f"/ip4/0.0.0.0/tcp/{f.port}"
-        return fail(name, f"{where}: {f.problem}", f"listen on {every}, and name this one in network.announce_addrs", UNAVAILABLE)
+        return fail(
+            name,
+            f"{where}: {f.problem}",
+            f"listen on {every}, and name this one in network.announce_addrs",
+            UNAVAILABLE,
+        )
     if f.problem:
-        return fail(name, f"{where}: {f.problem}", f"stop what listens there, or set {f.key} to another", UNAVAILABLE)
-    return ok(name, f"{where} is free" if f.port else f"{f.host}: a free port is chosen at the first start, and kept")
+        return fail(
+            name,
+            f"{where}: {f.problem}",
+            f"stop what listens there, or set {f.key} to another",
+            UNAVAILABLE,
+        )
+    return ok(
+        name,
+        (
+            f"{where} is free"
+            if f.port
+            else f"{f.host}: a free port is chosen at the first start, and kept"
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +206,8 @@ class ReachFacts:
 
 
 def check_reachability(f: ReachFacts) -> Check:
-    """Which class of reachability this node has, from what it listens on. Whether a firewall is in between is not known from inside."""
+    """Which class of reachability this node has, from what it listens on. Whether a firewall is in
+    between is not known from inside."""
     name = "reachability"
     if f.announced:
         return ok(name, f"peers are told {', '.join(f.announced)}")
@@ -168,22 +216,33 @@ def check_reachability(f: ReachFacts) -> Check:
     if all(ip.is_loopback for ip in listening):
         if not f.wants_others:
             return ok(name, "this machine only, and no peers elsewhere are configured")
-        return warn(name, "outbound only: the node listens on loopback, so nobody can dial it",
-                    'network.listen_addrs = ["/ip4/0.0.0.0/tcp/4001"] if the port can be reached; taking part works without')  # fmt: skip
+        return warn(
+            name,
+            "outbound only: the node listens on loopback, so nobody can dial it",
+            'network.listen_addrs = ["/ip4/0.0.0.0/tcp/4001"] if the port can be reached; taking'
+            " part works without",
+        )
     mine = [ipaddress.ip_address(ip) for ip in f.own_ips]
     public = [ip for ip in (mine if anywhere else listening) if ip.is_global]
     if public:
         return ok(name, f"public address {public[0]}; a firewall has to let its port in")
-    return warn(name, "behind NAT: no public address here, so peers outside this network reach it through a relay or not at all",
-                "map the port and name the outside address in network.announce_addrs, or leave it: dialling out works")  # fmt: skip
+    return warn(
+        name,
+        "behind NAT: no public address here, so peers outside this network reach it through a relay"
+        " or not at all",
+        "map the port and name the outside address in network.announce_addrs, or leave it: dialling"
+        " out works",
+    )
 
 
 @dataclass(frozen=True)
 class RouterFacts:
     asked: bool = False
-    """False where a router is not in the way: the node listens on this machine only, or has a public address."""
+    """False where a router is not in the way: the node listens on this machine only, or has a
+    public address."""
     kind: Literal["none", "public", "carrier", "private"] = "none"
-    """What its outside address is, see `p2p.gateway`; of an interface of this machine where there is no router."""
+    """What its outside address is, see `p2p.gateway`; of an interface of this machine where there
+    is no router."""
     outside: str = ""
 
 
@@ -191,19 +250,37 @@ def check_router(f: RouterFacts) -> Check:
     """What stands between this machine and the internet, as far as the router tells."""
     name = "router"
     if f.kind == "carrier":
-        return warn(name, f"carrier-grade NAT: the provider shares one public address among customers ({f.outside} on the outside)",
-                    "no port can be forwarded; relays carry calls here. A public address, or IPv6, is the provider's to give")  # fmt: skip
+        return warn(
+            name,
+            "carrier-grade NAT: the provider shares one public address among customers"
+            f" ({f.outside} on the outside)",
+            "no port can be forwarded; relays carry calls here. A public address, or IPv6, is the"
+            " provider's to give",
+        )
     if f.kind == "private":
-        return warn(name, f"it has another router behind it ({f.outside} on the outside)",
-                    "forward the port on both, or leave it: relays carry calls to this node")  # fmt: skip
+        return warn(
+            name,
+            f"it has another router behind it ({f.outside} on the outside)",
+            "forward the port on both, or leave it: relays carry calls to this node",
+        )
     if f.kind == "public":
-        return ok(name, f"its outside address is {f.outside}; a node asks it to forward its port (UPnP)")
-    return ok(name, "none answers to UPnP: a port would have to be forwarded by hand" if f.asked else "none in the way")
+        return ok(
+            name, f"its outside address is {f.outside}; a node asks it to forward its port (UPnP)"
+        )
+    return ok(
+        name,
+        (
+            "none answers to UPnP: a port would have to be forwarded by hand"
+            if f.asked
+            else "none in the way"
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class DialBackFacts:
-    """What peers found when they dialled this node back; of the running node, or of a trial at its ports."""
+    """What peers found when they dialled this node back; of the running node, or of a trial at its
+    ports."""
 
     verdict: Literal["unknown", "public", "private"] = "unknown"
     observed: str = ""
@@ -220,10 +297,22 @@ def check_dial_back(f: DialBackFacts) -> Check:
         return ok(name, f"peers reach this node{seen}")
     if f.verdict == "unknown":
         return ok(name, "not known: no peer beyond this machine has tried to reach this node")
-    todo = "forward the port and name the outside address in network.announce_addrs, or leave it: dialling out works"
+    todo = (
+        "forward the port and name the outside address in network.announce_addrs, or leave it:"
+        " dialling out works"
+    )
     if f.relays:
-        return ok(name, f"peers cannot dial this node; {f.relays} of them relay{'s' if f.relays == 1 else ''} for it")
-    return warn(name, "peers cannot dial this node, and none relays for it: it takes part through the connections that it makes", todo)
+        return ok(
+            name,
+            f"peers cannot dial this node; {f.relays} of them relay{'s' if f.relays == 1 else ''}"
+            " for it",
+        )
+    return warn(
+        name,
+        "peers cannot dial this node, and none relays for it: it takes part through the connections"
+        " that it makes",
+        todo,
+    )
 
 
 @dataclass(frozen=True)
@@ -234,10 +323,17 @@ class PeerFacts:
 
 
 def check_peers(facts: Sequence[PeerFacts]) -> list[Check]:
-    """A line per bootstrap address. One that answers is enough for the exit code: the node starts, and keeps dialling the others."""
+    """A line per bootstrap address. One that answers is enough for the exit code: the node starts,
+    and keeps dialling the others."""
     name = "bootstrap"
     if not facts:
-        return [warn(name, "no bootstrap peers configured", "set network.initial_peers or join with an invite; on a LAN mDNS is enough")]
+        return [
+            warn(
+                name,
+                "no bootstrap peers configured",
+                "set network.initial_peers or join with an invite; on a LAN mDNS is enough",
+            )
+        ]
     alive = any(f.outcome == "ok" for f in facts)
     checks = []
     for f in facts:
@@ -246,17 +342,30 @@ def check_peers(facts: Sequence[PeerFacts]) -> list[Check]:
             continue
         code = REFUSED if f.outcome == "wrong_peer" else UNAVAILABLE
         what, todo = {
-            "wrong_peer": ("another peer answers there", "ask its operator: the address is forged, or the key was changed"),
-            "no_handshake": ("something answers, but not as a peer", "check the port, and for a private swarm its secret"),
-            "unreachable": ("cannot be reached", "check name, firewall, and whether it is up; the node keeps trying"),
+            "wrong_peer": (
+                "another peer answers there",
+                "ask its operator: the address is forged, or the key was changed",
+            ),
+            "no_handshake": (
+                "something answers, but not as a peer",
+                "check the port, and for a private swarm its secret",
+            ),
+            "unreachable": (
+                "cannot be reached",
+                "check name, firewall, and whether it is up; the node keeps trying",
+            ),
             "not_tried": ("not tried", ""),
-        }[f.outcome]  # fmt: skip
+        }[f.outcome]
         what = f"{f.address}: {what}{f' ({f.detail})' if f.detail else ''}"
-        checks.append(warn(name, what, todo) if alive or f.outcome == "not_tried" else fail(name, what, todo, code))
+        checks.append(
+            warn(name, what, todo)
+            if alive or f.outcome == "not_tried"
+            else fail(name, what, todo, code)
+        )
     return checks
 
 
-# ---- clock ----------------------------------------------------------------------------------------------------------------
+# ---- clock ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -269,32 +378,52 @@ class ClockFacts:
     received: int = 0
     future: int = 0
     stale: int = 0
-    """Groups that the running node got from peers: all, dated ahead of our clock, dated behind it."""
+    """Groups that the running node got from peers: all, dated ahead of our clock, dated behind
+    it."""
 
 
 def check_clock(f: ClockFacts) -> Check:
-    """Peers take nothing dated more than two minutes ahead of them, or an hour old. Alone, only a clock that was set back or that nobody
-    sets can be noticed; a running node also knows what peers' signed dates are like."""
+    """Peers take nothing dated more than two minutes ahead of them, or an hour old. Alone, only a
+    clock that was set back or that nobody sets can be noticed; a running node also knows what
+    peers' signed dates are like."""
     name = "clock"
     mend = "switch time synchronisation on (timedatectl set-ntp true, or chrony)"
     for count, way in ((f.future, "behind"), (f.stale, "ahead of")):
         if f.received >= 20 and count > f.received / 2:
-            return fail(name, f"{count} of {f.received} groups say that this clock is {way} that of most peers", mend, UNAVAILABLE)
+            return fail(
+                name,
+                f"{count} of {f.received} groups say that this clock is {way} that of most peers",
+                mend,
+                UNAVAILABLE,
+            )
     if f.newest_file is not None and f.newest_file > f.now + FUTURE_SECONDS:
-        return fail(name, f"it is {f.newest_file - f.now:.0f} s behind this node's own files: it was set back", mend, UNAVAILABLE)
+        return fail(
+            name,
+            f"it is {f.newest_file - f.now:.0f} s behind this node's own files: it was set back",
+            mend,
+            UNAVAILABLE,
+        )
     if f.synchronised is False:
-        return warn(name, f"not synchronised, says the kernel; peers ignore what is dated {CLOCK_SKEW_SECONDS:.0f} s ahead of them", mend)
+        return warn(
+            name,
+            "not synchronised, says the kernel; peers ignore what is dated"
+            f" {CLOCK_SKEW_SECONDS:.0f} s ahead of them",
+            mend,
+        )
     if f.synchronised is None and not f.received:
-        return ok(name, "not behind this node's files; whether it is right cannot be told from here")
+        return ok(
+            name, "not behind this node's files; whether it is right cannot be told from here"
+        )
     return ok(name, "synchronised" if f.synchronised else "as peers' clocks are")
 
 
-# ---- device, model --------------------------------------------------------------------------------------------------------
+# ---- device, model -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """`hardware`, `driver`: seen without torch. The rest is what `policy.examine` printed, or why it did not."""
+    """`hardware`, `driver`: seen without torch. The rest is what `policy.examine` printed, or why
+    it did not."""
 
     configured: str = "auto"
     """policy.device."""
@@ -315,13 +444,15 @@ class DeviceFacts:
     error: str = ""
     error_code: int = 0
     trial: str | None = None
-    """What came of loading the model and having it answer; empty where it is not here yet, None where that was not tried."""
+    """What came of loading the model and having it answer; empty where it is not here yet, None
+    where that was not tried."""
     gpu_error: str = ""
     """What torch says of a GPU that it cannot use."""
 
 
 def check_device(f: DeviceFacts) -> Check:
-    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.device = "cpu"`, nothing has to match."""
+    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.device =
+    "cpu"`, nothing has to match."""
     name = "device"
     if not f.torch:
         todo = "pip install 'swarmnode[train]'; a bootstrap node does without"
@@ -329,16 +460,36 @@ def check_device(f: DeviceFacts) -> Check:
     instead = 'or set policy.device = "cpu"'
     if f.configured != "cpu" and f.on_cpu:
         if "nvidia" in f.hardware and not f.driver:
-            return fail(name, "an NVIDIA GPU is here, its driver is not loaded", f"install the driver and restart, {instead}", UNAVAILABLE)
+            return fail(
+                name,
+                "an NVIDIA GPU is here, its driver is not loaded",
+                f"install the driver and restart, {instead}",
+                UNAVAILABLE,
+            )
         if "nvidia" in f.hardware and not f.built_for.startswith("CUDA"):
-            return fail(name, f"an NVIDIA GPU is here, but torch {f.torch} is built for {f.built_for or 'the CPU'}",
-                        f"{CUDA_TORCH}; {instead}", UNAVAILABLE)  # fmt: skip
+            return fail(
+                name,
+                f"an NVIDIA GPU is here, but torch {f.torch} is built for"
+                f" {f.built_for or 'the CPU'}",
+                f"{CUDA_TORCH}; {instead}",
+                UNAVAILABLE,
+            )
         if "nvidia" in f.hardware:
-            return fail(name, f"torch {f.torch} ({f.built_for}) cannot use the GPU with driver {f.driver}: {f.gpu_error or 'none found'}",
-                        f"a driver for {f.built_for} or newer, or a torch for an older CUDA, {instead}", UNAVAILABLE)  # fmt: skip
+            return fail(
+                name,
+                f"torch {f.torch} ({f.built_for}) cannot use the GPU with driver {f.driver}:"
+                f" {f.gpu_error or 'none found'}",
+                f"a driver for {f.built_for} or newer, or a torch for an older CUDA, {instead}",
+                UNAVAILABLE,
+            )
         if "amd" in f.hardware and f.built_for.startswith("ROCm"):
-            return fail(name, f"torch {f.torch} ({f.built_for}) cannot use the AMD GPU: {f.gpu_error or 'no device found'}",
-                        f"membership of the groups render and video, and a supported card; {instead}", UNAVAILABLE)  # fmt: skip
+            return fail(
+                name,
+                f"torch {f.torch} ({f.built_for}) cannot use the AMD GPU:"
+                f" {f.gpu_error or 'no device found'}",
+                f"membership of the groups render and video, and a supported card; {instead}",
+                UNAVAILABLE,
+            )
         if "amd" in f.hardware:
             return warn(
                 name,
@@ -359,7 +510,11 @@ def check_model(f: DeviceFacts) -> Check:
         return fail(
             name,
             f.error,
-            "a smaller model, policy.lora.r, or policy.quantization" if f.error_code == RETRY else "check policy.model",
+            (
+                "a smaller model, policy.lora.r, or policy.quantization"
+                if f.error_code == RETRY
+                else "check policy.model"
+            ),
             f.error_code,
         )
     room = f", {size(f.free_bytes)} free" if f.free_bytes is not None else ""
@@ -375,18 +530,28 @@ def check_trial(f: DeviceFacts) -> Check:
     if f.trial:
         return ok(name, f.trial)
     if f.trial is None:
-        return ok(name, "not tried, because a node runs here with this model, or of what is said above")
-    return warn(name, f"not tried: {f.model} is not on this machine yet", "the first start downloads it; run doctor again after that")
+        return ok(
+            name, "not tried, because a node runs here with this model, or of what is said above"
+        )
+    return warn(
+        name,
+        f"not tried: {f.model} is not on this machine yet",
+        "the first start downloads it; run doctor again after that",
+    )
 
 
-# ---- limits, configuration ------------------------------------------------------------------------------------------------
+# ---- limits, configuration -----------------------------------------------------------------------
 
 
 def check_files(limit: int, connections: int) -> Check:
     """`limit`: descriptors that a process may open; `connections`: network.max_connections."""
     if limit < connections + SPARE_FILES:
-        return warn("files", f"a process may open {limit} files, {connections} connections want {connections + SPARE_FILES}",
-                    f"ulimit -n {connections + SPARE_FILES}, or a smaller network.max_connections")  # fmt: skip
+        return warn(
+            "files",
+            f"a process may open {limit} files, {connections} connections want"
+            f" {connections + SPARE_FILES}",
+            f"ulimit -n {connections + SPARE_FILES}, or a smaller network.max_connections",
+        )
     return ok("files", f"a process may open {limit}")
 
 
@@ -402,11 +567,18 @@ class ConfigFacts:
 def check_config(f: ConfigFacts) -> Check:
     name = "configuration"
     if f.problem:
-        todo = "swarmnode config show tells what is set, and where" if f.problem_code == CONFIGURATION else "join again, or leave the swarm"
+        todo = (
+            "swarmnode config show tells what is set, and where"
+            if f.problem_code == CONFIGURATION
+            else "join again, or leave the swarm"
+        )
         return fail(name, f.problem, todo, f.problem_code)
     if not re.fullmatch(r"127\.\d+\.\d+\.\d+|::1|localhost", f.http_host):
-        return warn(name, f"http.host is {f.http_host}: whoever reaches this machine can read status and logs",
-                    "fine inside a container or behind a firewall; else 127.0.0.1")  # fmt: skip
+        return warn(
+            name,
+            f"http.host is {f.http_host}: whoever reaches this machine can read status and logs",
+            "fine inside a container or behind a firewall; else 127.0.0.1",
+        )
     return ok(name, f"valid, from {', '.join(f.sources) or 'defaults'}")
 
 

@@ -1,4 +1,5 @@
-"""The command: look, judge, print. One line per check, what to do under it, and an exit code for scripts."""
+"""The command: look, judge, print. One line per check, what to do under it, and an exit code for
+scripts."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
 def doctor(load: Callable[[], Resolved], as_json: bool, bundle: bool = False) -> int:
-    """Examine the node that `load` configures. Prints as it goes, or everything at once as JSON. Returns the exit code.
+    """Examine the node that `load` configures. Prints as it goes, or everything at once as JSON.
+    Returns the exit code.
 
-    bundle: also write what was found, and what else helps somebody who helps, into an archive in the working directory.
+    bundle: also write what was found, and what else helps somebody who helps, into an archive in
+    the working directory.
     """
     found: list[Check] = []
     for check in examine(load):
@@ -39,7 +42,10 @@ def doctor(load: Callable[[], Resolved], as_json: bool, bundle: bool = False) ->
         file = write_bundle(_loaded(load), found, Path.cwd())
         told["bundle"] = str(file)
         if not as_json:
-            print(f"\nwritten: {file}, without keys, secrets, invites and tokens; peer ids and addresses are in it")
+            print(
+                f"\nwritten: {file}, without keys, secrets, invites and tokens; peer ids and"
+                " addresses are in it"
+            )
     if as_json:
         print(json.dumps(told, indent=1))
     return code
@@ -54,7 +60,8 @@ def _loaded(load: Callable[[], Resolved]) -> Resolved | None:
 
 
 def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
-    """The quick checks first; those that take seconds last. Without a configuration nothing else can be looked at."""
+    """The quick checks first; those that take seconds last. Without a configuration nothing else
+    can be looked at."""
     try:
         resolved = load()
         check_names(resolved.config.task.names)
@@ -90,7 +97,11 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     key = data_dir / "identity.key"
     lost = not key.exists() or (probes.locked(key) and passphrase.given() is None)
     own = None if running or lost else key  # a key in use twice would be found out
-    peers, dial_back = probes.peers(probes.Trial(config.network, swarm, secret, own, [] if running else probes.free_ports(listen)))
+    peers, dial_back = probes.peers(
+        probes.Trial(
+            config.network, swarm, secret, own, [] if running else probes.free_ports(listen)
+        )
+    )
     yield from checks.check_peers(peers)
     dial_back = probes.dialled_back(status) if running else dial_back
     yield checks.check_dial_back(dial_back)

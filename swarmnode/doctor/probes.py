@@ -1,4 +1,5 @@
-"""Looks at this machine and gathers the facts that `checks` judges. Changes nothing but a file that is written and removed at once.
+"""Looks at this machine and gathers the facts that `checks` judges. Changes nothing but a file that
+is written and removed at once.
 
 What needs torch or libp2p is asked of children, which have a deadline and may die of it.
 """
@@ -60,7 +61,7 @@ Answer = TypeVar("Answer")
 PEM = re.compile(rb"-----BEGIN PRIVATE KEY-----\s")
 
 
-# ---- data directory, key ----------------------------------------------------------------------------------------------------
+# ---- data directory, key -------------------------------------------------------------------------
 
 
 def directory(data_dir: Path) -> DirectoryFacts:
@@ -79,7 +80,14 @@ def directory(data_dir: Path) -> DirectoryFacts:
         state_bytes = state.stat().st_size
     except OSError:
         state_bytes = 0
-    return DirectoryFacts(str(data_dir), problem, mode, usage.f_bavail * usage.f_frsize, state_bytes, running_pid(data_dir))
+    return DirectoryFacts(
+        str(data_dir),
+        problem,
+        mode,
+        usage.f_bavail * usage.f_frsize,
+        state_bytes,
+        running_pid(data_dir),
+    )
 
 
 def running_pid(data_dir: Path) -> int | None:
@@ -99,7 +107,8 @@ def running_pid(data_dir: Path) -> int | None:
 
 
 def key(path: Path) -> KeyFacts:
-    """Looks for the frame of a PEM key and lets cryptography judge the rest; libp2p is not needed for that."""
+    """Looks for the frame of a PEM key and lets cryptography judge the rest; libp2p is not needed
+    for that."""
     try:
         mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()[:4097]
     except FileNotFoundError:
@@ -116,7 +125,9 @@ def key(path: Path) -> KeyFacts:
     try:
         if locked(path) and passphrase.given() is None:
             return KeyFacts(str(path), "good", mode)  # asked for when the node starts
-        loaded = serialization.load_pem_private_key(data, password=passphrase.given() if locked(path) else None)
+        loaded = serialization.load_pem_private_key(
+            data, password=passphrase.given() if locked(path) else None
+        )
     except (ValueError, TypeError, SwarmNodeError) as error:
         return KeyFacts(str(path), "damaged", mode, str(error).split("\n")[0][:120])
     good = isinstance(loaded, Ed25519PrivateKey)
@@ -130,13 +141,14 @@ def locked(path: Path) -> bool:
     return passphrase.is_locked(path.read_bytes()[:4097])
 
 
-# ---- ports and reachability -------------------------------------------------------------------------------------------------
+# ---- ports and reachability ----------------------------------------------------------------------
 
 LISTEN = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
 
 
 def listen_addresses(listen: Sequence[str], data_dir: Path) -> list[tuple[str, int]]:
-    """(IP, port) of each listen address; port 0 replaced by the one that was chosen at the first start."""
+    """(IP, port) of each listen address; port 0 replaced by the one that was chosen at the first
+    start."""
     saved = data_dir / "port"
     text = saved.read_text(errors="replace").strip() if saved.is_file() else ""
     own = int(text) if text.isascii() and text.isdigit() else 0
@@ -146,7 +158,10 @@ def listen_addresses(listen: Sequence[str], data_dir: Path) -> list[tuple[str, i
 
 def ports(listen: Sequence[tuple[str, int]], http: HttpConfig, running: bool) -> list[PortFacts]:
     """Every port that the node listens on. One that is taken while the node runs is taken by it."""
-    wanted = [*(("network.listen_addrs", host, port) for host, port in listen), ("http.port", http.host, http.port)]
+    wanted = [
+        *(("network.listen_addrs", host, port) for host, port in listen),
+        ("http.port", http.host, http.port),
+    ]
     facts = []
     for name, host, port in wanted:
         problem = port_problem(host, port) if port else ""
@@ -161,7 +176,9 @@ TAKEN = "another process listens there"
 def port_problem(host: str, port: int) -> str:
     """Why nobody can listen there now; empty when one can."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -175,8 +192,15 @@ def port_problem(host: str, port: int) -> str:
 
 
 def reachability(listen: Sequence[tuple[str, int]], network: NetworkConfig) -> ReachFacts:
-    own = [a.address for interface in psutil.net_if_addrs().values() for a in interface if a.family in (socket.AF_INET, socket.AF_INET6)]
-    elsewhere = [text for text in network.initial_peers if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
+    own = [
+        a.address
+        for interface in psutil.net_if_addrs().values()
+        for a in interface
+        if a.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    elsewhere = [
+        text for text in network.initial_peers if not text.startswith(("/ip4/127.", "/ip6/::1/"))
+    ]
     return ReachFacts(
         [host for host, _ in listen],
         network.announce_addrs,
@@ -186,10 +210,15 @@ def reachability(listen: Sequence[tuple[str, int]], network: NetworkConfig) -> R
 
 
 def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
-    """The router, where there is one in the way. observed: the IP address at which peers see this machine."""
+    """The router, where there is one in the way. observed: the IP address at which peers see this
+    machine."""
     listening = [ipaddress.ip_address(host) for host in facts.listen_hosts]
     own = [ipaddress.ip_address(ip) for ip in facts.own_ips]
-    if facts.announced or all(ip.is_loopback for ip in listening) or any(ip.is_global for ip in own if ip.version == 4):
+    if (
+        facts.announced
+        or all(ip.is_loopback for ip in listening)
+        or any(ip.is_global for ip in own if ip.version == 4)
+    ):
         return RouterFacts()
     try:
         found = child("swarmnode.p2p.gateway", b"", ROUTER_SECONDS, Gateway)
@@ -201,11 +230,16 @@ def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
 
 
 def carrier_addresses() -> list[str]:
-    """Addresses of this machine that a provider's NAT gave it. A VPN that uses the same block gives single addresses, /32."""
+    """Addresses of this machine that a provider's NAT gave it. A VPN that uses the same block gives
+    single addresses, /32."""
     return [
-        address.address for interface in psutil.net_if_addrs().values() for address in interface
-        if address.family == socket.AF_INET and kind_of(address.address) == "carrier" and address.netmask != "255.255.255.255"
-    ]  # fmt: skip
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET
+        and kind_of(address.address) == "carrier"
+        and address.netmask != "255.255.255.255"
+    ]
 
 
 @dataclass(frozen=True)
@@ -236,7 +270,9 @@ def peers(trial: Trial) -> tuple[list[PeerFacts], DialBackFacts]:
     try:
         told = child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS, Reached)
     except ChildFailed as failed:
-        return [PeerFacts(address, "not_tried", str(failed)) for address in trial.network.initial_peers], DialBackFacts()
+        return [
+            PeerFacts(address, "not_tried", str(failed)) for address in trial.network.initial_peers
+        ], DialBackFacts()
     return told.peers, told.dial_back
 
 
@@ -249,7 +285,8 @@ class Reached:
 
 
 def free_ports(listen: Sequence[tuple[str, int]]) -> list[str]:
-    """Multiaddrs that a trial can listen on: free ones, not those that are only chosen at the first start."""
+    """Multiaddrs that a trial can listen on: free ones, not those that are only chosen at the first
+    start."""
     free = [(host, port) for host, port in listen if port and not port_problem(host, port)]
     return [f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}" for host, port in free]
 
@@ -260,30 +297,41 @@ def dialled_back(node: RunningNode) -> DialBackFacts:
     return DialBackFacts(reach.verdict, reach.observed, len(node.network.nat.client.relays))
 
 
-# ---- clock ------------------------------------------------------------------------------------------------------------------
+# ---- clock ---------------------------------------------------------------------------------------
 
 
 def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
     """node: what the running one says; nothing where none runs."""
     newest = None
-    for path in (data_dir / "peers.json", data_dir / "trainer" / "state.safetensors", data_dir / "run" / "supervisor.json"):
+    for path in (
+        data_dir / "peers.json",
+        data_dir / "trainer" / "state.safetensors",
+        data_dir / "run" / "supervisor.json",
+    ):
         with contextlib.suppress(OSError):
             newest = max(newest or 0.0, path.stat().st_mtime)
     ignored = node.rollouts.admission.ignored
     return ClockFacts(
-        time.time(), newest, kernel_synchronised(), node.rollouts.received, ignored.get("future", 0), ignored.get("stale", 0)
+        time.time(),
+        newest,
+        kernel_synchronised(),
+        node.rollouts.received,
+        ignored.get("future", 0),
+        ignored.get("stale", 0),
     )
 
 
 def kernel_synchronised() -> bool | None:
-    """What the kernel was told by whoever keeps its time; None where there is no adjtimex, or it may not be asked."""
+    """What the kernel was told by whoever keeps its time; None where there is no adjtimex, or it
+    may not be asked."""
     if not sys.platform.startswith("linux"):
         return None
-    answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # struct timex, modes 0: only reads
+    # struct timex, modes 0: only reads
+    answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
     return None if answer < 0 else answer != TIME_ERROR
 
 
-# ---- device -----------------------------------------------------------------------------------------------------------------
+# ---- device --------------------------------------------------------------------------------------
 
 
 def device(cfg: PolicyConfig, trial: bool = False) -> DeviceFacts:
@@ -291,18 +339,28 @@ def device(cfg: PolicyConfig, trial: bool = False) -> DeviceFacts:
     hardware, driver = gpus(), nvidia_driver()
     try:
         seconds, arguments = (TRIAL_SECONDS, ("--trial",)) if trial else (EXAMINE_SECONDS, ())
-        found = child("swarmnode.policy.examine", cfg.model_dump_json().encode(), seconds, DeviceFacts, *arguments)
+        found = child(
+            "swarmnode.policy.examine",
+            cfg.model_dump_json().encode(),
+            seconds,
+            DeviceFacts,
+            *arguments,
+        )
     except ChildFailed as failed:
         found = DeviceFacts(error=str(failed))
     return replace(found, configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver)
 
 
 def gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:
-    """Vendors of display and compute devices on the PCI bus. A container sees them too, though it may not be given them."""
+    """Vendors of display and compute devices on the PCI bus. A container sees them too, though it
+    may not be given them."""
     found = set()
     for place in root.glob("*") if root.is_dir() else ():
         with contextlib.suppress(OSError):
-            kind, vendor = (place / "class").read_text().strip(), (place / "vendor").read_text().strip()
+            kind, vendor = (
+                (place / "class").read_text().strip(),
+                (place / "vendor").read_text().strip(),
+            )
             if kind.startswith("0x03") and vendor in VENDORS:
                 found.add(VENDORS[vendor])
     return sorted(found)
@@ -317,20 +375,26 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
     return match[1] if match else "unknown"
 
 
-# ---- helpers ----------------------------------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 class ChildFailed(Exception):
     """Raised when a child gave no answer; says why in one line."""
 
 
-def child(module: str, request: bytes, seconds: float, answer: type[Answer], *arguments: str) -> Answer:
+def child(
+    module: str, request: bytes, seconds: float, answer: type[Answer], *arguments: str
+) -> Answer:
     """What `python -m module` answers to `request`, as JSON in the last line that it prints."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module, *arguments], input=request, capture_output=True, timeout=seconds, check=False,
+            [sys.executable, "-m", module, *arguments],
+            input=request,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         raise ChildFailed(f"no answer within {seconds:.0f} s") from None
     lines = done.stdout.decode(errors="replace").strip().splitlines()
@@ -380,7 +444,8 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def status(data_dir: Path) -> RunningNode:
-    """What the node that runs in this data directory says at /status; nothing when there is none, or none that answers."""
+    """What the node that runs in this data directory says at /status; nothing when there is none,
+    or none that answers."""
     try:
         url = json.loads((data_dir / "run" / "addresses.json").read_bytes())["http"]
         if not url:

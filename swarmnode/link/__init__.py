@@ -1,4 +1,6 @@
-"""The Unix socket between network process and trainer: messages, framing, and both ends. Imports no torch.
+"""The Unix socket between network process and trainer: messages, framing, and both ends. Imports no
+torch.
 
-The network process serves (`server.py`), the trainer connects (`client.py`); either may restart alone.
+The network process serves (`server.py`), the trainer connects (`client.py`); either may restart
+alone.
 """

@@ -1,7 +1,9 @@
-"""The trainer's end of the link: a thread that owns the socket, so that a step never waits for the network.
+"""The trainer's end of the link: a thread that owns the socket, so that a step never waits for the
+network.
 
-What goes out is queued, bounded, and dropped oldest first when the network process is away. Groups that come in wait here until the
-next step asks. The thread reconnects for ever; a trainer whose network process is gone trains alone.
+What goes out is queued, bounded, and dropped oldest first when the network process is away. Groups
+that come in wait here until the next step asks. The thread reconnects for ever; a trainer whose
+network process is gone trains alone.
 """
 
 from __future__ import annotations
@@ -49,9 +51,12 @@ class Link:
     """
 
     def __init__(
-        self, data_dir: Path, hello: Callable[[], Hello], weights: Callable[[local.ToTrainer], None] = lambda message: None,
+        self,
+        data_dir: Path,
+        hello: Callable[[], Hello],
+        weights: Callable[[local.ToTrainer], None] = lambda message: None,
         stages: Callable[[stages_local.ToTrainer], None] = lambda message: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._data_dir = data_dir
         self._hello = hello
         self._weights = weights
@@ -73,15 +78,18 @@ class Link:
         self._outbox.close()
 
     def welcome(self, seconds: float) -> Welcome | None:
-        """Who we are, as the network process says; None when it has not said so within `seconds`."""
+        """Who we are, as the network process says; None when it has not said so within
+        `seconds`."""
         return self._inbox.welcome(seconds)
 
     def send(self, message: ToNetwork) -> None:
-        """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others follow."""
+        """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others
+        follow."""
         self._outbox.put(pack(message))
 
     def request_external(self, count: int, policy_version: int, per_peer: int) -> None:
-        """Ask for up to `count` external groups, `per_peer` of one author; `take_external` has them, in this step or a later one."""
+        """Ask for up to `count` external groups, `per_peer` of one author; `take_external` has
+        them, in this step or a later one."""
         request = self._inbox.next_request()
         if request is not None:
             self.send(Draw(request, count, policy_version, per_peer))
@@ -89,18 +97,20 @@ class Link:
     def take_external(self, seconds: float) -> list[ExternalGroup]:
         """Groups that have arrived.
 
-        Waits up to `seconds` for the answer to the newest request. The caller keeps what it has no room for.
+        Waits up to `seconds` for the answer to the newest request. The caller keeps what it has no
+        room for.
         """
         return self._inbox.take(seconds)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything queued has been handed to the kernel; False when `seconds` were not enough."""
+        """Wait until everything queued has been handed to the kernel; False when `seconds` were not
+        enough."""
         return self._outbox.flush(seconds)
 
     def statistics(self) -> LinkStatistics:
         return LinkStatistics(self._inbox.connected, self._connections, self._outbox.dropped)
 
-    # ---- the thread -------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         said = ""
@@ -118,7 +128,11 @@ class Link:
                 pass  # the network process is away or was replaced: connect again
             except FrameError as error:
                 if str(error) != said:  # once: it is tried again several times a second
-                    log.warning("what the network process says is no message, as if it was of another version: %s", said := str(error))
+                    log.warning(
+                        "what the network process says is no message, as if it was of another"
+                        " version: %s",
+                        said := str(error),
+                    )
             self._inbox.disconnect()
             if not self._closing:
                 time.sleep(RETRY_SECONDS)
@@ -147,7 +161,8 @@ class Link:
                 selector.modify(connection, selectors.EVENT_READ | want_write)
 
     def _write(self, connection: socket.socket, unsent: memoryview) -> memoryview:
-        """Hand the kernel what it takes without waiting; what is left of the frame that it did not take whole."""
+        """Hand the kernel what it takes without waiting; what is left of the frame that it did not
+        take whole."""
         while True:
             if not unsent:
                 frame = self._outbox.pop()
@@ -195,7 +210,8 @@ class Outbox:
         self.wake()
 
     def pop(self) -> bytes | None:
-        """The next frame; None when all have been taken, and sent, since the thread takes one after the other."""
+        """The next frame; None when all have been taken, and sent, since the thread takes one after
+        the other."""
         with self._changed:
             if self._frames:
                 return self._frames.popleft()
@@ -233,7 +249,8 @@ class Inbox:
     def connect(self) -> None:
         with self._changed:
             self.connected = True
-            self._answered = self._requests  # what was asked of an earlier network process is answered by nobody
+            # what was asked of an earlier network process is answered by nobody
+            self._answered = self._requests
 
     def disconnect(self) -> None:
         with self._changed:
@@ -264,6 +281,8 @@ class Inbox:
 
     def take(self, seconds: float) -> list[ExternalGroup]:
         with self._changed:
-            self._changed.wait_for(lambda: self._answered >= self._requests or not self.connected, timeout=seconds)
+            self._changed.wait_for(
+                lambda: self._answered >= self._requests or not self.connected, timeout=seconds
+            )
             groups, self._groups = self._groups, []
             return groups

@@ -1,6 +1,7 @@
-"""The Unix socket between trainer and network process: where it is, and how a message becomes a frame.
+"""The Unix socket between trainer and network process: where it is, and how a message becomes a
+frame.
 
-    frame = length (u32, big-endian) ‖ msgpack of one message
+frame = length (u32, big-endian) ‖ msgpack of one message
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrain
 
 
 class FrameError(Exception):
-    """Raised for a frame that the other end of the link cannot have meant; the connection is closed and made anew."""
+    """Raised for a frame that the other end of the link cannot have meant; the connection is closed
+    and made anew."""
 
 
 def socket_path(data_dir: Path) -> tuple[str, int | None]:
-    """Address of the link's socket, and a descriptor to close when done with it. Raises Unavailable; see `files.socket_address`."""
+    """Address of the link's socket, and a descriptor to close when done with it. Raises
+    Unavailable; see `files.socket_address`."""
     return socket_address(data_dir / SOCKET)
 
 

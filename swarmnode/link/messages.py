@@ -1,6 +1,7 @@
 """The messages that the trainer and the network process send each other over their Unix socket.
 
-Both ends are ours and on one machine, but frames are still typed and capped. No torch here: the network process imports this.
+Both ends are ours and on one machine, but frames are still typed and capped. No torch here: the
+network process imports this.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGro
 from swarmnode.weights import local
 
 __all__ = [
-    "FRAME_BYTES", "Draw", "Drawn", "ExternalGroup", "Hello", "Judged", "OwnGroup", "Report", "ToNetwork", "ToTrainer", "WeightsReport",
+    "FRAME_BYTES",
+    "Draw",
+    "Drawn",
+    "ExternalGroup",
+    "Hello",
+    "Judged",
+    "OwnGroup",
+    "Report",
+    "ToNetwork",
+    "ToTrainer",
+    "WeightsReport",
     "Welcome",
-]  # fmt: skip
+]
 
 FRAME_BYTES = 64 * 2**20
 
@@ -65,11 +76,13 @@ class WeightsReport(msgspec.Struct, frozen=True):
     outcomes: dict[str, int] = {}
     """Number of exchanges by the gate's verdict."""
     stall_seconds_total: float = 0.0
-    """Seconds for which training stood still, for the probe and commits, or may have, while a copy kept the optimizer from the weights."""
+    """Seconds for which training stood still, for the probe and commits, or may have, while a copy
+    kept the optimizer from the weights."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """Trainer → network after every step, evaluation and change of phase. Counters are totals since the trainer's first start.
+    """Trainer → network after every step, evaluation and change of phase. Counters are totals since
+    the trainer's first start.
 
     `None` means not measured (yet); the exporter leaves the series out.
     """
@@ -99,7 +112,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]; None in a crew."""
     effective_external: float | None = None
     generation_lag: float | None = None
-    """Updates between the first token of an own group and the step that learnt from it, mean over the step's groups."""
+    """Updates between the first token of an own group and the step that learnt from it, mean over
+    the step's groups."""
     generation_rows: float | None = None
     """Tokens sampled in a decoding step, mean over the last step."""
     own_groups: int = 0
@@ -131,9 +145,11 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     reward_by_task: dict[str, float] = {}
     """Mean reward of own completions by task, of the last step that asked it."""
     signals: dict[str, float] = {}
-    """The share of groups with a signal that is expected, by task and difficulty; empty where both follow from a question's number."""
+    """The share of groups with a signal that is expected, by task and difficulty; empty where both
+    follow from a question's number."""
     evidence: dict[str, tuple[float, float]] = {}
-    """What a curriculum's expectations rest on, by the names of `signals`: groups of its own, and what peers' groups count of such."""
+    """What a curriculum's expectations rest on, by the names of `signals`: groups of its own, and
+    what peers' groups count of such."""
     reward_errors: dict[str, int] = {}
     """Completions whose reward failed, by task, since the process started."""
     last_reward_error: str = ""

@@ -45,9 +45,12 @@ class LinkServerStatistics:
 
 
 class LinkServer:
-    """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called when none is connected any more."""
+    """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called
+    when none is connected any more."""
 
-    def __init__(self, data_dir: Path, handler: TrainerHandler, left: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, data_dir: Path, handler: TrainerHandler, left: Callable[[], None] = lambda: None
+    ) -> None:
         self._data_dir = data_dir
         self._handler = handler
         self._left = left
@@ -73,7 +76,8 @@ class LinkServer:
                     nursery.start_soon(self._serve, trio.SocketStream(connection))
 
     def send_to_trainer(self, message: Unasked) -> bool:
-        """Queue what the trainer did not ask for; False when there is no trainer, or it does not read."""
+        """Queue what the trainer did not ask for; False when there is no trainer, or it does not
+        read."""
         if self._outbox is None:
             return False
         try:
@@ -108,7 +112,9 @@ class LinkServer:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             log.info("trainer left", error=repr(error))
 
-    async def _write(self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]) -> None:
+    async def _write(
+        self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]
+    ) -> None:
         """Send what nobody asked for, between answers."""
         try:
             async for message in ours:

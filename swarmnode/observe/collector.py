@@ -1,4 +1,5 @@
-"""Reads the table of `metrics.py` off a snapshot whenever somebody scrapes, in prometheus_client's terms."""
+"""Reads the table of `metrics.py` off a snapshot whenever somebody scrapes, in prometheus_client's
+terms."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 
 def at(snapshot: object, path: str) -> object:
-    """What is at `path` below `snapshot`. Below None there is None; a key that a dict of counts does not have yet is 0."""
+    """What is at `path` below `snapshot`. Below None there is None; a key that a dict of counts
+    does not have yet is 0."""
     found = snapshot
     for name in path.split("."):
         if found is None:
@@ -30,14 +32,19 @@ def at(snapshot: object, path: str) -> object:
 
 
 def value_of(metric: Metric, snapshot: NodeSnapshot) -> object:
-    """A number, a histogram, or numbers by label values; None where it is not measured, or does not exist on this node."""
+    """A number, a histogram, or numbers by label values; None where it is not measured, or does not
+    exist on this node."""
     if not metric.exists(snapshot):
         return None
     if callable(metric.source):
         return metric.source(snapshot)
     if isinstance(metric.source, str):
         return at(snapshot, metric.source)
-    return {labels: number for way, path in metric.source.items() for labels, number in _labelled(at(snapshot, path), way)}
+    return {
+        labels: number
+        for way, path in metric.source.items()
+        for labels, number in _labelled(at(snapshot, path), way)
+    }
 
 
 def _labelled(found: object, way: str) -> Iterator[tuple[Labels, object]]:
@@ -55,7 +62,9 @@ def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
         histogram = HistogramMetricFamily(metric.name, metric.help)
         if isinstance(value, Histogram):
             bounds = [*(str(float(b)) for b in value.bounds), "+Inf"]
-            histogram.add_metric([], list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+            histogram.add_metric(
+                [], list(zip(bounds, accumulate(value.counts), strict=True)), value.sum
+            )
         return histogram
     make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = make(metric.name, metric.help, labels=metric.labels)
@@ -69,7 +78,8 @@ def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
 
 
 def _closed(metric: Metric, value: Mapping[object, object]) -> dict[Labels, float]:
-    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and surplus ones summed up as `other`."""
+    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and
+    surplus ones summed up as `other`."""
     found: dict[Labels, float] = {(name,): 0 for name in metric.values}
     for key, number in value.items():
         labels = tuple(map(str, key)) if isinstance(key, tuple) else (str(key),)
@@ -77,7 +87,9 @@ def _closed(metric: Metric, value: Mapping[object, object]) -> dict[Labels, floa
             found.pop(labels, None)
             continue
         if metric.kind != "info" and labels not in found:
-            fits = len(found) < MAX_LABEL_VALUES and all(LABEL_VALUE.fullmatch(label) for label in labels)
+            fits = len(found) < MAX_LABEL_VALUES and all(
+                LABEL_VALUE.fullmatch(label) for label in labels
+            )
             if not fits:
                 labels = ("other", *labels[1:])
                 number += found.get(labels, 0)
@@ -93,7 +105,10 @@ class NodeCollector(Collector):
 
     def describe(self) -> Iterable[Family]:
         """Names and types without values: registering must not need a running node."""
-        return [Family(metric.name, metric.help, "gauge" if metric.kind == "info" else metric.kind) for metric in METRICS]
+        return [
+            Family(metric.name, metric.help, "gauge" if metric.kind == "info" else metric.kind)
+            for metric in METRICS
+        ]
 
     def collect(self) -> Iterable[Family]:
         snapshot = self._snapshot()

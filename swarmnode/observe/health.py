@@ -1,4 +1,5 @@
-"""From a snapshot to verdicts. Pure, so that what an orchestrator acts on can be read and tested in one place.
+"""From a snapshot to verdicts. Pure, so that what an orchestrator acts on can be read and tested in
+one place.
 
 alive     /healthz: false only when a restart of the network process would help
 ready     /readyz: the node does its job: it listens, and the trainer has a policy
@@ -22,7 +23,8 @@ STALL_FLOOR_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 """Peers' clocks may be this far from ours; at 120 s they stop taking our groups, or we theirs."""
 STANDING_SECONDS = 30.0
-"""A crew may stand still this long before anybody is told: a stage comes back from a neighbour in a third of that."""
+"""A crew may stand still this long before anybody is told: a stage comes back from a neighbour in a
+third of that."""
 DISK_SHARE = 0.05
 DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
@@ -55,9 +57,11 @@ def alive(silence_seconds: float) -> Verdict:
 
 
 def ready(s: NodeSnapshot) -> Verdict:
-    """True once the network listens and the policy, or this node's stage of it, is loaded, and until the node drains.
+    """True once the network listens and the policy, or this node's stage of it, is loaded, and
+    until the node drains.
 
-    Peers are not needed: a lone node trains. One whose policy needs a crew is not ready without one.
+    Peers are not needed: a lone node trains. One whose policy needs a crew is not ready without
+    one.
     """
     reasons = []
     if s.health.draining:
@@ -65,7 +69,11 @@ def ready(s: NodeSnapshot) -> Verdict:
     if not s.health.network_ready:
         reasons.append("network not up yet")
     if s.node.trainer and not s.health.policy_loaded:
-        waiting = "waits for others to hold the policy with" if s.stages.crew.stage is None else "its stage is not loaded yet"
+        waiting = (
+            "waits for others to hold the policy with"
+            if s.stages.crew.stage is None
+            else "its stage is not loaded yet"
+        )
         reasons.append(waiting if s.stages.enabled else "policy not loaded yet")
         if why := s.supervisor.down.get("trainer"):
             reasons.append(f"the trainer ended: {why}")
@@ -73,7 +81,8 @@ def ready(s: NodeSnapshot) -> Verdict:
 
 
 def policy_loaded(report: Report | None, stages: StagesStatistics) -> bool:
-    """Whether a node whose trainer said this last has the policy, or its stage of it, in working order."""
+    """Whether a node whose trainer said this last has the policy, or its stage of it, in working
+    order."""
     if stages.enabled:
         return stages.own is not None and stages.own.phase in ("probation", "active")
     return report is not None and report.phase != "loading"
@@ -87,39 +96,76 @@ def troubles(s: NodeSnapshot) -> list[str]:
     found += [words for reason, words in RESTS.items() if s.budget.paused.get(reason)]
     if s.successor.problems:
         problems = "; ".join(s.successor.problems)
-        found.append(f"the founder signed a successor, {s.successor.name!r}, that this node cannot follow: {problems}")
+        found.append(
+            f"the founder signed a successor, {s.successor.name!r}, that this node cannot follow:"
+            f" {problems}"
+        )
     elif s.successor.swarm:
-        found.append(f"the founder signed a successor, {s.successor.name!r}: `swarmnode manifest follow` moves this node there")
+        found.append(
+            f"the founder signed a successor, {s.successor.name!r}: `swarmnode manifest follow`"
+            " moves this node there"
+        )
     uptime = max(0.0, s.at - s.node.started_at)
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
         why = s.supervisor.down.get("trainer")
         found.append(f"the trainer is not connected{': ' if why else ''}{why or ''}")
-    if s.leads and s.trainer.connected and report is not None and age is not None and report.phase not in ("loading", "paused", "draining"):
+    if (
+        s.leads
+        and s.trainer.connected
+        and report is not None
+        and age is not None
+        and report.phase not in ("loading", "paused", "draining")
+    ):
         patience = max(STALL_FLOOR_SECONDS, STALL_STEPS * (report.step_seconds or 0.0))
         if age > patience:
             found.append(f"the trainer has reported nothing for {age:.0f} s")
-    if s.node.sharing and s.health.network_ready and s.network.peers.connected == 0 and uptime > QUIET_SECONDS:
+    if (
+        s.node.sharing
+        and s.health.network_ready
+        and s.network.peers.connected == 0
+        and uptime > QUIET_SECONDS
+    ):
         found.append("no peers connected" + ("" if s.network.peers.known else " and none known"))
     own, standing = s.stages.own, s.stages.crew.standing_seconds
     if own is not None and own.phase == "failed":
-        found.append(f"this node's stage could not be restored{': ' if own.reason else ''}{own.reason}")
+        found.append(
+            f"this node's stage could not be restored{': ' if own.reason else ''}{own.reason}"
+        )
     if standing is not None and standing > STANDING_SECONDS:
         found.append(f"the crew has taken no step for {standing:.0f} s")
     offset = s.swarm.clock_offset_seconds
     if offset is not None and abs(offset) > CLOCK_SECONDS:
-        found.append(f"this clock is {abs(offset):.0f} s {'behind' if offset > 0 else 'ahead of'} those of most peers")
-    if s.disk.free_bytes is not None and s.disk.total_bytes and s.disk.free_bytes < min(DISK_BYTES, DISK_SHARE * s.disk.total_bytes):
-        found.append(f"{s.disk.free_bytes / 2**20:.0f} MiB are left on the data directory's disk; state may not be saved")
+        found.append(
+            f"this clock is {abs(offset):.0f} s {'behind' if offset > 0 else 'ahead of'} those of"
+            " most peers"
+        )
+    if (
+        s.disk.free_bytes is not None
+        and s.disk.total_bytes
+        and s.disk.free_bytes < min(DISK_BYTES, DISK_SHARE * s.disk.total_bytes)
+    ):
+        found.append(
+            f"{s.disk.free_bytes / 2**20:.0f} MiB are left on the data directory's disk; state may"
+            " not be saved"
+        )
     rejected = sum(s.rollouts.admission.rejected.values())
     if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
         found.append("most groups from peers are rejected")
-    failed = sum(s.scorer.reward_errors.values()) + (sum(report.reward_errors.values()) if report is not None else 0)
+    failed = sum(s.scorer.reward_errors.values()) + (
+        sum(report.reward_errors.values()) if report is not None else 0
+    )
     if failed:
-        last = report.last_reward_error if report is not None and report.last_reward_error else s.scorer.last_reward_error
+        last = (
+            report.last_reward_error
+            if report is not None and report.last_reward_error
+            else s.scorer.last_reward_error
+        )
         found.append(f"a reward failed {failed} times, each counted as 0; the last: {last}")
     if report is not None and report.external_scale < 0.5:
         found.append("peers' groups disagree with what helps this node; fewer are used")
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:
-        found.append(f"memory ran out; micro-batches are down to {report.micro_batch_tokens} tokens")
+        found.append(
+            f"memory ran out; micro-batches are down to {report.micro_batch_tokens} tokens"
+        )
     return found

@@ -1,7 +1,8 @@
 """A bounded past of the few numbers that the page draws. For anything longer, scrape /metrics.
 
-A ring of `capacity` points. When it is full, every second point goes and new ones are taken half as often, so that the whole life of
-the node stays in view at a constant cost: 2,000 points are half an hour by the second, then an hour by two seconds, …
+A ring of `capacity` points. When it is full, every second point goes and new ones are taken half as
+often, so that the whole life of the node stays in view at a constant cost: 2,000 points are half an
+hour by the second, then an hour by two seconds, …
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SAVE_SECONDS = 60.0
 
 
 def _bytes(way: str) -> Callable[[NodeSnapshot], float]:
-    return lambda s: sum((s.network.traffic.received if way == "in" else s.network.traffic.sent).values())
+    return lambda s: sum(
+        (s.network.traffic.received if way == "in" else s.network.traffic.sent).values()
+    )
 
 
 def _process(name: str, field: str) -> Callable[[NodeSnapshot], float | None]:
@@ -31,7 +34,11 @@ def _process(name: str, field: str) -> Callable[[NodeSnapshot], float | None]:
 
 def _report(field: str) -> Callable[[NodeSnapshot], float | None]:
     """Nothing while there is no trainer to measure it: what it said last is not what is now."""
-    return lambda s: getattr(s.trainer.report, field) if s.trainer.report is not None and s.trainer.connected and s.leads else None
+    return lambda s: (
+        getattr(s.trainer.report, field)
+        if s.trainer.report is not None and s.trainer.connected and s.leads
+        else None
+    )
 
 
 COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
@@ -58,7 +65,8 @@ COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What is kept on disk. Columns of another version are read by their names; those it does not know are gaps."""
+    """What is kept on disk. Columns of another version are read by their names; those it does not
+    know are gaps."""
 
     interval: float
     columns: list[str]
@@ -77,7 +85,8 @@ class History:
         self._rows: list[tuple[float | None, ...]] = []
 
     def add(self, snapshot: NodeSnapshot) -> None:
-        """Take a point, unless the last one is younger than the interval. A clock that jumps back starts over."""
+        """Take a point, unless the last one is younger than the interval. A clock that jumps back
+        starts over."""
         if self._rows:
             last = self._rows[-1][0]
             assert last is not None
@@ -97,14 +106,17 @@ class History:
         write_atomically(data_dir / FILE, msgspec.json.encode(saved))
 
     def load(self, data_dir: Path) -> None:
-        """Go on from what an earlier process saved, if it did: a row without numbers parts what was from what comes. Never raises."""
+        """Go on from what an earlier process saved, if it did: a row without numbers parts what was
+        from what comes. Never raises."""
         try:
             with (data_dir / FILE).open("rb") as file:
                 saved = msgspec.json.decode(file.read(FILE_BYTES), type=Saved)
         except (OSError, msgspec.MsgspecError):
             return
         by_name = [dict(zip(saved.columns, row, strict=False)) for row in saved.rows]
-        rows = [tuple(row.get(name) for name in COLUMNS) for row in by_name if row.get("at") is not None]
+        rows = [
+            tuple(row.get(name) for name in COLUMNS) for row in by_name if row.get("at") is not None
+        ]
         if not rows or saved.interval < self._first_interval:
             return
         last = rows[-1][0]

@@ -1,11 +1,15 @@
 """The node's read-only HTTP surface, in the node's own nursery.
 
-    /metrics   Prometheus or OpenMetrics text, as the scraper asks      /healthz   200 while the process works
-    /status    the snapshot and the charts' past, as JSON               /readyz    200 once it does its job, else 503 and why
-    /samples   what was answered lately, as JSON                        /          the status page; its two files beside it
+    /metrics   Prometheus or OpenMetrics text, as the scraper asks      /healthz   200 while the
+    process works
+    /status    the snapshot and the charts' past, as JSON               /readyz    200 once it does
+    its job, else 503 and why
+    /samples   what was answered lately, as JSON                        /          the status page;
+    its two files beside it
 
-Nothing here changes the node and nothing needs a secret, but it is bound to loopback unless told otherwise, and then a page on
-somebody's web site must not read it through the browser either (DNS rebinding): hence the check of the Host header.
+Nothing here changes the node and nothing needs a secret, but it is bound to loopback unless told
+otherwise, and then a page on somebody's web site must not read it through the browser either (DNS
+rebinding): hence the check of the Host header.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ from swarmnode.observe.snapshot import NodeSnapshot
 
 TICK_SECONDS = 1.0
 STALLED_READER_SECONDS = 10
-"""A client that does not read its answer is dropped after this long; hypercorn itself would wait for ever, and with it the drain."""
+"""A client that does not read its answer is dropped after this long; hypercorn itself would wait
+for ever, and with it the drain."""
 
 PAGE = {
     "/": ("index.html", "text/html"),
@@ -50,7 +55,10 @@ PAGE = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 HEADERS = (
-    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -64,7 +72,9 @@ log = structlog.get_logger(__name__)
 class Pulse:
     """Once a second: takes a point of history, and measures how late the event loop is."""
 
-    def __init__(self, snapshot: Callable[[], NodeSnapshot], history: History, data_dir: Path | None = None) -> None:
+    def __init__(
+        self, snapshot: Callable[[], NodeSnapshot], history: History, data_dir: Path | None = None
+    ) -> None:
         self._snapshot = snapshot
         self._history = history
         self._data_dir = data_dir
@@ -82,7 +92,9 @@ class Pulse:
             try:
                 self._history.add(self._snapshot())
                 failed = False
-            except Exception:  # a defect in what watches the node must not end the node; requests show it as status 500
+            except Exception:
+                # a defect in what watches the node must not end the node; requests show it as
+                # status 500
                 if not failed:
                     log.exception("no snapshot")
                 failed = True
@@ -91,7 +103,6 @@ class Pulse:
             await trio.sleep_until(due)
             self._ticked_at = trio.current_time()
             self.lag_seconds = max(0.0, self._ticked_at - due)
-
 
     async def _save(self) -> None:
         """Now and then: what is lost with the process is a minute of charts."""
@@ -111,9 +122,14 @@ class Pulse:
 
 
 def make_app(
-    snapshot: Callable[[], NodeSnapshot], history: History, pulse: Pulse, only_loopback: bool, data_dir: Path | None = None
+    snapshot: Callable[[], NodeSnapshot],
+    history: History,
+    pulse: Pulse,
+    only_loopback: bool,
+    data_dir: Path | None = None,
 ) -> ASGIApp:
-    """The ASGI application, without a socket. data_dir: where the trainer writes what was answered."""
+    """The ASGI application, without a socket. data_dir: where the trainer writes what was
+    answered."""
     registry = make_registry(snapshot)
     files = resources.files("swarmnode.observe") / "page"
     page = {path: ((files / name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
@@ -135,20 +151,36 @@ def make_app(
         return Response(status_json(snapshot(), history, int(asked)), media_type="application/json")
 
     async def answers(_: Request) -> Response:
-        found = await trio.to_thread.run_sync(samples.newest, data_dir, samples.PAGE_GROUPS) if data_dir is not None else []
+        found = (
+            await trio.to_thread.run_sync(samples.newest, data_dir, samples.PAGE_GROUPS)
+            if data_dir is not None
+            else []
+        )
         return Response(samples.for_page(found), media_type="application/json")
 
     async def asset(request: Request) -> Response:
         body, kind = page[request.url.path]
         return Response(body, media_type=f"{kind}; charset=utf-8")
 
-    routes = [("/metrics", metrics), ("/healthz", healthz), ("/readyz", readyz), ("/status", status), ("/samples", answers)]
-    app = Starlette(routes=[Route(path, serve, methods=["GET"]) for path, serve in [*routes, *((path, asset) for path in page)]])
+    routes = [
+        ("/metrics", metrics),
+        ("/healthz", healthz),
+        ("/readyz", readyz),
+        ("/status", status),
+        ("/samples", answers),
+    ]
+    app = Starlette(
+        routes=[
+            Route(path, serve, methods=["GET"])
+            for path, serve in [*routes, *((path, asset) for path in page)]
+        ]
+    )
     return Gate(app, only_loopback)
 
 
 def status_json(snapshot: NodeSnapshot, history: History, points: int = POINTS) -> bytes:
-    """What /status answers: {"ready": Verdict, "troubles": [..], "snapshot": NodeSnapshot, "history": {column: [..]}}."""
+    """What /status answers: {"ready": Verdict, "troubles": [..], "snapshot": NodeSnapshot,
+    "history": {column: [..]}}."""
     told = {
         "ready": health.ready(snapshot),
         "troubles": health.troubles(snapshot),
@@ -159,11 +191,16 @@ def status_json(snapshot: NodeSnapshot, history: History, points: int = POINTS) 
 
 
 def _json(verdict: health.Verdict) -> Response:
-    return Response(msgspec.json.encode(verdict), status_code=200 if verdict.ok else 503, media_type="application/json")
+    return Response(
+        msgspec.json.encode(verdict),
+        status_code=200 if verdict.ok else 503,
+        media_type="application/json",
+    )
 
 
 class Gate:
-    """In front of every route: refuses foreign hosts, sends the security headers with whatever is answered."""
+    """In front of every route: refuses foreign hosts, sends the security headers with whatever is
+    answered."""
 
     def __init__(self, app: ASGIApp, only_loopback: bool) -> None:
         self._app = app
@@ -173,22 +210,35 @@ class Gate:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
-            return  # a WebSocket handshake ends without an answer, which hypercorn turns into an error status
+            # a WebSocket handshake ends without an answer, which hypercorn turns into an error
+            # status
+            return
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*((k, v) for k, v in message["headers"] if k != b"cache-control"), *HEADERS]}
+                message = {
+                    **message,
+                    "headers": [
+                        *((k, v) for k, v in message["headers"] if k != b"cache-control"),
+                        *HEADERS,
+                    ],
+                }
             await send(message)
 
-        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        host = next(
+            (value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), ""
+        )
         if self._only_loopback and not is_loopback(host):
-            await Response("421 this node answers to localhost only\n", 421)(scope, receive, send_with_headers)
+            await Response("421 this node answers to localhost only\n", 421)(
+                scope, receive, send_with_headers
+            )
             return
         await self._app(scope, receive, send_with_headers)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header or a bind address names this machine: localhost, 127.0.0.0/8 or ::1, with any port, as people forward ports."""
+    """Whether a Host header or a bind address names this machine: localhost, 127.0.0.0/8 or ::1,
+    with any port, as people forward ports."""
     if ip := _ip(host):
         return ip.is_loopback
     if not host or any(c in host for c in "@/?#\\"):
@@ -211,20 +261,27 @@ def _ip(text: str) -> IPv4Address | IPv6Address | None:
 def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS) -> socket.socket:
     """The listening socket. Raises `Unavailable` when the address cannot be had."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise Unavailable(f"http.host {cfg.host!r}: {error.strerror or error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; inherited by accepted connections
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_reader_seconds * 1000)
+            sock.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_reader_seconds * 1000
+            )
         sock.bind(address)
         sock.listen(64)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise Unavailable(f"http {cfg.host}:{cfg.port}: {error.strerror or error}; set http.port to a free one, or 0") from error
+        raise Unavailable(
+            f"http {cfg.host}:{cfg.port}: {error.strerror or error}; set http.port to a free one,"
+            " or 0"
+        ) from error
     return sock
 
 
@@ -239,10 +296,12 @@ async def serve_http(
 ) -> None:
     """Serve until cancelled, or until `shutdown_trigger` returns and open answers are sent.
 
-    Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called once a second and once per request; what it raises is
-    logged and answered with status 500. `data_dir`: where the charts' past is kept over restarts, and where the trainer writes samples;
-    None is nowhere. `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the HTTP server is logged
-    and the server started again: nobody who can open a connection may end the node.
+    Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called once a second and
+    once per request; what it raises is logged and answered with status 500. `data_dir`: where the
+    charts' past is kept over restarts, and where the trainer writes samples; None is nowhere.
+    `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the
+    HTTP server is logged and the server started again: nobody who can open a connection may end the
+    node.
 
     Raises:
         Unavailable: the port is taken.
@@ -258,7 +317,9 @@ async def serve_http(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pulse.run)
-            task_status.started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            task_status.started(
+                f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            )
             await _serve_steadily(app, sock, shutdown_trigger)
             nursery.cancel_scope.cancel()
     finally:
@@ -267,13 +328,15 @@ async def serve_http(
 
 
 async def _serve_steadily(
-    app: typing.Any,  # an ASGI application, for which starlette and hypercorn have types that do not fit each other
+    # an ASGI application, for which starlette and hypercorn have types that do not fit each other
+    app: typing.Any,
     sock: socket.socket,
     shutdown_trigger: Callable[[], Awaitable[None]] | None,
 ) -> None:
     while True:
         config = hypercorn.config.Config()
-        config.bind = [f"fd://{sock.dup().detach()}"]  # a copy: hypercorn closes what it is given, and we may need it again
+        # a copy: hypercorn closes what it is given, and we may need it again
+        config.bind = [f"fd://{sock.dup().detach()}"]
         config.include_server_header = False
         config.errorlog = logging.getLogger("hypercorn.error")
         config.errorlog.setLevel(logging.WARNING)

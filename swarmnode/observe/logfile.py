@@ -1,6 +1,8 @@
-"""What each process of a node has written to its log, on disk and bounded: `<data_dir>/log/<process>.jsonl` and, before it, `.jsonl.1`.
+"""What each process of a node has written to its log, on disk and bounded:
+`<data_dir>/log/<process>.jsonl` and, before it, `.jsonl.1`.
 
-The status page shows the lines of all processes, the supervisor finds here why one ended. A full disk costs lines, nothing else.
+The status page shows the lines of all processes, the supervisor finds here why one ended. A full
+disk costs lines, nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ class FileHandler(logging.handlers.RotatingFileHandler):
 
     def __init__(self, path: Path, most: int | None = None) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        super().__init__(path, maxBytes=FILE_BYTES if most is None else most, backupCount=1, encoding="utf-8", delay=True)
+        super().__init__(
+            path,
+            maxBytes=FILE_BYTES if most is None else most,
+            backupCount=1,
+            encoding="utf-8",
+            delay=True,
+        )
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing: the line is on standard error as well."""
@@ -57,7 +65,8 @@ class Tail:
         self._read = 0
 
     def statistics(self) -> list[LogLine]:
-        """Oldest first. Reads only what was appended since the last time; never raises for what is or is not there."""
+        """Oldest first. Reads only what was appended since the last time; never raises for what is
+        or is not there."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -68,22 +77,39 @@ class Tail:
                 self._read = file.tell() - len(rest)
         except OSError:
             return list(self._lines)
-        self._lines.extend(line for line in (parse(each, self._process) for each in whole) if line is not None)
+        self._lines.extend(
+            line for line in (parse(each, self._process) for each in whole) if line is not None
+        )
         return list(self._lines)
 
 
 def parse(line: bytes, process: str) -> LogLine | None:
-    """One line of a log file; None for what is none of ours, such as the end of a line that was cut."""
+    """One line of a log file; None for what is none of ours, such as the end of a line that was
+    cut."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, object])
         at = datetime.fromisoformat(str(fields["timestamp"])).timestamp()
     except (msgspec.MsgspecError, KeyError, ValueError):
         return None
-    words = [str(fields.get("event", "")), *(f"{key}={value}" for key, value in fields.items() if key not in HEADS)]
-    return LogLine(at, str(fields.get("level", "")), str(fields.get("logger", "")), " ".join(words)[:TEXT], process)
+    words = [
+        str(fields.get("event", "")),
+        *(f"{key}={value}" for key, value in fields.items() if key not in HEADS),
+    ]
+    return LogLine(
+        at,
+        str(fields.get("level", "")),
+        str(fields.get("logger", "")),
+        " ".join(words)[:TEXT],
+        process,
+    )
 
 
 def last_error(path: Path, since: float) -> str:
-    """The newest line at level error or above that was written after `since` (Unix seconds); empty without one."""
-    errors = [line for line in Tail(path, "", 1000).statistics() if line.level in ("error", "critical") and line.at >= since]
+    """The newest line at level error or above that was written after `since` (Unix seconds); empty
+    without one."""
+    errors = [
+        line
+        for line in Tail(path, "", 1000).statistics()
+        if line.level in ("error", "critical") and line.at >= since
+    ]
     return errors[-1].text if errors else ""

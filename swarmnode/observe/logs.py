@@ -1,8 +1,10 @@
-"""One format for every line that this node writes, whoever writes it: ours through structlog, libp2p's, transformers' and hypercorn's
-through the standard library, all end in the same handler. What is bound with structlog.contextvars shows on their lines too.
+"""One format for every line that this node writes, whoever writes it: ours through structlog,
+libp2p's, transformers' and hypercorn's through the standard library, all end in the same handler.
+What is bound with structlog.contextvars shows on their lines too.
 
-On a terminal the lines are for eyes, elsewhere they are JSON, one object per line, on standard error. Three things are done to each:
-secrets are blanked, control characters escaped (a peer's text must not move the cursor or fake a second line), lengths bounded.
+On a terminal the lines are for eyes, elsewhere they are JSON, one object per line, on standard
+error. Three things are done to each: secrets are blanked, control characters escaped (a peer's text
+must not move the cursor or fake a second line), lengths bounded.
 """
 
 from __future__ import annotations
@@ -30,17 +32,34 @@ MAX_TEXT = 2000
 """Characters of one value. A frame that somebody logs by mistake must not fill the disk."""
 
 NOISY = {
-    "libp2p": logging.WARNING, "multiaddr": logging.WARNING, "async_service": logging.WARNING, "zeroconf": logging.WARNING,
-    "hypercorn": logging.WARNING, "httpx": logging.WARNING, "httpcore": logging.WARNING, "urllib3": logging.WARNING,
-    "huggingface_hub": logging.WARNING, "transformers": logging.WARNING, "filelock": logging.WARNING, "accelerate": logging.WARNING,
-}  # fmt: skip
+    "libp2p": logging.WARNING,
+    "multiaddr": logging.WARNING,
+    "async_service": logging.WARNING,
+    "zeroconf": logging.WARNING,
+    "hypercorn": logging.WARNING,
+    "httpx": logging.WARNING,
+    "httpcore": logging.WARNING,
+    "urllib3": logging.WARNING,
+    "huggingface_hub": logging.WARNING,
+    "transformers": logging.WARNING,
+    "filelock": logging.WARNING,
+    "accelerate": logging.WARNING,
+}
 """Libraries and the least severe level of theirs that is of interest to who runs a node."""
 BURST, REFILL_SECONDS = 5, 10.0
-"""A noisy library may write this many lines at once, and one more every so many seconds: strangers choose how often libp2p warns."""
+"""A noisy library may write this many lines at once, and one more every so many seconds: strangers
+choose how often libp2p warns."""
 
-SECRET_KEY = re.compile(r"(^|_)(private|secret|password|passphrase|token|authorization|cookie|credential|api_key)($|_)", re.IGNORECASE)
+SECRET_KEY = re.compile(
+    r"(^|_)(private|secret|password|passphrase|token|authorization|cookie|credential|api_key)($|_)",
+    re.IGNORECASE,
+)
 COUNTS = re.compile(r"token_(ids?|count|limit)$", re.IGNORECASE)
-SECRET_TEXT = re.compile(r"hf_[A-Za-z0-9]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL)
+SECRET_TEXT = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE"
+    r" KEY-----|$)",
+    re.DOTALL,
+)
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 HIDDEN = "[secret]"
 
@@ -54,14 +73,18 @@ def clean_text(text: str) -> str:
 
 
 def clean(_: object, __: str, event: EventDict) -> EventDict:
-    """structlog processor: see the top of this file. Tracebacks are not there yet; `clean_exception` follows for them."""
+    """structlog processor: see the top of this file. Tracebacks are not there yet;
+    `clean_exception` follows for them."""
     return {key: _value(key, value) for key, value in event.items()}
 
 
 def clean_exception(_: object, __: str, event: EventDict) -> EventDict:
-    """The same for a formatted traceback, whose message may quote a peer. Line breaks stay, but none of its lines starts at the margin."""
+    """The same for a formatted traceback, whose message may quote a peer. Line breaks stay, but
+    none of its lines starts at the margin."""
     if text := event.get("exception"):
-        event["exception"] = "\n".join(f"  {clean_text(line)}" for line in SECRET_TEXT.sub(HIDDEN, text).split("\n"))
+        event["exception"] = "\n".join(
+            f"  {clean_text(line)}" for line in SECRET_TEXT.sub(HIDDEN, text).split("\n")
+        )
     return event
 
 
@@ -91,7 +114,15 @@ class LogRing(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.append(LogLine(record.created, record.levelname.lower(), record.name, self.format(record), self._process))
+            self._lines.append(
+                LogLine(
+                    record.created,
+                    record.levelname.lower(),
+                    record.name,
+                    self.format(record),
+                    self._process,
+                )
+            )
         except Exception:
             self.handleError(record)
 
@@ -101,7 +132,8 @@ class LogRing(logging.Handler):
 
 
 class Calm(logging.Filter):
-    """Lets a bounded number of lines of each noisy library through; the next one that passes says how many did not."""
+    """Lets a bounded number of lines of each noisy library through; the next one that passes says
+    how many did not."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -135,7 +167,15 @@ class Calm(logging.Filter):
 def exception_line(_: object, __: str, event: EventDict) -> EventDict:
     """Adds an exception as one line, `error`: what and where."""
     info = event.get("exc_info")
-    error = info if isinstance(info, BaseException) else info[1] if isinstance(info, tuple) else sys.exc_info()[1] if info else None
+    error = (
+        info
+        if isinstance(info, BaseException)
+        else info[1]
+        if isinstance(info, tuple)
+        else sys.exc_info()[1]
+        if info
+        else None
+    )
     if error is not None:
         first = next(leaves(error))
         at = traceback.extract_tb(first.__traceback__)[-1:]
@@ -154,7 +194,9 @@ def without_traceback(_: object, __: str, event: EventDict) -> EventDict:
 def dated(_: object, __: str, event: EventDict) -> EventDict:
     """With the date, also where a terminal's lines have the time alone."""
     record = event.get("_record")
-    at = datetime.fromtimestamp(record.created if isinstance(record, logging.LogRecord) else time.time(), tz=UTC)
+    at = datetime.fromtimestamp(
+        record.created if isinstance(record, logging.LogRecord) else time.time(), tz=UTC
+    )
     return {**event, "timestamp": at.isoformat()}
 
 
@@ -167,7 +209,8 @@ def _kept(path: Path) -> FileHandler | None:
 
 
 def line_text(_: object, __: str, event: EventDict) -> str:
-    """structlog renderer of the page's lines: the event and its values; time, level and logger have columns of their own."""
+    """structlog renderer of the page's lines: the event and its values; time, level and logger have
+    columns of their own."""
     words = [str(event.pop("event", ""))]
     for key in ("timestamp", "level", "logger"):
         event.pop(key, None)
@@ -175,7 +218,9 @@ def line_text(_: object, __: str, event: EventDict) -> str:
     return " ".join(words)
 
 
-def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None, data_dir: Path | None = None) -> LogRing:
+def configure(
+    cfg: LogConfig, process: str, stream: IO[str] | None = None, data_dir: Path | None = None
+) -> LogRing:
     """Take over logging of this process, and return the ring that the status page shows.
 
     Args:
@@ -189,8 +234,17 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None, data_
     as_json = not stream.isatty()
 
     def in_order(_: object, __: str, event: EventDict) -> EventDict:
-        first = {"timestamp": event.pop("timestamp", ""), "level": event.pop("level", ""), "component": process}
-        return {**first, "logger": event.pop("logger", ""), "event": event.pop("event", ""), **event}
+        first = {
+            "timestamp": event.pop("timestamp", ""),
+            "level": event.pop("level", ""),
+            "component": process,
+        }
+        return {
+            **first,
+            "logger": event.pop("logger", ""),
+            "event": event.pop("event", ""),
+            **event,
+        }
 
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -202,26 +256,44 @@ def configure(cfg: LogConfig, process: str, stream: IO[str] | None = None, data_
         clean,
     ]
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
 
     def formatter(*last: Processor) -> logging.Formatter:
-        processors: list[Processor] = [exception_line, *last[:-1], structlog.stdlib.ProcessorFormatter.remove_processors_meta, last[-1]]
+        processors: list[Processor] = [
+            exception_line,
+            *last[:-1],
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            last[-1],
+        ]
         return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=processors)
 
     lines, ring = logging.StreamHandler(stream), LogRing(process)
     if as_json:
-        lines.setFormatter(formatter(without_traceback, in_order, structlog.processors.JSONRenderer()))
+        lines.setFormatter(
+            formatter(without_traceback, in_order, structlog.processors.JSONRenderer())
+        )
     else:
-        lines.setFormatter(formatter(without_traceback, structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0)))
+        lines.setFormatter(
+            formatter(
+                without_traceback,
+                structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0),
+            )
+        )
     ring.setFormatter(formatter(without_traceback, line_text))
     handlers: list[logging.Handler] = [lines, ring]
     if data_dir is not None and (kept := _kept(log_file(data_dir, process))) is not None:
         tracebacks: tuple[Processor, ...] = (structlog.processors.format_exc_info, clean_exception)
-        kept.setFormatter(formatter(dated, *tracebacks, in_order, structlog.processors.JSONRenderer()))
+        kept.setFormatter(
+            formatter(dated, *tracebacks, in_order, structlog.processors.JSONRenderer())
+        )
         handlers.append(kept)
 
     calm = Calm()

@@ -1,12 +1,15 @@
 """The table of everything that /metrics exports.
 
-A row says where in the snapshot a number is (its path), and what an operator must know to read it. Nothing else has to change for a number
-that a part already counts: `collector.py` reads the path when somebody scrapes, and docs/monitoring.md and the dashboards are held to the
-table by tests/deploy. Names follow https://prometheus.io/docs/practices/naming/: `swarmnode_`, base units, `_total` for counters.
+A row says where in the snapshot a number is (its path), and what an operator must know to read it.
+Nothing else has to change for a number that a part already counts: `collector.py` reads the path
+when somebody scrapes, and docs/monitoring.md and the dashboards are held to the table by
+tests/deploy. Names follow https://prometheus.io/docs/practices/naming/: `swarmnode_`, base units,
+`_total` for counters.
 
-Peer ids would make a new series per stranger, so they appear in `swarmnode_node_info` only, and there only our own. Label values are
-closed sets: those listed in a row are there from the start, at 0; the rest comes from dict keys of our own parts; what does not look
-like one, or is one too many, is counted as `other`.
+Peer ids would make a new series per stranger, so they appear in `swarmnode_node_info` only, and
+there only our own. Label values are closed sets: those listed in a row are there from the start, at
+0; the rest comes from dict keys of our own parts; what does not look like one, or is one too many,
+is counted as `other`.
 """
 
 from __future__ import annotations
@@ -63,15 +66,27 @@ REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
 MODES = tuple(mode.value for mode in Phase)
 FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
-GOSSIP = ("received", "accepted", "ignored", "rejected", "delivered", "published", "unwelcome", "dropped")
+GOSSIP = (
+    "received",
+    "accepted",
+    "ignored",
+    "rejected",
+    "delivered",
+    "published",
+    "unwelcome",
+    "dropped",
+)
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
 UNPUBLISHED = ("failed", "invalid", "oversize", "rate", "no_policy")
-"""Why an own group stayed here though it should not have: not for want of an advantage or of budget, nor because sharing is off."""
+"""Why an own group stayed here though it should not have: not for want of an advantage or of
+budget, nor because sharing is off."""
 CREW_STATES: tuple[str, ...] = get_args(CrewState)
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
 KINDS: tuple[str, ...] = get_args(Kind)
-CREW_MESSAGES: tuple[str, ...] = tuple(str(message.__struct_config__.tag) for message in get_args(Request))
+CREW_MESSAGES: tuple[str, ...] = tuple(
+    str(message.__struct_config__.tag) for message in get_args(Request)
+)
 IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.IGNORE)
 REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT)
 STALENESS_BOUNDS = (0, 1, 2, 4, 8)
@@ -82,9 +97,11 @@ STALENESS_BOUNDS = (0, 1, 2, 4, 8)
 class Metric:
     """One metric.
 
-    source: where its numbers are. A path into the snapshot, `network.peers.known`: a number, a histogram, or a dict of numbers by label
-        value. Several of them by label value, {"in": …, "out": …}; where these are dicts, their key is the first label and this the last.
-        Or a function of the snapshot, for what is counted nowhere as it is shown.
+    source: where its numbers are. A path into the snapshot, `network.peers.known`: a number, a
+    histogram, or a dict of numbers by label
+        value. Several of them by label value, {"in": …, "out": …}; where these are dicts, their key
+        is the first label and this the last. Or a function of the snapshot, for what is counted
+        nowhere as it is shown.
     when: whether it exists on this node now; `not measured` is no series, not a 0.
     values: label values that are exported even before anything happened (one label only).
     """
@@ -99,8 +116,15 @@ class Metric:
 
     def exists(self, snapshot: NodeSnapshot) -> bool:
         """`when`, and what is asked of everything below the same part."""
-        conditions = [condition for part, condition in CONDITIONS.items() if isinstance(self.source, str) and self.source.startswith(part)]
-        return all(condition(snapshot) for condition in (*conditions, *((self.when,) if self.when is not None else ())))
+        conditions = [
+            condition
+            for part, condition in CONDITIONS.items()
+            if isinstance(self.source, str) and self.source.startswith(part)
+        ]
+        return all(
+            condition(snapshot)
+            for condition in (*conditions, *((self.when,) if self.when is not None else ()))
+        )
 
 
 def averages(s: NodeSnapshot) -> bool:
@@ -109,7 +133,8 @@ def averages(s: NodeSnapshot) -> bool:
 
 
 def reports(s: NodeSnapshot) -> bool:
-    """Nothing until the trainer has loaded its state: a counter that starts at 0 and jumps would look like work."""
+    """Nothing until the trainer has loaded its state: a counter that starts at 0 and jumps would
+    look like work."""
     report = s.trainer.report
     return report is not None and not (report.phase == "loading" and report.step == 0)
 
@@ -123,14 +148,20 @@ def has_stage(s: NodeSnapshot) -> bool:
     return s.stages.enabled and s.stages.crew.stage is not None
 
 
-CONDITIONS: dict[str, Condition] = {"trainer.report.": reports, "weights.": averages, "stages.": has_crew}
+CONDITIONS: dict[str, Condition] = {
+    "trainer.report.": reports,
+    "weights.": averages,
+    "stages.": has_crew,
+}
 """By the beginning of a path."""
 
 
-# ---- what is counted nowhere as it is shown -------------------------------------------------------------------------------------
+# ---- what is counted nowhere as it is shown ------------------------------------------------------
 
 
-def _one_of(values: tuple[str, ...], read: Callable[[NodeSnapshot], str]) -> Callable[[NodeSnapshot], Counts]:
+def _one_of(
+    values: tuple[str, ...], read: Callable[[NodeSnapshot], str]
+) -> Callable[[NodeSnapshot], Counts]:
     """1 for the state that holds, 0 for the others."""
     return lambda s: {value: float(value == read(s)) for value in values}
 
@@ -139,11 +170,22 @@ def _staleness(s: NodeSnapshot) -> Histogram:
     counts = s.rollouts.pool.staleness
     sized = [0] * (len(STALENESS_BOUNDS) + 1)
     for versions, count in counts.items():
-        sized[next((i for i, bound in enumerate(STALENESS_BOUNDS) if versions <= bound), len(STALENESS_BOUNDS))] += count
-    return Histogram(tuple(float(b) for b in STALENESS_BOUNDS), tuple(sized), float(sum(v * c for v, c in counts.items())))
+        sized[
+            next(
+                (i for i, bound in enumerate(STALENESS_BOUNDS) if versions <= bound),
+                len(STALENESS_BOUNDS),
+            )
+        ] += count
+    return Histogram(
+        tuple(float(b) for b in STALENESS_BOUNDS),
+        tuple(sized),
+        float(sum(v * c for v, c in counts.items())),
+    )
 
 
-def _by_outcome(read: Callable[[NodeSnapshot], Mapping[str, Mapping[str, int]]]) -> Callable[[NodeSnapshot], Counts]:
+def _by_outcome(
+    read: Callable[[NodeSnapshot], Mapping[str, Mapping[str, int]]],
+) -> Callable[[NodeSnapshot], Counts]:
     """Counts by protocol and outcome, summed over the protocols."""
 
     def summed(s: NodeSnapshot) -> Counts:
@@ -162,7 +204,9 @@ def _build_info(s: NodeSnapshot) -> dict[Labels, Number]:
 def _node_info(s: NodeSnapshot) -> dict[Labels, Number]:
     report = s.trainer.report
     device, dtype = (report.device, report.dtype) if report else ("", "")
-    return {(s.node.peer, s.node.name, s.node.swarm, s.node.swarm_name, s.node.model, device, dtype): 1}
+    return {
+        (s.node.peer, s.node.name, s.node.swarm, s.node.swarm_name, s.node.model, device, dtype): 1
+    }
 
 
 def _crew_recoveries(s: NodeSnapshot) -> Histogram:
@@ -170,7 +214,10 @@ def _crew_recoveries(s: NodeSnapshot) -> Histogram:
 
 
 def _scorer_restarts(s: NodeSnapshot) -> Counts:
-    return {"network": max(0, s.scorer.starts - 1), "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None}
+    return {
+        "network": max(0, s.scorer.starts - 1),
+        "trainer": s.trainer.report.scorer_restarts_total if s.trainer.report else None,
+    }
 
 
 def _reward_errors(s: NodeSnapshot) -> Counts:
@@ -185,372 +232,1190 @@ def _trainer_phase(s: NodeSnapshot) -> Counts:
     return {s.trainer.report.phase: 1} if s.trainer.report and s.trainer.connected else {}
 
 
-# ---- the table --------------------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 NODE = (
-    Metric("swarmnode_build_info", "info", _build_info,
-           "Versions of swarmnode and of Python that this node runs, as labels; the value is always 1.", ("version", "python")),
-    Metric("swarmnode_node_info", "info", _node_info,
-           "Who this node is, as labels; the value is always 1. It is the only metric with a peer id, this node's own.",
-           ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype")),
-    Metric("swarmnode_start_time_seconds", "gauge", "node.started_at", "Unix time at which the network process started."),
-    Metric("swarmnode_ready", "gauge", lambda s: float(ready(s).ok),
-           "1 while the node does its job, so that /readyz answers 200; otherwise 0, and /readyz says why."),
-    Metric("swarmnode_check_ok", "gauge", {"network": "health.network_ready", "policy": "health.policy_loaded", "joined": "health.joined"},
-           "1 when a part is up: `network` listens, `policy` is loaded, `joined` means that a peer was connected since the start.",
-           ("check",)),
-    Metric("swarmnode_event_loop_lag_seconds", "gauge", "loop_lag_seconds",
-           "Seconds by which the network process woke a waiting task too late. Above 1 s peers take the node for slow: the machine has too "
-           "much to do."),
-)  # fmt: skip
+    Metric(
+        "swarmnode_build_info",
+        "info",
+        _build_info,
+        "Versions of swarmnode and of Python that this node runs, as labels; the value is"
+        " always 1.",
+        ("version", "python"),
+    ),
+    Metric(
+        "swarmnode_node_info",
+        "info",
+        _node_info,
+        "Who this node is, as labels; the value is always 1. It is the only metric with a peer id,"
+        " this node's own.",
+        ("peer", "name", "swarm", "swarm_name", "model", "device", "dtype"),
+    ),
+    Metric(
+        "swarmnode_start_time_seconds",
+        "gauge",
+        "node.started_at",
+        "Unix time at which the network process started.",
+    ),
+    Metric(
+        "swarmnode_ready",
+        "gauge",
+        lambda s: float(ready(s).ok),
+        "1 while the node does its job, so that /readyz answers 200; otherwise 0, and /readyz says"
+        " why.",
+    ),
+    Metric(
+        "swarmnode_check_ok",
+        "gauge",
+        {
+            "network": "health.network_ready",
+            "policy": "health.policy_loaded",
+            "joined": "health.joined",
+        },
+        "1 when a part is up: `network` listens, `policy` is loaded, `joined` means that a peer was"
+        " connected since the start.",
+        ("check",),
+    ),
+    Metric(
+        "swarmnode_event_loop_lag_seconds",
+        "gauge",
+        "loop_lag_seconds",
+        "Seconds by which the network process woke a waiting task too late. Above 1 s peers take"
+        " the node for slow: the machine has too much to do.",
+    ),
+)
 
 LEARNING = (
-    Metric("swarmnode_trainer_connected", "gauge", "trainer.connected",
-           "1 while the trainer is connected to the network process. The supervisor restarts a trainer that is gone; its log says why."),
-    Metric("swarmnode_trainer_report_age_seconds", "gauge", "trainer.age_seconds",
-           "Seconds since the trainer last reported a step, an evaluation or a change of phase."),
-    Metric("swarmnode_trainer_phase", "gauge", _trainer_phase, "1 for what the trainer is doing now, 0 for everything else.",
-           ("phase",), PHASES),
-    Metric("swarmnode_steps_total", "counter", "trainer.report.step",
-           "Training steps that this node has finished since its first start, restarts included."),
-    Metric("swarmnode_policy_version", "gauge", "trainer.report.policy_version",
-           "Version of the node's policy: the number of steps that changed it. It lags behind the steps where all rewards were equal."),
-    Metric("swarmnode_step_seconds", "histogram", "trainer.step_seconds",
-           "How long training steps took in seconds, generation included."),
-    Metric("swarmnode_phase_seconds", "gauge",
-           {"generating": "trainer.report.generate_seconds", "training": "trainer.report.train_seconds"},
-           "How many seconds of the last step went to sampling completions and how many to the update.", ("phase",), when=reports),
-    Metric("swarmnode_reward", "gauge",
-           {"own": "trainer.report.reward_own", "external": "trainer.report.reward_external", "held_out": "trainer.report.reward_held_out"},
-           "Mean reward, 0 to 1: of this node's fresh completions, of peers' that it trained on, and on held-out questions. Held-out is "
-           "the one that tells whether the policy gets better.", ("source",), when=reports),
-    Metric("swarmnode_task_reward", "gauge", "trainer.report.reward_by_task",
-           "Mean reward of this node's fresh completions by task, 0 to 1, of the last step that asked it. A task that stays at 0 or 1 "
-           "while others move teaches nothing.", ("task",)),
-    Metric("swarmnode_task_signal", "gauge", "trainer.report.signals",
-           "Share of groups with a signal, 0 to 1, that is expected of each task at each difficulty. A curriculum asks most where it is "
-           "highest. Empty where a question's task follows from its number.", ("task",)),
-    Metric("swarmnode_reward_errors_total", "counter", _reward_errors,
-           "Completions that scored 0 because the task's reward raised an exception or was no number from 0 to 1, by task, own and "
-           "peers'. Try the task with `swarmnode task try`.", ("task",)),
-    Metric("swarmnode_reward_held_out_start", "gauge", "trainer.report.reward_held_out_start",
-           "Mean reward on the held-out questions before the first step: what held-out reward is to be compared with."),
-    Metric("swarmnode_loss", "gauge", "trainer.report.loss",
-           "Policy loss of the last step. With group-relative advantages it stays around 0 and is no measure of progress."),
-    Metric("swarmnode_entropy", "gauge", "trainer.report.entropy",
-           "Entropy of the policy in nats per sampled token. A fall towards 0 means that it always answers the same."),
-    Metric("swarmnode_kl", "gauge", "trainer.report.kl",
-           "KL divergence from the reference policy in nats per token; only where training.beta is above 0."),
-    Metric("swarmnode_clip_fraction", "gauge", "trainer.report.clip_fraction",
-           "Share of the trained tokens whose importance ratio was clipped. Above 0.2 for long, the learning rate is too high."),
-    Metric("swarmnode_gradient_norm", "gauge", "trainer.report.grad_norm", "Norm of the last step's gradient before it was clipped."),
-    Metric("swarmnode_learning_rate", "gauge", "trainer.report.learning_rate", "Learning rate of the last step."),
-    Metric("swarmnode_zero_advantage_share", "gauge", "trainer.report.zero_advantage_share",
-           "Share of the node's own groups whose rewards were all equal, so that they teach nothing. Near 1 the tasks are too hard or too "
-           "easy for this policy."),
-    Metric("swarmnode_batch_groups", "gauge",
-           {"own": "trainer.report.own_groups", "external": "trainer.report.external_groups",
-            "replayed": "trainer.report.replayed_groups"},
-           "Groups in the last batch: the node's own (I), its peers' (J), and those of earlier steps that were trained on again.",
-           ("source",), when=reports),
-    Metric("swarmnode_trained_groups_total", "counter",
-           {"own": "trainer.report.own_groups_total", "external": "trainer.report.external_groups_total"},
-           "Groups that this node has trained on, its own and its peers'.", ("source",), when=reports),
-    Metric("swarmnode_tokens_total", "counter", "trainer.report.tokens_total", "Tokens that this node has sampled, in evaluations too."),
-    Metric("swarmnode_evaluation_tokens_total", "counter", "trainer.report.evaluation_tokens_total",
-           "Tokens that this node has sampled in held-out evaluations. training.eval_budget is the share of all tokens that they may be."),
-    Metric("swarmnode_tokens_per_second", "gauge", "trainer.report.tokens_per_second",
-           "Tokens sampled per second in the generating part of the last step."),
-    Metric("swarmnode_device_memory_bytes", "gauge", "trainer.report.device_memory_bytes",
-           "Most memory of the accelerator that the trainer has held, in bytes; only with an accelerator."),
-    Metric("swarmnode_out_of_memory_retries_total", "counter", "trainer.report.oom_retries_total",
-           "Times that a micro-batch was repeated in halves because memory ran out. If it keeps rising, something else uses the device."),
-    Metric("swarmnode_micro_batch_tokens", "gauge",
-           {"training": "trainer.report.micro_batch_tokens", "generation": "trainer.report.generation_tokens"},
-           "Tokens that a micro-batch may have. The bound is halved when memory runs out, and raised again much later.", ("part",),
-           when=reports),
-    Metric("swarmnode_generation_rows", "gauge", "trainer.report.generation_rows",
-           "Tokens sampled in a decoding step, mean over the last step. In lockstep it is far below the completions that were begun where "
-           "some are much longer than others."),
-    Metric("swarmnode_generation_lag", "gauge", "trainer.report.generation_lag",
-           "Updates between the first token of an own group and the step that learnt from it, mean. 0 in lockstep."),
-    Metric("swarmnode_engine_rebuilds_total", "counter", "trainer.report.engine_rebuilds",
-           "Times that the engine that samples was built anew: it had stopped, failed, or its log-probabilities were not the trainer's. "
-           "The log says which."),
-    Metric("swarmnode_unsaved_steps", "gauge", lambda s: max(0, s.trainer.report.step - s.trainer.report.state_saved_step)
-           if s.trainer.report else None,
-           "Steps that a crash of the trainer would cost now. If it does not fall back to 0 now and then, saving fails: see the log.",
-           when=reports),
-)  # fmt: skip
+    Metric(
+        "swarmnode_trainer_connected",
+        "gauge",
+        "trainer.connected",
+        "1 while the trainer is connected to the network process. The supervisor restarts a trainer"
+        " that is gone; its log says why.",
+    ),
+    Metric(
+        "swarmnode_trainer_report_age_seconds",
+        "gauge",
+        "trainer.age_seconds",
+        "Seconds since the trainer last reported a step, an evaluation or a change of phase.",
+    ),
+    Metric(
+        "swarmnode_trainer_phase",
+        "gauge",
+        _trainer_phase,
+        "1 for what the trainer is doing now, 0 for everything else.",
+        ("phase",),
+        PHASES,
+    ),
+    Metric(
+        "swarmnode_steps_total",
+        "counter",
+        "trainer.report.step",
+        "Training steps that this node has finished since its first start, restarts included.",
+    ),
+    Metric(
+        "swarmnode_policy_version",
+        "gauge",
+        "trainer.report.policy_version",
+        "Version of the node's policy: the number of steps that changed it. It lags behind the"
+        " steps where all rewards were equal.",
+    ),
+    Metric(
+        "swarmnode_step_seconds",
+        "histogram",
+        "trainer.step_seconds",
+        "How long training steps took in seconds, generation included.",
+    ),
+    Metric(
+        "swarmnode_phase_seconds",
+        "gauge",
+        {
+            "generating": "trainer.report.generate_seconds",
+            "training": "trainer.report.train_seconds",
+        },
+        "How many seconds of the last step went to sampling completions and how many to the"
+        " update.",
+        ("phase",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_reward",
+        "gauge",
+        {
+            "own": "trainer.report.reward_own",
+            "external": "trainer.report.reward_external",
+            "held_out": "trainer.report.reward_held_out",
+        },
+        "Mean reward, 0 to 1: of this node's fresh completions, of peers' that it trained on, and"
+        " on held-out questions. Held-out is the one that tells whether the policy gets better.",
+        ("source",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_task_reward",
+        "gauge",
+        "trainer.report.reward_by_task",
+        "Mean reward of this node's fresh completions by task, 0 to 1, of the last step that asked"
+        " it. A task that stays at 0 or 1 while others move teaches nothing.",
+        ("task",),
+    ),
+    Metric(
+        "swarmnode_task_signal",
+        "gauge",
+        "trainer.report.signals",
+        "Share of groups with a signal, 0 to 1, that is expected of each task at each difficulty. A"
+        " curriculum asks most where it is highest. Empty where a question's task follows from its"
+        " number.",
+        ("task",),
+    ),
+    Metric(
+        "swarmnode_reward_errors_total",
+        "counter",
+        _reward_errors,
+        "Completions that scored 0 because the task's reward raised an exception or was no number"
+        " from 0 to 1, by task, own and peers'. Try the task with `swarmnode task try`.",
+        ("task",),
+    ),
+    Metric(
+        "swarmnode_reward_held_out_start",
+        "gauge",
+        "trainer.report.reward_held_out_start",
+        "Mean reward on the held-out questions before the first step: what held-out reward is to be"
+        " compared with.",
+    ),
+    Metric(
+        "swarmnode_loss",
+        "gauge",
+        "trainer.report.loss",
+        "Policy loss of the last step. With group-relative advantages it stays around 0 and is no"
+        " measure of progress.",
+    ),
+    Metric(
+        "swarmnode_entropy",
+        "gauge",
+        "trainer.report.entropy",
+        "Entropy of the policy in nats per sampled token. A fall towards 0 means that it always"
+        " answers the same.",
+    ),
+    Metric(
+        "swarmnode_kl",
+        "gauge",
+        "trainer.report.kl",
+        "KL divergence from the reference policy in nats per token; only where training.beta is"
+        " above 0.",
+    ),
+    Metric(
+        "swarmnode_clip_fraction",
+        "gauge",
+        "trainer.report.clip_fraction",
+        "Share of the trained tokens whose importance ratio was clipped. Above 0.2 for long, the"
+        " learning rate is too high.",
+    ),
+    Metric(
+        "swarmnode_gradient_norm",
+        "gauge",
+        "trainer.report.grad_norm",
+        "Norm of the last step's gradient before it was clipped.",
+    ),
+    Metric(
+        "swarmnode_learning_rate",
+        "gauge",
+        "trainer.report.learning_rate",
+        "Learning rate of the last step.",
+    ),
+    Metric(
+        "swarmnode_zero_advantage_share",
+        "gauge",
+        "trainer.report.zero_advantage_share",
+        "Share of the node's own groups whose rewards were all equal, so that they teach nothing."
+        " Near 1 the tasks are too hard or too easy for this policy.",
+    ),
+    Metric(
+        "swarmnode_batch_groups",
+        "gauge",
+        {
+            "own": "trainer.report.own_groups",
+            "external": "trainer.report.external_groups",
+            "replayed": "trainer.report.replayed_groups",
+        },
+        "Groups in the last batch: the node's own (I), its peers' (J), and those of earlier steps"
+        " that were trained on again.",
+        ("source",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_trained_groups_total",
+        "counter",
+        {
+            "own": "trainer.report.own_groups_total",
+            "external": "trainer.report.external_groups_total",
+        },
+        "Groups that this node has trained on, its own and its peers'.",
+        ("source",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_tokens_total",
+        "counter",
+        "trainer.report.tokens_total",
+        "Tokens that this node has sampled, in evaluations too.",
+    ),
+    Metric(
+        "swarmnode_evaluation_tokens_total",
+        "counter",
+        "trainer.report.evaluation_tokens_total",
+        "Tokens that this node has sampled in held-out evaluations. training.eval_budget is the"
+        " share of all tokens that they may be.",
+    ),
+    Metric(
+        "swarmnode_tokens_per_second",
+        "gauge",
+        "trainer.report.tokens_per_second",
+        "Tokens sampled per second in the generating part of the last step.",
+    ),
+    Metric(
+        "swarmnode_device_memory_bytes",
+        "gauge",
+        "trainer.report.device_memory_bytes",
+        "Most memory of the accelerator that the trainer has held, in bytes; only with an"
+        " accelerator.",
+    ),
+    Metric(
+        "swarmnode_out_of_memory_retries_total",
+        "counter",
+        "trainer.report.oom_retries_total",
+        "Times that a micro-batch was repeated in halves because memory ran out. If it keeps"
+        " rising, something else uses the device.",
+    ),
+    Metric(
+        "swarmnode_micro_batch_tokens",
+        "gauge",
+        {
+            "training": "trainer.report.micro_batch_tokens",
+            "generation": "trainer.report.generation_tokens",
+        },
+        "Tokens that a micro-batch may have. The bound is halved when memory runs out, and raised"
+        " again much later.",
+        ("part",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_generation_rows",
+        "gauge",
+        "trainer.report.generation_rows",
+        "Tokens sampled in a decoding step, mean over the last step. In lockstep it is far below"
+        " the completions that were begun where some are much longer than others.",
+    ),
+    Metric(
+        "swarmnode_generation_lag",
+        "gauge",
+        "trainer.report.generation_lag",
+        "Updates between the first token of an own group and the step that learnt from it, mean. 0"
+        " in lockstep.",
+    ),
+    Metric(
+        "swarmnode_engine_rebuilds_total",
+        "counter",
+        "trainer.report.engine_rebuilds",
+        "Times that the engine that samples was built anew: it had stopped, failed, or its"
+        " log-probabilities were not the trainer's. The log says which.",
+    ),
+    Metric(
+        "swarmnode_unsaved_steps",
+        "gauge",
+        lambda s: (
+            max(0, s.trainer.report.step - s.trainer.report.state_saved_step)
+            if s.trainer.report
+            else None
+        ),
+        "Steps that a crash of the trainer would cost now. If it does not fall back to 0 now and"
+        " then, saving fails: see the log.",
+        when=reports,
+    ),
+)
 
 UTILITY = (
-    Metric("swarmnode_external_share", "gauge", "trainer.report.external_share", "Share of the last batch that came from peers, 0 to 1."),
-    Metric("swarmnode_correction_mean", "gauge", "trainer.report.correction_mean",
-           "Mean off-policy correction of peers' groups in the last batch, 0 to 1: 1 where their policy samples as ours would."),
-    Metric("swarmnode_effective_sample_share", "gauge",
-           {"own": "trainer.report.effective_own", "external": "trainer.report.effective_external"},
-           "Effective sample size of the last batch's tokens, of own groups and of peers', as a share of their number: 1 where all weigh "
-           "the same. Low for own groups: what samples them is not the policy that is trained. Low for peers': they are far from it.",
-           ("source",), when=reports),
-    Metric("swarmnode_gradient_agreement", "gauge", "trainer.report.gradient_agreement",
-           "Cosine between what own and what peers' groups want to change, −1 to 1. Usual is 0.1 to 0.4; below 0 for long, peers' groups "
-           "pull elsewhere."),
-    Metric("swarmnode_external_scale", "gauge", "trainer.report.external_scale",
-           "Share of the peers' groups that the utility guard leaves, 0 to 1. It falls while their gradients disagree with ours."),
-    Metric("swarmnode_contributing_peers", "gauge", lambda s: len(s.trainer.report.peers_used) if s.trainer.report else None,
-           "Peers on whose groups this node has trained since its first start, the latest 256 of them.", when=reports),
-)  # fmt: skip
+    Metric(
+        "swarmnode_external_share",
+        "gauge",
+        "trainer.report.external_share",
+        "Share of the last batch that came from peers, 0 to 1.",
+    ),
+    Metric(
+        "swarmnode_correction_mean",
+        "gauge",
+        "trainer.report.correction_mean",
+        "Mean off-policy correction of peers' groups in the last batch, 0 to 1: 1 where their"
+        " policy samples as ours would.",
+    ),
+    Metric(
+        "swarmnode_effective_sample_share",
+        "gauge",
+        {"own": "trainer.report.effective_own", "external": "trainer.report.effective_external"},
+        "Effective sample size of the last batch's tokens, of own groups and of peers', as a share"
+        " of their number: 1 where all weigh the same. Low for own groups: what samples them is not"
+        " the policy that is trained. Low for peers': they are far from it.",
+        ("source",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_gradient_agreement",
+        "gauge",
+        "trainer.report.gradient_agreement",
+        "Cosine between what own and what peers' groups want to change, −1 to 1. Usual is 0.1 to"
+        " 0.4; below 0 for long, peers' groups pull elsewhere.",
+    ),
+    Metric(
+        "swarmnode_external_scale",
+        "gauge",
+        "trainer.report.external_scale",
+        "Share of the peers' groups that the utility guard leaves, 0 to 1. It falls while their"
+        " gradients disagree with ours.",
+    ),
+    Metric(
+        "swarmnode_contributing_peers",
+        "gauge",
+        lambda s: len(s.trainer.report.peers_used) if s.trainer.report else None,
+        "Peers on whose groups this node has trained since its first start, the latest 256 of"
+        " them.",
+        when=reports,
+    ),
+)
 
 ROLLOUTS = (
-    Metric("swarmnode_rollouts_published_total", "counter", "rollouts.published",
-           "Own groups that were sent to the swarm, whole or announced by their hash."),
-    Metric("swarmnode_rollouts_publish_failures_total", "counter",
-           lambda s: sum(s.rollouts.unpublished.get(reason, 0) for reason in UNPUBLISHED),
-           "Own groups that should have been sent and could not: too long, too many, invalid, or the library failed. The log names each."),
-    Metric("swarmnode_rollouts_received_total", "counter", "rollouts.received", "Groups that arrived from peers, whatever became of them."),
-    Metric("swarmnode_rollouts_admitted_total", "counter", "rollouts.admission.admitted",
-           "Groups of peers that passed every check and went into the pool."),
-    Metric("swarmnode_rollouts_ignored_total", "counter", "rollouts.admission.ignored",
-           "Groups of peers that were dropped without blame, by reason: late, seen before, too many. That is daily life.",
-           ("reason",), IGNORED),
-    Metric("swarmnode_rollouts_rejected_total", "counter", "rollouts.admission.rejected",
-           "Groups dropped as provably wrong, by reason; each cost its sender reputation. Honest nodes of the same version cause none.",
-           ("reason",), REJECTED),
-    Metric("swarmnode_rollouts_forwarded_total", "counter", "rollouts.forwarding",
-           "Groups that came by gossip and were good, by whether they were passed on: `passed`; not, since their `author` or all of their "
-           "`origin` (a network, or those behind one relay) has used its share of this node's bytes up.", ("outcome",), FORWARDED),
-    Metric("swarmnode_rollouts_drawn_total", "counter", "rollouts.pool.drawn", "Groups of peers that were handed to the trainer."),
-    Metric("swarmnode_rollouts_used_total", "counter", "rollouts.judged.used", "Groups of peers that were trained on."),
-    Metric("swarmnode_rollouts_judged_total", "counter", "rollouts.judged",
-           "Groups handed to the trainer, by what it found: `used`, or why not. `forged_ids` is a lie; the others are policies too far "
-           "from ours.", ("outcome",), JUDGED),
-    Metric("swarmnode_rollouts_fetched_total", "counter", "rollouts.fetching.fetched",
-           "Groups that were announced by their hash, by how fetching them ended.", ("outcome",), FETCHES),
-    Metric("swarmnode_rollouts_exchange_mode", "gauge", "rollouts.pulling.modes",
-           "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while listings show whether pulling "
-           "would do; `visit` is by pull, and listens to gossip for peers that do not list.",
-           ("mode",), MODES),
-    Metric("swarmnode_rollouts_exchange_switches_total", "counter", "rollouts.pulling.switches",
-           "Times that this node left gossip for pulling, or came back. More than a few in a day: it is at the threshold, "
-           "set `sharing.exchange`."),
-    Metric("swarmnode_rollouts_per_wanted", "gauge",
-           {"arrived": "rollouts.pulling.arrived_per_wanted", "listed": "rollouts.pulling.listed_per_wanted"},
-           "Groups that came by gossip, or were listed, lately for each that the trainer asked for. Above 12 that arrived, gossip costs "
-           "more than it brings; below 6 that are listed, there is too little to choose from.", ("way",)),
-    Metric("swarmnode_rollouts_listings_total", "counter", "rollouts.pulling.listings",
-           "Peers asked what they have, by how that ended. `unsupported`: of a version without listings.", ("outcome",), LISTINGS),
-    Metric("swarmnode_rollouts_pulled_total", "counter", "rollouts.pulling.pulled",
-           "Groups that were asked for, by how that ended. `refused`: admission says why.", ("outcome",), PULLED),
-    Metric("swarmnode_rollouts_listing_lies_total", "counter", "rollouts.pulling.claims.lies",
-           "Listings that were not true, by what was wrong. `absent` and `slow` happen to honest peers too; the others do not.",
-           ("lie",), LIES),
-    Metric("swarmnode_rollouts_offered", "gauge", "rollouts.pulling.offered",
-           "Groups that connected peers list and this node has not got."),
-    Metric("swarmnode_rollouts_listers", "gauge", "rollouts.pulling.listers", "Connected peers that list what they have."),
-    Metric("swarmnode_rollouts_served_total", "counter", "rollouts.serving.served",
-           "What peers asked for, by what they were answered: a `listing`, a `group`, `unknown`, `busy` (their allowance or our budget), "
-           "`malformed`.", ("outcome",), ROLLOUTS_SERVED),
-    Metric("swarmnode_rollouts_catalogue_groups", "gauge", "rollouts.serving.catalogue.groups", "Groups that this node lists."),
-    Metric("swarmnode_rollouts_catalogue_bytes", "gauge", "rollouts.serving.catalogue.bytes", "Bytes of the groups that this node lists."),
-    Metric("swarmnode_rollout_staleness_versions", "histogram", _staleness,
-           "Policy versions that this node went through between a group's arrival and its use."),
-    Metric("swarmnode_pool_groups", "gauge", "rollouts.pool.groups", "Groups of peers that wait in the pool to be trained on."),
-    Metric("swarmnode_pool_bytes", "gauge", "rollouts.pool.bytes", "Bytes of memory that the groups in the pool take."),
-    Metric("swarmnode_pool_peers", "gauge", "rollouts.pool.peers", "Peers that have a group in the pool."),
-    Metric("swarmnode_pool_oldest_seconds", "gauge", "rollouts.pool.oldest_seconds",
-           "Seconds that the oldest group has been in the pool. If it grows, peers send more than this node uses; that is fine."),
-    Metric("swarmnode_pool_dropped_total", "counter", {reason: f"rollouts.pool.{reason}" for reason in POOL_DROPS},
-           "Groups that left the pool unused, or never got in, by reason.", ("reason",)),
-)  # fmt: skip
+    Metric(
+        "swarmnode_rollouts_published_total",
+        "counter",
+        "rollouts.published",
+        "Own groups that were sent to the swarm, whole or announced by their hash.",
+    ),
+    Metric(
+        "swarmnode_rollouts_publish_failures_total",
+        "counter",
+        lambda s: sum(s.rollouts.unpublished.get(reason, 0) for reason in UNPUBLISHED),
+        "Own groups that should have been sent and could not: too long, too many, invalid, or the"
+        " library failed. The log names each.",
+    ),
+    Metric(
+        "swarmnode_rollouts_received_total",
+        "counter",
+        "rollouts.received",
+        "Groups that arrived from peers, whatever became of them.",
+    ),
+    Metric(
+        "swarmnode_rollouts_admitted_total",
+        "counter",
+        "rollouts.admission.admitted",
+        "Groups of peers that passed every check and went into the pool.",
+    ),
+    Metric(
+        "swarmnode_rollouts_ignored_total",
+        "counter",
+        "rollouts.admission.ignored",
+        "Groups of peers that were dropped without blame, by reason: late, seen before, too many."
+        " That is daily life.",
+        ("reason",),
+        IGNORED,
+    ),
+    Metric(
+        "swarmnode_rollouts_rejected_total",
+        "counter",
+        "rollouts.admission.rejected",
+        "Groups dropped as provably wrong, by reason; each cost its sender reputation. Honest nodes"
+        " of the same version cause none.",
+        ("reason",),
+        REJECTED,
+    ),
+    Metric(
+        "swarmnode_rollouts_forwarded_total",
+        "counter",
+        "rollouts.forwarding",
+        "Groups that came by gossip and were good, by whether they were passed on: `passed`; not,"
+        " since their `author` or all of their `origin` (a network, or those behind one relay) has"
+        " used its share of this node's bytes up.",
+        ("outcome",),
+        FORWARDED,
+    ),
+    Metric(
+        "swarmnode_rollouts_drawn_total",
+        "counter",
+        "rollouts.pool.drawn",
+        "Groups of peers that were handed to the trainer.",
+    ),
+    Metric(
+        "swarmnode_rollouts_used_total",
+        "counter",
+        "rollouts.judged.used",
+        "Groups of peers that were trained on.",
+    ),
+    Metric(
+        "swarmnode_rollouts_judged_total",
+        "counter",
+        "rollouts.judged",
+        "Groups handed to the trainer, by what it found: `used`, or why not. `forged_ids` is a lie;"
+        " the others are policies too far from ours.",
+        ("outcome",),
+        JUDGED,
+    ),
+    Metric(
+        "swarmnode_rollouts_fetched_total",
+        "counter",
+        "rollouts.fetching.fetched",
+        "Groups that were announced by their hash, by how fetching them ended.",
+        ("outcome",),
+        FETCHES,
+    ),
+    Metric(
+        "swarmnode_rollouts_exchange_mode",
+        "gauge",
+        "rollouts.pulling.modes",
+        "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while"
+        " listings show whether pulling would do; `visit` is by pull, and listens to gossip for"
+        " peers that do not list.",
+        ("mode",),
+        MODES,
+    ),
+    Metric(
+        "swarmnode_rollouts_exchange_switches_total",
+        "counter",
+        "rollouts.pulling.switches",
+        "Times that this node left gossip for pulling, or came back. More than a few in a day: it"
+        " is at the threshold, set `sharing.exchange`.",
+    ),
+    Metric(
+        "swarmnode_rollouts_per_wanted",
+        "gauge",
+        {
+            "arrived": "rollouts.pulling.arrived_per_wanted",
+            "listed": "rollouts.pulling.listed_per_wanted",
+        },
+        "Groups that came by gossip, or were listed, lately for each that the trainer asked for."
+        " Above 12 that arrived, gossip costs more than it brings; below 6 that are listed, there"
+        " is too little to choose from.",
+        ("way",),
+    ),
+    Metric(
+        "swarmnode_rollouts_listings_total",
+        "counter",
+        "rollouts.pulling.listings",
+        "Peers asked what they have, by how that ended. `unsupported`: of a version without"
+        " listings.",
+        ("outcome",),
+        LISTINGS,
+    ),
+    Metric(
+        "swarmnode_rollouts_pulled_total",
+        "counter",
+        "rollouts.pulling.pulled",
+        "Groups that were asked for, by how that ended. `refused`: admission says why.",
+        ("outcome",),
+        PULLED,
+    ),
+    Metric(
+        "swarmnode_rollouts_listing_lies_total",
+        "counter",
+        "rollouts.pulling.claims.lies",
+        "Listings that were not true, by what was wrong. `absent` and `slow` happen to honest peers"
+        " too; the others do not.",
+        ("lie",),
+        LIES,
+    ),
+    Metric(
+        "swarmnode_rollouts_offered",
+        "gauge",
+        "rollouts.pulling.offered",
+        "Groups that connected peers list and this node has not got.",
+    ),
+    Metric(
+        "swarmnode_rollouts_listers",
+        "gauge",
+        "rollouts.pulling.listers",
+        "Connected peers that list what they have.",
+    ),
+    Metric(
+        "swarmnode_rollouts_served_total",
+        "counter",
+        "rollouts.serving.served",
+        "What peers asked for, by what they were answered: a `listing`, a `group`, `unknown`,"
+        " `busy` (their allowance or our budget), `malformed`.",
+        ("outcome",),
+        ROLLOUTS_SERVED,
+    ),
+    Metric(
+        "swarmnode_rollouts_catalogue_groups",
+        "gauge",
+        "rollouts.serving.catalogue.groups",
+        "Groups that this node lists.",
+    ),
+    Metric(
+        "swarmnode_rollouts_catalogue_bytes",
+        "gauge",
+        "rollouts.serving.catalogue.bytes",
+        "Bytes of the groups that this node lists.",
+    ),
+    Metric(
+        "swarmnode_rollout_staleness_versions",
+        "histogram",
+        _staleness,
+        "Policy versions that this node went through between a group's arrival and its use.",
+    ),
+    Metric(
+        "swarmnode_pool_groups",
+        "gauge",
+        "rollouts.pool.groups",
+        "Groups of peers that wait in the pool to be trained on.",
+    ),
+    Metric(
+        "swarmnode_pool_bytes",
+        "gauge",
+        "rollouts.pool.bytes",
+        "Bytes of memory that the groups in the pool take.",
+    ),
+    Metric(
+        "swarmnode_pool_peers",
+        "gauge",
+        "rollouts.pool.peers",
+        "Peers that have a group in the pool.",
+    ),
+    Metric(
+        "swarmnode_pool_oldest_seconds",
+        "gauge",
+        "rollouts.pool.oldest_seconds",
+        "Seconds that the oldest group has been in the pool. If it grows, peers send more than this"
+        " node uses; that is fine.",
+    ),
+    Metric(
+        "swarmnode_pool_dropped_total",
+        "counter",
+        {reason: f"rollouts.pool.{reason}" for reason in POOL_DROPS},
+        "Groups that left the pool unused, or never got in, by reason.",
+        ("reason",),
+    ),
+)
 
 NETWORK = (
-    Metric("swarmnode_peers", "gauge", {"in": "network.peers.inbound", "out": "network.peers.outbound"},
-           "Connected peers, by who dialled: `in` is they, `out` is this node.", ("direction",)),
-    Metric("swarmnode_peers_known", "gauge", "network.peers.known", "Peers of whom the node knows an address, connected or not."),
-    Metric("swarmnode_peers_let_go_total", "counter", "network.peers.let_go",
-           "Connected peers that were let go for others: `exchanged` now and then, so that others' groups are met; `full`, so that "
-           "newcomers find a place.", ("why",), LET_GO),
-    Metric("swarmnode_peers_greylisted", "gauge", "network.reputation.greylisted",
-           "Peers whose reputation is so low that nothing of theirs is looked at for now."),
-    Metric("swarmnode_peers_banned", "gauge", "network.reputation.banned", "Peers that are not talked to at all for now."),
-    Metric("swarmnode_reach", "gauge", _one_of(REACH, lambda s: s.network.nat.reach.verdict),
-           "1 for what is known of whether strangers can dial this node: `public` they can, `private` only through relays.",
-           ("verdict",), REACH),
-    Metric("swarmnode_peers_relayed", "gauge", "network.nat.relayed", "Peers that are connected through a relay only."),
-    Metric("swarmnode_relays", "gauge", lambda s: len(s.network.nat.client.relays),
-           "Relays through which this node can be called. A private node with 0 can only dial out."),
-    Metric("swarmnode_relay_circuits", "gauge", "network.nat.relay.circuits",
-           "Connections between other nodes that this node carries as a relay now."),
-    Metric("swarmnode_relay_bytes_total", "counter", "network.nat.relay.bytes", "Bytes that this node has carried for others as a relay."),
-    Metric("swarmnode_hole_punches_total", "counter", {outcome: f"network.nat.punch.{outcome}" for outcome in PUNCHES},
-           "Peers behind routers, by whether a direct connection with them was made.", ("outcome",)),
-    Metric("swarmnode_mesh_peers", "gauge", lambda s: sum(s.network.gossip.mesh.values()),
-           "Peers in the gossip mesh, with which groups are exchanged directly. 0 with connected peers means another swarm or version."),
-    Metric("swarmnode_dials_total", "counter", "network.peers.dials", "Attempts to connect to a peer."),
-    Metric("swarmnode_dial_failures_total", "counter", "network.peers.dial_failures",
-           "Attempts to connect that failed. Many are normal: addresses outlive the nodes behind them."),
-    Metric("swarmnode_gossip_messages_total", "counter", {event: f"network.gossip.{event}" for event in GOSSIP},
-           "Gossip messages, by what happened to them; `dropped` are those that this node was too slow for.", ("event",)),
-    Metric("swarmnode_requests_total", "counter", _by_outcome(lambda s: s.network.requests.requests),
-           "Requests that this node sent to peers, by how they ended.", ("outcome",), REQUESTS),
-    Metric("swarmnode_requests_served_total", "counter", _by_outcome(lambda s: s.network.requests.served),
-           "Requests of peers, by how they were answered: `busy` and `unwelcome` were turned away, `error` is a defect here.",
-           ("outcome",), SERVED),
-    Metric("swarmnode_network_bytes_total", "counter", {"in": "network.traffic.received", "out": "network.traffic.sent"},
-           "Bytes received and sent, by protocol, without the overhead of encryption and multiplexing.", ("protocol", "direction")),
-    Metric("swarmnode_guard_firings_total", "counter", "network.guards",
-           "How often a guard around libp2p stepped in, by guard. Steady firing means that somebody sends what no honest node sends.",
-           ("guard",)),
-)  # fmt: skip
+    Metric(
+        "swarmnode_peers",
+        "gauge",
+        {"in": "network.peers.inbound", "out": "network.peers.outbound"},
+        "Connected peers, by who dialled: `in` is they, `out` is this node.",
+        ("direction",),
+    ),
+    Metric(
+        "swarmnode_peers_known",
+        "gauge",
+        "network.peers.known",
+        "Peers of whom the node knows an address, connected or not.",
+    ),
+    Metric(
+        "swarmnode_peers_let_go_total",
+        "counter",
+        "network.peers.let_go",
+        "Connected peers that were let go for others: `exchanged` now and then, so that others'"
+        " groups are met; `full`, so that newcomers find a place.",
+        ("why",),
+        LET_GO,
+    ),
+    Metric(
+        "swarmnode_peers_greylisted",
+        "gauge",
+        "network.reputation.greylisted",
+        "Peers whose reputation is so low that nothing of theirs is looked at for now.",
+    ),
+    Metric(
+        "swarmnode_peers_banned",
+        "gauge",
+        "network.reputation.banned",
+        "Peers that are not talked to at all for now.",
+    ),
+    Metric(
+        "swarmnode_reach",
+        "gauge",
+        _one_of(REACH, lambda s: s.network.nat.reach.verdict),
+        "1 for what is known of whether strangers can dial this node: `public` they can, `private`"
+        " only through relays.",
+        ("verdict",),
+        REACH,
+    ),
+    Metric(
+        "swarmnode_peers_relayed",
+        "gauge",
+        "network.nat.relayed",
+        "Peers that are connected through a relay only.",
+    ),
+    Metric(
+        "swarmnode_relays",
+        "gauge",
+        lambda s: len(s.network.nat.client.relays),
+        "Relays through which this node can be called. A private node with 0 can only dial out.",
+    ),
+    Metric(
+        "swarmnode_relay_circuits",
+        "gauge",
+        "network.nat.relay.circuits",
+        "Connections between other nodes that this node carries as a relay now.",
+    ),
+    Metric(
+        "swarmnode_relay_bytes_total",
+        "counter",
+        "network.nat.relay.bytes",
+        "Bytes that this node has carried for others as a relay.",
+    ),
+    Metric(
+        "swarmnode_hole_punches_total",
+        "counter",
+        {outcome: f"network.nat.punch.{outcome}" for outcome in PUNCHES},
+        "Peers behind routers, by whether a direct connection with them was made.",
+        ("outcome",),
+    ),
+    Metric(
+        "swarmnode_mesh_peers",
+        "gauge",
+        lambda s: sum(s.network.gossip.mesh.values()),
+        "Peers in the gossip mesh, with which groups are exchanged directly. 0 with connected peers"
+        " means another swarm or version.",
+    ),
+    Metric(
+        "swarmnode_dials_total", "counter", "network.peers.dials", "Attempts to connect to a peer."
+    ),
+    Metric(
+        "swarmnode_dial_failures_total",
+        "counter",
+        "network.peers.dial_failures",
+        "Attempts to connect that failed. Many are normal: addresses outlive the nodes behind"
+        " them.",
+    ),
+    Metric(
+        "swarmnode_gossip_messages_total",
+        "counter",
+        {event: f"network.gossip.{event}" for event in GOSSIP},
+        "Gossip messages, by what happened to them; `dropped` are those that this node was too slow"
+        " for.",
+        ("event",),
+    ),
+    Metric(
+        "swarmnode_requests_total",
+        "counter",
+        _by_outcome(lambda s: s.network.requests.requests),
+        "Requests that this node sent to peers, by how they ended.",
+        ("outcome",),
+        REQUESTS,
+    ),
+    Metric(
+        "swarmnode_requests_served_total",
+        "counter",
+        _by_outcome(lambda s: s.network.requests.served),
+        "Requests of peers, by how they were answered: `busy` and `unwelcome` were turned away,"
+        " `error` is a defect here.",
+        ("outcome",),
+        SERVED,
+    ),
+    Metric(
+        "swarmnode_network_bytes_total",
+        "counter",
+        {"in": "network.traffic.received", "out": "network.traffic.sent"},
+        "Bytes received and sent, by protocol, without the overhead of encryption and"
+        " multiplexing.",
+        ("protocol", "direction"),
+    ),
+    Metric(
+        "swarmnode_guard_firings_total",
+        "counter",
+        "network.guards",
+        "How often a guard around libp2p stepped in, by guard. Steady firing means that somebody"
+        " sends what no honest node sends.",
+        ("guard",),
+    ),
+)
 
 WEIGHTS = (
-    Metric("swarmnode_weights_exchanges_total", "counter", "weights.outcomes",
-           "Outer steps, attempts to find a partner, and exchanges, by how they ended. `applied`, `pulled` and `solo` are outer steps.",
-           ("outcome",), pairing.OUTCOMES),
-    Metric("swarmnode_weights_failures_total", "counter", "weights.failures",
-           "Weight exchanges that failed, by cause: a slow or blocked way between the partners, or one that does not keep to the protocol.",
-           ("cause",), FAILURES),
-    Metric("swarmnode_weights_judged_total", "counter", "weights.judged",
-           "Partners' weights, by what the acceptance gate made of them. `probe` made the policy worse and was not taken.",
-           ("outcome",), tuple(outcomes.OUTCOMES)),
-    Metric("swarmnode_weights_adoptions_total", "counter", "weights.catch_up.adoptions",
-           "Whole states taken from a neighbour, at the start or when too far behind, by what became of them.",
-           ("outcome",), tuple(outcomes.ADOPTIONS)),
-    Metric("swarmnode_weights_states_served_total", "counter", "weights.catch_up.served",
-           "Whole states that this node gave to neighbours."),
-    Metric("swarmnode_weights_candidates", "gauge", "weights.candidates",
-           "Connected peers that train the same policy and could be averaged with. 0 for long means that this node averages alone."),
-    Metric("swarmnode_weights_exchange_seconds_total", "counter", "weights.exchange_seconds",
-           "Seconds that finished weight exchanges took, together; training goes on meanwhile."),
-    Metric("swarmnode_weights_received_bytes_total", "counter", "weights.received_bytes", "Bytes of weights that came from partners."),
-    Metric("swarmnode_weights_outer_step", "gauge", "trainer.report.weights.outer_step",
-           "Outer steps that the fragment furthest behind has taken."),
-    Metric("swarmnode_weights_distance", "gauge", "trainer.report.weights.distance",
-           "Distance between the last partner's weights and ours, as a share of the norm of ours. Replicas that train together stay within "
-           "a few percent."),
-    Metric("swarmnode_weights_clip_ratio", "gauge", "trainer.report.weights.clip_ratio",
-           "Share of the last partner's difference that was taken, 0 to 1; 1 when nothing was clipped."),
-    Metric("swarmnode_weights_lag", "gauge", "trainer.report.weights.lag",
-           "Outer steps by which the last partner was behind this node; negative when it was ahead."),
-    Metric("swarmnode_weights_momentum_norm", "gauge", "trainer.report.weights.momentum_norm", "Norm of the outer optimizer's momentum."),
-    Metric("swarmnode_weights_reverts_total", "counter", "trainer.report.weights.reverts_total",
-           "Weight exchanges that were taken back because held-out reward fell after them."),
-    Metric("swarmnode_weights_stall_seconds_total", "counter", "trainer.report.weights.stall_seconds_total",
-           "Seconds that training stood still for averaging."),
-)  # fmt: skip
+    Metric(
+        "swarmnode_weights_exchanges_total",
+        "counter",
+        "weights.outcomes",
+        "Outer steps, attempts to find a partner, and exchanges, by how they ended. `applied`,"
+        " `pulled` and `solo` are outer steps.",
+        ("outcome",),
+        pairing.OUTCOMES,
+    ),
+    Metric(
+        "swarmnode_weights_failures_total",
+        "counter",
+        "weights.failures",
+        "Weight exchanges that failed, by cause: a slow or blocked way between the partners, or one"
+        " that does not keep to the protocol.",
+        ("cause",),
+        FAILURES,
+    ),
+    Metric(
+        "swarmnode_weights_judged_total",
+        "counter",
+        "weights.judged",
+        "Partners' weights, by what the acceptance gate made of them. `probe` made the policy worse"
+        " and was not taken.",
+        ("outcome",),
+        tuple(outcomes.OUTCOMES),
+    ),
+    Metric(
+        "swarmnode_weights_adoptions_total",
+        "counter",
+        "weights.catch_up.adoptions",
+        "Whole states taken from a neighbour, at the start or when too far behind, by what became"
+        " of them.",
+        ("outcome",),
+        tuple(outcomes.ADOPTIONS),
+    ),
+    Metric(
+        "swarmnode_weights_states_served_total",
+        "counter",
+        "weights.catch_up.served",
+        "Whole states that this node gave to neighbours.",
+    ),
+    Metric(
+        "swarmnode_weights_candidates",
+        "gauge",
+        "weights.candidates",
+        "Connected peers that train the same policy and could be averaged with. 0 for long means"
+        " that this node averages alone.",
+    ),
+    Metric(
+        "swarmnode_weights_exchange_seconds_total",
+        "counter",
+        "weights.exchange_seconds",
+        "Seconds that finished weight exchanges took, together; training goes on meanwhile.",
+    ),
+    Metric(
+        "swarmnode_weights_received_bytes_total",
+        "counter",
+        "weights.received_bytes",
+        "Bytes of weights that came from partners.",
+    ),
+    Metric(
+        "swarmnode_weights_outer_step",
+        "gauge",
+        "trainer.report.weights.outer_step",
+        "Outer steps that the fragment furthest behind has taken.",
+    ),
+    Metric(
+        "swarmnode_weights_distance",
+        "gauge",
+        "trainer.report.weights.distance",
+        "Distance between the last partner's weights and ours, as a share of the norm of ours."
+        " Replicas that train together stay within a few percent.",
+    ),
+    Metric(
+        "swarmnode_weights_clip_ratio",
+        "gauge",
+        "trainer.report.weights.clip_ratio",
+        "Share of the last partner's difference that was taken, 0 to 1; 1 when nothing was"
+        " clipped.",
+    ),
+    Metric(
+        "swarmnode_weights_lag",
+        "gauge",
+        "trainer.report.weights.lag",
+        "Outer steps by which the last partner was behind this node; negative when it was ahead.",
+    ),
+    Metric(
+        "swarmnode_weights_momentum_norm",
+        "gauge",
+        "trainer.report.weights.momentum_norm",
+        "Norm of the outer optimizer's momentum.",
+    ),
+    Metric(
+        "swarmnode_weights_reverts_total",
+        "counter",
+        "trainer.report.weights.reverts_total",
+        "Weight exchanges that were taken back because held-out reward fell after them.",
+    ),
+    Metric(
+        "swarmnode_weights_stall_seconds_total",
+        "counter",
+        "trainer.report.weights.stall_seconds_total",
+        "Seconds that training stood still for averaging.",
+    ),
+)
 
 CREW = (
-    Metric("swarmnode_crew_state", "gauge", _one_of(CREW_STATES, lambda s: s.stages.crew.state),
-           "1 for the state of this node's crew, 0 for the others. Only `running` takes steps.", ("state",), CREW_STATES, when=has_crew),
-    Metric("swarmnode_crew_slots", "gauge", lambda s: dict(Counter(str(slot.state) for slot in s.stages.crew.slots)),
-           "Stages of this node's crew, by state. Anything but `active` keeps the crew from its next step.",
-           ("state",), SLOT_STATES, when=has_crew),
-    Metric("swarmnode_crew_offers", "gauge", "stages.crew.offers",
-           "Other nodes that would hold a stage. With 0, nobody replaces a member that is lost."),
-    Metric("swarmnode_crew_standing_seconds", "gauge", "stages.crew.standing_seconds",
-           "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds its nodes begin anew."),
-    Metric("swarmnode_crew_events_total", "counter", "stages.events",
-           "What happened in this node's crews, by event. `refuted` are false suspicions: each cost a pause.", ("event",), NOTES),
-    Metric("swarmnode_crew_recovery_seconds", "histogram", _crew_recoveries,
-           "Seconds from a crew's standing still to its running again.", when=has_crew),
-    Metric("swarmnode_crew_heartbeat_seconds", "gauge", "stages.heartbeat_seconds",
-           "Seconds from the last heartbeat to another member until its answer.", when=has_stage),
-    Metric("swarmnode_crew_unanswered_total", "counter", "stages.unanswered",
-           "Requests to other members that had no answer in time, by message.", ("message",), CREW_MESSAGES),
-    Metric("swarmnode_crew_malformed_total", "counter", "stages.malformed",
-           "Requests about crews that were no valid message; each cost its sender reputation."),
-    Metric("swarmnode_stage_trainer_restarts_total", "counter", "stages.trainer_restarts",
-           "Times that this node ended its own trainer because it had work for its stage and did none."),
-    Metric("swarmnode_stage_index", "gauge", "stages.crew.stage",
-           "Number of the stage that this node holds; 0 is the head, which trains and publishes."),
-    Metric("swarmnode_stage_phase", "gauge", _one_of(STAGE_PHASES, lambda s: s.stages.own.phase if s.stages.own else ""),
-           "1 for what this node's stage is doing, 0 for the rest.", ("phase",), STAGE_PHASES, when=has_stage),
-    Metric("swarmnode_stage_step", "gauge", "stages.own.step", "Steps that this node's stage has taken.", when=has_stage),
-    Metric("swarmnode_stage_rungs_total", "counter", "stages.rungs",
-           "Where the weights of this node's stages came from, R0 (its own disk) to R6 (nothing was left), best first.",
-           ("rung",), tuple(filter(None, RUNGS))),
-    Metric("swarmnode_stage_rung_seconds", "gauge", "stages.own.rung_seconds",
-           "Seconds that restoring this node's stage took the last time.", when=has_stage),
-    Metric("swarmnode_stage_shadow_age_steps", "gauge", "stages.own.shadow_age_steps",
-           "Steps that would be lost with this node's stage, were only its neighbours' copies left.", when=has_stage),
-    Metric("swarmnode_stage_copy_age_steps", "gauge", "stages.own.copy_age_steps",
-           "Steps by which the whole copy that this node samples from is behind its crew.", when=has_stage),
-    Metric("swarmnode_stage_copy_bytes", "gauge", "stages.own.copy_bytes",
-           "Bytes that came from other stages for the last refresh of that copy.", when=has_stage),
-    Metric("swarmnode_stage_probe_kl", "gauge", "stages.own.probe_kl",
-           "KL divergence between the policy before and after the last recovery, in nats per token. Near 0, nothing was lost.",
-           when=has_stage),
-    Metric("swarmnode_stage_bubble_share", "gauge", "stages.own.bubble_share",
-           "Share of the last step in which this node's stage waited for others, 0 to 1.", when=has_stage),
-    Metric("swarmnode_stage_tokens_per_second", "gauge", "stages.own.tokens_per_second",
-           "Tokens per second that go through this node's stage.", when=has_stage),
-    Metric("swarmnode_stage_frames_dropped_total", "counter", lambda s: s.stages.own.dropped if s.stages.own else {},
-           "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the end of a "
-           "crew leaves behind.", ("reason",), (*FENCE_REASONS, *FRAME_REASONS, DEVICE), when=has_crew),
-    Metric("swarmnode_stage_state_refused_total", "counter", "stages.own.state_refused",
-           "What other stages sent of their state that is not what it has to be, and what they asked for and did not get, by reason, in "
-           "this crew. `busy`: too much at a time; `repeated`: one thing again and again; `failed`: this node's own disk or device.",
-           ("reason",), STATE_REFUSALS, when=has_stage),
-    Metric("swarmnode_stage_streams", "gauge", "stages.streams.open", "Open streams to other stages, by kind.", ("kind",), KINDS),
-    Metric("swarmnode_stage_streams_lost_total", "counter", "stages.streams.lost",
-           "Streams to other stages that the other side ended, or that broke, by kind.", ("kind",), KINDS),
-    Metric("swarmnode_stage_streams_refused_total", "counter", "stages.streams.refused",
-           "Streams of peers that were not taken, by reason.", ("reason",), STREAM_REFUSALS),
-    Metric("swarmnode_stage_bytes_total", "counter", {"in": "stages.streams.received", "out": "stages.streams.sent"},
-           "Bytes between this node's stage and others, by kind.", ("kind", "direction"), when=has_crew),
-    Metric("swarmnode_stage_throttled_seconds_total", "counter", "stages.streams.throttled_seconds",
-           "Seconds that streams between stages waited for the node's byte budget. If it grows, the caps are too low for a stage."),
-)  # fmt: skip
+    Metric(
+        "swarmnode_crew_state",
+        "gauge",
+        _one_of(CREW_STATES, lambda s: s.stages.crew.state),
+        "1 for the state of this node's crew, 0 for the others. Only `running` takes steps.",
+        ("state",),
+        CREW_STATES,
+        when=has_crew,
+    ),
+    Metric(
+        "swarmnode_crew_slots",
+        "gauge",
+        lambda s: dict(Counter(str(slot.state) for slot in s.stages.crew.slots)),
+        "Stages of this node's crew, by state. Anything but `active` keeps the crew from its next"
+        " step.",
+        ("state",),
+        SLOT_STATES,
+        when=has_crew,
+    ),
+    Metric(
+        "swarmnode_crew_offers",
+        "gauge",
+        "stages.crew.offers",
+        "Other nodes that would hold a stage. With 0, nobody replaces a member that is lost.",
+    ),
+    Metric(
+        "swarmnode_crew_standing_seconds",
+        "gauge",
+        "stages.crew.standing_seconds",
+        "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds its"
+        " nodes begin anew.",
+    ),
+    Metric(
+        "swarmnode_crew_events_total",
+        "counter",
+        "stages.events",
+        "What happened in this node's crews, by event. `refuted` are false suspicions: each cost a"
+        " pause.",
+        ("event",),
+        NOTES,
+    ),
+    Metric(
+        "swarmnode_crew_recovery_seconds",
+        "histogram",
+        _crew_recoveries,
+        "Seconds from a crew's standing still to its running again.",
+        when=has_crew,
+    ),
+    Metric(
+        "swarmnode_crew_heartbeat_seconds",
+        "gauge",
+        "stages.heartbeat_seconds",
+        "Seconds from the last heartbeat to another member until its answer.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_crew_unanswered_total",
+        "counter",
+        "stages.unanswered",
+        "Requests to other members that had no answer in time, by message.",
+        ("message",),
+        CREW_MESSAGES,
+    ),
+    Metric(
+        "swarmnode_crew_malformed_total",
+        "counter",
+        "stages.malformed",
+        "Requests about crews that were no valid message; each cost its sender reputation.",
+    ),
+    Metric(
+        "swarmnode_stage_trainer_restarts_total",
+        "counter",
+        "stages.trainer_restarts",
+        "Times that this node ended its own trainer because it had work for its stage and did"
+        " none.",
+    ),
+    Metric(
+        "swarmnode_stage_index",
+        "gauge",
+        "stages.crew.stage",
+        "Number of the stage that this node holds; 0 is the head, which trains and publishes.",
+    ),
+    Metric(
+        "swarmnode_stage_phase",
+        "gauge",
+        _one_of(STAGE_PHASES, lambda s: s.stages.own.phase if s.stages.own else ""),
+        "1 for what this node's stage is doing, 0 for the rest.",
+        ("phase",),
+        STAGE_PHASES,
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_step",
+        "gauge",
+        "stages.own.step",
+        "Steps that this node's stage has taken.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_rungs_total",
+        "counter",
+        "stages.rungs",
+        "Where the weights of this node's stages came from, R0 (its own disk) to R6 (nothing was"
+        " left), best first.",
+        ("rung",),
+        tuple(filter(None, RUNGS)),
+    ),
+    Metric(
+        "swarmnode_stage_rung_seconds",
+        "gauge",
+        "stages.own.rung_seconds",
+        "Seconds that restoring this node's stage took the last time.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_shadow_age_steps",
+        "gauge",
+        "stages.own.shadow_age_steps",
+        "Steps that would be lost with this node's stage, were only its neighbours' copies left.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_copy_age_steps",
+        "gauge",
+        "stages.own.copy_age_steps",
+        "Steps by which the whole copy that this node samples from is behind its crew.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_copy_bytes",
+        "gauge",
+        "stages.own.copy_bytes",
+        "Bytes that came from other stages for the last refresh of that copy.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_probe_kl",
+        "gauge",
+        "stages.own.probe_kl",
+        "KL divergence between the policy before and after the last recovery, in nats per token."
+        " Near 0, nothing was lost.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_bubble_share",
+        "gauge",
+        "stages.own.bubble_share",
+        "Share of the last step in which this node's stage waited for others, 0 to 1.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_tokens_per_second",
+        "gauge",
+        "stages.own.tokens_per_second",
+        "Tokens per second that go through this node's stage.",
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_frames_dropped_total",
+        "counter",
+        lambda s: s.stages.own.dropped if s.stages.own else {},
+        "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the"
+        " end of a crew leaves behind.",
+        ("reason",),
+        (*FENCE_REASONS, *FRAME_REASONS, DEVICE),
+        when=has_crew,
+    ),
+    Metric(
+        "swarmnode_stage_state_refused_total",
+        "counter",
+        "stages.own.state_refused",
+        "What other stages sent of their state that is not what it has to be, and what they asked"
+        " for and did not get, by reason, in this crew. `busy`: too much at a time; `repeated`: one"
+        " thing again and again; `failed`: this node's own disk or device.",
+        ("reason",),
+        STATE_REFUSALS,
+        when=has_stage,
+    ),
+    Metric(
+        "swarmnode_stage_streams",
+        "gauge",
+        "stages.streams.open",
+        "Open streams to other stages, by kind.",
+        ("kind",),
+        KINDS,
+    ),
+    Metric(
+        "swarmnode_stage_streams_lost_total",
+        "counter",
+        "stages.streams.lost",
+        "Streams to other stages that the other side ended, or that broke, by kind.",
+        ("kind",),
+        KINDS,
+    ),
+    Metric(
+        "swarmnode_stage_streams_refused_total",
+        "counter",
+        "stages.streams.refused",
+        "Streams of peers that were not taken, by reason.",
+        ("reason",),
+        STREAM_REFUSALS,
+    ),
+    Metric(
+        "swarmnode_stage_bytes_total",
+        "counter",
+        {"in": "stages.streams.received", "out": "stages.streams.sent"},
+        "Bytes between this node's stage and others, by kind.",
+        ("kind", "direction"),
+        when=has_crew,
+    ),
+    Metric(
+        "swarmnode_stage_throttled_seconds_total",
+        "counter",
+        "stages.streams.throttled_seconds",
+        "Seconds that streams between stages waited for the node's byte budget. If it grows, the"
+        " caps are too low for a stage.",
+    ),
+)
 
 CLAIMED = (
-    Metric("swarmnode_claimed_peers", "gauge", "swarm.reporting",
-           "Nodes of the swarm that recently said how they are, connected or not; claimed, not verified."),
-    Metric("swarmnode_claimed_reward_median", "gauge", "swarm.reward_median",
-           "Median of the held-out rewards that other nodes claim."),
-    Metric("swarmnode_claimed_policy_version_median", "gauge", "swarm.policy_version_median",
-           "Median of the policy versions that other nodes claim."),
-    Metric("swarmnode_summaries_total", "counter", "swarm.heard",
-           "Summaries in which nodes say how they are, by what became of them.", ("outcome",), SUMMARY_OUTCOMES),
-    Metric("swarmnode_clock_offset_seconds", "gauge", "swarm.clock_offset_seconds",
-           "Seconds by which peers' clocks are ahead of this one, their median, from two peers on. Beyond 120 s groups are dropped: "
-           "synchronise the clock."),
-)  # fmt: skip
+    Metric(
+        "swarmnode_claimed_peers",
+        "gauge",
+        "swarm.reporting",
+        "Nodes of the swarm that recently said how they are, connected or not; claimed, not"
+        " verified.",
+    ),
+    Metric(
+        "swarmnode_claimed_reward_median",
+        "gauge",
+        "swarm.reward_median",
+        "Median of the held-out rewards that other nodes claim.",
+    ),
+    Metric(
+        "swarmnode_claimed_policy_version_median",
+        "gauge",
+        "swarm.policy_version_median",
+        "Median of the policy versions that other nodes claim.",
+    ),
+    Metric(
+        "swarmnode_summaries_total",
+        "counter",
+        "swarm.heard",
+        "Summaries in which nodes say how they are, by what became of them.",
+        ("outcome",),
+        SUMMARY_OUTCOMES,
+    ),
+    Metric(
+        "swarmnode_clock_offset_seconds",
+        "gauge",
+        "swarm.clock_offset_seconds",
+        "Seconds by which peers' clocks are ahead of this one, their median, from two peers on."
+        " Beyond 120 s groups are dropped: synchronise the clock.",
+    ),
+)
 
 BUDGET = (
-    Metric("swarmnode_budget_paused", "gauge", "budget.paused",
-           "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's bytes, its owner's `swarmnode pause`, "
-           "a machine on its battery, one that is busy with other programs, or a download cap in debt.",
-           ("reason",), PAUSES),
-    Metric("swarmnode_budget_level_bytes", "gauge", "budget.level_bytes",
-           "Bytes that may be received and sent at once; below 0 the cap is in debt. Only for directions with a cap.", ("direction",)),
-    Metric("swarmnode_budget_month_bytes", "gauge", "budget.month_bytes",
-           "Bytes received and sent in this calendar month, kept over restarts.", ("direction",), ("in", "out")),
-    Metric("swarmnode_budget_month_limit_bytes", "gauge", "budget.month_limit_bytes",
-           "Bytes of a calendar month, both directions together, at which sharing pauses; only where network.monthly_bytes is set."),
-    Metric("swarmnode_budget_refusals_total", "counter", "budget.refused",
-           "What was left out because a cap or the month's bytes were used up, by what it was.", ("what",), CHOICES),
-)  # fmt: skip
+    Metric(
+        "swarmnode_budget_paused",
+        "gauge",
+        "budget.paused",
+        "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's"
+        " bytes, its owner's `swarmnode pause`, a machine on its battery, one that is busy with"
+        " other programs, or a download cap in debt.",
+        ("reason",),
+        PAUSES,
+    ),
+    Metric(
+        "swarmnode_budget_level_bytes",
+        "gauge",
+        "budget.level_bytes",
+        "Bytes that may be received and sent at once; below 0 the cap is in debt. Only for"
+        " directions with a cap.",
+        ("direction",),
+    ),
+    Metric(
+        "swarmnode_budget_month_bytes",
+        "gauge",
+        "budget.month_bytes",
+        "Bytes received and sent in this calendar month, kept over restarts.",
+        ("direction",),
+        ("in", "out"),
+    ),
+    Metric(
+        "swarmnode_budget_month_limit_bytes",
+        "gauge",
+        "budget.month_limit_bytes",
+        "Bytes of a calendar month, both directions together, at which sharing pauses; only where"
+        " network.monthly_bytes is set.",
+    ),
+    Metric(
+        "swarmnode_budget_refusals_total",
+        "counter",
+        "budget.refused",
+        "What was left out because a cap or the month's bytes were used up, by what it was.",
+        ("what",),
+        CHOICES,
+    ),
+)
 
 MACHINE = (
-    Metric("swarmnode_successor_waiting", "gauge", "successor.waiting",
-           "1 while the founder has signed a successor of this node's swarm and the node waits for its owner's word, or cannot follow."),
-    Metric("swarmnode_disk_free_bytes", "gauge", "disk.free_bytes",
-           "Bytes that this user may still write on the data directory's file system. When none are left, state is not saved."),
-    Metric("swarmnode_disk_size_bytes", "gauge", "disk.total_bytes", "Size of the data directory's file system in bytes."),
-    Metric("swarmnode_restarts_total", "counter", "supervisor.restarts",
-           "Times that the supervisor started a process again, by process. A few are what it is for; the log says why each ended.",
-           ("process",), PROCESSES),
-    Metric("swarmnode_stalls_total", "counter", "supervisor.stalls",
-           "Times that the supervisor ended a process because it made no progress in time, by process.", ("process",), PROCESSES),
-    Metric("swarmnode_recovery_seconds", "histogram", "supervisor.recovery_seconds",
-           "Seconds from a process's end to the first progress of the one that replaced it."),
-    Metric("swarmnode_scorer_restarts_total", "counter", _scorer_restarts,
-           "Scorers replaced because they died or took too long, by the process that asks them. Answers that kill a scorer cost speed, "
-           "nothing else.", ("process",), PROCESSES),
-    Metric("swarmnode_process_memory_bytes", "gauge", lambda s: {name: use.memory_bytes for name, use in s.processes.items()},
-           "Resident memory in bytes, by process.", ("process",)),
-    Metric("swarmnode_process_cpu_seconds_total", "counter", lambda s: {name: use.cpu_seconds for name, use in s.processes.items()},
-           "Seconds of CPU time that a process has used since it started, by process.", ("process",)),
-)  # fmt: skip
+    Metric(
+        "swarmnode_successor_waiting",
+        "gauge",
+        "successor.waiting",
+        "1 while the founder has signed a successor of this node's swarm and the node waits for its"
+        " owner's word, or cannot follow.",
+    ),
+    Metric(
+        "swarmnode_disk_free_bytes",
+        "gauge",
+        "disk.free_bytes",
+        "Bytes that this user may still write on the data directory's file system. When none are"
+        " left, state is not saved.",
+    ),
+    Metric(
+        "swarmnode_disk_size_bytes",
+        "gauge",
+        "disk.total_bytes",
+        "Size of the data directory's file system in bytes.",
+    ),
+    Metric(
+        "swarmnode_restarts_total",
+        "counter",
+        "supervisor.restarts",
+        "Times that the supervisor started a process again, by process. A few are what it is for;"
+        " the log says why each ended.",
+        ("process",),
+        PROCESSES,
+    ),
+    Metric(
+        "swarmnode_stalls_total",
+        "counter",
+        "supervisor.stalls",
+        "Times that the supervisor ended a process because it made no progress in time, by"
+        " process.",
+        ("process",),
+        PROCESSES,
+    ),
+    Metric(
+        "swarmnode_recovery_seconds",
+        "histogram",
+        "supervisor.recovery_seconds",
+        "Seconds from a process's end to the first progress of the one that replaced it.",
+    ),
+    Metric(
+        "swarmnode_scorer_restarts_total",
+        "counter",
+        _scorer_restarts,
+        "Scorers replaced because they died or took too long, by the process that asks them."
+        " Answers that kill a scorer cost speed, nothing else.",
+        ("process",),
+        PROCESSES,
+    ),
+    Metric(
+        "swarmnode_process_memory_bytes",
+        "gauge",
+        lambda s: {name: use.memory_bytes for name, use in s.processes.items()},
+        "Resident memory in bytes, by process.",
+        ("process",),
+    ),
+    Metric(
+        "swarmnode_process_cpu_seconds_total",
+        "counter",
+        lambda s: {name: use.cpu_seconds for name, use in s.processes.items()},
+        "Seconds of CPU time that a process has used since it started, by process.",
+        ("process",),
+    ),
+)
 
-METRICS: tuple[Metric, ...] = (*NODE, *LEARNING, *UTILITY, *ROLLOUTS, *NETWORK, *WEIGHTS, *CREW, *CLAIMED, *BUDGET, *MACHINE)
+METRICS: tuple[Metric, ...] = (
+    *NODE,
+    *LEARNING,
+    *UTILITY,
+    *ROLLOUTS,
+    *NETWORK,
+    *WEIGHTS,
+    *CREW,
+    *CLAIMED,
+    *BUDGET,
+    *MACHINE,
+)

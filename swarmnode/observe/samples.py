@@ -1,9 +1,12 @@
-"""What the policy and its peers answered, for people: a line of JSON per group in `<data_dir>/log/samples.jsonl`.
+"""What the policy and its peers answered, for people: a line of JSON per group in
+`<data_dir>/log/samples.jsonl`.
 
-    trainer   writes one own group of a step, one of peers' that it learnt from, one that it refused            `trainer.records`
+    trainer   writes one own group of a step, one of peers' that it learnt from, one that it refused
+    `trainer.records`
     page      /samples, the newest of them          terminal   `swarmnode samples`
 
-A text here may be a stranger's. On disk it stands as it came, shortened; whatever shows it to a person goes through `visible`.
+A text here may be a stranger's. On disk it stands as it came, shortened; whatever shows it to a
+person goes through `visible`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     components: dict[str, float] = {}
     """What the reward is made of, each in [0, 1]; empty where it is one number."""
     surprise: float | None = None
-    """Mean of −log-probability per token, nats, under the policy that judged it: ours. None: not measured."""
+    """Mean of −log-probability per token, nats, under the policy that judged it: ours. None: not
+    measured."""
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,7 +66,8 @@ _decode = msgspec.json.Decoder(Sample).decode
 
 
 def shortened(text: str, most: int = TEXT) -> str:
-    """At most about `most` characters: beginning and end, since the answer stands at the end. Halves of surrogate pairs become `?`."""
+    """At most about `most` characters: beginning and end, since the answer stands at the end.
+    Halves of surrogate pairs become `?`."""
     text = text.encode(errors="replace").decode()
     if len(text) <= most:
         return text
@@ -71,18 +76,24 @@ def shortened(text: str, most: int = TEXT) -> str:
 
 
 def visible(text: str) -> str:
-    """The same with every character that shows nothing, moves a cursor or turns text around written out, e.g. ⟨U+202E⟩.
+    """The same with every character that shows nothing, moves a cursor or turns text around written
+    out, e.g. ⟨U+202E⟩.
 
-    Line breaks and tabs stay. Neither a terminal nor a browser does anything with what is returned but show it.
+    Line breaks and tabs stay. Neither a terminal nor a browser does anything with what is returned
+    but show it.
     """
-    return "".join(c if c in SHOWN_CONTROLS or unicodedata.category(c) not in _HIDDEN else f"⟨U+{ord(c):04X}⟩" for c in text)
+    return "".join(
+        c if c in SHOWN_CONTROLS or unicodedata.category(c) not in _HIDDEN else f"⟨U+{ord(c):04X}⟩"
+        for c in text
+    )
 
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def newest(data_dir: Path, count: int) -> list[Sample]:
-    """The newest `count` samples on disk, newest first. Reads a bounded end of the files; never raises for what is or is not there."""
+    """The newest `count` samples on disk, newest first. Reads a bounded end of the files; never
+    raises for what is or is not there."""
     found: list[Sample] = []
     path = log_file(data_dir, "samples")
     for file in (path, path.with_name(f"{path.name}.1")):  # what is put aside is older
@@ -118,12 +129,18 @@ def harmless(sample: Sample, most: int = TEXT) -> Sample:
     shown = lambda text: visible(shortened(text, most))
     answers = [
         msgspec.structs.replace(
-            answer, text=shown(answer.text), finish=visible(answer.finish[:16]),
+            answer,
+            text=shown(answer.text),
+            finish=visible(answer.finish[:16]),
             components={visible(name[:64]): value for name, value in answer.components.items()},
         )
         for answer in sample.completions
-    ]  # fmt: skip
+    ]
     return msgspec.structs.replace(
-        sample, prompt=shown(sample.prompt), completions=answers, task=visible(sample.task), peer=visible(sample.peer),
+        sample,
+        prompt=shown(sample.prompt),
+        completions=answers,
+        task=visible(sample.task),
+        peer=visible(sample.peer),
         outcome=visible(sample.outcome),
-    )  # fmt: skip
+    )

@@ -1,10 +1,13 @@
-"""Everything that a node tells of itself, in one frozen tree. Metrics, health, /status, the page and `swarmnode top` are functions of it.
+"""Everything that a node tells of itself, in one frozen tree. Metrics, health, /status, the page
+and `swarmnode top` are functions of it.
 
-Most of its nodes are the `statistics()` of the parts themselves: what a part counts is defined beside the counting, and read from here by
-its path (`network.peers.dials`). msgspec turns the tree into JSON as it is, and nothing in it can be held against a running part.
+Most of its nodes are the `statistics()` of the parts themselves: what a part counts is defined
+beside the counting, and read from here by its path (`network.peers.dials`). msgspec turns the tree
+into JSON as it is, and nothing in it can be held against a running part.
 
-Counters are totals since the process that counts them started; `None` means not measured (yet). The keys of a dict are a closed set chosen
-by this node's code (a reason, an outcome, a guard) except where a docstring says that they are peers: those never become a metric's label.
+Counters are totals since the process that counts them started; `None` means not measured (yet). The
+keys of a dict are a closed set chosen by this node's code (a reason, an outcome, a guard) except
+where a docstring says that they are peers: those never become a metric's label.
 """
 
 from __future__ import annotations
@@ -13,7 +16,12 @@ import msgspec
 
 from swarmnode.crew.service import StagesStatistics
 from swarmnode.observe.logfile import LogLine
-from swarmnode.observe.watch import DiskStatistics, ProcessStatistics, SupervisorStatistics, TrainerStatistics
+from swarmnode.observe.watch import (
+    DiskStatistics,
+    ProcessStatistics,
+    SupervisorStatistics,
+    TrainerStatistics,
+)
 from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
@@ -75,7 +83,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     trainer: TrainerStatistics = TrainerStatistics()
     rollouts: ExchangeStatistics = ExchangeStatistics()
     weights: WeightsStatistics = WeightsStatistics()
-    """Averaging as the network process sees it; what the gate and the outer steps did is in the trainer's report."""
+    """Averaging as the network process sees it; what the gate and the outer steps did is in the
+    trainer's report."""
     stages: StagesStatistics = StagesStatistics()
     """The crew of which this node holds a stage, and that stage."""
     network: NetworkStatistics = NetworkStatistics()
@@ -96,5 +105,6 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def leads(self) -> bool:
-        """Whether it samples, learns and evaluates itself. Of a crew only the head does; the others have nothing of that to report."""
+        """Whether it samples, learns and evaluates itself. Of a crew only the head does; the others
+        have nothing of that to report."""
         return not self.stages.enabled or self.stages.crew.stage == 0

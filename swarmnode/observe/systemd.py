@@ -1,6 +1,8 @@
-"""Tells systemd how we are (sd_notify): datagrams of `KEY=value` lines to the socket named in NOTIFY_SOCKET. Without it nothing is sent.
+"""Tells systemd how we are (sd_notify): datagrams of `KEY=value` lines to the socket named in
+NOTIFY_SOCKET. Without it nothing is sent.
 
-    loading   EXTEND_TIMEOUT_USEC while there is progress     running   WATCHDOG=1 while nothing hangs     end   STOPPING=1
+    loading   EXTEND_TIMEOUT_USEC while there is progress     running   WATCHDOG=1 while nothing
+    hangs     end   STOPPING=1
     ready     READY=1, once: every process is past loading    always    STATUS=, when it changes
 
 Source: sd_notify(3), systemd 252.
@@ -17,13 +19,16 @@ EXTEND_SECONDS = 30
 
 
 class Notifier:
-    """Takes NOTIFY_SOCKET and WATCHDOG_USEC out of `environment`: children must not speak for us. Never raises, never blocks."""
+    """Takes NOTIFY_SOCKET and WATCHDOG_USEC out of `environment`: children must not speak for us.
+    Never raises, never blocks."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
         watchdog = environment.pop("WATCHDOG_USEC", "")
         environment.pop("WATCHDOG_PID", "")
-        self.watchdog_seconds = int(watchdog) / 1e6 if watchdog.isascii() and watchdog.isdigit() else None
+        self.watchdog_seconds = (
+            int(watchdog) / 1e6 if watchdog.isascii() and watchdog.isdigit() else None
+        )
         """systemd acts when it has heard nothing for so long; None when it does not watch."""
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
@@ -33,7 +38,8 @@ class Notifier:
             self._socket.setblocking(False)
 
     def beat(self, statuses: Mapping[str, str], well: bool) -> None:
-        """Once per turn of the supervisor's loop. `statuses`: process to what it says it does; `well`: none of them hangs."""
+        """Once per turn of the supervisor's loop. `statuses`: process to what it says it does;
+        `well`: none of them hangs."""
         self._once("STATUS", ", ".join(f"{name}: {status}" for name, status in statuses.items()))
         if all(past_loading(status) for status in statuses.values()):
             self._once("READY", "1")
@@ -53,7 +59,8 @@ class Notifier:
             self._told[key] = value
 
     def _send(self, line: str) -> bool:
-        """False when it did not get there; a manager that does not listen must not end what it manages."""
+        """False when it did not get there; a manager that does not listen must not end what it
+        manages."""
         if self._socket is None:
             return False
         try:

@@ -1,6 +1,8 @@
-"""`swarmnode status`, and what `swarmnode top` shows: the same /status that the page draws, in a terminal.
+"""`swarmnode status`, and what `swarmnode top` shows: the same /status that the page draws, in a
+terminal.
 
-`render` is a pure function of its answer, so it also shows three nodes of a demo side by side. Only reads; loads neither torch nor libp2p.
+`render` is a pure function of its answer, so it also shows three nodes of a demo side by side. Only
+reads; loads neither torch nor libp2p.
 """
 
 from __future__ import annotations
@@ -30,25 +32,32 @@ Status = Mapping[str, Any]
 
 
 def fetch(place: Place, points: int = 120) -> Status:
-    """What the node there says. Raises `Unavailable` when none answers, or another than is meant, or something else."""
+    """What the node there says. Raises `Unavailable` when none answers, or another than is meant,
+    or something else."""
     address = f"{place.url}/status?points={points}"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a node is never behind the proxy of the environment
+    # a node is never behind the proxy of the environment
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=DEADLINE_SECONDS) as answer:
             told = json.loads(answer.read(MAX_BYTES))
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         why = getattr(why, "strerror", None) or why
-        raise Unavailable(f"no node answers at {place.url}: {why}; does it run? -d DIR or HOST:PORT names another") from error
+        raise Unavailable(
+            f"no node answers at {place.url}: {why}; does it run? -d DIR or HOST:PORT names another"
+        ) from error
     if not isinstance(told, dict) or "snapshot" not in told:
         raise Unavailable(f"{place.url} is not a swarmnode")
     if place.peer and told["snapshot"].get("node", {}).get("peer") not in ("", None, place.peer):
-        raise Unavailable(f"the node of this directory does not run: at {place.url} another one answers")
+        raise Unavailable(
+            f"the node of this directory does not run: at {place.url} another one answers"
+        )
     return told
 
 
 def short_id(peer: str) -> str:
-    """The end of a peer id, which all of them differ in; where the page has more room it shows the beginning too."""
+    """The end of a peer id, which all of them differ in; where the page has more room it shows the
+    beginning too."""
     return f"…{peer[-6:]}" if len(peer) > 7 else peer
 
 
@@ -64,17 +73,27 @@ def called(peer: str, names: Mapping[str, str]) -> Text:
 
 
 def text(value: object, style: str = "") -> Text:
-    """A peer's name must neither style the table nor move the cursor: no markup, no control characters."""
+    """A peer's name must neither style the table nor move the cursor: no markup, no control
+    characters."""
     return Text(clean_text(str(value)), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> str:
-    return "–" if value is None else f"{value:,.{digits}f}".replace(",", "\u202f") + (f" {unit}" if unit else "")
+    return (
+        "–"
+        if value is None
+        else f"{value:,.{digits}f}".replace(",", "\u202f") + (f" {unit}" if unit else "")
+    )
 
 
 def sparkline(values: list[float | None], width: int = SPARK_WIDTH) -> str:
-    """`values` thinned out to `width`, drawn from the lowest to the highest of them; a gap where nothing was measured."""
-    shown = values if len(values) <= width else [values[(i + 1) * len(values) // width - 1] for i in range(width)]
+    """`values` thinned out to `width`, drawn from the lowest to the highest of them; a gap where
+    nothing was measured."""
+    shown = (
+        values
+        if len(values) <= width
+        else [values[(i + 1) * len(values) // width - 1] for i in range(width)]
+    )
     known = [value for value in shown if value is not None]
     if not known:
         return ""
@@ -90,7 +109,9 @@ class Spark:
         self._values = values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(sparkline(self._values, min(SPARK_WIDTH, options.max_width)), style="cyan", no_wrap=True)
+        yield Text(
+            sparkline(self._values, min(SPARK_WIDTH, options.max_width)), style="cyan", no_wrap=True
+        )
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, SPARK_WIDTH)
@@ -106,22 +127,46 @@ def duration(seconds: float | None) -> str:
 
 
 def render(status: Status) -> RenderableType:
-    """One node: verdict, learning, rollouts, peers, its crew, and what peers claim. `status` is the decoded answer of /status."""
+    """One node: verdict, learning, rollouts, peers, its crew, and what peers claim. `status` is the
+    decoded answer of /status."""
     s = status["snapshot"]
     node, report = s["node"], s["trainer"]["report"] or {}
     troubles = [*status["ready"]["reasons"], *status["troubles"]]
-    verdict = text("ready", "green") if not troubles else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
+    verdict = (
+        text("ready", "green")
+        if not troubles
+        else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
+    )
     title = clean_text(node["name"] or short_id(node["peer"]) or "swarmnode")
-    facts = [f"swarm {node['swarm_name']}", node["model"], report.get("device"), f"up {duration(s['at'] - node['started_at'])}"]
-    head = Text.assemble(verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim"))
+    facts = [
+        f"swarm {node['swarm_name']}",
+        node["model"],
+        report.get("device"),
+        f"up {duration(s['at'] - node['started_at'])}",
+    ]
+    head = Text.assemble(
+        verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim")
+    )
     names = names_of(s)
-    parts: list[RenderableType] = [head, "", _learning(s, report, status.get("history") or {}), "", _peers(s["peers"], names)]
+    parts: list[RenderableType] = [
+        head,
+        "",
+        _learning(s, report, status.get("history") or {}),
+        "",
+        _peers(s["peers"], names),
+    ]
     if s.get("stages", {}).get("enabled"):  # a node of the release before has none
         parts += ["", _crew(s["stages"], node["peer"], names)]
     if s["swarm"]["rows"]:
         parts += ["", _swarm(s["swarm"])]
     body = Group(*parts)
-    return Panel(body, title=Text(title, style="bold"), title_align="left", border_style="dim", padding=(0, 1))
+    return Panel(
+        body,
+        title=Text(title, style="bold"),
+        title_align="left",
+        border_style="dim",
+        padding=(0, 1),
+    )
 
 
 def _learning(s: Status, report: Status, history: Status) -> Table:
@@ -139,14 +184,50 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     used = rollouts["judged"].get("used", 0)
     mode = text(f"exchange: {rollouts['pulling']['mode']}", "dim")
     rows: list[tuple[str, str, RenderableType, str, str]] = [
-        ("reward held-out", number(report.get("reward_held_out"), 3), past("reward_held_out"), "published", number(rollouts["published"])),
-        ("reward own", number(report.get("reward_own"), 3), past("reward_own"), "admitted", number(admission["admitted"])),
-        ("reward peers'", number(report.get("reward_external"), 3), past("reward_external"), "used", number(used)),
-        ("policy version", number(report.get("policy_version")), text(pace.get("phase", "no trainer"), "cyan"), "ignored", number(ignored)),
-        ("step", number(pace.get("step_seconds"), 2, "s"), past("step_seconds"), "rejected", number(rejected)),
+        (
+            "reward held-out",
+            number(report.get("reward_held_out"), 3),
+            past("reward_held_out"),
+            "published",
+            number(rollouts["published"]),
+        ),
+        (
+            "reward own",
+            number(report.get("reward_own"), 3),
+            past("reward_own"),
+            "admitted",
+            number(admission["admitted"]),
+        ),
+        (
+            "reward peers'",
+            number(report.get("reward_external"), 3),
+            past("reward_external"),
+            "used",
+            number(used),
+        ),
+        (
+            "policy version",
+            number(report.get("policy_version")),
+            text(pace.get("phase", "no trainer"), "cyan"),
+            "ignored",
+            number(ignored),
+        ),
+        (
+            "step",
+            number(pace.get("step_seconds"), 2, "s"),
+            past("step_seconds"),
+            "rejected",
+            number(rejected),
+        ),
         ("tokens/s", number(pace.get("tokens_per_second")), mode, "pool", number(pool["groups"])),
-        ("peers", number(s["network"]["peers"]["connected"]), past("peers"), "restarts", number(restarts)),
-    ]  # fmt: skip
+        (
+            "peers",
+            number(s["network"]["peers"]["connected"]),
+            past("peers"),
+            "restarts",
+            number(restarts),
+        ),
+    ]
     for row in rows:
         table.add_row(*row)
     return table
@@ -164,64 +245,126 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
         counts = [number(peer[name]) for name in ("admitted", "used", "rejected")]
         seen = duration(peer["last_seen_seconds"])
         style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
-        table.add_row(called(peer["peer"], names), peer["direction"] or "–", *counts, number(peer["reputation"], 2), seen, style=style)
+        table.add_row(
+            called(peer["peer"], names),
+            peer["direction"] or "–",
+            *counts,
+            number(peer["reputation"], 2),
+            seen,
+            style=style,
+        )
     if len(order) > most:
         table.add_row(text(f"and {len(order) - most} more", "dim"))
     return table
 
 
-SLOT_STYLES = {"active": "green", "absent": "red", "failed": "red", "suspect": "yellow", "loading": "yellow", "probation": "yellow"}
+SLOT_STYLES = {
+    "active": "green",
+    "absent": "red",
+    "failed": "red",
+    "suspect": "yellow",
+    "loading": "yellow",
+    "probation": "yellow",
+}
 
 
 def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
     """Stages in order, who holds each, and how it is."""
     crew, own = stages["crew"], stages["own"] or {}
     if not crew["slots"]:
-        return text(f"in no crew; {crew['offers']} {'other' if crew['offers'] == 1 else 'others'} would hold a stage", "dim")
+        return text(
+            f"in no crew; {crew['offers']} {'other' if crew['offers'] == 1 else 'others'} would"
+            " hold a stage",
+            "dim",
+        )
     facts = [
         f"crew {crew['state']}",
-        f"standing still for {duration(crew['standing_seconds'])}" if crew["standing_seconds"] else "",
-        f"recovered in {crew['recovery_seconds']:.1f} s" if crew["recovery_seconds"] is not None else "",
+        (
+            f"standing still for {duration(crew['standing_seconds'])}"
+            if crew["standing_seconds"]
+            else ""
+        ),
+        (
+            f"recovered in {crew['recovery_seconds']:.1f} s"
+            if crew["recovery_seconds"] is not None
+            else ""
+        ),
         f"weights from {own['rung']}" if own.get("rung") else "",
-        f"peer snapshot {own['shadow_age_steps']} steps old" if own.get("shadow_age_steps") is not None else "",
-    ]  # fmt: skip
+        (
+            f"peer snapshot {own['shadow_age_steps']} steps old"
+            if own.get("shadow_age_steps") is not None
+            else ""
+        ),
+    ]
     well = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("stage", "held by", "layers", "state", "step"):
-        table.add_column(name, justify="right" if name in ("layers", "step") else "left", no_wrap=True)
+        table.add_column(
+            name, justify="right" if name in ("layers", "step") else "left", no_wrap=True
+        )
     for slot in crew["slots"]:
-        holder = text("nobody") if not slot["peer"] else text("this node") if slot["peer"] == me else called(slot["peer"], names)
+        holder = (
+            text("nobody")
+            if not slot["peer"]
+            else text("this node")
+            if slot["peer"] == me
+            else called(slot["peer"], names)
+        )
         state = text(slot["state"], SLOT_STYLES.get(slot["state"], ""))
-        table.add_row(str(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"]))
+        table.add_row(
+            str(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"])
+        )
     return Group(text(" · ".join(fact for fact in facts if fact), "" if well else "yellow"), table)
 
 
 def _swarm(swarm: Status, most: int = 64) -> RenderableType:
     """What peers say of themselves."""
-    median = f", median held-out {number(swarm['reward_median'], 3)}" if swarm["reward_median"] is not None else ""
+    median = (
+        f", median held-out {number(swarm['reward_median'], 3)}"
+        if swarm["reward_median"] is not None
+        else ""
+    )
     head = text(f"swarm: {swarm['reporting']} peers tell of themselves (claimed){median}", "dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("name", "peer", "policy", "held-out", "published", "peers", "said"):
-        table.add_column(name, justify="left" if name in ("name", "peer") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("name", "peer") else "right", no_wrap=True
+        )
     for row in swarm["rows"][:most]:
-        counts = [number(row["policy_version"]), number(row["reward"], 3), number(row["published"]), number(row["peers"])]
+        counts = [
+            number(row["policy_version"]),
+            number(row["reward"], 3),
+            number(row["published"]),
+            number(row["peers"]),
+        ]
         style = "" if row["direct"] else "dim"
-        table.add_row(text(row["name"] or "–"), text(short_id(row["peer"])), *counts, duration(row["age_seconds"]), style=style)
+        table.add_row(
+            text(row["name"] or "–"),
+            text(short_id(row["peer"])),
+            *counts,
+            duration(row["age_seconds"]),
+            style=style,
+        )
     if len(swarm["rows"]) > most:
         table.add_row(text(f"and {len(swarm['rows']) - most} more", "dim"))
     return Group(head, table)
 
 
 def drawn(status: Status, place: Place) -> RenderableType:
-    """`render`. Raises `Unavailable` where the node there is of a version that says it otherwise."""
+    """`render`. Raises `Unavailable` where the node there is of a version that says it
+    otherwise."""
     try:
         return render(status)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise Unavailable(f"the node at {place.url} tells its state in another form ({error!r}): ask it with its own version") from error
+        raise Unavailable(
+            f"the node at {place.url} tells its state in another form ({error!r}): ask it with its"
+            " own version"
+        ) from error
 
 
 def status_command(place: Place, as_json: bool = False) -> int:
-    """Print the node's state once. Returns 0 when it is ready, 1 when it is not; raises `Unavailable` when it does not answer."""
+    """Print the node's state once. Returns 0 when it is ready, 1 when it is not; raises
+    `Unavailable` when it does not answer."""
     told = fetch(place, points=0 if as_json else 120)
     if as_json:
         print(json.dumps(told, indent=2))

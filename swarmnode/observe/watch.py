@@ -1,4 +1,5 @@
-"""The few numbers that must be kept between two scrapes: histograms, and the age of what other processes told us.
+"""The few numbers that must be kept between two scrapes: histograms, and the age of what other
+processes told us.
 
 Everything else in a snapshot is read from its owner at the moment of asking.
 """
@@ -22,7 +23,8 @@ SUPERVISOR_FILE_BYTES = 2**16
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Observations by size. `counts[i]` holds those at most `bounds[i]`, not cumulated; the last one those above every bound."""
+    """Observations by size. `counts[i]` holds those at most `bounds[i]`, not cumulated; the last
+    one those above every bound."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -71,7 +73,8 @@ class ProcessStatistics(msgspec.Struct, frozen=True):
 
 
 class Observations:
-    """A histogram that grows. `observe` never fails: what is not a number ≥ 0 is not an observation."""
+    """A histogram that grows. `observe` never fails: what is not a number ≥ 0 is not an
+    observation."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -110,7 +113,8 @@ class TrainerWatch:
         self._connected, self._pid = False, None
 
     def report(self, report: Report, now: float) -> None:
-        """Take over a report. A step is observed once, however often it is mentioned; one that a restored trainer repeats, again."""
+        """Take over a report. A step is observed once, however often it is mentioned; one that a
+        restored trainer repeats, again."""
         before = self._report.step if self._report is not None else 0
         if report.step > before and report.step_seconds is not None:
             self._steps.observe(report.step_seconds)
@@ -118,7 +122,9 @@ class TrainerWatch:
 
     def statistics(self, now: float) -> TrainerStatistics:
         age = None if self._report is None else max(0.0, now - self._reported_at)
-        return TrainerStatistics(self._connected, self._report, age, self._steps.statistics(), self._pid)
+        return TrainerStatistics(
+            self._connected, self._report, age, self._steps.statistics(), self._pid
+        )
 
 
 class SupervisedProcess(msgspec.Struct, frozen=True):
@@ -137,7 +143,8 @@ class SupervisorFile(msgspec.Struct, frozen=True):
 
 
 class SupervisorWatch:
-    """Reads `<data_dir>/run/supervisor.json` and makes a histogram that only grows out of its bounded lists.
+    """Reads `<data_dir>/run/supervisor.json` and makes a histogram that only grows out of its
+    bounded lists.
 
     The file is our own, but it may be absent, or from another version: then the last view stays.
     """
@@ -156,7 +163,10 @@ class SupervisorWatch:
         except (OSError, msgspec.MsgspecError):
             return self.statistics()
         for name, process in told.processes.items():
-            for seconds in appended(self._file.processes.get(name, SupervisedProcess()).recovery_seconds, process.recovery_seconds):
+            for seconds in appended(
+                self._file.processes.get(name, SupervisedProcess()).recovery_seconds,
+                process.recovery_seconds,
+            ):
                 self._recoveries.observe(seconds)
                 self._latest = seconds
         self._file = told
@@ -174,7 +184,8 @@ class SupervisorWatch:
 
 
 def appended(before: list[float], after: list[float]) -> list[float]:
-    """What was appended to a list of which only the newest part is kept: `after` without its longest beginning that `before` ends with."""
+    """What was appended to a list of which only the newest part is kept: `after` without its
+    longest beginning that `before` ends with."""
     for known in range(min(len(before), len(after)), 0, -1):
         if before[-known:] == after[:known]:
             return after[known:]
@@ -199,7 +210,9 @@ def process_use(pids: dict[str, int | None]) -> dict[str, ProcessStatistics]:
             if process is not None:
                 with process.oneshot():
                     times = process.cpu_times()
-                    found[name] = ProcessStatistics(process.memory_info().rss, times.user + times.system)
+                    found[name] = ProcessStatistics(
+                        process.memory_info().rss, times.user + times.system
+                    )
         except psutil.Error:
             continue
     return found

@@ -1,4 +1,5 @@
-"""`swarmnode top`: asks a node every second and shows the answer, as much of it as the terminal has lines; keys scroll and end it."""
+"""`swarmnode top`: asks a node every second and shows the answer, as much of it as the terminal has
+lines; keys scroll and end it."""
 
 from __future__ import annotations
 
@@ -26,12 +27,29 @@ ASK_SECONDS = 1.0
 KEY_SECONDS = 0.1
 """Between two looks at whether there is a new answer, or the terminal another size."""
 KEYS = {
-    b"\x1b[A": "up", b"k": "up", b"\x1b[B": "down", b"j": "down", b"\x1bOA": "up", b"\x1bOB": "down",
-    b"\x1b[5~": "page up", b"b": "page up", b"\x1b[6~": "page down", b" ": "page down",
-    b"\x1b[H": "home", b"\x1b[1~": "home", b"\x1bOH": "home", b"g": "home",
-    b"\x1b[F": "end", b"\x1b[4~": "end", b"\x1bOF": "end", b"G": "end",
-    b"q": "quit", b"Q": "quit", b"\x03": "quit", b"\x04": "quit",
-}  # fmt: skip
+    b"\x1b[A": "up",
+    b"k": "up",
+    b"\x1b[B": "down",
+    b"j": "down",
+    b"\x1bOA": "up",
+    b"\x1bOB": "down",
+    b"\x1b[5~": "page up",
+    b"b": "page up",
+    b"\x1b[6~": "page down",
+    b" ": "page down",
+    b"\x1b[H": "home",
+    b"\x1b[1~": "home",
+    b"\x1bOH": "home",
+    b"g": "home",
+    b"\x1b[F": "end",
+    b"\x1b[4~": "end",
+    b"\x1bOF": "end",
+    b"G": "end",
+    b"q": "quit",
+    b"Q": "quit",
+    b"\x03": "quit",
+    b"\x04": "quit",
+}
 LONGEST_FIRST = sorted(KEYS, key=len, reverse=True)
 
 
@@ -48,14 +66,20 @@ class View:
         page = max(1, self.height - 1)
         last = max(0, self.lines - self.height)
         wanted = {
-            "up": self.first - 1, "down": self.first + 1, "page up": self.first - page, "page down": self.first + page,
-            "home": 0, "end": last,
-        }.get(key, self.first)  # fmt: skip
+            "up": self.first - 1,
+            "down": self.first + 1,
+            "page up": self.first - page,
+            "page down": self.first + page,
+            "home": 0,
+            "end": last,
+        }.get(key, self.first)
         return replace(self, first=min(max(0, wanted), last))
 
     def sized(self, height: int, lines: int) -> View:
         """The same lines, as far as there are so many."""
-        return replace(self, height=height, lines=lines, first=min(self.first, max(0, lines - height)))
+        return replace(
+            self, height=height, lines=lines, first=min(self.first, max(0, lines - height))
+        )
 
 
 def keys_in(typed: bytes) -> list[str]:
@@ -84,12 +108,26 @@ class Window:
             yield from line
             yield Segment.line()
         below = view.lines - view.first - view.height
-        more = f"{view.first} lines above, {max(0, below)} below · arrows, page keys" if view.lines > view.height else ""
-        yield Text.assemble(("q", "bold"), " ends", "   ", more, style="dim", no_wrap=True, overflow="ellipsis", end="")
+        more = (
+            f"{view.first} lines above, {max(0, below)} below · arrows, page keys"
+            if view.lines > view.height
+            else ""
+        )
+        yield Text.assemble(
+            ("q", "bold"),
+            " ends",
+            "   ",
+            more,
+            style="dim",
+            no_wrap=True,
+            overflow="ellipsis",
+            end="",
+        )
 
 
 class Asking:
-    """Asks in a thread of its own, so that a node that does not answer does not hold up the keys."""
+    """Asks in a thread of its own, so that a node that does not answer does not hold up the
+    keys."""
 
     def __init__(self, place: Place, first: RenderableType) -> None:
         self._place = place
@@ -109,7 +147,8 @@ class Asking:
 
 
 def top_command(place: Place) -> None:
-    """Show the node until q or Ctrl-C. Raises `Unavailable` when it does not answer at the start; later it says so and goes on asking."""
+    """Show the node until q or Ctrl-C. Raises `Unavailable` when it does not answer at the start;
+    later it says so and goes on asking."""
     first = drawn(fetch(place), place)
     console = Console()
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -118,7 +157,10 @@ def top_command(place: Place) -> None:
     window, asking = Window(first), Asking(place, first)
     drawn_at = (first, console.size)
     try:
-        with _keys_at_once(sys.stdin.fileno()), Live(window, console=console, screen=True, auto_refresh=False) as live:
+        with (
+            _keys_at_once(sys.stdin.fileno()),
+            Live(window, console=console, screen=True, auto_refresh=False) as live,
+        ):
             live.refresh()
             while True:
                 ready, _, _ = select.select([sys.stdin], [], [], KEY_SECONDS)
@@ -139,7 +181,8 @@ def top_command(place: Place) -> None:
 
 @contextlib.contextmanager
 def _keys_at_once(fd: int) -> Iterator[None]:
-    """The terminal hands over every key as it is pressed and does not show it; afterwards it is as before."""
+    """The terminal hands over every key as it is pressed and does not show it; afterwards it is as
+    before."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)

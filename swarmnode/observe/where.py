@@ -1,4 +1,5 @@
-"""Where a node's HTTP server is: as somebody typed it, or as the node itself wrote it into its data directory."""
+"""Where a node's HTTP server is: as somebody typed it, or as the node itself wrote it into its data
+directory."""
 
 from __future__ import annotations
 
@@ -25,15 +26,21 @@ def typed(text: str) -> Place:
     match = ADDRESS.fullmatch(text)
     scheme, host, port = match.groups() if match is not None else (None, "", None)
     if match is None or int(port or 0) > 65535 or (scheme is None and port is None):
-        raise ConfigError(f"{text[:120]}: not an address such as 127.0.0.1:9464 or http://127.0.0.1:9464")
+        raise ConfigError(
+            f"{text[:120]}: not an address such as 127.0.0.1:9464 or http://127.0.0.1:9464"
+        )
     return Place(f"{scheme or 'http://'}{host}{':' if port else ''}{port or ''}")
 
 
 def of_data_dir(data_dir: Path) -> Place:
-    """What the node of this directory wrote when it last started. Raises Unavailable where none did."""
+    """What the node of this directory wrote when it last started. Raises Unavailable where none
+    did."""
     place = written(data_dir)
     if place is None:
-        raise Unavailable(f"no node has run in {data_dir} yet, or it has no status page: name another -d DIR, or HOST:PORT of its page")
+        raise Unavailable(
+            f"no node has run in {data_dir} yet, or it has no status page: name another -d DIR, or"
+            " HOST:PORT of its page"
+        )
     return place
 
 
@@ -44,7 +51,11 @@ def written(data_dir: Path) -> Place | None:
         url, peer = told["http"], told["peer"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Place(reachable(url), peer) if isinstance(url, str) and url and isinstance(peer, str) else None
+    return (
+        Place(reachable(url), peer)
+        if isinstance(url, str) and url and isinstance(peer, str)
+        else None
+    )
 
 
 def configured(http: HttpConfig) -> Place:

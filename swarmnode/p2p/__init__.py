@@ -1,1 +1,2 @@
-"""libp2p on trio: host, guards, identity, peers, gossip, requests, reputation. Knows nothing of reinforcement learning."""
+"""libp2p on trio: host, guards, identity, peers, gossip, requests, reputation. Knows nothing of
+reinforcement learning."""

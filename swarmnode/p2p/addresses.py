@@ -1,6 +1,8 @@
-"""The addresses this node dials: `/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>[/p2p/<peer id>]`, and places at relays. Pure.
+"""The addresses this node dials: `/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>[/p2p/<peer id>]`, and
+places at relays. Pure.
 
-Strings from peers come here before anything else looks at them, so the parser is small, strict and bounded instead of general.
+Strings from peers come here before anything else looks at them, so the parser is small, strict and
+bounded instead of general.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ LONGEST_ADDRESS = 256
 """Characters; a DNS name is at most 253."""
 
 ED25519_PEER_ID = bytes.fromhex("002408011220")
-"""Identity multihash of an Ed25519 public key in libp2p's protobuf: this prefix, then the 32 bytes of the key."""
+"""Identity multihash of an Ed25519 public key in libp2p's protobuf: this prefix, then the 32 bytes
+of the key."""
 
-_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\.?")
+_NAME = re.compile(
+    r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\.?"
+)
 
 LOOPBACK, PRIVATE, PUBLIC = 0, 1, 2
-"""How far an address reaches. A peer is only told of addresses that reach at least as far as the one we see it at."""
+"""How far an address reaches. A peer is only told of addresses that reach at least as far as the
+one we see it at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Circuit:
-    """A place at a relay where a peer that cannot be reached can be called: `<address>/p2p/<relay>/p2p-circuit`."""
+    """A place at a relay where a peer that cannot be reached can be called:
+    `<address>/p2p/<relay>/p2p-circuit`."""
 
     address: Address
     """The relay's."""
@@ -77,13 +84,15 @@ class Circuit:
 
     @property
     def prefix(self) -> str:
-        """Peers behind one relay have nothing else in common: they count as the relay's, not as its network's."""
+        """Peers behind one relay have nothing else in common: they count as the relay's, not as its
+        network's."""
         return f"relay {self.relay}"
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnAddresses:
-    """`listen`: what we listen on, ports chosen. `announce`: what a person says that others should be told instead; may be empty."""
+    """`listen`: what we listen on, ports chosen. `announce`: what a person says that others should
+    be told instead; may be empty."""
 
     listen: list[Address]
     announce: list[Address]
@@ -92,8 +101,13 @@ class OwnAddresses:
         return self.announce or self.listen
 
     def outside_ports(self) -> list[int]:
-        """Ports at which we can be dialled from another machine; empty if we listen on loopback alone."""
-        outside = [each.port for each in self.told() if each.scope > LOOPBACK or (each.ip is not None and each.ip.is_unspecified)]
+        """Ports at which we can be dialled from another machine; empty if we listen on loopback
+        alone."""
+        outside = [
+            each.port
+            for each in self.told()
+            if each.scope > LOOPBACK or (each.ip is not None and each.ip.is_unspecified)
+        ]
         return list(dict.fromkeys(outside))
 
 
@@ -118,11 +132,17 @@ def is_circuit(text: str) -> bool:
 
 
 def parse(text: str) -> tuple[Address, str | None]:
-    """The address and the peer id at its end, if there is one. Raises ValueError, whose text can be shown to a person."""
+    """The address and the peer id at its end, if there is one. Raises ValueError, whose text can be
+    shown to a person."""
     if len(text) > LONGEST_ADDRESS:
         raise ValueError("too long")
     parts = text.split("/")
-    if len(parts) not in (5, 7) or parts[0] != "" or parts[3] != "tcp" or (len(parts) == 7 and parts[5] not in ("p2p", "ipfs")):
+    if (
+        len(parts) not in (5, 7)
+        or parts[0] != ""
+        or parts[3] != "tcp"
+        or (len(parts) == 7 and parts[5] not in ("p2p", "ipfs"))
+    ):
         raise ValueError("not of the form /ip4/<address>/tcp/<port>/p2p/<peer id>")
     kind, host, port = parts[1], parts[2], parts[4]
     if kind == "ip4":
@@ -147,7 +167,11 @@ def check_peer_id(text: str) -> str:
         raw = base58.b58decode(text)
     except ValueError as error:
         raise ValueError("not a peer id") from error
-    if len(raw) != 38 or not raw.startswith(ED25519_PEER_ID) or base58.b58encode(raw).decode() != text:
+    if (
+        len(raw) != 38
+        or not raw.startswith(ED25519_PEER_ID)
+        or base58.b58encode(raw).decode() != text
+    ):
         raise ValueError("not the peer id of an Ed25519 key")
     return text
 
@@ -168,15 +192,17 @@ def scope_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
 
 @functools.lru_cache(4096)
 def prefix_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """/24 or /48: what one operator can be expected to hold many addresses of. None for loopback, which is this machine."""
+    """/24 or /48: what one operator can be expected to hold many addresses of. None for loopback,
+    which is this machine."""
     if ip.is_loopback:
         return None
     return str(ipaddress.ip_network((ip, 24 if ip.version == 4 else 48), strict=False))
 
 
 def dialable(address: Address | Circuit, teller: Address | None) -> bool:
-    """Whether an address heard from a peer at `teller` may be dialled: no names (a resolver is not a peer's to steer), nothing unspecified
-    or multicast, and nothing that reaches less far than the teller does (a stranger shall not point us at our own loopback or LAN)."""
+    """Whether an address heard from a peer at `teller` may be dialled: no names (a resolver is not
+    a peer's to steer), nothing unspecified or multicast, and nothing that reaches less far than the
+    teller does (a stranger shall not point us at our own loopback or LAN)."""
     address = address.address if isinstance(address, Circuit) else address
     ip = address.ip
     if ip is None or address.port == 0 or ip.is_unspecified or ip.is_multicast or ip.is_link_local:

@@ -12,12 +12,14 @@ from swarmnode.p2p.scoring import PeerScores
 
 LEAST_PER_PREFIX = 4
 PREFIX_SHARE = 4
-"""One /24 or /48, and the peers behind one relay, get one connection in so many, but at least LEAST_PER_PREFIX."""
+"""One /24 or /48, and the peers behind one relay, get one connection in so many, but at least
+LEAST_PER_PREFIX."""
 
 
 class Admission:
-    """`members`: the peer ids that may connect, None for everybody. `max_connections`: as `network.max_connections`. `arrived(peer)`: is
-    called when a peer has proved who it is over a direct connection to our listener."""
+    """`members`: the peer ids that may connect, None for everybody. `max_connections`: as
+    `network.max_connections`. `arrived(peer)`: is called when a peer has proved who it is over a
+    direct connection to our listener."""
 
     def __init__(
         self,
@@ -36,10 +38,11 @@ class Admission:
         self._arrived = arrived
 
     def admits(self, newcomer: Newcomer) -> bool:
-        """A member if the swarm is private; neither ourselves, nor banned, nor one too many from its prefix.
+        """A member if the swarm is private; neither ourselves, nor banned, nor one too many from
+        its prefix.
 
-        Who comes through a relay has no prefix, so that it does not answer for the relay's neighbours; it counts among those behind it.
-        Whom we dial is our own choice."""
+        Who comes through a relay has no prefix, so that it does not answer for the relay's
+        neighbours; it counts among those behind it. Whom we dial is our own choice."""
         now = trio.current_time()
         prefix = newcomer.remote.prefix if newcomer.remote is not None else None
         self._scores.reputation.place(newcomer.peer, prefix, now)

@@ -1,4 +1,5 @@
-"""What a network does for the rest of a node, as protocols: code above `p2p` depends on these, not on the classes behind them.
+"""What a network does for the rest of a node, as protocols: code above `p2p` depends on these, not
+on the classes behind them.
 
     Network ─ Connections   who is connected; dial, hold, disconnect
             ─ PeerScoring   whom to listen to, and what its messages were worth
@@ -7,11 +8,13 @@
             ─ .streams      Streams ▸ PeerStream: long-lived, both ways
             ─ .bulk         Bulk: something large, in verified chunks
 
-Whoever only asks peers takes `Requests`; whoever needs a few of these composes them. `p2p.network` has the implementation on libp2p,
-`testing.network` one in memory, and tests/unit/p2p/test_api.py holds both to what is promised here.
+Whoever only asks peers takes `Requests`; whoever needs a few of these composes them. `p2p.network`
+has the implementation on libp2p, `testing.network` one in memory, and tests/unit/p2p/test_api.py
+holds both to what is promised here.
 
-A method that reaches for a peer has a deadline in seconds and raises PeerError (or PeerTimeout, BadMessage, Incompatible, which are kinds
-of it) for whatever the peer or the way to it does, and nothing else. A peer is named by its peer id as text, base58.
+A method that reaches for a peer has a deadline in seconds and raises PeerError (or PeerTimeout,
+BadMessage, Incompatible, which are kinds of it) for whatever the peer or the way to it does, and
+nothing else. A peer is named by its peer id as text, base58.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ if TYPE_CHECKING:  # which load libp2p
     from swarmnode.wire.messages import BulkManifest
 
 RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
-"""(peer id, request) → response. Raises PeerError to refuse; anything else is counted as our own error, and the stream is reset too."""
+"""(peer id, request) → response. Raises PeerError to refuse; anything else is counted as our own
+error, and the stream is reset too."""
 
 StreamHandler = Callable[["PeerStream"], None]
 """Takes a stream that a peer has opened, at once; whoever does not want it resets it."""
@@ -41,7 +45,8 @@ BulkPath = Literal["stream", "socket"]
 
 
 class Declined(PeerError):
-    """Raised when a peer says that it will not send: `status` is `unknown` (not offered to us, or with another root) or `busy`."""
+    """Raised when a peer says that it will not send: `status` is `unknown` (not offered to us, or
+    with another root) or `busy`."""
 
     def __init__(self, status: str) -> None:
         super().__init__(f"the peer answered {status}")
@@ -78,11 +83,13 @@ class Connections(Protocol):
         ...
 
     async def dial(self, peer: str, address: str) -> None:
-        """Connects now. Raises AnotherPeer, Incompatible (no security protocol in common), or PeerError, which says why it failed."""
+        """Connects now. Raises AnotherPeer, Incompatible (no security protocol in common), or
+        PeerError, which says why it failed."""
         ...
 
     def hold(self, peers: Collection[str]) -> None:
-        """Somebody here depends on these peers, and no longer on those of the last call: they are redialled first, and never pruned."""
+        """Somebody here depends on these peers, and no longer on those of the last call: they are
+        redialled first, and never pruned."""
         ...
 
     def disconnect(self, peer: str) -> None:
@@ -94,12 +101,13 @@ class Connections(Protocol):
         ...
 
     def heard(self, peer: str) -> float | None:
-        """When a connected peer last said anything, whatever it was, by trio's clock; None where that is not known."""
+        """When a connected peer last said anything, whatever it was, by trio's clock; None where
+        that is not known."""
         ...
 
     def group(self, peer: str) -> str | None:
-        """What a connected peer has in common with others that may be the same operator's: its relay, or its /24 or /48. None on this
-        machine."""
+        """What a connected peer has in common with others that may be the same operator's: its
+        relay, or its /24 or /48. None on this machine."""
         ...
 
 
@@ -111,7 +119,8 @@ class PeerScoring(Protocol):
         ...
 
     def score(self, peer: str) -> float:
-        """0 for a peer that we know nothing of, higher for a useful one, and below 0 for one that sent what was wrong."""
+        """0 for a peer that we know nothing of, higher for a useful one, and below 0 for one that
+        sent what was wrong."""
         ...
 
     def accepted(self, peer: str) -> None:
@@ -119,7 +128,8 @@ class PeerScoring(Protocol):
         ...
 
     def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        """Something that `peer` made was provably wrong; it may be banned and disconnected for it. `reason`: of a closed set."""
+        """Something that `peer` made was provably wrong; it may be banned and disconnected for it.
+        `reason`: of a closed set."""
         ...
 
 
@@ -127,13 +137,22 @@ class Requests(Protocol):
     """One request and one response, each a frame of bounded length."""
 
     async def request(
-        self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int, urgent: bool = False
+        self,
+        peer: str,
+        protocol: str,
+        data: bytes,
+        *,
+        deadline: float,
+        max_response_bytes: int,
+        urgent: bool = False,
     ) -> bytes:
-        """The response of a connected peer. `deadline` covers everything, waiting for a slot included. `urgent` requests wait for no slot;
-        whoever sends them sees to it that they are few.
+        """The response of a connected peer. `deadline` covers everything, waiting for a slot
+        included. `urgent` requests wait for no slot; whoever sends them sees to it that they are
+        few.
 
-        Raises PeerTimeout after the deadline, BadMessage("oversize") if the response is longer than `max_response_bytes`, Incompatible if
-        the peer does not speak the protocol, PeerError if it is not connected or refuses.
+        Raises PeerTimeout after the deadline, BadMessage("oversize") if the response is longer than
+        `max_response_bytes`, Incompatible if the peer does not speak the protocol, PeerError if it
+        is not connected or refuses.
         """
         ...
 
@@ -148,14 +167,15 @@ class Requests(Protocol):
         per_peer: int | None = None,
         deadline: float = 30.0,
     ) -> None:
-        """Answers `protocol` with `handler`. `concurrent`, `per_peer` (default: a quarter of it): requests served at a time, others are
-        refused at once; one that is not there yet is none of them. `deadline`: seconds for handling one, and for writing the response, at
-        most."""
+        """Answers `protocol` with `handler`. `concurrent`, `per_peer` (default: a quarter of it):
+        requests served at a time, others are refused at once; one that is not there yet is none of
+        them. `deadline`: seconds for handling one, and for writing the response, at most."""
         ...
 
 
 class PeerStream(Protocol):
-    """One stream to a peer, both ways. One task sends, one receives; either may be cancelled, or wait for as long as it likes."""
+    """One stream to a peer, both ways. One task sends, one receives; either may be cancelled, or
+    wait for as long as it likes."""
 
     @property
     def peer(self) -> str:
@@ -183,7 +203,8 @@ class PeerStream(Protocol):
         ...
 
     async def receive(self) -> bytes:
-        """What has arrived, in order; b"" once the peer has finished. Raises PeerError when the stream is broken."""
+        """What has arrived, in order; b"" once the peer has finished. Raises PeerError when the
+        stream is broken."""
         ...
 
     def unread(self, data: bytes) -> None:
@@ -191,7 +212,8 @@ class PeerStream(Protocol):
         ...
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Returns when what was sent before is written. Raises PeerError when the stream is broken, ValueError after `finish`."""
+        """Returns when what was sent before is written. Raises PeerError when the stream is broken,
+        ValueError after `finish`."""
         ...
 
     def finish(self) -> None:
@@ -210,36 +232,53 @@ class Streams(Protocol):
         """A new stream to a connected peer. Raises PeerTimeout, PeerError."""
         ...
 
-    def serve(self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int) -> None:
-        """Gives the streams that peers open to `accept`. `concurrent`, `per_peer`: at a time; others are reset at once."""
+    def serve(
+        self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int
+    ) -> None:
+        """Gives the streams that peers open to `accept`. `concurrent`, `per_peer`: at a time;
+        others are reset at once."""
         ...
 
 
 class Bulk(Protocol):
     """Bytes in verified chunks. Knows nothing of what they mean."""
 
-    def offer(self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None) -> None:
-        """Serves `source` under this id (32 bytes) until it is withdrawn, to the peer ids in `audience`, or to whoever asks. Another source
-        under the same id replaces the earlier one, whose transfers end."""
+    def offer(
+        self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None
+    ) -> None:
+        """Serves `source` under this id (32 bytes) until it is withdrawn, to the peer ids in
+        `audience`, or to whoever asks. Another source under the same id replaces the earlier one,
+        whose transfers end."""
         ...
 
     def withdraw(self, transfer: bytes) -> None:
         """Nothing of it is sent any more, soon. No error if it was not offered."""
         ...
 
-    async def manifest(self, peer: str, transfer: bytes, *, deadline: float = ..., root: bytes | None = None) -> BulkManifest:
+    async def manifest(
+        self, peer: str, transfer: bytes, *, deadline: float = ..., root: bytes | None = None
+    ) -> BulkManifest:
         """What `peer` offers under this id; with `root`, nothing but what has this root.
 
         Raises Declined when it offers nothing to us, BadMessage, PeerTimeout, PeerError."""
         ...
 
     async def fetch(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, *, deadline: float, path: BulkPath | None = None
+        self,
+        peer: str,
+        transfer: bytes,
+        manifest: BulkManifest,
+        sink: BulkSink,
+        *,
+        deadline: float,
+        path: BulkPath | None = None,
     ) -> None:
-        """Pulls the chunks that `sink` is missing; returns when all of them are verified and accepted.
+        """Pulls the chunks that `sink` is missing; returns when all of them are verified and
+        accepted.
 
-        Raises PeerTimeout, Declined, BadMessage ("hash": this also costs the peer its standing), PeerError, and what the sink raises.
-        Whatever was accepted before stays: call again for the rest."""
+        Raises PeerTimeout, Declined, BadMessage ("hash": this also costs the peer its standing),
+        PeerError, and what the sink raises. Whatever was accepted before stays: call again for the
+        rest."""
         ...
 
     def deadline(self, peer: str, count: int) -> float:
@@ -248,26 +287,37 @@ class Bulk(Protocol):
 
 
 class Gossip(Protocol):
-    """Publish and subscribe. Messages have at most `wire.limits.GOSSIP_BYTES` bytes, and may be lost."""
+    """Publish and subscribe. Messages have at most `wire.limits.GOSSIP_BYTES` bytes, and may be
+    lost."""
 
     async def join(
-        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+        self,
+        topic: str,
+        validator: Validator,
+        *,
+        messages: int = QUEUE_MESSAGES,
+        size: int = QUEUE_BYTES,
+        rate: float = 0.0,
     ) -> Topic:
-        """Subscribes. `messages`, `size` (bytes): bounds of the queue. `validator` sees each message once, and must be fast; what it
-        accepts is forwarded and delivered. `rate`: messages per second that one peer may publish; a neighbour that goes on publishing
-        twice as many is disconnected. 0 is any number. Raises ValueError if this topic is joined already."""
+        """Subscribes. `messages`, `size` (bytes): bounds of the queue. `validator` sees each
+        message once, and must be fast; what it accepts is forwarded and delivered. `rate`: messages
+        per second that one peer may publish; a neighbour that goes on publishing twice as many is
+        disconnected. 0 is any number. Raises ValueError if this topic is joined already."""
         ...
 
     async def leave(self, topic: str) -> None:
-        """Asks the neighbours to send no more of a joined `topic`; what was delivered stays in its queue. Publishing still works."""
+        """Asks the neighbours to send no more of a joined `topic`; what was delivered stays in its
+        queue. Publishing still works."""
         ...
 
     async def rejoin(self, topic: str) -> None:
-        """Takes a `topic` that was left up again. Its messages may come only after the neighbours' back-off, 10 s."""
+        """Takes a `topic` that was left up again. Its messages may come only after the neighbours'
+        back-off, 10 s."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Sends `data` to the topic's peers; returns when it is queued for them. Raises ValueError above GOSSIP_BYTES."""
+        """Sends `data` to the topic's peers; returns when it is queued for them. Raises ValueError
+        above GOSSIP_BYTES."""
         ...
 
     def peers(self, topic: str) -> list[str]:

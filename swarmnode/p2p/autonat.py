@@ -1,14 +1,18 @@
-"""Whether others can reach us: peers are asked to dial us back (AutoNAT v1, `/libp2p/autonat/1.0.0`, wire-compatible).
+"""Whether others can reach us: peers are asked to dial us back (AutoNAT v1,
+`/libp2p/autonat/1.0.0`, wire-compatible).
 
-    we ─ our ports ─▶ peer ─ TCP and Noise to the address it sees us at ─▶ our listener      we count it only if we saw it arrive
+    we ─ our ports ─▶ peer ─ TCP and Noise to the address it sees us at ─▶ our listener      we
+    count it only if we saw it arrive
     we ◀─ ok, or no way ─ peer
 
-A peer that says ok without having come is not believed: that would keep us from looking for a relay. A peer that says no may lie. The
-majority of those asked counts, of those that see us from furthest away: a neighbour on the LAN says nothing about the world.
+A peer that says ok without having come is not believed: that would keep us from looking for a
+relay. A peer that says no may lie. The majority of those asked counts, of those that see us from
+furthest away: a neighbour on the LAN says nothing about the world.
 
-We dial back nothing but the address at which we see the asking peer, one TCP connection at a time, rarely: whoever asks must already hold a
-connection from there, so nobody can send us to anybody else. (The library's service does not dial at all: it asks for a connection with a
-peer that it is connected to, and so finds everybody reachable.)
+We dial back nothing but the address at which we see the asking peer, one TCP connection at a time,
+rarely: whoever asks must already hold a connection from there, so nobody can send us to anybody
+else. (The library's service does not dial at all: it asks for a connection with a peer that it is
+connected to, and so finds everybody reachable.)
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ CHECK_FIRST = 3
 """Peers asked as they connect, before asking becomes rare."""
 CHECK_EVERY_SECONDS = 600.0
 CHECK_UNKNOWN_SECONDS = 40.0
-"""While nobody has told us: a peer may have refused because it had just dialled a neighbour of ours behind the same router."""
+"""While nobody has told us: a peer may have refused because it had just dialled a neighbour of ours
+behind the same router."""
 
 Reachability = Literal["unknown", "public", "private"]
 
@@ -70,7 +75,9 @@ class Votes:
     """What peers found. Pure: `now` in seconds, any monotonic clock."""
 
     def __init__(self) -> None:
-        self._votes: collections.OrderedDict[str, tuple[bool, int, float]] = collections.OrderedDict()
+        self._votes: collections.OrderedDict[str, tuple[bool, int, float]] = (
+            collections.OrderedDict()
+        )
 
     def vote(self, peer: str, reachable: bool, scope: int, now: float) -> None:
         """`scope`: of the address at which the peer sees us, or we see it."""
@@ -81,7 +88,11 @@ class Votes:
 
     def counts(self, now: float) -> tuple[int, int]:
         """(reachable, unreachable), of those that see us from furthest away."""
-        recent = [(reachable, scope) for reachable, scope, at in self._votes.values() if now - at <= VOTE_SECONDS]
+        recent = [
+            (reachable, scope)
+            for reachable, scope, at in self._votes.values()
+            if now - at <= VOTE_SECONDS
+        ]
         furthest = max((scope for _, scope in recent), default=0)
         votes = [reachable for reachable, scope in recent if scope == furthest]
         return sum(votes), len(votes) - sum(votes)
@@ -113,8 +124,9 @@ class Pauses:
 class ReachabilityCheck:
     """Asks peers to dial us back, and draws the conclusion.
 
-    `ports`: where we listen, other than on loopback alone; empty if nowhere. `changed(reachability)` is called with each new one. Peers
-    that see us from less far than `least_scope` are not asked.
+    `ports`: where we listen, other than on loopback alone; empty if nowhere.
+    `changed(reachability)` is called with each new one. Peers that see us from less far than
+    `least_scope` are not asked.
     """
 
     def __init__(
@@ -144,7 +156,8 @@ class ReachabilityCheck:
             self._asked[peer].set()
 
     def alone(self) -> None:
-        """No peer is left: the next one may see us in another network. The verdict stays until it has told."""
+        """No peer is left: the next one may see us in another network. The verdict stays until it
+        has told."""
         self._votes = Votes()
 
     def votes(self) -> tuple[int, int]:
@@ -154,7 +167,10 @@ class ReachabilityCheck:
     async def run(self) -> None:
         """Asks one connected peer now and then, until cancelled."""
         while True:
-            await trio.sleep((CHECK_EVERY_SECONDS if sum(self.votes()) else CHECK_UNKNOWN_SECONDS) * self._rng.uniform(0.5, 1.0))
+            await trio.sleep(
+                (CHECK_EVERY_SECONDS if sum(self.votes()) else CHECK_UNKNOWN_SECONDS)
+                * self._rng.uniform(0.5, 1.0)
+            )
             candidates = [peer for peer in self._connections.peers() if self._askable(peer)]
             if candidates:
                 await self.check(self._rng.choice(candidates))
@@ -174,13 +190,16 @@ class ReachabilityCheck:
             return
         arrived = self._asked[peer] = trio.Event()
         try:
-            (reachable, address), _ = await converse(self._host, peer, AUTONAT, self._ask, deadline=CHECK_SECONDS)
+            (reachable, address), _ = await converse(
+                self._host, peer, AUTONAT, self._ask, deadline=CHECK_SECONDS
+            )
         except PeerError as error:
             log.debug("%s does not say whether we can be reached: %s", peer, error)
         else:
             if address is not None:
                 self.own_address = address
-            with trio.move_on_after(ARRIVAL_SECONDS):  # its answer may overtake the end of its handshake
+            # its answer may overtake the end of its handshake
+            with trio.move_on_after(ARRIVAL_SECONDS):
                 if reachable:
                     await arrived.wait()
             self._vote(peer, reachable and arrived.is_set(), seen)
@@ -188,18 +207,28 @@ class ReachabilityCheck:
             del self._asked[peer]
 
     def _askable(self, peer: str) -> bool:
-        """Not those for which we punched a hole: our router lets them in, whoever else it keeps out."""
+        """Not those for which we punched a hole: our router lets them in, whoever else it keeps
+        out."""
         seen = self._connections.observed(peer)
-        return seen is not None and seen.scope >= self.least_scope and not self._connections.is_punched(peer)
+        return (
+            seen is not None
+            and seen.scope >= self.least_scope
+            and not self._connections.is_punched(peer)
+        )
 
     async def _ask(self, stream: Stream) -> tuple[bool, Address | None]:
         """(it says that it reached us, where it sees us). Raises PeerError when it did not try."""
         told = [multiaddr_bytes(f"/ip4/0.0.0.0/tcp/{port}") for port in self.ports[:PORTS]]
         info = pb.Message.PeerInfo(id=peer_id_bytes(self._host.peer_id), addrs=told)
-        await write_message(stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info)))
+        await write_message(
+            stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
+        )
         reply = await read_message(stream, pb.Message)
         status = reply.dialResponse.status
-        if reply.type != pb.Message.DIAL_RESPONSE or status not in (pb.Message.OK, pb.Message.E_DIAL_ERROR):
+        if reply.type != pb.Message.DIAL_RESPONSE or status not in (
+            pb.Message.OK,
+            pb.Message.E_DIAL_ERROR,
+        ):
             raise PeerError(f"no dial-back (status {status})")
         return status == pb.Message.OK, _address(reply.dialResponse.addr)
 
@@ -211,15 +240,22 @@ class ReachabilityCheck:
             return
         self.verdict = verdict
         if verdict == "private":
-            where = f"port {self.ports[0]} is not reachable" if self.ports else "this node listens on loopback only, it is not reachable"
+            where = (
+                f"port {self.ports[0]} is not reachable"
+                if self.ports
+                else "this node listens on loopback only, it is not reachable"
+            )
             log.warning("%s from outside: running outbound-only (docs/networking.md)", where)
         else:
-            log.info("reachable from outside%s", f" at {self.own_address}" if self.own_address else "")
+            log.info(
+                "reachable from outside%s", f" at {self.own_address}" if self.own_address else ""
+            )
         self._changed(verdict)
 
 
 class DialBack:
-    """Dials peers back that ask for it. `welcome(peer)`: False for who is not to be served. `outcomes`: counts."""
+    """Dials peers back that ask for it. `welcome(peer)`: False for who is not to be served.
+    `outcomes`: counts."""
 
     def __init__(self, host: Host, welcome: Callable[[str], bool]) -> None:
         self.outcomes = collections.Counter[str]({"ok": 0, "unreachable": 0, "refused": 0})
@@ -230,19 +266,32 @@ class DialBack:
         host.set_handler(AUTONAT, self._on_stream)
 
     async def _on_stream(self, stream: Stream) -> None:
-        request = await answer(stream, lambda stream: read_message(stream, pb.Message), deadline=CHECK_SECONDS)
+        request = await answer(
+            stream, lambda stream: read_message(stream, pb.Message), deadline=CHECK_SECONDS
+        )
         if request is None:
             return
         status, address = await self.dial_back(stream, request)
-        reply = pb.Message.DialResponse(status=status, statusText="", addr=b"" if address is None else multiaddr_bytes(str(address)))
+        reply = pb.Message.DialResponse(
+            status=status,
+            statusText="",
+            addr=b"" if address is None else multiaddr_bytes(str(address)),
+        )
         response = pb.Message(type=pb.Message.DIAL_RESPONSE, dialResponse=reply)
-        if await answer(stream, lambda stream: write_message(stream, response), deadline=CHECK_SECONDS):
+        if await answer(
+            stream, lambda stream: write_message(stream, response), deadline=CHECK_SECONDS
+        ):
             await stream.close()
 
-    async def dial_back(self, stream: Stream, request: pb.Message) -> tuple[pb.Message.ResponseStatus.ValueType, Address | None]:
-        """Dials the asking peer at the IP address we see it at. Returns the status and the address that was tried last."""
+    async def dial_back(
+        self, stream: Stream, request: pb.Message
+    ) -> tuple[pb.Message.ResponseStatus.ValueType, Address | None]:
+        """Dials the asking peer at the IP address we see it at. Returns the status and the address
+        that was tried last."""
         told = [_address(raw) for raw in list(request.dial.peer.addrs)[:8]]
-        ports = list(dict.fromkeys(each.port for each in told if each is not None and each.port))[:PORTS]
+        ports = list(dict.fromkeys(each.port for each in told if each is not None and each.port))[
+            :PORTS
+        ]
         if request.type != pb.Message.DIAL or not ports:
             return pb.Message.E_BAD_REQUEST, None
         remote = stream.remote if stream.relay is None else None
@@ -274,7 +323,8 @@ class DialBack:
 
 
 def _address(raw: bytes) -> Address | None:
-    """A binary multiaddr of the one kind that we use; None for any other, for one through a relay, and for garbage."""
+    """A binary multiaddr of the one kind that we use; None for any other, for one through a relay,
+    and for garbage."""
     try:
         return address_of_bytes(raw)
     except PeerError as error:

@@ -1,6 +1,8 @@
-"""The peer book, `peers.json`: where peers were and what they had earned, so that a restart does not start among strangers.
+"""The peer book, `peers.json`: where peers were and what they had earned, so that a restart does
+not start among strangers.
 
-Only ours is read, but a disk can lie: it is bounded, decoded by type, and whatever is wrong with it means an empty book and one warning.
+Only ours is read, but a disk can lie: it is bounded, decoded by type, and whatever is wrong with it
+means an empty book and one warning.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ class Book(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reputation: list[SavedRecord]
 
 
-def load(path: Path, table: PeerTable, reputation: Reputation, now: float, *, clock: float | None = None) -> int:
-    """Reads the book into `table` and `reputation`; returns the number of peers. Never raises for what is in the file.
+def load(
+    path: Path, table: PeerTable, reputation: Reputation, now: float, *, clock: float | None = None
+) -> int:
+    """Reads the book into `table` and `reputation`; returns the number of peers. Never raises for
+    what is in the file.
 
     `now`: monotonic; `clock`: Unix time, now if None.
     """
@@ -64,7 +69,9 @@ def load(path: Path, table: PeerTable, reputation: Reputation, now: float, *, cl
     for each in book.peers[:BOOK_PEERS]:
         try:
             peer = addresses.check_peer_id(each.peer)
-            known = [str(addresses.parse_any(text)[0]) for text in each.addresses[:ADDRESSES_PER_PEER]]
+            known = [
+                str(addresses.parse_any(text)[0]) for text in each.addresses[:ADDRESSES_PER_PEER]
+            ]
         except ValueError:
             continue
         if known and math.isfinite(each.age):
@@ -75,7 +82,8 @@ def load(path: Path, table: PeerTable, reputation: Reputation, now: float, *, cl
 
 
 def save(path: Path, data: bytes) -> None:
-    """Writes what `render` returned; a full disk is a warning. Blocks on fsync, so not on the trio thread while running."""
+    """Writes what `render` returned; a full disk is a warning. Blocks on fsync, so not on the trio
+    thread while running."""
     try:
         write_atomically(path, data)
     except OSError as error:
@@ -84,5 +92,10 @@ def save(path: Path, data: bytes) -> None:
 
 def render(table: PeerTable, reputation: Reputation, now: float) -> bytes:
     """The book as JSON."""
-    peers = [BookPeer(each.peer, list(each.addresses), max(0.0, now - each.seen_at(now))) for each in table.for_book(BOOK_PEERS, now)]
-    return msgspec.json.encode(Book(VERSION, time.time(), peers, reputation.snapshot(now)[:BOOK_RECORDS]))
+    peers = [
+        BookPeer(each.peer, list(each.addresses), max(0.0, now - each.seen_at(now)))
+        for each in table.for_book(BOOK_PEERS, now)
+    ]
+    return msgspec.json.encode(
+        Book(VERSION, time.time(), peers, reputation.snapshot(now)[:BOOK_RECORDS])
+    )

@@ -1,11 +1,15 @@
-"""How much this node may send and receive: two token buckets, a month's total, quiet hours. Pure: no clock, no socket, no file.
+"""How much this node may send and receive: two token buckets, a month's total, quiet hours. Pure:
+no clock, no socket, no file.
 
-    bytes that went by ─ observe ─▶ buckets (may go below zero)      whoever has a choice asks first:
-                                  └▶ the month's total               allows(choice of CHOICES), listening()
+    bytes that went by ─ observe ─▶ buckets (may go below zero)      whoever has a choice asks
+    first:
+                                  └▶ the month's total               allows(choice of CHOICES),
+                                  listening()
 
-Every byte is charged, whatever protocol moved it; only what a node can do without asks. So a ping is never refused, and is paid for by a
-group that is not sent. What arrives over gossip cannot be refused at all, py-libp2p has no back-pressure that it survives: a node in
-debt leaves the topic instead, so that neighbours stop sending, and returns when it has caught up.
+Every byte is charged, whatever protocol moved it; only what a node can do without asks. So a ping
+is never refused, and is paid for by a group that is not sent. What arrives over gossip cannot be
+refused at all, py-libp2p has no back-pressure that it survives: a node in debt leaves the topic
+instead, so that neighbours stop sending, and returns when it has caught up.
 """
 
 from __future__ import annotations
@@ -25,14 +29,16 @@ BURST_SECONDS = 10.0
 BURST_BYTES = 2**18
 """… and never less than this, or a group of 64 KB to a few neighbours would not fit."""
 DEBT_SECONDS = 60.0
-"""A bucket's deepest debt, in seconds of its rate: a flood must not silence a node for the rest of the day."""
+"""A bucket's deepest debt, in seconds of its rate: a flood must not silence a node for the rest of
+the day."""
 UPLOADS = ("publish", "forward", "serve", "relay")
 CHOICES = (*UPLOADS, "fetch")
 """What is done only while there is budget for it."""
 PAUSES = ("quiet_hours", "month", *pauses.REASONS, "download")
 """Why a node does not listen to the swarm; the first two pause everything else in CHOICES too."""
 RESTING = ("serve", "relay")
-"""What a node does for its peers while its trainer rests by `pauses.REASONS`. What it could take itself would be stale afterwards."""
+"""What a node does for its peers while its trainer rests by `pauses.REASONS`. What it could take
+itself would be stale afterwards."""
 
 
 class TokenBucket:
@@ -73,7 +79,8 @@ class BudgetStatistics(msgspec.Struct, frozen=True):
     paused: dict[str, bool] = {}
     """Which of PAUSES keep the node from listening to the swarm."""
     level_bytes: dict[str, float] = {}
-    """Bytes that may go "in" and "out" at once, below zero in debt; each only where it has a cap."""
+    """Bytes that may go "in" and "out" at once, below zero in debt; each only where it has a
+    cap."""
     month_bytes: dict[str, int] = {}
     """Bytes that went "in" and "out" in this calendar month."""
     month_limit_bytes: int | None = None
@@ -83,9 +90,11 @@ class BudgetStatistics(msgspec.Struct, frozen=True):
 
 
 class Budget:
-    """The caps of `cfg` and the node's quiet hours. `now` is Unix seconds everywhere; `local` makes local calendar time of it.
+    """The caps of `cfg` and the node's quiet hours. `now` is Unix seconds everywhere; `local` makes
+    local calendar time of it.
 
-    month: as it was saved, so that a restart forgets nothing. resting(): of `pauses.REASONS`, those that hold.
+    month: as it was saved, so that a restart forgets nothing. resting(): of `pauses.REASONS`, those
+    that hold.
     """
 
     def __init__(
@@ -98,8 +107,14 @@ class Budget:
         local: Callable[[float], time.struct_time] = time.localtime,
         resting: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._upload = TokenBucket(cfg.upload_bytes_per_second, now) if cfg.upload_bytes_per_second else None
-        self._download = TokenBucket(cfg.download_bytes_per_second, now) if cfg.download_bytes_per_second else None
+        self._upload = (
+            TokenBucket(cfg.upload_bytes_per_second, now) if cfg.upload_bytes_per_second else None
+        )
+        self._download = (
+            TokenBucket(cfg.download_bytes_per_second, now)
+            if cfg.download_bytes_per_second
+            else None
+        )
         self._limit = cfg.monthly_bytes
         self._quiet_hours = quiet_hours
         self._local = local
@@ -135,18 +150,27 @@ class Budget:
         return not rests and not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
 
     def listening(self, now: float) -> bool:
-        """Whether to be in the gossip topic: not while paused, nor from the moment of debt until the bucket is half full again."""
+        """Whether to be in the gossip topic: not while paused, nor from the moment of debt until
+        the bucket is half full again."""
         if self._download is not None:
             level = self._download.level(now)
-            self._catching_up = level < self._download.capacity / 2 if self._catching_up else level < 0
+            self._catching_up = (
+                level < self._download.capacity / 2 if self._catching_up else level < 0
+            )
         return not self._catching_up and not self._resting() and not self._pauses(now)
 
     def statistics(self, now: float) -> BudgetStatistics:
-        found = (*self._pauses(now), *self._resting(), *(("download",) if self._catching_up else ()))
+        found = (
+            *self._pauses(now),
+            *self._resting(),
+            *(("download",) if self._catching_up else ()),
+        )
         buckets = {"in": self._download, "out": self._upload}
         return BudgetStatistics(
             paused={reason: reason in found for reason in PAUSES},
-            level_bytes={way: bucket.level(now) for way, bucket in buckets.items() if bucket is not None},
+            level_bytes={
+                way: bucket.level(now) for way, bucket in buckets.items() if bucket is not None
+            },
             month_bytes={"in": self._month.received, "out": self._month.sent},
             month_limit_bytes=self._limit or None,
             refused={choice: self._refused[choice] for choice in CHOICES},
@@ -161,9 +185,15 @@ class Budget:
         """Reasons for sharing nothing at all."""
         local = self._local(now)
         quiet = is_quiet(self._quiet_hours, local.tm_hour * 60 + local.tm_min)
-        # Of an earlier month's total nothing is left once the calendar has turned, also when nothing was observed since.
-        spent = self._month.sent + self._month.received if self._month.month == self._name(now) else 0
-        return (*(("quiet_hours",) if quiet else ()), *(("month",) if self._limit and spent >= self._limit else ()))
+        # Of an earlier month's total nothing is left once the calendar has turned, also when
+        # nothing was observed since.
+        spent = (
+            self._month.sent + self._month.received if self._month.month == self._name(now) else 0
+        )
+        return (
+            *(("quiet_hours",) if quiet else ()),
+            *(("month",) if self._limit and spent >= self._limit else ()),
+        )
 
     def _name(self, now: float) -> str:
         local = self._local(now)

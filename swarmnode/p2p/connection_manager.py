@@ -1,7 +1,8 @@
-"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, closes what is dead, and lets go of peers where
-newcomers need their places or others are to be met.
+"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, closes
+what is dead, and lets go of peers where newcomers need their places or others are to be met.
 
-    peer table ─ whom to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶ ConnectionManager ─▶ peer table, Dialer
+    peer table ─ whom to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶
+    ConnectionManager ─▶ peer table, Dialer
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Greeter(Protocol):
 
 @dataclass(frozen=True)
 class Keeping:
-    """How many peers are kept: `most` connections, `target` peers, and for any number those that the node depends on."""
+    """How many peers are kept: `most` connections, `target` peers, and for any number those that
+    the node depends on."""
 
     most: int
     target: int
@@ -126,7 +128,8 @@ class ConnectionManager:
             self._make_room()
 
     async def _tend(self) -> None:
-        """Closes connections whose other end is gone without a word, and takes note of ends that the library did not announce."""
+        """Closes connections whose other end is gone without a word, and takes note of ends that
+        the library did not announce."""
         liveness = Liveness[Connection]()
         while True:
             await trio.sleep(TEND_SECONDS)
@@ -137,11 +140,15 @@ class ConnectionManager:
             pings = {each: each.ping for each in self._connections}
             heard = {each: each.heard for each in self._connections}
             for connection in liveness.dead(pings, trio.current_time(), heard):
-                log.debug("%s neither answers nor says anything: its connection is closed", connection.peer)
+                log.debug(
+                    "%s neither answers nor says anything: its connection is closed",
+                    connection.peer,
+                )
                 self._host.nursery.start_soon(connection.close)
 
     def _make_room(self) -> None:
-        """So that a newcomer finds a place here, and is told of others, however many have found theirs before."""
+        """So that a newcomer finds a place here, and is told of others, however many have found
+        theirs before."""
         for peer in turnover.make_room(self._links(), self._keeping.most, trio.current_time()):
             log.debug("making room: %s gives its place up", peer)
             self._let_go(peer, "full")
@@ -162,4 +169,8 @@ class ConnectionManager:
 
     def _links(self) -> list[Link]:
         bootstrap = {each.peer for each in self._table.bootstrap()}
-        return self._connections.links(lambda peer: peer in self._host.held or peer in bootstrap or self._keeping.depends_on(peer))
+        return self._connections.links(
+            lambda peer: (
+                peer in self._host.held or peer in bootstrap or self._keeping.depends_on(peer)
+            )
+        )

@@ -1,6 +1,7 @@
 """The connections there are now, and what follows from them: who is reached how, and from where.
 
-    library ─ opened, closed ─▶ ConnectionTable ─ opened (the first of its peer?), closed (the last?) ─▶ listeners, in their order
+library ─ opened, closed ─▶ ConnectionTable ─ opened (the first of its peer?), closed (the last?) ─▶
+listeners, in their order
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Connection(Protocol):
     def is_closed(self) -> bool: ...
     @property
     def ping(self) -> tuple[int, bool]:
-        """The number of the latest ping on it, 0 before the first, and whether that was answered."""
+        """The number of the latest ping on it, 0 before the first, and whether that was
+        answered."""
         ...
 
     @property
@@ -51,7 +53,8 @@ class Connection(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is going on over it that we asked for, or granted for as long as it lasts."""
+        """Whether anything is going on over it that we asked for, or granted for as long as it
+        lasts."""
         ...
 
     async def close(self) -> None:
@@ -153,7 +156,8 @@ class ConnectionTable:
         return bool(self.direct(peer))
 
     def is_punched(self, peer: str) -> bool:
-        """Whether the direct connection with `peer` came about while there was one through a relay."""
+        """Whether the direct connection with `peer` came about while there was one through a
+        relay."""
         return any(each in self._punched for each in self.of(peer))
 
     def behind(self, relay: str) -> int:
@@ -162,25 +166,41 @@ class ConnectionTable:
 
     def of_prefix(self, prefix: str) -> int:
         """Connections that come from or lead to this /24 or /48."""
-        return sum(1 for each in self._live if each.remote is not None and each.remote.prefix == prefix)
+        return sum(
+            1 for each in self._live if each.remote is not None and each.remote.prefix == prefix
+        )
 
     def group(self, peer: str) -> str | None:
         """The relay that `peer` is behind, or its /24 or /48; None on this machine."""
-        return next((f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None for each in self.of(peer)), None)
+        return next(
+            (
+                f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None
+                for each in self.of(peer)
+            ),
+            None,
+        )
 
     def links(self, depends_on: Callable[[str], bool]) -> list[Link]:
-        """Everybody at the other end of a connection, for `turnover`. depends_on(peer): whether something here does."""
+        """Everybody at the other end of a connection, for `turnover`. depends_on(peer): whether
+        something here does."""
         return [self._link(peer, depends_on(peer)) for peer in self.peers()]
 
     def _link(self, peer: str, needed: bool) -> Link:
         ours = self.of(peer)
         spare = not needed and not any(each.is_busy for each in ours)
-        return Link(peer, all(each.inbound for each in ours), min(map(self.since, ours)), self.group(peer), spare)
+        return Link(
+            peer,
+            all(each.inbound for each in ours),
+            min(map(self.since, ours)),
+            self.group(peer),
+            spare,
+        )
 
     # -- where peers are
 
     def observed(self, peer: str) -> Address | None:
-        """The address at which we see a connected peer, None if it is relayed; the port is ephemeral if it dialled us."""
+        """The address at which we see a connected peer, None if it is relayed; the port is
+        ephemeral if it dialled us."""
         return next((each.remote for each in self.direct(peer) if each.remote is not None), None)
 
     def heard(self, peer: str) -> float | None:
@@ -188,11 +208,14 @@ class ConnectionTable:
         return max((each.heard for each in self.of(peer) if each.heard is not None), default=None)
 
     def vantage(self, peer: str) -> Address | None:
-        """From where `peer` speaks: its own address, or that of the relay that it is connected through."""
+        """From where `peer` speaks: its own address, or that of the relay that it is connected
+        through."""
         if (seen := self.observed(peer)) is not None:
             return seen
         relays = (each.relay for each in self.circuits(peer) if each.relay is not None)
-        return next((address for relay in relays if (address := self.observed(relay)) is not None), None)
+        return next(
+            (address for relay in relays if (address := self.observed(relay)) is not None), None
+        )
 
     def dialled_at(self, peer: str) -> Address | None:
         """Where we dialled a connected peer, None if it dialled us."""

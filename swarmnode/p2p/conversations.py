@@ -1,11 +1,13 @@
-"""Conversations: a stream is opened, something is said both ways, and the stream ends, all of it before a deadline.
+"""Conversations: a stream is opened, something is said both ways, and the stream ends, all of it
+before a deadline.
 
-The I/O runs in a task of its own, because no cancel scope may be put around it (library/streams.py says why); the caller waits beside it,
-and when the deadline passes another task resets the stream. So a caller is back on time even when the connection is so stuck that the
-reset itself has to wait.
+The I/O runs in a task of its own, because no cancel scope may be put around it (library/streams.py
+says why); the caller waits beside it, and when the deadline passes another task resets the stream.
+So a caller is back on time even when the connection is so stuck that the reset itself has to wait.
 
-Frames, as our own protocols have them, are a big-endian u32 length and that many bytes; the messages of libp2p's own protocols (relay,
-AutoNAT, DCUtR) are protobuf behind a varint length. Either way the length is checked before anything is read.
+Frames, as our own protocols have them, are a big-endian u32 length and that many bytes; the
+messages of libp2p's own protocols (relay, AutoNAT, DCUtR) are protobuf behind a varint length.
+Either way the length is checked before anything is read.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Talk = Callable[[Stream], Awaitable[T]]
 
 
 class _Conversation(Generic[T]):
-    """One that is under way. Its task fills in `value` or `error` and sets `done`; the caller may have gone by then."""
+    """One that is under way. Its task fills in `value` or `error` and sets `done`; the caller may
+    have gone by then."""
 
     def __init__(self) -> None:
         self.done = trio.Event()
@@ -47,11 +50,15 @@ class _Conversation(Generic[T]):
         self.abandoned = False
 
 
-async def converse(host: Host, peer: str, protocol: str, talk: Talk[T], *, deadline: float, keep: bool = False) -> tuple[T, Stream]:
-    """What `talk(stream)` returns, and the stream: closed, or with `keep` open and the caller's to end.
+async def converse(
+    host: Host, peer: str, protocol: str, talk: Talk[T], *, deadline: float, keep: bool = False
+) -> tuple[T, Stream]:
+    """What `talk(stream)` returns, and the stream: closed, or with `keep` open and the caller's to
+    end.
 
-    `deadline` in seconds covers everything. Raises PeerTimeout after it, Incompatible if the peer does not speak the protocol, PeerError if
-    it is not connected or anything else goes wrong; then the stream has been reset.
+    `deadline` in seconds covers everything. Raises PeerTimeout after it, Incompatible if the peer
+    does not speak the protocol, PeerError if it is not connected or anything else goes wrong; then
+    the stream has been reset.
     """
     under_way = _Conversation[T]()
     taken = False
@@ -73,12 +80,15 @@ async def converse(host: Host, peer: str, protocol: str, talk: Talk[T], *, deadl
     return under_way.value[0], stream
 
 
-async def _converse(under_way: _Conversation[T], host: Host, peer: str, protocol: str, talk: Talk[T], keep: bool) -> None:
+async def _converse(
+    under_way: _Conversation[T], host: Host, peer: str, protocol: str, talk: Talk[T], keep: bool
+) -> None:
     """Never raises; the stream is ended unless it is handed over."""
     try:
         under_way.stream = await host.open_stream(peer, protocol, lazily=not keep)
         if not under_way.abandoned:
-            with peer_errors(f"{protocol} with {peer}"):  # a peer's bytes may surprise whoever reads them
+            # a peer's bytes may surprise whoever reads them
+            with peer_errors(f"{protocol} with {peer}"):
                 under_way.value.append(await talk(under_way.stream))
     except PeerError as error:
         under_way.error = error
@@ -90,8 +100,9 @@ async def _converse(under_way: _Conversation[T], host: Host, peer: str, protocol
 
 
 async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
-    """What `talk(stream)` returns, on a stream that a peer opened and that is reset after `deadline` seconds. Raises PeerTimeout then, else
-    the PeerError that `talk` raised; the stream is the caller's to end."""
+    """What `talk(stream)` returns, on a stream that a peer opened and that is reset after
+    `deadline` seconds. Raises PeerTimeout then, else the PeerError that `talk` raised; the stream
+    is the caller's to end."""
     late = trio.current_time() + deadline
     said: list[T] = []
     failure: PeerError | None = None
@@ -134,7 +145,8 @@ def frame(data: bytes) -> bytes:
 
 
 async def read_frame(stream: Stream, limit: int) -> bytes:
-    """Raises BadMessage("oversize") before reading a body longer than `limit`, PeerError if the stream ends before."""
+    """Raises BadMessage("oversize") before reading a body longer than `limit`, PeerError if the
+    stream ends before."""
     (length,) = LENGTH.unpack(await stream.read_exactly(LENGTH.size))
     if length > limit:
         raise BadMessage("oversize", f"{length} bytes announced, {limit} allowed")

@@ -1,8 +1,10 @@
 """The redial loop: carries the peer table's decisions out, for ever.
 
-    table.to_dial ─▶ one task per peer: its addresses in turn, a deadline each ─▶ table.dialed_ok | table.failed ─▶ sleep until next due
+    table.to_dial ─▶ one task per peer: its addresses in turn, a deadline each ─▶ table.dialed_ok |
+    table.failed ─▶ sleep until next due
 
-The library's own bootstrap and auto-connector are not used: measured, they do not heal a 20 s outage within 85 s.
+The library's own bootstrap and auto-connector are not used: measured, they do not heal a 20 s
+outage within 85 s.
 """
 
 from __future__ import annotations
@@ -23,17 +25,21 @@ DIAL_SECONDS = 10.0
 """One address: TCP connect, Noise, Yamux."""
 ADDRESSES_PER_DIAL = 4
 DIRECT_SECONDS = 4.0
-"""One direct address of a peer that can be called through a relay too: behind a router, SYNs are lost without a word."""
+"""One direct address of a peer that can be called through a relay too: behind a router, SYNs are
+lost without a word."""
 CONCURRENT = 8
 LONGEST_SLEEP = 5.0
-"""The loop looks at least this often, whatever the table says, so that a lost wake-up costs seconds at most."""
+"""The loop looks at least this often, whatever the table says, so that a lost wake-up costs seconds
+at most."""
 
 Connect = Callable[[str, str], Awaitable[bool]]
-"""(peer id, address) → True if it connected, False if the peer was connected already. Raises PeerError."""
+"""(peer id, address) → True if it connected, False if the peer was connected already. Raises
+PeerError."""
 
 
 class Dialer:
-    """`connect` does the dialling, the table decides. `table` is told the outcomes on `trio.current_time()`."""
+    """`connect` does the dialling, the table decides. `table` is told the outcomes on
+    `trio.current_time()`."""
 
     def __init__(self, table: PeerTable, connect: Connect) -> None:
         self._table = table
@@ -70,7 +76,9 @@ class Dialer:
                 for order in self._table.to_dial(trio.current_time(), CONCURRENT - running):
                     running += 1
                     nursery.start_soon(dial, order)
-                pause = self._table.next_due(trio.current_time()) if running < CONCURRENT else math.inf
+                pause = (
+                    self._table.next_due(trio.current_time()) if running < CONCURRENT else math.inf
+                )
                 with trio.move_on_after(min(max(pause, 0.05), LONGEST_SLEEP)):
                     await self._wake.wait()
 
@@ -94,10 +102,16 @@ class Dialer:
         self._table.failed(order.peer, trio.current_time())
 
     def _failed(self, order: Dial, address: str, why: str) -> None:
-        """One warning per bootstrap address and outage; what strangers told us fails too often to be news."""
+        """One warning per bootstrap address and outage; what strangers told us fails too often to
+        be news."""
         if order.source == "bootstrap" and (order.peer, address) not in self._unreachable:
             self._unreachable.add((order.peer, address))
-            log.warning("bootstrap peer unreachable, trying on: %s/p2p/%s (%s)", address, order.peer, why[:200])
+            log.warning(
+                "bootstrap peer unreachable, trying on: %s/p2p/%s (%s)",
+                address,
+                order.peer,
+                why[:200],
+            )
         else:
             log.debug("dial failed: %s/p2p/%s (%s)", address, order.peer, why[:200])
 

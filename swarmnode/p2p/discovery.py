@@ -1,4 +1,5 @@
-"""Where peers are heard of: bootstrap addresses, the book of the last run, the local network, and other peers."""
+"""Where peers are heard of: bootstrap addresses, the book of the last run, the local network, and
+other peers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ BOOK_SECONDS = 60.0
 
 
 class Discovery:
-    """`mdns`: None to leave the local network alone. `path`: of the book. `news()` is called when there is somebody to dial."""
+    """`mdns`: None to leave the local network alone. `path`: of the book. `news()` is called when
+    there is somebody to dial."""
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class Discovery:
         self._news = news
 
     def load(self) -> int:
-        """Puts the bootstrap peers and those of the book into the table; returns the number of the latter."""
+        """Puts the bootstrap peers and those of the book into the table; returns the number of the
+        latter."""
         now = trio.current_time()
         for address, peer in self._bootstrap:
             self._table.add(peer, str(address), "bootstrap", now)

@@ -1,10 +1,14 @@
-"""Peer exchange, `/swarmnode/peers/1`: nodes that share a bootstrap peer find each other through it.
+"""Peer exchange, `/swarmnode/peers/1`: nodes that share a bootstrap peer find each other through
+it.
 
-    we ─ our swarm, our listen addresses ─▶ peer      it believes the ports and puts the IP address it sees before them
-    we ◀─ peers it is connected to now ──── peer      we believe nothing: only a dial that ends with that very peer id proves an address
+    we ─ our swarm, our listen addresses ─▶ peer      it believes the ports and puts the IP address
+    it sees before them
+    we ◀─ peers it is connected to now ──── peer      we believe nothing: only a dial that ends with
+    that very peer id proves an address
 
-An address that a peer claims for itself is kept only at the IP address we see it at, and what is told on was seen like that or dialled. So
-nobody can point the swarm at a machine that is not its own; what is left to a liar is a few failed dials per peer (peers.py bounds them).
+An address that a peer claims for itself is kept only at the IP address we see it at, and what is
+told on was seen like that or dialled. So nobody can point the swarm at a machine that is not its
+own; what is left to a liar is a few failed dials per peer (peers.py bounds them).
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
 
 
 class PeerExchange:
-    """`connections`: where peers are. `nat`: where we are. `news()`: is called when the table has changed."""
+    """`connections`: where peers are. `nat`: where we are. `news()`: is called when the table has
+    changed."""
 
     def __init__(
         self,
@@ -84,7 +89,8 @@ class PeerExchange:
         )
 
     async def run(self) -> None:
-        """Asks a few connected peers every ASK_SECONDS, and when there is something to tell them, until cancelled."""
+        """Asks a few connected peers every ASK_SECONDS, and when there is something to tell them,
+        until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tell_changes)
             while True:
@@ -100,18 +106,28 @@ class PeerExchange:
                 nursery.start_soon(self.ask_some)
 
     async def ask_some(self, *, heeded: bool = False) -> None:
-        """Asks a few connected peers, and so tells them where we are now. heeded: of those alone whose answers count."""
-        connected = [peer for peer in self._table.connected() if not heeded or self._table.heeds(peer)]
+        """Asks a few connected peers, and so tells them where we are now. heeded: of those alone
+        whose answers count."""
+        connected = [
+            peer for peer in self._table.connected() if not heeded or self._table.heeds(peer)
+        ]
         async with trio.open_nursery() as nursery:
             for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
                 nursery.start_soon(self.ask, peer)
 
     async def ask(self, peer: str) -> None:
-        """Asks one connected peer and puts what it tells into the table. Never raises for anything the peer does."""
+        """Asks one connected peer and puts what it tells into the table. Never raises for anything
+        the peer does."""
         try:
-            request = codec.encode(PeersRequest(self._swarm, self._nat.own_addresses(peer)[: limits.PEER_ADDRESSES]))
+            request = codec.encode(
+                PeersRequest(self._swarm, self._nat.own_addresses(peer)[: limits.PEER_ADDRESSES])
+            )
             data = await self._requests.request(
-                peer, ids.PEERS_PROTOCOL, request, deadline=DEADLINE, max_response_bytes=limits.PEERS_RESPONSE_BYTES
+                peer,
+                ids.PEERS_PROTOCOL,
+                request,
+                deadline=DEADLINE,
+                max_response_bytes=limits.PEERS_RESPONSE_BYTES,
             )
             response = codec.decode(data, PeersResponse, limits.PEERS_RESPONSE_BYTES)
         except PeerError as error:
@@ -126,8 +142,8 @@ class PeerExchange:
             self._learn(response.peers, peer, teller)
 
     async def greet(self, peer: str) -> None:
-        """Asks a new peer. Before it is told our addresses, we want to know whether they are any good. Never raises for anything the peer
-        does."""
+        """Asks a new peer. Before it is told our addresses, we want to know whether they are any
+        good. Never raises for anything the peer does."""
         await self._nat.greet(peer)
         if peer in self._table.connected():
             await self.ask(peer)
@@ -164,19 +180,32 @@ class PeerExchange:
         if request.swarm != self._swarm or seen is None:
             return codec.encode(PeersResponse(self._swarm, []))
         self._believe(peer, request.addresses, self._connections.observed(peer))
-        good = self._table.good(limits.PEERS, apart_from=peer, scope=seen.scope, also=self._nat.relayed_here)
-        return codec.encode(PeersResponse(self._swarm, [PeerAddresses(other, where[: limits.PEER_ADDRESSES]) for other, where in good]))
+        good = self._table.good(
+            limits.PEERS, apart_from=peer, scope=seen.scope, also=self._nat.relayed_here
+        )
+        return codec.encode(
+            PeersResponse(
+                self._swarm,
+                [PeerAddresses(other, where[: limits.PEER_ADDRESSES]) for other, where in good],
+            )
+        )
 
     def _place(self, circuit: Circuit, peer: str, teller: Address) -> Circuit:
-        """Where the relay is, if we know better than who told; a relay that speaks of itself is where we see it."""
+        """Where the relay is, if we know better than who told; a relay that speaks of itself is
+        where we see it."""
         known = self._nat.address_of(circuit.relay)
-        if known is None and circuit.relay == peer and circuit.address.ip is not None and circuit.address.ip.is_unspecified:
+        if (
+            known is None
+            and circuit.relay == peer
+            and circuit.address.ip is not None
+            and circuit.address.ip.is_unspecified
+        ):
             known = Address(teller.kind, teller.host, circuit.address.port)
         return circuit if known is None else Circuit(known, circuit.relay)
 
     def _believe(self, peer: str, claimed: list[str], seen: Address | None) -> None:
-        """Keeps the requester's own ports, at the IP address it really has (`seen`; None if it is relayed), and its relays, where we know
-        the address of those ourselves."""
+        """Keeps the requester's own ports, at the IP address it really has (`seen`; None if it is
+        relayed), and its relays, where we know the address of those ourselves."""
         for text in claimed:
             try:
                 address, _ = addresses.parse_any(text)
@@ -186,12 +215,21 @@ class PeerExchange:
                 where = self._nat.address_of(address.relay)
                 if where is not None and address.relay != peer:
                     self._table.claim(peer, str(Circuit(where, address.relay)), trio.current_time())
-            elif seen is not None and address.ip is not None and address.port and (address.ip.is_unspecified or address.ip == seen.ip):
-                self._table.claim(peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time())
+            elif (
+                seen is not None
+                and address.ip is not None
+                and address.port
+                and (address.ip.is_unspecified or address.ip == seen.ip)
+            ):
+                self._table.claim(
+                    peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time()
+                )
 
     def _may_ask(self, peer: str, now: float) -> bool:
         allowance = self._allowances.setdefault(peer, _Allowance(REQUESTS_PER_PEER, now))
-        allowance.left = min(REQUESTS_PER_PEER, allowance.left + (now - allowance.at) / REQUEST_SECONDS) - 1.0
+        allowance.left = (
+            min(REQUESTS_PER_PEER, allowance.left + (now - allowance.at) / REQUEST_SECONDS) - 1.0
+        )
         allowance.at = now
         if allowance.left < 0:
             allowance.left = 0.0

@@ -1,9 +1,13 @@
-"""Having the router forward our port for as long as we run, where others cannot dial us without (UPnP; see `gateway.py`).
+"""Having the router forward our port for as long as we run, where others cannot dial us without
+(UPnP; see `gateway.py`).
 
-    peers on the internet cannot dial us ─▶ ask the router ─┬─ it forwards ─▶ asked again before the mapping ends
-                                                            └─ it does not ─▶ said once, asked again later
+    peers on the internet cannot dial us ─▶ ask the router ─┬─ it forwards ─▶ asked again before the
+    mapping ends
+                                                            └─ it does not ─▶ said once, asked again
+                                                            later
 
-A router that starts again forgets its mappings: peers soon cannot dial us any more, and it is asked anew; at a new address at once.
+A router that starts again forgets its mappings: peers soon cannot dial us any more, and it is asked
+anew; at a new address at once.
 """
 
 from __future__ import annotations
@@ -20,14 +24,21 @@ from swarmnode.p2p.gateway import LEASE_SECONDS, Gateway, Kind, asked, kind_of
 log = logging.getLogger(__name__)
 
 RENEW_SECONDS = 1500.0
-"""Between two requests to forward our port while that works; a mapping lives for LEASE_SECONDS, so that one request may be lost."""
+"""Between two requests to forward our port while that works; a mapping lives for LEASE_SECONDS, so
+that one request may be lost."""
 RETRY_SECONDS = 300.0
 """The same while others cannot dial us all the same."""
 LOOK_SECONDS = 15.0
 WORDS = {
-    "carrier": "the provider shares one public address among its customers (carrier-grade NAT): no port can be forwarded to this machine; "
-    "relays carry calls to it, and a public address, or IPv6, is the provider's to give",
-    "private": "the router has another router behind it, whose port would have to be forwarded too; relays carry calls to this machine",
+    "carrier": (
+        "the provider shares one public address among its customers (carrier-grade NAT): no port"
+        " can be forwarded to this machine; relays carry calls to it, and a public address, or"
+        " IPv6, is the provider's to give"
+    ),
+    "private": (
+        "the router has another router behind it, whose port would have to be forwarded too; relays"
+        " carry calls to this machine"
+    ),
 }
 assert 2 * RENEW_SECONDS < LEASE_SECONDS
 
@@ -43,7 +54,8 @@ class Seen:
 
 
 class Forwarding:
-    """seen(): how peers see us now. check(): have a peer try again to dial us. ask(port): see `gateway.asked`."""
+    """seen(): how peers see us now. check(): have a peer try again to dial us. ask(port): see
+    `gateway.asked`."""
 
     def __init__(
         self,

@@ -1,10 +1,14 @@
-"""`python -m swarmnode.p2p.gateway [--port PORT] [--url URL]`: what the router of this network says by UPnP, as JSON on stdout.
+"""`python -m swarmnode.p2p.gateway [--port PORT] [--url URL]`: what the router of this network says
+by UPnP, as JSON on stdout.
 
-    outside   the address that it has on its other side: public, private (another router behind it), or of a provider's carrier-grade NAT
-    mapped    whether it forwards PORT to this machine now; for an hour, so that a node that is gone leaves no open port behind
+    outside   the address that it has on its other side: public, private (another router behind it),
+    or of a provider's carrier-grade NAT
+    mapped    whether it forwards PORT to this machine now; for an hour, so that a node that is gone
+    leaves no open port behind
 
-miniupnpc does both well, and comes with py-libp2p. It is C that parses what any device of the LAN sends, so it runs in a process of its own
-with a deadline, never in the one that holds the key. NAT-PMP and PCP are not asked for: routers for homes that speak them speak UPnP, too.
+miniupnpc does both well, and comes with py-libp2p. It is C that parses what any device of the LAN
+sends, so it runs in a process of its own with a deadline, never in the one that holds the key.
+NAT-PMP and PCP are not asked for: routers for homes that speak them speak UPnP, too.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Gateway(msgspec.Struct, frozen=True):
 def kind_of(outside: str, observed: str = "") -> Kind:
     """What kind of address a router's outside address is. Pure.
 
-    observed: where peers see this node. A router whose outside address is another one is not the last on the way.
+    observed: where peers see this node. A router whose outside address is another one is not the
+    last on the way.
     """
     try:
         ip = ipaddress.ip_address(outside)
@@ -51,11 +56,16 @@ def kind_of(outside: str, observed: str = "") -> Kind:
         return "carrier"
     if not ip.is_global:
         return "private"
-    return "carrier" if observed and ipaddress.ip_address(observed).version == ip.version and observed != outside else "public"
+    return (
+        "carrier"
+        if observed and ipaddress.ip_address(observed).version == ip.version and observed != outside
+        else "public"
+    )
 
 
 def ask(port: int | None, url: str | None = None) -> Iterator[Gateway]:
-    """What the router says; with a port, again once it has forwarded it. url: of its description, found by multicast if None.
+    """What the router says; with a port, again once it has forwarded it. url: of its description,
+    found by multicast if None.
 
     Raises the library's plain Exception where nobody answers or the router refuses.
     """
@@ -71,16 +81,29 @@ def ask(port: int | None, url: str | None = None) -> Iterator[Gateway]:
     outside = router.externalipaddress() or ""
     yield Gateway(outside)
     if port is not None:  # some routers know permanent mappings only, and those we do not make
-        mapped = router.addportmapping(port, "TCP", router.lanaddr, port, "swarmnode", "", LEASE_SECONDS)
+        mapped = router.addportmapping(
+            port, "TCP", router.lanaddr, port, "swarmnode", "", LEASE_SECONDS
+        )
         yield Gateway(outside, bool(mapped))
 
 
 async def asked(port: int | None) -> Gateway:
     """The last that it said, in a process of its own. Never raises for what a router does."""
-    command = [sys.executable, "-m", "swarmnode.p2p.gateway", *(("--port", str(port)) if port is not None else ())]
+    command = [
+        sys.executable,
+        "-m",
+        "swarmnode.p2p.gateway",
+        *(("--port", str(port)) if port is not None else ()),
+    ]
     with trio.move_on_after(ASK_SECONDS):
         try:
-            done = await trio.run_process(command, capture_stdout=True, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            done = await trio.run_process(
+                command,
+                capture_stdout=True,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                check=False,
+            )
             return msgspec.json.decode((done.stdout.splitlines() or [b"{}"])[-1], type=Gateway)
         except (OSError, msgspec.MsgspecError) as error:
             log.debug("the router was not asked: %s", error)

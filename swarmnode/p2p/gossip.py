@@ -1,12 +1,15 @@
 """Publish and subscribe over GossipSub, with the sharp edges of the library kept inside.
 
-    peer ─▶ pubsub ─▶ _judge (forwarder's standing, validator)  ─ACCEPT▶ into our queue ─▶ async for message in topic
+    peer ─▶ pubsub ─▶ _judge (forwarder's standing, validator)  ─ACCEPT▶ into our queue ─▶ async for
+    message in topic
                │                                                └ACCEPT▶ forwarded to the mesh
                └ its own ─▶ _may_publish: far more than anybody may, and it is disconnected
 
-The validator is synchronous because py-libp2p's asynchronous ones race its duplicate check: a 20 ms validator at 50 messages per second let
-499 of 1200 duplicates through (and forwarded them). It cannot raise past this file: what it raises is counted and the message ignored.
-Expensive checks belong after the queue. The queue is ours because pubsub's own drops 63 % when its consumer takes 100 ms per message.
+The validator is synchronous because py-libp2p's asynchronous ones race its duplicate check: a 20 ms
+validator at 50 messages per second let 499 of 1200 duplicates through (and forwarded them). It
+cannot raise past this file: what it raises is counted and the message ignored. Expensive checks
+belong after the queue. The queue is ours because pubsub's own drops 63 % when its consumer takes
+100 ms per message.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 
 QUEUE_MESSAGES = 1024
 QUEUE_BYTES = 16 * 2**20
-"""Bounds of one topic's queue. When either is reached the newest message is dropped: gossip is lossy, and admission catches up later."""
+"""Bounds of one topic's queue. When either is reached the newest message is dropped: gossip is
+lossy, and admission catches up later."""
 
 
 class Validation(enum.Enum):
@@ -49,7 +53,8 @@ class Validation(enum.Enum):
 
 
 Validator = Callable[[bytes, str], Validation]
-"""(data, peer id of the forwarder) → Validation. Must be fast: it runs on the network's only thread."""
+"""(data, peer id of the forwarder) → Validation. Must be fast: it runs on the network's only
+thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Message:
 
 class GossipStatistics(msgspec.Struct, frozen=True):
     received: int = 0
-    """Messages from peers that were authentic, well-formed and not duplicates: the guards drop and count the others before us."""
+    """Messages from peers that were authentic, well-formed and not duplicates: the guards drop and
+    count the others before us."""
     accepted: int = 0
     ignored: int = 0
     rejected: int = 0
@@ -79,7 +85,8 @@ class GossipStatistics(msgspec.Struct, frozen=True):
 
 
 class Topic:
-    """A joined topic; iterate over it for its messages. Single consumer. Not made by hand but by `Gossip.join`."""
+    """A joined topic; iterate over it for its messages. Single consumer. Not made by hand but by
+    `Gossip.join`."""
 
     def __init__(self, name: str, validator: Validator, messages: int, size: int) -> None:
         self.name = name
@@ -121,7 +128,9 @@ class Topic:
 class Libp2pGossip:
     """`pubsub`, `router`: the library's objects, guarded."""
 
-    def __init__(self, pubsub: Pubsub, router: Router, own: str, nursery: trio.Nursery, scores: PeerScores) -> None:
+    def __init__(
+        self, pubsub: Pubsub, router: Router, own: str, nursery: trio.Nursery, scores: PeerScores
+    ) -> None:
         self._pubsub = pubsub
         self._router = router
         self._own = own
@@ -133,20 +142,29 @@ class Libp2pGossip:
         self._count = collections.Counter[str]()
 
     async def join(
-        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+        self,
+        topic: str,
+        validator: Validator,
+        *,
+        messages: int = QUEUE_MESSAGES,
+        size: int = QUEUE_BYTES,
+        rate: float = 0.0,
     ) -> Topic:
         """See `api.Gossip.join`."""
         if topic in self._topics:
             raise ValueError(f"{topic} is joined already")
         self._storms.allow(rate)
         joined = self._topics[topic] = Topic(topic, validator, messages, size)
-        self._pubsub.set_topic_validator(topic, lambda forwarder, message: self._judge(joined, forwarder, message), False)
+        self._pubsub.set_topic_validator(
+            topic, lambda forwarder, message: self._judge(joined, forwarder, message), False
+        )
         subscription = await self._pubsub.subscribe(topic)
         self._nursery.start_soon(_drain, subscription)
         return joined
 
     async def leave(self, topic: str) -> None:
-        """Asks the neighbours to send no more of a joined `topic`; what was delivered stays in its queue. Publishing still works."""
+        """Asks the neighbours to send no more of a joined `topic`; what was delivered stays in its
+        queue. Publishing still works."""
         await self._pubsub.unsubscribe(topic)
 
     async def rejoin(self, topic: str) -> None:
@@ -155,8 +173,8 @@ class Libp2pGossip:
             self._nursery.start_soon(_drain, await self._pubsub.subscribe(topic))
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Sends `data` to the topic's peers; returns when it is queued for them. Raises ValueError above GOSSIP_BYTES, which the library
-        would drop without a word further up."""
+        """Sends `data` to the topic's peers; returns when it is queued for them. Raises ValueError
+        above GOSSIP_BYTES, which the library would drop without a word further up."""
         if len(data) > GOSSIP_BYTES:
             raise ValueError(f"{len(data)} bytes do not fit a gossip message of {GOSSIP_BYTES}")
         await self._pubsub.publish(topic, data)
@@ -184,7 +202,8 @@ class Libp2pGossip:
         )
 
     def _may_publish(self, forwarder: ID) -> bool:
-        """What pubsub calls for each message that a neighbour hands over as its own, whatever becomes of it. False drops it."""
+        """What pubsub calls for each message that a neighbour hands over as its own, whatever
+        becomes of it. False drops it."""
         peer = forwarder.to_base58()
         storm = self._storms.found(peer, trio.current_time())
         if storm:
@@ -192,7 +211,8 @@ class Libp2pGossip:
         return not storm
 
     def _judge(self, topic: Topic, forwarder: ID, message: GossipMessage) -> bool:
-        """What pubsub calls for each new message, our own included. True forwards and delivers it."""
+        """What pubsub calls for each new message, our own included. True forwards and delivers
+        it."""
         peer = forwarder.to_base58()
         if peer == self._own:
             return True
@@ -212,11 +232,16 @@ class Libp2pGossip:
             return topic.validator(bytes(message.data), peer), "validator"
         except Exception:
             self._count["error"] += 1
-            log.exception("the validator of %s failed on %d bytes; the message is ignored", topic.name, len(message.data))
+            log.exception(
+                "the validator of %s failed on %d bytes; the message is ignored",
+                topic.name,
+                len(message.data),
+            )
             return Validation.IGNORE, "error"
 
 
 async def _drain(subscription: AsyncIterable[GossipMessage]) -> None:
-    """Empties pubsub's own queue, which nobody else reads: `_judge` has already put what was accepted into ours, with its forwarder."""
+    """Empties pubsub's own queue, which nobody else reads: `_judge` has already put what was
+    accepted into ours, with its forwarder."""
     async for _ in subscription:
         pass

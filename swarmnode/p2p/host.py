@@ -1,7 +1,9 @@
 """Starts and stops the libp2p host and everything that runs on it.
 
-    open_host ─▶ choose the port ─▶ guarded host: TCP, Noise, Yamux, GossipSub ─▶ Libp2pNetwork ─▶ its tasks: redial, mDNS, book, …
-    leaving   ─▶ book saved ─▶ tasks end ─▶ connections and host closed, shielded and bounded (else py-libp2p leaks every socket)
+open_host ─▶ choose the port ─▶ guarded host: TCP, Noise, Yamux, GossipSub ─▶ Libp2pNetwork ─▶ its
+tasks: redial, mDNS, book, …
+leaving   ─▶ book saved ─▶ tasks end ─▶ connections and host closed, shielded and bounded (else
+py-libp2p leaks every socket)
 """
 
 from __future__ import annotations
@@ -36,19 +38,35 @@ async def open_host(
 ) -> AsyncIterator[Libp2pNetwork]:
     """A running host, listening and looking for peers; closed when the block is left.
 
-    `swarm`: 32 bytes, keeps peers of other swarms out of the peer exchange and off mDNS. `secret`: 32 bytes that a peer must have,
-    `members`: ids that it must be among, to get through the handshake. Raises ConfigError for an address that cannot be,
-    Unavailable if a port is taken or an address is not this machine's, StateError if `data_dir/port` is not a port. If the library fails
-    later, its exception ends the block. A single exception comes out as itself, whatever number of nurseries it went through.
+    `swarm`: 32 bytes, keeps peers of other swarms out of the peer exchange and off mDNS. `secret`:
+    32 bytes that a peer must have, `members`: ids that it must be among, to get through the
+    handshake. Raises ConfigError for an address that cannot be, Unavailable if a port is taken or
+    an address is not this machine's, StateError if `data_dir/port` is not a port. If the library
+    fails later, its exception ends the block. A single exception comes out as itself, whatever
+    number of nurseries it went through.
     """
     try:
         own = listening.own_addresses(cfg, data_dir)
         belongs = SwarmSettings(swarm, members, listening.bootstrap_peers(cfg))
         gater = ConnectionGater()
         guards.install()
-        library = build.build_host(identity.key_pair, own.announce, gater, cfg.max_connections, secret)
-        async with build.running(library, own.listen) as (pubsub, router), trio.open_nursery() as nursery:
-            network = Libp2pNetwork(Host(build.typed(library), nursery), pubsub, router, gater, cfg, own, belongs, data_dir)
+        library = build.build_host(
+            identity.key_pair, own.announce, gater, cfg.max_connections, secret
+        )
+        async with (
+            build.running(library, own.listen) as (pubsub, router),
+            trio.open_nursery() as nursery,
+        ):
+            network = Libp2pNetwork(
+                Host(build.typed(library), nursery),
+                pubsub,
+                router,
+                gater,
+                cfg,
+                own,
+                belongs,
+                data_dir,
+            )
             await network.start()
             try:
                 yield network
@@ -62,7 +80,8 @@ async def open_host(
 
 
 def _only(group: BaseExceptionGroup) -> Exception | None:
-    """The one exception in `group`, None if there are several or a cancellation is among them, which must stay where it is."""
+    """The one exception in `group`, None if there are several or a cancellation is among them,
+    which must stay where it is."""
     found: list[BaseException] = []
     nested: list[BaseException] = [group]
     while nested:

@@ -1,7 +1,8 @@
 """A node's identity: one Ed25519 key, from which its libp2p peer id follows.
 
-The file is PKCS#8 PEM, with a passphrase or without (`passphrase.py`), so that ordinary tools can back it up. Whoever can read it can
-be this node; it is therefore created 0600 and refused when others may read it. Nothing here logs, formats or returns the key's bytes.
+The file is PKCS#8 PEM, with a passphrase or without (`passphrase.py`), so that ordinary tools can
+back it up. Whoever can read it can be this node; it is therefore created 0600 and refused when
+others may read it. Nothing here logs, formats or returns the key's bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ LONGEST_FILE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """`private_key` signs envelopes, `key_pair` is the same key for libp2p, `peer_id` is its base58 name ("12D3Koo…")."""
+    """`private_key` signs envelopes, `key_pair` is the same key for libp2p, `peer_id` is its base58
+    name ("12D3Koo…")."""
 
     private_key: Ed25519PrivateKey = dataclasses.field(repr=False)
     key_pair: KeyPair = dataclasses.field(repr=False)
@@ -47,8 +49,9 @@ class Identity:
 def load_or_create(path: Path) -> Identity:
     """The identity in `path`, made and saved first if there is no such file.
 
-    A new one has the passphrase that is given, if one is. Raises Refused if others may read the file or its passphrase is missing or
-    wrong, StateError if it is not an Ed25519 key, Unavailable if it cannot be read or written.
+    A new one has the passphrase that is given, if one is. Raises Refused if others may read the
+    file or its passphrase is missing or wrong, StateError if it is not an Ed25519 key, Unavailable
+    if it cannot be read or written.
     """
     try:
         data = _read_private(path)
@@ -66,13 +69,18 @@ def load_or_create(path: Path) -> Identity:
 
 def from_key(key: Ed25519PrivateKey) -> Identity:
     """The identity of a key that is already in memory."""
-    seed = key.private_bytes(serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption())
+    seed = key.private_bytes(
+        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
+    )
     pair = create_new_key_pair(seed)
-    return Identity(private_key=key, key_pair=pair, peer_id=ID.from_pubkey(pair.public_key).to_base58())
+    return Identity(
+        private_key=key, key_pair=pair, peer_id=ID.from_pubkey(pair.public_key).to_base58()
+    )
 
 
 def _read_private(path: Path) -> bytes | None:
-    """The file's bytes, None if there is none. Checks the descriptor that is read, not the name, so that nothing can be swapped between."""
+    """The file's bytes, None if there is none. Checks the descriptor that is read, not the name, so
+    that nothing can be swapped between."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""What a node listens on and tells others to dial, from its configuration; the port that it has chosen for good."""
+"""What a node listens on and tells others to dial, from its configuration; the port that it has
+chosen for good."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def own_addresses(cfg: NetworkConfig, data_dir: Path) -> OwnAddresses:
-    """What to listen on, every port 0 replaced by this node's own and each checked to be free, and what to announce. Raises as
-    `host.open_host` does."""
-    return OwnAddresses(_listen_addresses(cfg, data_dir), [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs])
+    """What to listen on, every port 0 replaced by this node's own and each checked to be free, and
+    what to announce. Raises as `host.open_host` does."""
+    return OwnAddresses(
+        _listen_addresses(cfg, data_dir),
+        [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs],
+    )
 
 
 def bootstrap_peers(cfg: NetworkConfig) -> list[tuple[Address, str]]:
@@ -32,9 +36,11 @@ def bootstrap_peers(cfg: NetworkConfig) -> list[tuple[Address, str]]:
 
 
 def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
-    """Where others can dial this node, without starting it: what it announces, else what it listens on, its port chosen if need be.
+    """Where others can dial this node, without starting it: what it announces, else what it listens
+    on, its port chosen if need be.
 
-    An address that is every interface's is this machine's addresses, the widest-reaching first. Raises as `open_host` does.
+    An address that is every interface's is this machine's addresses, the widest-reaching first.
+    Raises as `open_host` does.
     """
     if cfg.announce_addrs:
         return [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs]
@@ -44,8 +50,18 @@ def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
         if address.ip is None or not address.ip.is_unspecified:
             found.append(Address(address.kind, address.host, port))
             continue
-        own = [each.address.split("%")[0] for interface in psutil.net_if_addrs().values() for each in interface if each.family in FAMILIES]
-        usable = [each for text in own if (each := addresses.from_socket(text, port)).kind == address.kind and not each.is_link_local]
+        own = [
+            each.address.split("%")[0]
+            for interface in psutil.net_if_addrs().values()
+            for each in interface
+            if each.family in FAMILIES
+        ]
+        usable = [
+            each
+            for text in own
+            if (each := addresses.from_socket(text, port)).kind == address.kind
+            and not each.is_link_local
+        ]
         found += sorted(usable, key=lambda each: -each.scope)
     return [each for each in found if each.scope] or found
 
@@ -53,24 +69,31 @@ def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
 def _listen_addresses(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
     """What to listen on, every port 0 replaced by this node's own port; each checked to be free.
 
-    Here rather than when the library binds, because then there is still an error number that tells taken from not ours.
+    Here rather than when the library binds, because then there is still an error number that tells
+    taken from not ours.
     """
     wanted = [_parse("listen_addrs", text)[0] for text in cfg.listen_addrs]
     if not wanted:
         raise ConfigError("network.listen_addrs is empty")
     for address in wanted:
         if address.ip is None:
-            raise ConfigError(f"network.listen_addrs: {address} is a name; give the IP address to listen on")
+            raise ConfigError(
+                f"network.listen_addrs: {address} is a name; give the IP address to listen on"
+            )
     if any(address.port == 0 for address in wanted):
         port = _own_port(data_dir, next(address for address in wanted if address.port == 0))
-        wanted = [address if address.port else Address(address.kind, address.host, port) for address in wanted]
+        wanted = [
+            address if address.port else Address(address.kind, address.host, port)
+            for address in wanted
+        ]
     for address in wanted:
         _probe(address).close()
     return wanted
 
 
 def _own_port(data_dir: Path, address: Address) -> int:
-    """The port in `data_dir/port`; a free one, saved there, if there is none yet: peers remember where to find us."""
+    """The port in `data_dir/port`; a free one, saved there, if there is none yet: peers remember
+    where to find us."""
     path = data_dir / "port"
     try:
         if path.exists():
@@ -87,21 +110,27 @@ def _own_port(data_dir: Path, address: Address) -> int:
 
 
 def _free_port(address: Address) -> int:
-    """A free port below those the system gives to outgoing connections: at a restart one of them could have taken it.
+    """A free port below those the system gives to outgoing connections: at a restart one of them
+    could have taken it.
 
     Drawn by the system: two processes with the same seed would draw the same one at the same time.
     """
     for port in random.SystemRandom().sample(OWN_PORTS, 64):
         with contextlib.suppress(Unavailable), _probe(Address(address.kind, address.host, port)):
             return port
-    raise Unavailable(f"none of 64 ports of {address.host} between {OWN_PORTS.start} and {OWN_PORTS.stop} is free")
+    raise Unavailable(
+        f"none of 64 ports of {address.host} between {OWN_PORTS.start} and {OWN_PORTS.stop} is free"
+    )
 
 
 def _probe(address: Address) -> socket.socket:
     """A socket bound to `address`. Raises Unavailable if that is taken or not ours."""
-    probe = socket.socket(socket.AF_INET if address.kind == "ip4" else socket.AF_INET6, socket.SOCK_STREAM)
+    probe = socket.socket(
+        socket.AF_INET if address.kind == "ip4" else socket.AF_INET6, socket.SOCK_STREAM
+    )
     try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a listener would: a port in TIME_WAIT is free
+        # as a listener would: a port in TIME_WAIT is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if address.kind == "ip6":
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         probe.bind((address.host, address.port))
@@ -109,11 +138,17 @@ def _probe(address: Address) -> socket.socket:
         probe.close()
         if error.errno == errno.EADDRINUSE:
             what_to_do = "set network.listen_addrs to a free one, or tcp/0"
-            raise Unavailable(f"port {address.port} of {address.host} is taken by another process; {what_to_do}") from error
+            raise Unavailable(
+                f"port {address.port} of {address.host} is taken by another process; {what_to_do}"
+            ) from error
         if error.errno == errno.EADDRNOTAVAIL:
-            every = Address(address.kind, "0.0.0.0" if address.kind == "ip4" else "::", address.port)
+            every = Address(
+                address.kind, "0.0.0.0" if address.kind == "ip4" else "::", address.port
+            )
             what_to_do = f"listen on {every}, and name this one in network.announce_addrs"
-            raise Unavailable(f"cannot listen on {address}: not an address of this machine; {what_to_do}") from error
+            raise Unavailable(
+                f"cannot listen on {address}: not an address of this machine; {what_to_do}"
+            ) from error
         raise Unavailable(f"cannot listen on {address}: {error.strerror}") from error
     return probe
 

@@ -1,8 +1,9 @@
-"""The manifest protocol, `/swarmnode/manifest/1`: a manifest is asked for by its swarm id, so that no peer can pass off another.
+"""The manifest protocol, `/swarmnode/manifest/1`: a manifest is asked for by its swarm id, so that
+no peer can pass off another.
 
-    we ─ swarm id ─▶ peer        before we belong to any swarm
-    we ◀─ the signed manifest and a successor, if there is one ─ peer
-    id equal? ─ signature valid? ─ successor: same founder, later, names it ─▶ Found
+we ─ swarm id ─▶ peer        before we belong to any swarm
+we ◀─ the signed manifest and a successor, if there is one ─ peer
+id equal? ─ signature valid? ─ successor: same founder, later, names it ─▶ Found
 """
 
 from __future__ import annotations
@@ -48,20 +49,28 @@ def serve(requests: Requests, lookup: Lookup) -> None:
 
 
 async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
-    """The manifest of `swarm` from a connected peer, verified, with its successor if the peer knows one.
+    """The manifest of `swarm` from a connected peer, verified, with its successor if the peer knows
+    one.
 
-    Raises Incompatible if the peer does not have it, BadMessage if it sent something else, PeerTimeout or PeerError if nothing.
+    Raises Incompatible if the peer does not have it, BadMessage if it sent something else,
+    PeerTimeout or PeerError if nothing.
     """
     request = codec.encode(ManifestRequest(swarm))
     data = await requests.request(
-        peer, ids.MANIFEST_PROTOCOL, request, deadline=DEADLINE, max_response_bytes=limits.MANIFEST_RESPONSE_BYTES
+        peer,
+        ids.MANIFEST_PROTOCOL,
+        request,
+        deadline=DEADLINE,
+        max_response_bytes=limits.MANIFEST_RESPONSE_BYTES,
     )
     response = codec.decode(data, ManifestResponse, limits.MANIFEST_RESPONSE_BYTES)
     if not response.manifest:
         raise Incompatible(f"the peer does not have the manifest of swarm {swarm.hex()}")
     manifest = open_manifest(response.manifest)
     if manifest.swarm != swarm:
-        raise BadMessage("mismatch", f"a manifest that hashes to {manifest.swarm.hex()}, not to {swarm.hex()}")
+        raise BadMessage(
+            "mismatch", f"a manifest that hashes to {manifest.swarm.hex()}, not to {swarm.hex()}"
+        )
     if not response.successor:
         return Found(manifest, None)
     successor = open_manifest(response.successor)

@@ -2,9 +2,10 @@
 
     zeroconf's own threads ─ (peer id, address) ─▶ run_sync_soon ─▶ trio thread ─▶ peer table
 
-The library's mDNS blocks the loop for 1.65 s at each start and advertises 0.0.0.0. Here zeroconf starts and stops in a worker thread, what
-it finds crosses over one way, and only concrete addresses of this machine are told. A node that listens on loopback alone has nothing to
-tell a LAN, and does nothing. Anything that fails is a warning: a node without mDNS is a node.
+The library's mDNS blocks the loop for 1.65 s at each start and advertises 0.0.0.0. Here zeroconf
+starts and stops in a worker thread, what it finds crosses over one way, and only concrete addresses
+of this machine are told. A node that listens on loopback alone has nothing to tell a LAN, and does
+nothing. Anything that fails is a warning: a node without mDNS is a node.
 """
 
 from __future__ import annotations
@@ -34,30 +35,47 @@ Found = Callable[[str, str], None]
 
 
 def service_type(swarm: bytes) -> str:
-    """DNS-SD type of one swarm: nodes of another one do not even hear of us. 9 characters of name, of which RFC 6763 allows 15."""
+    """DNS-SD type of one swarm: nodes of another one do not even hear of us. 9 characters of name,
+    of which RFC 6763 allows 15."""
     return f"_sn-{hashlib.blake2b(swarm, digest_size=3).hexdigest()[:6]}._tcp.local."
 
 
 def advertised(listen: Iterable[Address], interfaces: Iterable[str]) -> list[Address]:
-    """The addresses to tell the LAN: listen addresses as they are, 0.0.0.0 and :: as each address of `interfaces`; no loopback."""
+    """The addresses to tell the LAN: listen addresses as they are, 0.0.0.0 and :: as each address
+    of `interfaces`; no loopback."""
     own = [ipaddress.ip_address(text) for text in interfaces]
     found = []
     for address in listen:
         ip = address.ip
         if ip is None:
             continue
-        candidates = [each for each in own if each.version == ip.version] if ip.is_unspecified else [ip]
+        candidates = (
+            [each for each in own if each.version == ip.version] if ip.is_unspecified else [ip]
+        )
         found += [Address(address.kind, str(each), address.port) for each in candidates]
-    return list(dict.fromkeys(each for each in found if each.scope != LOOPBACK and each.ip is not None and not each.ip.is_link_local))
+    return list(
+        dict.fromkeys(
+            each
+            for each in found
+            if each.scope != LOOPBACK and each.ip is not None and not each.ip.is_link_local
+        )
+    )
 
 
 def interface_addresses() -> list[str]:
     """Every IP address of this machine, IPv6 without its zone."""
-    return [str(ip.ip if ip.is_IPv4 else ip.ip[0]) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return [
+        str(ip.ip if ip.is_IPv4 else ip.ip[0])
+        for adapter in ifaddr.get_adapters()
+        for ip in adapter.ips
+    ]
 
 
-def parse_service(properties: dict[bytes, bytes | None], hosts: Iterable[str], port: int | None) -> list[tuple[str, str]]:
-    """(peer id, address) of an announcement, a claim by anybody on the LAN. Raises ValueError if it is not one of ours."""
+def parse_service(
+    properties: dict[bytes, bytes | None], hosts: Iterable[str], port: int | None
+) -> list[tuple[str, str]]:
+    """(peer id, address) of an announcement, a claim by anybody on the LAN. Raises ValueError if it
+    is not one of ours."""
     peer = addresses.check_peer_id((properties.get(b"id") or b"").decode())
     found = []
     for host in list(hosts)[:FOUND_ADDRESSES]:
@@ -68,9 +86,12 @@ def parse_service(properties: dict[bytes, bytes | None], hosts: Iterable[str], p
 
 
 class MdnsDiscovery:
-    """Announces us and listens for others while `run` runs. `interfaces`: IP addresses to send on, None for all; loopback only in tests."""
+    """Announces us and listens for others while `run` runs. `interfaces`: IP addresses to send on,
+    None for all; loopback only in tests."""
 
-    def __init__(self, own: str, swarm: bytes, listen: list[Address], *, interfaces: list[str] | None = None) -> None:
+    def __init__(
+        self, own: str, swarm: bytes, listen: list[Address], *, interfaces: list[str] | None = None
+    ) -> None:
         self._own = own
         self._type = service_type(swarm)
         self._found: Found = lambda peer, address: None
@@ -81,17 +102,26 @@ class MdnsDiscovery:
         self.running = False
 
     async def run(self, found: Found) -> None:
-        """Calls `found` with everybody who is announced, until cancelled. Never raises for anything the network does."""
+        """Calls `found` with everybody who is announced, until cancelled. Never raises for anything
+        the network does."""
         self._found = found
         self._token = trio.lowlevel.current_trio_token()
-        told = self._listen if self._interfaces else advertised(self._listen, await trio.to_thread.run_sync(interface_addresses))
+        told = (
+            self._listen
+            if self._interfaces
+            else advertised(self._listen, await trio.to_thread.run_sync(interface_addresses))
+        )
         if not told:
             log.info("mDNS: only loopback addresses, nothing to announce")
             return
         try:
             zeroconf, browser = await trio.to_thread.run_sync(self._open, told)
-        except Exception as error:  # no multicast, no interface, port 5353 taken, …: zeroconf and the OS raise many kinds
-            log.warning("mDNS is not available, peers on the local network are not found by themselves: %s", error)
+        except Exception as error:
+            # no multicast, no interface, port 5353 taken, …: zeroconf and the OS raise many kinds
+            log.warning(
+                "mDNS is not available, peers on the local network are not found by themselves: %s",
+                error,
+            )
             return
         try:
             self.running = True
@@ -99,11 +129,17 @@ class MdnsDiscovery:
         finally:
             self.running = False
             with trio.CancelScope(shield=True), trio.move_on_after(5.0):
-                await trio.to_thread.run_sync(self._close, zeroconf, browser, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(
+                    self._close, zeroconf, browser, abandon_on_cancel=True
+                )
 
     def _open(self, told: list[Address]) -> tuple[Zeroconf, ServiceBrowser]:
         """In a worker thread."""
-        zeroconf = Zeroconf(interfaces=self._interfaces) if self._interfaces else Zeroconf(ip_version=IPVersion.V4Only)
+        zeroconf = (
+            Zeroconf(interfaces=self._interfaces)
+            if self._interfaces
+            else Zeroconf(ip_version=IPVersion.V4Only)
+        )
         try:
             zeroconf.register_service(self._service(told))
             return zeroconf, ServiceBrowser(zeroconf, self._type, handlers=[self._changed])
@@ -116,7 +152,12 @@ class MdnsDiscovery:
         return ServiceInfo(
             self._type,
             f"{name}.{self._type}",
-            addresses=[socket.inet_pton(socket.AF_INET if each.kind == "ip4" else socket.AF_INET6, each.host) for each in told],
+            addresses=[
+                socket.inet_pton(
+                    socket.AF_INET if each.kind == "ip4" else socket.AF_INET6, each.host
+                )
+                for each in told
+            ],
             port=told[0].port,
             properties={"id": self._own},
             server=f"{name}.local.",
@@ -127,7 +168,9 @@ class MdnsDiscovery:
         browser.cancel()
         zeroconf.close()
 
-    def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+    def _changed(
+        self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
+    ) -> None:
         """On zeroconf's browser thread."""
         if state_change is ServiceStateChange.Removed or self._pending >= PENDING:
             return

@@ -1,7 +1,8 @@
-"""The budget at work: reads the traffic meter and the clock, keeps the month's total on disk, and answers whoever asks.
+"""The budget at work: reads the traffic meter and the clock, keeps the month's total on disk, and
+answers whoever asks.
 
-A total is saved once a minute and at the end, so a crash forgets at most a minute of it. What is metered are bytes of streams, before
-Noise and Yamux; on the wire they are two to five percent more.
+A total is saved once a minute and at the end, so a crash forgets at most a minute of it. What is
+metered are bytes of streams, before Noise and Yamux; on the wire they are two to five percent more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ FILE_BYTES = 4096
 
 
 class Meter:
-    """`traffic()`: bytes by protocol since the process started. `clock`: Unix seconds. `resting`: as of `Budget`."""
+    """`traffic()`: bytes by protocol since the process started. `clock`: Unix seconds. `resting`:
+    as of `Budget`."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class Meter:
 
 
 def load(path: Path) -> Month | None:
-    """The saved total; None when there is none, or none that can be read: then the month starts again, which is said in the log."""
+    """The saved total; None when there is none, or none that can be read: then the month starts
+    again, which is said in the log."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(FILE_BYTES), type=Month)

@@ -1,8 +1,12 @@
-"""Reaching and being reached across routers: what we know of our own reachability, relays, calls and hole punching, held together.
+"""Reaching and being reached across routers: what we know of our own reachability, relays, calls
+and hole punching, held together.
 
-a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py), unless we are not to
-                                                      └─ no ──▶ we reserve with relays (relay_client.py) and tell their addresses
-a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is closed, else it stays
+a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py),
+unless we are not to
+                                                      └─ no ──▶ we reserve with relays
+                                                      (relay_client.py) and tell their addresses
+a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is
+closed, else it stays
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ log = logging.getLogger(__name__)
 
 RELAY_LIMITS = RelayLimits()
 SIDELINE_BYTES_PER_SECOND = 2 * 2**20
-"""All relayed connections together, where relaying was not asked for; a `server` is bounded by `network.upload_bytes_per_second` alone."""
+"""All relayed connections together, where relaying was not asked for; a `server` is bounded by
+`network.upload_bytes_per_second` alone."""
 PUNCH_DELAY_SECONDS = 0.5
 """After a call: the caller's own tasks come first."""
 GRACE_SECONDS = 2.0
@@ -45,7 +50,8 @@ class NatStatistics(msgspec.Struct, frozen=True):
     client: RelayClientStatistics = RelayClientStatistics()
     punch: PunchStatistics = PunchStatistics()
     router: Kind = "none"
-    """What the router's outside address is, where it tells by UPnP; it is asked while others cannot dial us."""
+    """What the router's outside address is, where it tells by UPnP; it is asked while others cannot
+    dial us."""
     direct: int = 0
     """Connected peers."""
     relayed: int = 0
@@ -73,13 +79,24 @@ class Nat:
         self._own = own
         self._news = trio.Event()
         self._rng = rng
-        self._forwarding = Forwarding(next(iter(own.outside_ports()), 0), self._seen, self._check_again)
-        self.reach = ReachabilityCheck(host, connections, own.outside_ports(), self._reachability_changed, rng)
+        self._forwarding = Forwarding(
+            next(iter(own.outside_ports()), 0), self._seen, self._check_again
+        )
+        self.reach = ReachabilityCheck(
+            host, connections, own.outside_ports(), self._reachability_changed, rng
+        )
         self.dial_back = DialBack(host, welcome)
-        limits = dataclasses.replace(RELAY_LIMITS, bytes_per_second=0 if cfg.relay == "server" else SIDELINE_BYTES_PER_SECOND)
+        limits = dataclasses.replace(
+            RELAY_LIMITS, bytes_per_second=0 if cfg.relay == "server" else SIDELINE_BYTES_PER_SECOND
+        )
         self.relay = Relay(host, limits, lambda: [str(self._own_place())], welcome)
         self.client = RelayClient(
-            host, candidates=self._candidates, wanted=self._wants_relays, address_of=self.address_of, news=self._addresses_changed, rng=rng
+            host,
+            candidates=self._candidates,
+            wanted=self._wants_relays,
+            address_of=self.address_of,
+            news=self._addresses_changed,
+            rng=rng,
         )
         self.puncher = Puncher(host, connections, own.listen, self._outside, welcome)
 
@@ -113,7 +130,8 @@ class Nat:
             self.reach.alone()
 
     async def greet(self, peer: str) -> None:
-        """A new peer: before it is told our addresses, we want to know whether they are any good."""
+        """A new peer: before it is told our addresses, we want to know whether they are any
+        good."""
         if self._role != "off":
             await self.reach.greet(peer)
 
@@ -135,20 +153,30 @@ class Nat:
     # -- who is where
 
     def address_of(self, peer: str) -> Address | None:
-        """Where `peer` can be dialled, as far as we know it ourselves: we dialled it there, or it listens at the IP address we see."""
+        """Where `peer` can be dialled, as far as we know it ourselves: we dialled it there, or it
+        listens at the IP address we see."""
         if (dialled := self._connections.dialled_at(peer)) is not None:
             return dialled
         known = self._table.get(peer)
-        sure = [each for each in known.addresses if each in known.worked | known.claimed] if known is not None else []
+        sure = (
+            [each for each in known.addresses if each in known.worked | known.claimed]
+            if known is not None
+            else []
+        )
         direct = [addresses.parse(each)[0] for each in sure if not addresses.is_circuit(each)]
         return next((each for each in direct if each.ip is not None), None)
 
     # -- what we tell
 
     def own_addresses(self, peer: str) -> list[str]:
-        """What `peer` is told of where we can be reached. It puts the IP address that it sees before the ports of the direct ones."""
+        """What `peer` is told of where we can be reached. It puts the IP address that it sees
+        before the ports of the direct ones."""
         seen = self._connections.observed(peer)
-        useless = self.reach.verdict == "private" and not self._own.announce and (seen is None or seen.scope == PUBLIC)
+        useless = (
+            self.reach.verdict == "private"
+            and not self._own.announce
+            and (seen is None or seen.scope == PUBLIC)
+        )
         direct = [] if useless else [str(each) for each in self._own.told()]
         return direct + [str(each) for each in self.client.addresses()]
 
@@ -158,7 +186,11 @@ class Nat:
 
     def relayed_here(self, peer: str) -> list[str]:
         """Where others can call a peer that has reserved with us."""
-        return [str(Circuit(self._own_place(), self._host.peer_id))] if self.relay.reserved(peer) else []
+        return (
+            [str(Circuit(self._own_place(), self._host.peer_id))]
+            if self.relay.reserved(peer)
+            else []
+        )
 
     def statistics(self) -> NatStatistics:
         reachable, unreachable = self.reach.votes()
@@ -166,7 +198,9 @@ class Nat:
         peers = self._connections.peers()
         direct = sum(1 for peer in peers if self._connections.is_direct(peer))
         return NatStatistics(
-            reach=ReachStatistics(self.reach.verdict, observed, reachable, unreachable, dict(self.dial_back.outcomes)),
+            reach=ReachStatistics(
+                self.reach.verdict, observed, reachable, unreachable, dict(self.dial_back.outcomes)
+            ),
             relay=self.relay.statistics(),
             client=self.client.statistics(),
             punch=self.puncher.statistics(),
@@ -181,14 +215,24 @@ class Nat:
         return self._role == "client" or (self._role == "auto" and self.reach.verdict == "private")
 
     def _candidates(self) -> list[str]:
-        """Directly connected peers whose address we know; bootstrap peers first: they are meant to be found by all."""
-        direct = [peer for peer in self._table.connected() if self._connections.is_direct(peer) and self.address_of(peer) is not None]
+        """Directly connected peers whose address we know; bootstrap peers first: they are meant to
+        be found by all."""
+        direct = [
+            peer
+            for peer in self._table.connected()
+            if self._connections.is_direct(peer) and self.address_of(peer) is not None
+        ]
         bootstrap = {each.peer for each in self._table.bootstrap()}
         return sorted(direct, key=lambda peer: peer not in bootstrap)
 
     def _own_place(self) -> Address:
-        """Best guess of where we can be dialled; may be unspecified, others then see the IP address for themselves."""
-        return self._own.announce[0] if self._own.announce else self.reach.own_address or self._own.listen[0]
+        """Best guess of where we can be dialled; may be unspecified, others then see the IP address
+        for themselves."""
+        return (
+            self._own.announce[0]
+            if self._own.announce
+            else self.reach.own_address or self._own.listen[0]
+        )
 
     def _outside(self) -> list[Address]:
         """Where others see us, for hole punching."""
@@ -221,7 +265,8 @@ class Nat:
             await self.puncher.upgrade(peer)
 
     async def _replace_circuits(self, peer: str) -> None:
-        """Gossip and requests go over whichever connection they were begun on; those on the circuit are begun again on the direct one."""
+        """Gossip and requests go over whichever connection they were begun on; those on the circuit
+        are begun again on the direct one."""
         await trio.sleep(GRACE_SECONDS)
         if self._connections.is_direct(peer):
             for connection in self._connections.circuits(peer):

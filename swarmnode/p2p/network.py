@@ -1,8 +1,11 @@
-"""The network on libp2p, as the rest of a node sees it: an `api.Network`, and one snapshot of all that goes on in it.
+"""The network on libp2p, as the rest of a node sees it: an `api.Network`, and one snapshot of all
+that goes on in it.
 
-Made by `host.open_host`. Everything runs on the one trio thread. The parts, each in a file of its own:
+Made by `host.open_host`. Everything runs on the one trio thread. The parts, each in a file of its
+own:
 
-    library ─▶ admission (who may connect) ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶ library
+    library ─▶ admission (who may connect) ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶
+    library
                                                            └▶ nat (relays, hole punching)
     peers, reputation                        pure tables, fed from here
     requests, streams, gossip, bulk          what is said on connections
@@ -47,8 +50,8 @@ from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 log = logging.getLogger(__name__)
 
 TARGET_PEERS = 16
-"""Known peers are dialled until this many are connected, at least half of them by us (`peers.OUTBOUND_SHARE`): twice the mesh of a
-gossip topic, so that half of them may go."""
+"""Known peers are dialled until this many are connected, at least half of them by us
+(`peers.OUTBOUND_SHARE`): twice the mesh of a gossip topic, so that half of them may go."""
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
@@ -76,8 +79,9 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class SwarmSettings:
-    """What a host belongs to, beside its own configuration. `swarm`: 32 bytes. `members`: the peer ids that may connect, None for
-    everybody. `bootstrap`: peers to join through, and where they are."""
+    """What a host belongs to, beside its own configuration. `swarm`: 32 bytes. `members`: the peer
+    ids that may connect, None for everybody. `bootstrap`: peers to join through, and where they
+    are."""
 
     swarm: bytes
     members: Collection[str] | None
@@ -109,22 +113,44 @@ class Libp2pNetwork:
         self.gossip = Libp2pGossip(pubsub, router, host.peer_id, host.nursery, scores)
         self.requests = Libp2pRequests(host, scores.welcome)
         self.streams = Libp2pStreams(host, scores.welcome)
-        self.bulk = Libp2pBulk(host, self.requests, self.connections, scores, self.traffic, own.listen, cfg.bulk_port)
+        self.bulk = Libp2pBulk(
+            host, self.requests, self.connections, scores, self.traffic, own.listen, cfg.bulk_port
+        )
         self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.welcome, rng)
         dialer = Dialer(self.peers, self.nat.connect)
-        exchange = PeerExchange(self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng)
+        exchange = PeerExchange(
+            self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng
+        )
         mdns = MdnsDiscovery(host.peer_id, swarm.swarm, own.listen) if cfg.mdns else None
-        self.discovery = Discovery(self.peers, scores.reputation, exchange, mdns, data_dir / "peers.json", swarm.bootstrap, dialer.wake)
+        self.discovery = Discovery(
+            self.peers,
+            scores.reputation,
+            exchange,
+            mdns,
+            data_dir / "peers.json",
+            swarm.bootstrap,
+            dialer.wake,
+        )
         keeping = Keeping(cfg.max_connections, target, self.nat.depends_on, rng)
-        self.manager = ConnectionManager(host, self.connections, self.peers, scores, dialer, exchange, keeping)
+        self.manager = ConnectionManager(
+            host, self.connections, self.peers, scores, dialer, exchange, keeping
+        )
         self._gater = gater
-        admission = Admission(host.peer_id, self.connections, scores, cfg.max_connections, swarm.members, self.nat.reach.arrived)
+        admission = Admission(
+            host.peer_id,
+            self.connections,
+            scores,
+            cfg.max_connections,
+            swarm.members,
+            self.nat.reach.arrived,
+        )
         gater.admits = admission.admits
         scores.disconnect = self.disconnect
         self.connections.listeners += [self.nat, self.manager]
 
     def keep_to(self, allows: Callable[[str], bool]) -> None:
-        """Ask `allows(choice)`, see `Meter.allows`, before bytes are spent on others: what is served to them, what is relayed."""
+        """Ask `allows(choice)`, see `Meter.allows`, before bytes are spent on others: what is
+        served to them, what is relayed."""
         self.bulk.keep_to(lambda: allows("serve"))
         self.nat.relay.allows = lambda: allows("relay")
 

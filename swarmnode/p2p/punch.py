@@ -1,12 +1,16 @@
-"""Hole punching (DCUtR, `/libp2p/dcutr`, wire-compatible): two peers that met through a relay try to connect directly.
+"""Hole punching (DCUtR, `/libp2p/dcutr`, wire-compatible): two peers that met through a relay try
+to connect directly.
 
-    called peer ─ CONNECT, its addresses ─▶ caller         both now know where the other's router shows it, if that router keeps ports
-    called peer ◀─ CONNECT, its addresses ─ caller
-    called peer ─ SYNC ─▶ caller, which dials at once; the called peer dials half a round trip later: the two SYNs cross, each opens its
-    own router for the other's, and TCP's simultaneous open makes one connection of the two. On it the caller is Noise's initiator.
+    called peer ─ CONNECT, its addresses ─▶ caller         both now know where the other's router
+    shows it, if that router keeps ports
+    called peer ◀─ CONNECT, its addresses ─ caller called peer ─ SYNC ─▶ caller, which dials at
+    once; the called peer dials half a round trip later: the two SYNs cross, each opens its own
+    router for the other's, and TCP's simultaneous open makes one connection of the two. On it the
+    caller is Noise's initiator.
 
-Both dial from the port that they listen on, so that the address that others see is the one that is dialled. Routers that choose another
-outside port for each destination (symmetric NAT) cannot be predicted: then the connection through the relay stays (docs/networking.md).
+Both dial from the port that they listen on, so that the address that others see is the one that is
+dialled. Routers that choose another outside port for each destination (symmetric NAT) cannot be
+predicted: then the connection through the relay stays (docs/networking.md).
 """
 
 from __future__ import annotations
@@ -34,12 +38,14 @@ ROUNDS = 3
 ROUND_PAUSE_SECONDS = 1.0
 TALK_SECONDS = 10.0
 LATER_SECONDS = 0.01
-"""The caller, who is the initiator, goes first: where one side has no router, its SYN meets a listener, which takes the other role."""
+"""The caller, who is the initiator, goes first: where one side has no router, its SYN meets a
+listener, which takes the other role."""
 DIAL_SECONDS = 4.0
 REFUSED_SECONDS = 0.03
 HANDSHAKE_SECONDS = 10.0
 ADDRESSES = 2
-"""Addresses of the other side that are dialled. It tells them, so that more would be a way to have us dial around."""
+"""Addresses of the other side that are dialled. It tells them, so that more would be a way to have
+us dial around."""
 AT_ONCE = 8
 SESSIONS = 6
 SESSION_SECONDS = 600.0
@@ -70,8 +76,8 @@ class Allowance:
 
 
 class Puncher:
-    """`own()`: addresses at which others see us. `listen`: what we listen on, to dial from. `welcome(peer)`: False for who is not to be
-    served."""
+    """`own()`: addresses at which others see us. `listen`: what we listen on, to dial from.
+    `welcome(peer)`: False for who is not to be served."""
 
     def __init__(
         self,
@@ -99,7 +105,8 @@ class Puncher:
         return PunchStatistics(self._succeeded, self._failed, self._refused)
 
     async def upgrade(self, peer: str) -> None:
-        """We were called by `peer` through a relay: try to connect directly. Never raises for anything the peer does."""
+        """We were called by `peer` through a relay: try to connect directly. Never raises for
+        anything the peer does."""
         if peer in self._active or len(self._active) >= AT_ONCE or not self.own():
             return
         self._active.add(peer)
@@ -107,7 +114,11 @@ class Puncher:
             for attempt in range(ROUNDS):
                 if attempt:
                     await trio.sleep(ROUND_PAUSE_SECONDS * attempt)
-                if self._connections.is_direct(peer) or not self._allowance.take(peer, trio.current_time()) or not await self._round(peer):
+                if (
+                    self._connections.is_direct(peer)
+                    or not self._allowance.take(peer, trio.current_time())
+                    or not await self._round(peer)
+                ):
                     break
             if self._connections.is_direct(peer):
                 self._succeeded += 1
@@ -121,7 +132,9 @@ class Puncher:
     async def _round(self, peer: str) -> bool:
         """One attempt. False if another makes no sense."""
         try:
-            (addresses, seconds), _ = await converse(self._host, peer, DCUTR, self._agree, deadline=TALK_SECONDS)
+            (addresses, seconds), _ = await converse(
+                self._host, peer, DCUTR, self._agree, deadline=TALK_SECONDS
+            )
         except PeerError as error:
             log.debug("%s does not punch: %s", peer, error)
             return False
@@ -132,7 +145,8 @@ class Puncher:
         return True
 
     async def _agree(self, stream: Stream) -> tuple[list[bytes], float]:
-        """(their addresses, round trip in seconds); SYNC is on its way to them when this returns."""
+        """(their addresses, round trip in seconds); SYNC is on its way to them when this
+        returns."""
         await write_message(stream, self._connect_message())
         at = trio.current_time()
         reply = await read_message(stream, pb.HolePunch)
@@ -145,7 +159,8 @@ class Puncher:
     async def _on_stream(self, stream: Stream) -> None:
         """We called, and the called peer wants a direct connection."""
         peer = stream.peer
-        rival = peer in self._active and self._host.peer_id < peer  # both began: the session of the lesser id goes on
+        # both began: the session of the lesser id goes on
+        rival = peer in self._active and self._host.peer_id < peer
         pointless = stream.relay is None or self._connections.is_direct(peer) or not self.own()
         busy = len(self._active) >= AT_ONCE or not self._welcome(peer)
         if rival or pointless or busy or not self._allowance.take(peer, trio.current_time()):
@@ -156,7 +171,9 @@ class Puncher:
         try:
             addresses = await answer(stream, self._answer, deadline=TALK_SECONDS)
             if addresses:
-                await self._dial_all(peer, targets_of(addresses, self._connections.vantage(peer)), initiator=True)
+                await self._dial_all(
+                    peer, targets_of(addresses, self._connections.vantage(peer)), initiator=True
+                )
                 await stream.close()
         finally:
             self._active.discard(peer)
@@ -171,7 +188,10 @@ class Puncher:
         return list(request.ObsAddrs)
 
     def _connect_message(self) -> pb.HolePunch:
-        return pb.HolePunch(type=pb.HolePunch.CONNECT, ObsAddrs=[multiaddr_bytes(str(each)) for each in self.own()[:ADDRESSES]])
+        return pb.HolePunch(
+            type=pb.HolePunch.CONNECT,
+            ObsAddrs=[multiaddr_bytes(str(each)) for each in self.own()[:ADDRESSES]],
+        )
 
     async def _dial_all(self, peer: str, targets: list[Address], *, initiator: bool) -> None:
         async with trio.open_nursery() as nursery:
@@ -193,7 +213,8 @@ class Puncher:
 
 
 def targets_of(told: list[bytes], vantage: Address | None) -> list[Address]:
-    """Those of a peer's addresses that we dial. `vantage`: from where it speaks; nothing that reaches less far is dialled for it."""
+    """Those of a peer's addresses that we dial. `vantage`: from where it speaks; nothing that
+    reaches less far is dialled for it."""
     targets = []
     for each in told[: 2 * ADDRESSES]:
         try:
@@ -207,7 +228,8 @@ def targets_of(told: list[bytes], vantage: Address | None) -> list[Address]:
 
 
 async def connect_until_open(source: Address, target: Address) -> trio.SocketStream:
-    """Like `connect_from`, again and again while the other router refuses: it may not have seen its own side's SYN yet."""
+    """Like `connect_from`, again and again while the other router refuses: it may not have seen its
+    own side's SYN yet."""
     while True:
         try:
             return await connect_from(source, target)
@@ -218,7 +240,8 @@ async def connect_until_open(source: Address, target: Address) -> trio.SocketStr
 async def connect_from(source: Address, target: Address) -> trio.SocketStream:
     """A TCP connection to `target` from the very port that we listen on. Raises OSError.
 
-    The port stays ours alone: a listener binds it without SO_REUSEPORT (guards/swarm.py) and is given that option only once it listens.
+    The port stays ours alone: a listener binds it without SO_REUSEPORT (guards/swarm.py) and is
+    given that option only once it listens.
     """
     family = trio.socket.AF_INET if target.kind == "ip4" else trio.socket.AF_INET6
     sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)

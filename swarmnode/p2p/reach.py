@@ -1,8 +1,9 @@
-"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as the peer they name, and whether those
-peers can dial us back, as JSON on stdout.
+"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as
+the peer they name, and whether those peers can dial us back, as JSON on stdout.
 
-Two steps for each address, because they fail for different reasons: a TCP connection, then Noise and Yamux with the peer id checked. The
-host is of this process alone, without our peer book; at the node's own ports, which are then dialled back, while no node listens there.
+Two steps for each address, because they fail for different reasons: a TCP connection, then Noise
+and Yamux with the peer id checked. The host is of this process alone, without our peer book; at the
+node's own ports, which are then dialled back, while no node listens there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Request(msgspec.Struct, frozen=True):
     secret: str = ""
     """A private swarm's, hex."""
     identity: str = ""
-    """Path of this node's key, for swarms that only let members in; empty uses a fresh one, which a running node's key needs."""
+    """Path of this node's key, for swarms that only let members in; empty uses a fresh one, which a
+    running node's key needs."""
     seconds: float = 8.0
     """For each address, all at the same time."""
     listen: list[str] = []
@@ -61,12 +63,23 @@ class Reached(TypedDict):
 
 async def reach(request: Request) -> Reached:
     """Everything that was asked, with a host that is closed afterwards."""
-    identity = load_or_create(Path(request.identity)) if request.identity else from_key(Ed25519PrivateKey.generate())
-    cfg = NetworkConfig(listen_addrs=request.listen or ["/ip4/127.0.0.1/tcp/0"], mdns=False, relay=request.relay, bulk_port=-1)
+    identity = (
+        load_or_create(Path(request.identity))
+        if request.identity
+        else from_key(Ed25519PrivateKey.generate())
+    )
+    cfg = NetworkConfig(
+        listen_addrs=request.listen or ["/ip4/127.0.0.1/tcp/0"],
+        mdns=False,
+        relay=request.relay,
+        bulk_port=-1,
+    )
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="swarmnode-reach-") as directory:
         secret = bytes.fromhex(request.secret) or None
-        async with open_host(cfg, identity, Path(directory), swarm=bytes.fromhex(request.swarm), secret=secret) as network:
+        async with open_host(
+            cfg, identity, Path(directory), swarm=bytes.fromhex(request.swarm), secret=secret
+        ) as network:
 
             async def look(text: str) -> None:
                 found[text] = {"address": text, **await probe(network, text, request.seconds)}
@@ -80,13 +93,20 @@ async def reach(request: Request) -> Reached:
 
 
 async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
-    """What connected peers say of dialling us, as soon as it is known; when they cannot, also whether one of them relays for us."""
+    """What connected peers say of dialling us, as soon as it is known; when they cannot, also
+    whether one of them relays for us."""
     until = trio.current_time() + seconds
     while True:
         nat = network.statistics().nat
-        settled = nat.reach.verdict == "public" or (nat.reach.verdict == "private" and nat.client.relays)
+        settled = nat.reach.verdict == "public" or (
+            nat.reach.verdict == "private" and nat.client.relays
+        )
         if settled or trio.current_time() >= until:
-            return {"verdict": nat.reach.verdict, "observed": nat.reach.observed, "relays": len(nat.client.relays)}
+            return {
+                "verdict": nat.reach.verdict,
+                "observed": nat.reach.observed,
+                "relays": len(nat.client.relays),
+            }
         await trio.sleep(0.2)
 
 
@@ -103,7 +123,11 @@ async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, 
         with trio.fail_after(seconds):
             await (await trio.open_tcp_stream(where.host, where.port)).aclose()
     except (OSError, trio.TooSlowError) as error:
-        why = str(error.__cause__ or error) if isinstance(error, OSError) else f"no answer within {seconds:g} s"
+        why = (
+            str(error.__cause__ or error)
+            if isinstance(error, OSError)
+            else f"no answer within {seconds:g} s"
+        )
         return {"outcome": "unreachable", "detail": why}
     connected = time.monotonic() - started
     try:
@@ -117,7 +141,10 @@ async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, 
         return {"outcome": "no_handshake", "detail": str(error)[:200]}
     return {
         "outcome": "ok",
-        "detail": f"TCP in {connected * 1000:.0f} ms, handshake in {(time.monotonic() - started - connected) * 1000:.0f} ms",
+        "detail": (
+            f"TCP in {connected * 1000:.0f} ms, handshake in"
+            f" {(time.monotonic() - started - connected) * 1000:.0f} ms"
+        ),
     }
 
 

@@ -1,11 +1,14 @@
-"""Circuit relay v2, the relay's side: carries bytes between two peers that cannot reach each other. Wire-compatible with other libp2ps.
+"""Circuit relay v2, the relay's side: carries bytes between two peers that cannot reach each other.
+Wire-compatible with other libp2ps.
 
-    peer B ─ RESERVE ─▶ relay: B may be called through us for RESERVATION_SECONDS, while it stays connected
-    peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A, then bytes both ways until a limit or either end
+    peer B ─ RESERVE ─▶ relay: B may be called through us for RESERVATION_SECONDS, while it stays
+    connected peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A, then bytes
+    both ways until a limit or either end
 
-Ours instead of the library's, which keeps a place for whatever peer id a message names (so that one peer can take them all), keeps one
-circuit per peer and closes another's streams when one ends, and writes its error messages into the middle of a circuit's data. Here a
-reservation belongs to the peer that the handshake proved, ends with its connection, and everything is bounded.
+Ours instead of the library's, which keeps a place for whatever peer id a message names (so that one
+peer can take them all), keeps one circuit per peer and closes another's streams when one ends, and
+writes its error messages into the middle of a circuit's data. Here a reservation belongs to the
+peer that the handshake proved, ends with its connection, and everything is bounded.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ class RelayLimits:
     reservation_seconds: int = 1800
     circuit_seconds: int = 3600
     circuit_bytes: int = 1 << 30
-    """Both ways together. The end of a circuit is the end of a connection; its ends may call again."""
+    """Both ways together. The end of a circuit is the end of a connection; its ends may call
+    again."""
     bytes_per_second: int = 0
     """All circuits together; 0 is no limit."""
 
@@ -76,7 +80,8 @@ class RelayStatistics(msgspec.Struct, frozen=True):
 
 
 class Book:
-    """Who has a reservation and who has how many circuits. Pure: `now` in seconds, any monotonic clock."""
+    """Who has a reservation and who has how many circuits. Pure: `now` in seconds, any monotonic
+    clock."""
 
     def __init__(self, limits: RelayLimits) -> None:
         self._limits = limits
@@ -103,7 +108,11 @@ class Book:
     def open(self, caller: str, called: str) -> bool:
         """Counts a circuit; False when that would be one too many."""
         most = self._limits.circuits_per_peer
-        if self._open >= self._limits.circuits or self._circuits[caller] >= most or self._circuits[called] >= most:
+        if (
+            self._open >= self._limits.circuits
+            or self._circuits[caller] >= most
+            or self._circuits[called] >= most
+        ):
             return False
         self._open += 1
         self._circuits[caller] += 1
@@ -137,7 +146,8 @@ class Book:
 
 
 class Relay:
-    """`addresses()`: multiaddrs at which we are dialled, without our peer id. `welcome(peer)`: False for who is not to be served."""
+    """`addresses()`: multiaddrs at which we are dialled, without our peer id. `welcome(peer)`:
+    False for who is not to be served."""
 
     def __init__(
         self,
@@ -167,7 +177,10 @@ class Relay:
         """Begins or stops to be a relay. Circuits that are open stay so."""
         if serving and not self._serving:
             self._host.set_handler(HOP, self._on_hop)
-            log.info("relaying for peers that cannot be reached: up to %d of them", self._limits.reservations)
+            log.info(
+                "relaying for peers that cannot be reached: up to %d of them",
+                self._limits.reservations,
+            )
         elif self._serving and not serving:
             self._host.remove_handler(HOP)
         self._serving = serving
@@ -182,14 +195,23 @@ class Relay:
 
     def statistics(self) -> RelayStatistics:
         reservations, circuits = self._book.counts(trio.current_time())
-        return RelayStatistics(self._serving, reservations, circuits, dict(self._reserved), dict(self._called), self._bytes)
+        return RelayStatistics(
+            self._serving,
+            reservations,
+            circuits,
+            dict(self._reserved),
+            dict(self._called),
+            self._bytes,
+        )
 
     # -- requests
 
     async def _on_hop(self, stream: Stream) -> None:
         """One request of a peer; a circuit lives in here until it ends."""
         peer = stream.peer
-        request = await answer(stream, lambda stream: read_message(stream, pb.HopMessage), deadline=HOP_SECONDS)
+        request = await answer(
+            stream, lambda stream: read_message(stream, pb.HopMessage), deadline=HOP_SECONDS
+        )
         if request is None:
             self._called["malformed"] += 1
         elif not self._serving or not self._welcome(peer) or stream.relay is not None:
@@ -212,15 +234,22 @@ class Relay:
             self._reserved["full"] += 1
             await self._refuse(stream, pb.RESERVATION_REFUSED)
             return
-        addresses = [multiaddr_bytes(f"{address}/p2p/{self._host.peer_id}") for address in self._addresses()[:8]]
+        addresses = [
+            multiaddr_bytes(f"{address}/p2p/{self._host.peer_id}")
+            for address in self._addresses()[:8]
+        ]
         granted = pb.HopMessage(
             type=pb.HopMessage.STATUS,
             status=pb.OK,
-            reservation=pb.Reservation(expire=int(time.time()) + self._limits.reservation_seconds, addrs=addresses),
+            reservation=pb.Reservation(
+                expire=int(time.time()) + self._limits.reservation_seconds, addrs=addresses
+            ),
             limit=self._limit(),
         )
         self._reserved["ok"] += 1
-        if await answer(stream, lambda stream: write_message(stream, granted), deadline=HOP_SECONDS):
+        if await answer(
+            stream, lambda stream: write_message(stream, granted), deadline=HOP_SECONDS
+        ):
             await stream.close()
 
     async def _connect(self, caller: str, wanted: bytes, stream: Stream) -> None:
@@ -245,7 +274,11 @@ class Relay:
 
     async def _circuit(self, caller: str, called: str, stream: Stream) -> None:
         """Calls `called`, then carries bytes until either end, or a limit, ends it."""
-        call = pb.StopMessage(type=pb.StopMessage.CONNECT, peer=pb.PeerId(id=peer_id_bytes(caller)), limit=self._limit())
+        call = pb.StopMessage(
+            type=pb.StopMessage.CONNECT,
+            peer=pb.PeerId(id=peer_id_bytes(caller)),
+            limit=self._limit(),
+        )
 
         async def ring(other: Stream) -> None:
             await write_message(other, call)
@@ -254,14 +287,18 @@ class Relay:
                 raise PeerError(f"{called} does not take the call")
 
         try:
-            _, other = await converse(self._host, called, STOP, ring, deadline=STOP_SECONDS, keep=True)
+            _, other = await converse(
+                self._host, called, STOP, ring, deadline=STOP_SECONDS, keep=True
+            )
         except PeerError as error:
             log.debug("no circuit from %s to %s: %s", caller, called, error)
             self._called["failed"] += 1
             await self._refuse(stream, pb.CONNECTION_FAILED)
             return
         established = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
-        if not await answer(stream, lambda stream: write_message(stream, established), deadline=HOP_SECONDS):
+        if not await answer(
+            stream, lambda stream: write_message(stream, established), deadline=HOP_SECONDS
+        ):
             self._called["failed"] += 1
             await other.reset()
             return
@@ -270,7 +307,8 @@ class Relay:
         await self._carry(stream, other)
 
     async def _carry(self, one: Stream, other: Stream) -> None:
-        """Bytes both ways. Returns when both streams are reset; the peers' own handshake tells them what an end means."""
+        """Bytes both ways. Returns when both streams are reset; the peers' own handshake tells them
+        what an end means."""
         ended = trio.Event()
         left = self._limits.circuit_bytes
 
@@ -300,8 +338,8 @@ class Relay:
                 await other.reset()
 
     async def _in_budget(self) -> bool:
-        """Waits a little for the budget to allow more. Not for long: whoever is not read from ends the connection, and circuits are
-        begun again sooner than that."""
+        """Waits a little for the budget to allow more. Not for long: whoever is not read from ends
+        the connection, and circuits are begun again sooner than that."""
         with trio.move_on_after(BUDGET_SECONDS):
             while not self.allows():  # noqa: ASYNC110 - the budget is read, it tells nobody
                 await trio.sleep(0.2)
@@ -310,7 +348,9 @@ class Relay:
 
     async def _refuse(self, stream: Stream, status: pb.Status.ValueType) -> None:
         refusal = pb.HopMessage(type=pb.HopMessage.STATUS, status=status)
-        if await answer(stream, lambda stream: write_message(stream, refusal), deadline=HOP_SECONDS):
+        if await answer(
+            stream, lambda stream: write_message(stream, refusal), deadline=HOP_SECONDS
+        ):
             await stream.close()
 
     def _limit(self) -> pb.Limit:

@@ -1,9 +1,14 @@
-"""Circuit relay v2, the side of a node that cannot be reached: keeps reservations with relays, takes calls, and calls others.
+"""Circuit relay v2, the side of a node that cannot be reached: keeps reservations with relays,
+takes calls, and calls others.
 
-    planned by `Reservations` (pure): which connected peer to ask now ─▶ RESERVE ─▶ granted: we can be called at its address ─▶ renewed
-                                                                               └▶ refused: asked again after a back-off, others meanwhile
-    a call  ─▶ taken only from a relay that we reserved with ─▶ handshake as inbound     (the relay's word for who calls counts for nothing)
-    to call ─▶ stream to the relay (dialled if need be) ─▶ CONNECT ─▶ handshake as outbound
+planned by `Reservations` (pure): which connected peer to ask now ─▶ RESERVE ─▶ granted: we can be
+called at its address ─▶ renewed
+                                                                           └▶ refused: asked again
+                                                                           after a back-off, others
+                                                                           meanwhile
+a call  ─▶ taken only from a relay that we reserved with ─▶ handshake as inbound     (the relay's
+word for who calls counts for nothing)
+to call ─▶ stream to the relay (dialled if need be) ─▶ CONNECT ─▶ handshake as outbound
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ FIRST_BACKOFF = 5.0
 LONGEST_BACKOFF = 600.0
 POLL_INTERVAL = 30.0
 POLL_INTERVAL_WITHOUT_RELAY = 5.0
-"""The loop looks at least this often, and this often while there is no relay: we may learn where a peer listens without being told."""
+"""The loop looks at least this often, and this often while there is no relay: we may learn where a
+peer listens without being told."""
 CALLS = 16
 """Incoming calls whose handshake is under way."""
 HANDSHAKE_SECONDS = 15.0
@@ -59,7 +65,8 @@ class RelayClientStatistics(msgspec.Struct, frozen=True):
 
 
 class Reservations:
-    """Whom to ask for a reservation, and when to renew. Pure: `now` in seconds, any monotonic clock."""
+    """Whom to ask for a reservation, and when to renew. Pure: `now` in seconds, any monotonic
+    clock."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -71,12 +78,20 @@ class Reservations:
         return [relay for relay, (_, until) in self._granted.items() if until > now]
 
     def due(self, candidates: list[str], now: float) -> str | None:
-        """The next one to ask: a renewal first, then, while there are too few, a candidate (best first) whose back-off is over."""
+        """The next one to ask: a renewal first, then, while there are too few, a candidate (best
+        first) whose back-off is over."""
         for relay, (renew, _) in self._granted.items():
             if renew <= now and self._ready(relay, now):
                 return relay
         if len(self.held(now)) < RELAYS:
-            return next((each for each in candidates if each not in self._granted and self._ready(each, now)), None)
+            return next(
+                (
+                    each
+                    for each in candidates
+                    if each not in self._granted and self._ready(each, now)
+                ),
+                None,
+            )
         return None
 
     def granted(self, relay: str, seconds: float, now: float) -> None:
@@ -86,7 +101,9 @@ class Reservations:
 
     def refused(self, relay: str, now: float) -> None:
         failures = self._waiting.get(relay, (0, 0.0))[0] + 1
-        pause = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
+        pause = min(
+            LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 10)
+        ) * self._rng.uniform(0.5, 1.0)
         self._waiting[relay] = (failures, now + pause)
         if relay in self._granted and self._granted[relay][1] <= now:
             del self._granted[relay]
@@ -102,16 +119,21 @@ class Reservations:
 
     def next_due(self, now: float) -> float:
         """Seconds until `due` may change its mind by itself."""
-        times = [renew for renew, _ in self._granted.values()] + [ready for _, ready in self._waiting.values()]
-        return max(0.0, min([each for each in times if each > now], default=now + POLL_INTERVAL) - now)
+        times = [renew for renew, _ in self._granted.values()] + [
+            ready for _, ready in self._waiting.values()
+        ]
+        return max(
+            0.0, min([each for each in times if each > now], default=now + POLL_INTERVAL) - now
+        )
 
     def _ready(self, relay: str, now: float) -> bool:
         return self._waiting.get(relay, (0, 0.0))[1] <= now
 
 
 class RelayClient:
-    """`candidates()`: peers that we are directly connected to, best first. `wanted()`: whether we need relays at all.
-    `address_of(relay)`: where others can dial it. `news()`: our addresses have changed."""
+    """`candidates()`: peers that we are directly connected to, best first. `wanted()`: whether we
+    need relays at all. `address_of(relay)`: where others can dial it. `news()`: our addresses have
+    changed."""
 
     def __init__(
         self,
@@ -149,7 +171,15 @@ class RelayClient:
                 self._news()
             now = trio.current_time()
             content = not self._wanted() or self._plan.held(now)
-            with trio.move_on_after(max(0.1, min(POLL_INTERVAL if content else POLL_INTERVAL_WITHOUT_RELAY, self._plan.next_due(now)))):
+            with trio.move_on_after(
+                max(
+                    0.1,
+                    min(
+                        POLL_INTERVAL if content else POLL_INTERVAL_WITHOUT_RELAY,
+                        self._plan.next_due(now),
+                    ),
+                )
+            ):
                 await self._wake.wait()
 
     def wake(self) -> None:
@@ -169,7 +199,9 @@ class RelayClient:
 
     def statistics(self) -> RelayClientStatistics:
         held = self._plan.held(trio.current_time())
-        return RelayClientStatistics(held, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials))
+        return RelayClientStatistics(
+            held, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials)
+        )
 
     async def _reserve_due(self) -> None:
         while (relay := self._plan.due(self._candidates(), trio.current_time())) is not None:
@@ -237,10 +269,15 @@ class RelayClient:
             await self._host.dial(circuit.relay, circuit.address)
 
         async def connect(stream: Stream) -> None:
-            await write_message(stream, pb.HopMessage(type=pb.HopMessage.CONNECT, peer=pb.PeerId(id=peer_id_bytes(peer))))
+            await write_message(
+                stream,
+                pb.HopMessage(type=pb.HopMessage.CONNECT, peer=pb.PeerId(id=peer_id_bytes(peer))),
+            )
             _check(await read_message(stream, pb.HopMessage))
 
-        _, stream = await converse(self._host, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True)
+        _, stream = await converse(
+            self._host, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True
+        )
         await self._host.call_through(stream, circuit.relay, peer)
 
 

@@ -1,12 +1,15 @@
-"""What a peer has earned, and when to stop listening to it. Pure; `now` is any monotonic time in seconds.
+"""What a peer has earned, and when to stop listening to it. Pure; `now` is any monotonic time in
+seconds.
 
-    score: 0 for a stranger, up to BEST for a useful peer, halving every HALF_LIFE seconds, down by a cost per rejection
-    GOOD ──score ≤ GREYLIST──▶ GREYLISTED ──score ≤ BAN──▶ BANNED ──24 h──▶ GREYLISTED again
+    score: 0 for a stranger, up to BEST for a useful peer, halving every HALF_LIFE seconds, down by
+    a cost per rejection GOOD ──score ≤ GREYLIST──▶ GREYLISTED ──score ≤ BAN──▶ BANNED ──24 h──▶
+    GREYLISTED again
       ◀──score > FORGIVEN──┘    nothing of it is looked at      connections closed and refused
 
-Trust is earned slowly and lost fast, as in GossipSub v1.1's peer score (Vyzovitis et al. 2020, section 3.2), but by what its messages were
-worth after full checks, not by timing. Identities are free, addresses less so: all peers of one /24 or /48 together can earn no more than
-PREFIX_BEST, and each ban makes the prefix's newcomers start lower.
+Trust is earned slowly and lost fast, as in GossipSub v1.1's peer score (Vyzovitis et al. 2020,
+section 3.2), but by what its messages were worth after full checks, not by timing. Identities are
+free, addresses less so: all peers of one /24 or /48 together can earn no more than PREFIX_BEST, and
+each ban makes the prefix's newcomers start lower.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ BEST = 20.0
 PREFIX_BEST = 40.0
 EARNED = 0.1
 COST = 10.0
-"""What one rejection costs. One every three minutes, for ever, is what an otherwise silent peer can afford."""
+"""What one rejection costs. One every three minutes, for ever, is what an otherwise silent peer can
+afford."""
 GREYLIST = -50.0
 FORGIVEN = -25.0
 BAN = -100.0
@@ -30,7 +34,8 @@ BAN_SECONDS = 86400.0
 HALF_LIFE = 600.0
 NEWCOMER_COST = 10.0
 NEWCOMER_LOWEST = -40.0
-"""A newcomer of a prefix with bans starts this much lower for each, but never greylisted: its neighbours' sins are not its own."""
+"""A newcomer of a prefix with bans starts this much lower for each, but never greylisted: its
+neighbours' sins are not its own."""
 MAX_PEERS = 4096
 
 
@@ -52,7 +57,8 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRecord:
-    """One peer in a snapshot. Times are seconds from the moment of the snapshot, because monotonic clocks do not survive a restart."""
+    """One peer in a snapshot. Times are seconds from the moment of the snapshot, because monotonic
+    clocks do not survive a restart."""
 
     peer: str
     score: float
@@ -86,7 +92,8 @@ class Reputation:
         self._accepted += 1
 
     def rejected(self, peer: str, reason: str, now: float, cost: float = COST) -> Standing:
-        """Something of `peer` was wrong in a way it must have known. `reason`: of a closed set, it becomes a metric label."""
+        """Something of `peer` was wrong in a way it must have known. `reason`: of a closed set, it
+        becomes a metric label."""
         record = self._record(peer, now)
         record.score -= cost
         record.rejections += 1
@@ -103,7 +110,9 @@ class Reputation:
         known = peer in self._records
         record = self._record(peer, now)
         if not known:
-            bans = sum(1 for other in self._by_prefix[prefix] if self._records[other].banned_until > now)
+            bans = sum(
+                1 for other in self._by_prefix[prefix] if self._records[other].banned_until > now
+            )
             record.score = max(NEWCOMER_LOWEST, -NEWCOMER_COST * bans)
         self._leave_prefix(peer, record)
         record.prefix = prefix
@@ -114,7 +123,8 @@ class Reputation:
             return Standing.GOOD
         if record.banned_until > now:
             return Standing.BANNED
-        if record.banned_until > -math.inf:  # the ban is over: heard again once it has decayed to FORGIVEN
+        # the ban is over: heard again once it has decayed to FORGIVEN
+        if record.banned_until > -math.inf:
             record.banned_until = -math.inf
             record.score, record.at, record.greylisted = GREYLIST, now, True
         self._decay(record, now)
@@ -127,7 +137,8 @@ class Reputation:
         return 0 if record is None else record.rejections
 
     def score(self, peer: str, now: float) -> float:
-        """−∞ … BEST; a prefix's peers share PREFIX_BEST between them in proportion to what each has earned."""
+        """−∞ … BEST; a prefix's peers share PREFIX_BEST between them in proportion to what each has
+        earned."""
         if (record := self._records.get(peer)) is None:
             return 0.0
         self._decay(record, now)
@@ -149,7 +160,11 @@ class Reputation:
         for peer, record in self._records.items():
             self._decay(record, now)
             if abs(record.score) >= EARNED or record.banned_until > now:
-                saved.append(SavedRecord(peer, record.score, record.prefix, max(0.0, record.banned_until - now)))
+                saved.append(
+                    SavedRecord(
+                        peer, record.score, record.prefix, max(0.0, record.banned_until - now)
+                    )
+                )
         return saved
 
     def restore(self, saved: list[SavedRecord], away: float, now: float) -> None:
@@ -158,7 +173,12 @@ class Reputation:
             if not (math.isfinite(each.score) and math.isfinite(each.banned_for)):
                 continue
             remaining = min(each.banned_for, BAN_SECONDS) - away
-            record = Record(min(BEST, each.score), now - away, each.prefix, banned_until=now + remaining if remaining > 0 else -math.inf)
+            record = Record(
+                min(BEST, each.score),
+                now - away,
+                each.prefix,
+                banned_until=now + remaining if remaining > 0 else -math.inf,
+            )
             self._records[each.peer] = record
             if each.prefix is not None:
                 self._by_prefix[each.prefix].add(each.peer)
@@ -184,8 +204,12 @@ class Reputation:
         return record
 
     def _evict(self, now: float) -> None:
-        """Forgets an eighth of the peers, those with the least to remember: a flood of new names pays for one pass in many."""
-        worth = {peer: (record.banned_until > now, abs(record.score)) for peer, record in self._records.items()}
+        """Forgets an eighth of the peers, those with the least to remember: a flood of new names
+        pays for one pass in many."""
+        worth = {
+            peer: (record.banned_until > now, abs(record.score))
+            for peer, record in self._records.items()
+        }
         for peer in sorted(worth, key=worth.__getitem__)[: MAX_PEERS // 8]:
             self._leave_prefix(peer, self._records.pop(peer))
 

@@ -1,10 +1,13 @@
 """Requests and responses: one stream each, one frame each way.
 
-    requester ─ u32 length, request ─▶ responder        lengths are big-endian and checked against the cap before anything is read
-    requester ◀─ u32 length, response ─ responder       whoever does not want to go on resets the stream
+    requester ─ u32 length, request ─▶ responder        lengths are big-endian and checked against
+    the cap before anything is read
+    requester ◀─ u32 length, response ─ responder       whoever does not want to go on resets the
+    stream
 
-A place at a service is taken when the request is there, so that who opens a stream and says nothing costs nobody else anything. Who then
-does not read what it asked for in time is answered last: all that did so share a few of the places, for longer each time.
+A place at a service is taken when the request is there, so that who opens a stream and says nothing
+costs nobody else anything. Who then does not read what it asked for in time is answered last: all
+that did so share a few of the places, for longer each time.
 """
 
 from __future__ import annotations
@@ -29,15 +32,18 @@ log = logging.getLogger(__name__)
 
 OUTBOUND_PER_PEER = 8
 OUTBOUND = 64
-"""Requests of one protocol under way, to one peer and to all; more wait their turn within their own deadline. Not of all protocols at once:
-newcomers that do not answer a greeting would hold up what others are asked for, who would be blamed for it."""
+"""Requests of one protocol under way, to one peer and to all; more wait their turn within their own
+deadline. Not of all protocols at once: newcomers that do not answer a greeting would hold up what
+others are asked for, who would be blamed for it."""
 READ_SECONDS = 10.0
 """A request is there after this time, also where the line is full both ways."""
 READING_PER_PEER = 16
-"""Requests of one peer that may be on their way here: of at most 64 KiB each, so 1 MiB, of the 32 that a peer may leave unread."""
+"""Requests of one peer that may be on their way here: of at most 64 KiB each, so 1 MiB, of the 32
+that a peer may leave unread."""
 WRITE_SECONDS = 10.0
 WRITE_BYTES_PER_SECOND = 35_000.0
-"""A response is read in WRITE_SECONDS and what it takes at this speed, a third of a line of 0.8 Mbit/s."""
+"""A response is read in WRITE_SECONDS and what it takes at this speed, a third of a line of 0.8
+Mbit/s."""
 SLOW_SHARE = 4
 """Peers that are answered last have, all together, one in so many of a service's places."""
 OUTCOMES = ("ok", "timeout", "failed", "malformed")
@@ -71,9 +77,13 @@ class _Service:
 
     @contextlib.contextmanager
     def place(self, peer: str, *, last: bool) -> Iterator[bool]:
-        """Whether there was one; if so, it is taken for as long as the block lasts. last: `peer` is answered last."""
+        """Whether there was one; if so, it is taken for as long as the block lasts. last: `peer` is
+        answered last."""
         with contextlib.ExitStack() as places:
-            yield all(places.enter_context(cap.entered(peer)) for cap in ((self.slow, self.cap) if last else (self.cap,)))
+            yield all(
+                places.enter_context(cap.entered(peer))
+                for cap in ((self.slow, self.cap) if last else (self.cap,))
+            )
 
 
 class Libp2pRequests:
@@ -82,18 +92,31 @@ class Libp2pRequests:
     def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
         self._welcome = welcome
-        self._slots: dict[str, PeerSlots] = collections.defaultdict(lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND))
+        self._slots: dict[str, PeerSlots] = collections.defaultdict(
+            lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
+        )
         self._services: dict[str, _Service] = {}
         self._reading = PeerCap(READING_PER_PEER)
         self._slow = SlowPeers()
-        self._outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        self._served: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self._outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+        self._served: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
         self._in_flight = 0
 
     # -- ours
 
     async def request(
-        self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int, urgent: bool = False
+        self,
+        peer: str,
+        protocol: str,
+        data: bytes,
+        *,
+        deadline: float,
+        max_response_bytes: int,
+        urgent: bool = False,
     ) -> bytes:
         """See `api.Requests.request`."""
 
@@ -108,7 +131,13 @@ class Libp2pRequests:
                     if not urgent:
                         await slots.enter_async_context(self._slots[protocol].turn(peer))
                     slots.enter_context(self._counted())
-                    response, _ = await converse(self._host, peer, protocol, ask, deadline=max(late - trio.current_time(), 0.0))
+                    response, _ = await converse(
+                        self._host,
+                        peer,
+                        protocol,
+                        ask,
+                        deadline=max(late - trio.current_time(), 0.0),
+                    )
                     self._outcomes[protocol]["ok"] += 1
                     return response
             raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
@@ -139,7 +168,10 @@ class Libp2pRequests:
     ) -> None:
         """See `api.Requests.serve`."""
         most = per_peer or max(1, concurrent // 4)
-        cap, slow = PeerCap(most, concurrent), PeerCap(max(1, most // 2), max(1, concurrent // SLOW_SHARE))
+        cap, slow = (
+            PeerCap(most, concurrent),
+            PeerCap(max(1, most // 2), max(1, concurrent // SLOW_SHARE)),
+        )
         service = _Service(handler, max_request_bytes, max_response_bytes, cap, slow, deadline)
         self._services[protocol] = service
 
@@ -155,14 +187,17 @@ class Libp2pRequests:
         await (stream.close() if outcome == "ok" else stream.reset())
 
     async def _answer(self, service: _Service, stream: Stream) -> str:
-        """Reads, and then has a place in which to handle and write; returns the outcome, of SERVED."""
+        """Reads, and then has a place in which to handle and write; returns the outcome, of
+        SERVED."""
         try:
             with self._reading.entered(stream.peer) as room:
                 if not room:
                     return "busy"
                 read = lambda stream: read_frame(stream, service.max_request_bytes)
                 request = await within(min(READ_SECONDS, service.deadline), stream, read)
-            with service.place(stream.peer, last=self._slow.has(stream.peer, trio.current_time())) as room:
+            with service.place(
+                stream.peer, last=self._slow.has(stream.peer, trio.current_time())
+            ) as room:
                 return await self._respond(service, stream, request) if room else "busy"
         except BadMessage:
             return "malformed"
@@ -177,7 +212,8 @@ class Libp2pRequests:
     async def _respond(self, service: _Service, stream: Stream, request: bytes) -> str:
         """Raises PeerError, _OurError."""
         response: bytes | None = None
-        with trio.move_on_after(service.deadline):  # around our own handler only, never around the stream
+        # around our own handler only, never around the stream
+        with trio.move_on_after(service.deadline):
             response = await _handle(service, stream.peer, request)
         if response is None:
             return "timeout"
@@ -186,7 +222,8 @@ class Libp2pRequests:
         try:
             await within(seconds, stream, lambda stream: stream.write(answer))
         except PeerError:
-            if trio.current_time() >= began + min(seconds, WRITE_SECONDS):  # its connection may have been dropped for it before
+            # its connection may have been dropped for it before
+            if trio.current_time() >= began + min(seconds, WRITE_SECONDS):
                 self._slow.found(stream.peer, trio.current_time())
             raise
         return "ok"
@@ -209,7 +246,9 @@ async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
     try:
         response = await service.handler(peer, request)
         if len(response) > service.max_response_bytes:
-            raise ValueError(f"the response of {len(response)} bytes is longer than this protocol allows")
+            raise ValueError(
+                f"the response of {len(response)} bytes is longer than this protocol allows"
+            )
         return response
     except PeerError:
         raise

@@ -14,7 +14,8 @@ STORM_COST = 60.0
 
 
 class PeerScores:
-    """See `api.PeerScoring`. `disconnect(peer)` is called for one that has lost the last of its standing, or storms."""
+    """See `api.PeerScoring`. `disconnect(peer)` is called for one that has lost the last of its
+    standing, or storms."""
 
     def __init__(self, reputation: Reputation) -> None:
         self.reputation = reputation
@@ -42,12 +43,13 @@ class PeerScores:
             self.disconnect(peer)
 
     def judged(self, peer: str, validation: Validation, reason: str) -> None:
-        """What gossip made of a message that `peer` forwarded. Forwarding earns nothing: what is in the message is credited to whoever
-        signed it."""
+        """What gossip made of a message that `peer` forwarded. Forwarding earns nothing: what is in
+        the message is credited to whoever signed it."""
         if validation is Validation.REJECT:
             self.rejected(peer, f"gossip_{reason}")
 
     def stormed(self, peer: str) -> None:
-        """`peer` has published far more than anybody may (`storms.py`). Its bytes are the harm, so it is not only listened to no more."""
+        """`peer` has published far more than anybody may (`storms.py`). Its bytes are the harm, so
+        it is not only listened to no more."""
         self.rejected(peer, "storm", STORM_COST)
         self.disconnect(peer)

@@ -1,9 +1,12 @@
-"""The session protocol, `/swarmnode/session/1`: finds out that our key is in use by another process.
+"""The session protocol, `/swarmnode/session/1`: finds out that our key is in use by another
+process.
 
-Such a twin cannot be seen directly: gossip does not bring a peer its own messages, and nobody tells a peer its own address. But whoever is
-connected to both hears both. Each node therefore signs a session, tells it to its peers, and is answered with other sessions under its own
-key. They prove themselves: signed by that key, drawn by another process, issued after this one started, and then issued again. So a witness
-can neither make one up nor serve one of an earlier run, and a clock that was set back since that run ends nobody.
+Such a twin cannot be seen directly: gossip does not bring a peer its own messages, and nobody tells
+a peer its own address. But whoever is connected to both hears both. Each node therefore signs a
+session, tells it to its peers, and is answered with other sessions under its own key. They prove
+themselves: signed by that key, drawn by another process, issued after this one started, and then
+issued again. So a witness can neither make one up nor serve one of an earlier run, and a clock that
+was set back since that run ends nobody.
 """
 
 from __future__ import annotations
@@ -33,9 +36,11 @@ POLL_INTERVAL = 1.0
 NOTIFY_INTERVAL = 30.0
 """Between two tellings of one peer, with jitter."""
 EARLY_SECONDS = 60.0
-"""A peer that connected less than this ago is told every RETRY_SECONDS: the copy of a directory is often started beside its original."""
+"""A peer that connected less than this ago is told every RETRY_SECONDS: the copy of a directory is
+often started beside its original."""
 RETRY_SECONDS = 5.0
-"""Also after a peer did not answer, which may have only just started, and after a first suspicion."""
+"""Also after a peer did not answer, which may have only just started, and after a first
+suspicion."""
 AT_ONCE = 4
 """Peers told in one round."""
 REMEMBER_SECONDS = 300.0
@@ -58,11 +63,18 @@ class Witness:
     """What we heard of others' sessions. Pure: `now` in seconds, any clock."""
 
     def __init__(self) -> None:
-        self._sessions: collections.OrderedDict[str, dict[bytes, tuple[float, bytes]]] = collections.OrderedDict()
+        self._sessions: collections.OrderedDict[str, dict[bytes, tuple[float, bytes]]] = (
+            collections.OrderedDict()
+        )
 
     def received(self, peer: str, session: Session, frame: bytes, now: float) -> list[bytes]:
-        """Remembers the session of `peer`; returns the frames of its other sessions that are still fresh, latest first."""
-        known = {name: (at, other) for name, (at, other) in self._sessions.pop(peer, {}).items() if now - at <= REMEMBER_SECONDS}
+        """Remembers the session of `peer`; returns the frames of its other sessions that are still
+        fresh, latest first."""
+        known = {
+            name: (at, other)
+            for name, (at, other) in self._sessions.pop(peer, {}).items()
+            if now - at <= REMEMBER_SECONDS
+        }
         known.pop(session.session, None)
         others = [other for _, other in sorted(known.values(), reverse=True)][: limits.SESSIONS]
         latest = sorted(known.items(), key=lambda item: item[1][0], reverse=True)[: limits.SESSIONS]
@@ -76,7 +88,8 @@ class Witness:
 
 
 class Sessions:
-    """This process's session. `run` tells it to every peer and raises when it has a twin that was here first.
+    """This process's session. `run` tells it to every peer and raises when it has a twin that was
+    here first.
 
     connected: peer ids; clock: Unix seconds.
     """
@@ -127,7 +140,9 @@ class Sessions:
                 suspected = len(self._suspected)
                 early = now - since[peer] < EARLY_SECONDS
                 steady = await self.notify(peer) and len(self._suspected) == suspected and not early
-                due[peer] = trio.current_time() + (self._rng.uniform(0.5, 1.5) * NOTIFY_INTERVAL if steady else RETRY_SECONDS)
+                due[peer] = trio.current_time() + (
+                    self._rng.uniform(0.5, 1.5) * NOTIFY_INTERVAL if steady else RETRY_SECONDS
+                )
             await trio.sleep(POLL_INTERVAL)
 
     async def notify(self, peer: str) -> bool:
@@ -135,9 +150,12 @@ class Sessions:
         session = Session(self._session, self._started_at, int(self._clock() * 1000))
         try:
             data = await self._requests.request(
-                peer, ids.SESSION_PROTOCOL, seal_session(session, self._key, self._swarm),
-                deadline=DEADLINE, max_response_bytes=limits.SESSION_RESPONSE_BYTES,
-            )  # fmt: skip
+                peer,
+                ids.SESSION_PROTOCOL,
+                seal_session(session, self._key, self._swarm),
+                deadline=DEADLINE,
+                max_response_bytes=limits.SESSION_RESPONSE_BYTES,
+            )
             response = codec.decode(data, SessionResponse, limits.SESSION_RESPONSE_BYTES)
             found = [open_session(frame, self._swarm) for frame in response.sessions]
         except PeerError as error:
@@ -151,8 +169,13 @@ class Sessions:
         return True
 
     def is_twin(self, signer: str, other: Session) -> bool:
-        """Whether `other`, signed by `signer`, proves with what was told before that another process has our key now."""
-        if signer != self._own or other.session == self._session or other.issued_at <= self._started_at:
+        """Whether `other`, signed by `signer`, proves with what was told before that another
+        process has our key now."""
+        if (
+            signer != self._own
+            or other.session == self._session
+            or other.issued_at <= self._started_at
+        ):
             return False
         first = self._suspected.setdefault(other.session, other.issued_at)
         if len(self._suspected) > SUSPECTS:
@@ -162,17 +185,23 @@ class Sessions:
     def _judge(self, other: Session) -> None:
         if (other.started_at, other.session) < (self._started_at, self._session):
             raise Refused(
-                f"another running node uses this node's key ({self._own}) and started before it: stop one of the two, "
-                "or give this one a key of its own (`swarmnode key rotate`)"
+                f"another running node uses this node's key ({self._own}) and started before it:"
+                " stop one of the two, or give this one a key of its own (`swarmnode key rotate`)"
             )
-        log.error("another running node uses this node's key (%s); it started later and should end by itself", self._own)
+        log.error(
+            "another running node uses this node's key (%s); it started later and should end by"
+            " itself",
+            self._own,
+        )
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Their session. Raises BadMessage, also when it is not theirs."""
         signer, session = open_session(data, self._swarm)
         if signer != peer:
             raise BadMessage("bounds", "a session of somebody else")
-        return codec.encode(SessionResponse(self._witness.received(peer, session, data, trio.current_time())))
+        return codec.encode(
+            SessionResponse(self._witness.received(peer, session, data, trio.current_time()))
+        )
 
     def statistics(self) -> SessionStatistics:
         return SessionStatistics(self._answered, len(self._witness), self._twins)

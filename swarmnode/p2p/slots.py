@@ -41,7 +41,8 @@ class PeerSlots:
 
 
 class PeerCap:
-    """For what peers ask of us: more than `per_peer` of one peer, or `total` of all, are turned away."""
+    """For what peers ask of us: more than `per_peer` of one peer, or `total` of all, are turned
+    away."""
 
     def __init__(self, per_peer: int, total: float = math.inf) -> None:
         self._per_peer = per_peer
@@ -67,8 +68,8 @@ class PeerCap:
 
 
 class SlowPeers:
-    """Peers that kept a place by reading too slowly: for FIRST_SECONDS, and if that was not long ago, for twice as long each time. Pure,
-    bounded."""
+    """Peers that kept a place by reading too slowly: for FIRST_SECONDS, and if that was not long
+    ago, for twice as long each time. Pure, bounded."""
 
     def __init__(self) -> None:
         self._until: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()

@@ -1,11 +1,15 @@
-"""Who publishes far more than its swarm allows: what a neighbour hands over as its own is counted. Pure; `now` is any monotonic time.
+"""Who publishes far more than its swarm allows: what a neighbour hands over as its own is counted.
+Pure; `now` is any monotonic time.
 
-    a message whose maker is the neighbour that brings it ─▶ + 1, less TIMES the rate for each second since
-                                                             above TIMES the rate for SECONDS: a storm, and counted anew
+    a message whose maker is the neighbour that brings it ─▶ + 1, less TIMES the rate for each
+    second since
+                                                             above TIMES the rate for SECONDS: a
+                                                             storm, and counted anew
 
-Others' messages say nothing about who passes them on, and are not counted. Nobody who keeps to the rate comes near: what was held up
-by a pause of the network or of a machine, and comes at once, is less than what is published in the minute and a half after which a
-connection on which nothing passes is closed (`liveness.py`); whoever starts again may publish four seconds' worth at once.
+Others' messages say nothing about who passes them on, and are not counted. Nobody who keeps to the
+rate comes near: what was held up by a pause of the network or of a machine, and comes at once, is
+less than what is published in the minute and a half after which a connection on which nothing
+passes is closed (`liveness.py`); whoever starts again may publish four seconds' worth at once.
 """
 
 from __future__ import annotations

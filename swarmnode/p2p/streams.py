@@ -2,9 +2,11 @@
 
     send ─▶ a chunk ─▶ task: stream.write        task: stream.read ─▶ a chunk ─▶ receive
 
-No cancel scope is put around libp2p I/O (library/streams.py says why): two tasks of the network's own do it, and hand over one chunk at a
-time. So a user that does not receive holds up the peer by Yamux's window, 8 MiB at most, and nobody else on the connection. There is no
-timeout for such a pause; a peer that takes nothing while we write, and sends nothing either, for STALL_SECONDS is given up.
+No cancel scope is put around libp2p I/O (library/streams.py says why): two tasks of the network's
+own do it, and hand over one chunk at a time. So a user that does not receive holds up the peer by
+Yamux's window, 8 MiB at most, and nobody else on the connection. There is no timeout for such a
+pause; a peer that takes nothing while we write, and sends nothing either, for STALL_SECONDS is
+given up.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ log = logging.getLogger(__name__)
 READ_BYTES = 256 * 1024
 """Read at a time, at most."""
 STALL_SECONDS = 300.0
-"""Nothing moved either way for so long while we were writing: the stream is reset. That a peer is gone, heartbeats tell long before."""
+"""Nothing moved either way for so long while we were writing: the stream is reset. That a peer is
+gone, heartbeats tell long before."""
 WATCH_SECONDS = 1.0
 REFUSED = ("unwelcome", "busy")
 """Why an incoming stream was reset at once."""
@@ -47,8 +50,8 @@ class StreamStatistics(msgspec.Struct, frozen=True):
 
 
 class Libp2pStream:
-    """One stream. `peer`: at its other end. `sent`, `received`: bytes. `broken`: it did not end in order. `closed`: nothing of it is
-    left. One task sends, one receives."""
+    """One stream. `peer`: at its other end. `sent`, `received`: bytes. `broken`: it did not end in
+    order. `closed`: nothing of it is left. One task sends, one receives."""
 
     def __init__(self, stream: Stream, nursery: trio.Nursery) -> None:
         self.peer = stream.peer
@@ -71,7 +74,8 @@ class Libp2pStream:
         nursery.start_soon(self._watch)
 
     async def receive(self) -> bytes:
-        """Up to READ_BYTES, in order; b"" once the peer has said its last. Raises PeerError when the stream is broken."""
+        """Up to READ_BYTES, in order; b"" once the peer has said its last. Raises PeerError when
+        the stream is broken."""
         if self._unread:
             data, self._unread = self._unread, b""
             return data
@@ -87,13 +91,16 @@ class Libp2pStream:
         self._unread = data + self._unread
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Returns when the one before it was written. Raises PeerError when the stream is broken, ValueError after `finish`."""
+        """Returns when the one before it was written. Raises PeerError when the stream is broken,
+        ValueError after `finish`."""
         try:
             await self._out.send(data)
         except trio.BrokenResourceError:
             raise PeerError(self._why or "the stream ended") from None
         except trio.ClosedResourceError:
-            raise ValueError("sent after the end") if not self._why else PeerError(self._why) from None
+            raise (
+                ValueError("sent after the end") if not self._why else PeerError(self._why)
+            ) from None
 
     def finish(self) -> None:
         """What was sent is written, then the peer is told that this was all. It may still send."""
@@ -181,11 +188,15 @@ class Libp2pStreams:
 
     async def open(self, peer: str, protocol: str, *, deadline: float) -> Libp2pStream:
         """See `api.Streams.open`."""
-        _, stream = await converse(self._host, peer, protocol, _nothing, deadline=deadline, keep=True)
+        _, stream = await converse(
+            self._host, peer, protocol, _nothing, deadline=deadline, keep=True
+        )
         self._opened[protocol] += 1
         return self._made(stream)
 
-    def serve(self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int) -> None:
+    def serve(
+        self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int
+    ) -> None:
         """See `api.Streams.serve`."""
         cap = PeerCap(per_peer, concurrent)
 
@@ -203,7 +214,13 @@ class Libp2pStreams:
         self._host.set_handler(protocol, on_stream)
 
     def statistics(self) -> StreamStatistics:
-        return StreamStatistics(len(self._open), dict(self._opened), dict(self._accepted), dict(self._refused), self._stalled)
+        return StreamStatistics(
+            len(self._open),
+            dict(self._opened),
+            dict(self._accepted),
+            dict(self._refused),
+            self._stalled,
+        )
 
     def _made(self, stream: Stream) -> Libp2pStream:
         made = Libp2pStream(stream, self._host.nursery)

@@ -1,11 +1,14 @@
-"""The summary protocol, `/swarmnode/summary/1`: what nodes say of themselves, for whoever looks at the swarm from one of them.
+"""The summary protocol, `/swarmnode/summary/1`: what nodes say of themselves, for whoever looks at
+the swarm from one of them.
 
-    we ─ our summary, signed just now, or nothing ─▶ peer      twice a minute at most, a few peers a round
+    we ─ our summary, signed just now, or nothing ─▶ peer      twice a minute at most, a few peers a
+    round
     we ◀─ summaries of others that it knows ─ peer             each signed by whom it is about
     signature ─ age ─ not too soon after the last ─ room? ─▶ Claims ─▶ status page, aggregates
 
-A display and nothing else: whoever lies here lies to people. What is bounded is the memory, how much of it one peer can fill, and the work.
-A summary that comes from its signer also tells the time there, and many peers' time tells whether our own clock is off.
+A display and nothing else: whoever lies here lies to people. What is bounded is the memory, how
+much of it one peer can fill, and the work. A summary that comes from its signer also tells the time
+there, and many peers' time tells whether our own clock is off.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ AT_ONCE = 4
 ANSWERS = 4
 """A peer is answered this often at once, and then once per half a round."""
 CLAIMS = 1024
-"""Summaries kept. From its signer one always finds room, if need be in place of the oldest passed on, or of the oldest."""
+"""Summaries kept. From its signer one always finds room, if need be in place of the oldest passed
+on, or of the oldest."""
 PASSED_ON = 256
 """Summaries kept that one peer has passed on."""
 CLOCKS = 256
@@ -95,7 +99,8 @@ class SummaryStatistics(msgspec.Struct, frozen=True):
     heard: dict[str, int] = {}
     """Summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
-    """Seconds by which our peers' clocks are ahead of ours, their median; None while fewer than LEAST_CLOCKS have told."""
+    """Seconds by which our peers' clocks are ahead of ours, their median; None while fewer than
+    LEAST_CLOCKS have told."""
 
 
 @dataclasses.dataclass
@@ -107,7 +112,8 @@ class _Entry:
 
 
 class Claims:
-    """The latest summary of each peer, bounded. Pure: `now` is Unix seconds, by which a summary is young or not."""
+    """The latest summary of each peer, bounded. Pure: `now` is Unix seconds, by which a summary is
+    young or not."""
 
     def __init__(self, own: str) -> None:
         self._own = own
@@ -120,7 +126,8 @@ class Claims:
         return any(entry.frame == frame for entry in self._entries.values())
 
     def take(self, frame: bytes, signer: str, summary: Summary, by: str, now: float) -> str:
-        """Keeps what `by` told of `signer`, unless there is a reason not to: an outcome of OUTCOMES."""
+        """Keeps what `by` told of `signer`, unless there is a reason not to: an outcome of
+        OUTCOMES."""
         age = now - summary.created_at / 1000
         if signer == self._own:
             return "own"
@@ -135,7 +142,10 @@ class Claims:
             self._entries[signer] = _Entry(frame, summary, signer if by == signer else known.by)
             return "taken"
         self.expire(now)
-        if by != signer and (len(self) >= CLAIMS or sum(1 for entry in self._entries.values() if entry.by == by) >= PASSED_ON):
+        if by != signer and (
+            len(self) >= CLAIMS
+            or sum(1 for entry in self._entries.values() if entry.by == by) >= PASSED_ON
+        ):
             return "full"
         if len(self) >= CLAIMS:
             del self._entries[min(self._entries, key=self._worth)]
@@ -143,8 +153,15 @@ class Claims:
         return "taken"
 
     def expire(self, now: float) -> None:
-        oldest, newest = 1000 * (now - limits.SUMMARY_AGE_SECONDS), 1000 * (now + limits.CLOCK_SKEW_SECONDS)
-        self._entries = {peer: entry for peer, entry in self._entries.items() if oldest <= entry.summary.created_at <= newest}
+        oldest, newest = (
+            1000 * (now - limits.SUMMARY_AGE_SECONDS),
+            1000 * (now + limits.CLOCK_SKEW_SECONDS),
+        )
+        self._entries = {
+            peer: entry
+            for peer, entry in self._entries.items()
+            if oldest <= entry.summary.created_at <= newest
+        }
 
     def frames(self, count: int, apart_from: str, rng: random.Random) -> list[bytes]:
         """At most `count` of them, chosen at random, as they came."""
@@ -153,7 +170,10 @@ class Claims:
 
     def all(self) -> list[Claim]:
         ranked = sorted(self._entries, key=self._worth, reverse=True)
-        return [Claim(peer, self._entries[peer].summary, self._entries[peer].by == peer) for peer in ranked]
+        return [
+            Claim(peer, self._entries[peer].summary, self._entries[peer].by == peer)
+            for peer in ranked
+        ]
 
     def _worth(self, peer: str) -> tuple[bool, int]:
         entry = self._entries[peer]
@@ -174,7 +194,8 @@ class Clocks:
             self._told.popitem(last=False)
 
     def offset(self, now: float) -> float | None:
-        """The median; of two in the middle, the one nearer to zero, so that it takes a majority to make a clock look wrong."""
+        """The median; of two in the middle, the one nearer to zero, so that it takes a majority to
+        make a clock look wrong."""
         offsets = sorted(offset for offset, at in self._told.values() if now - at <= CLOCK_SECONDS)
         if len(offsets) < LEAST_CLOCKS:
             return None
@@ -182,7 +203,8 @@ class Clocks:
 
 
 class Allowance:
-    """How often each connected peer may still ask: ANSWERS times at once, and then once per half a round. Pure: `now` in seconds."""
+    """How often each connected peer may still ask: ANSWERS times at once, and then once per half a
+    round. Pure: `now` in seconds."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}  # peer → what it had left, and when
@@ -208,7 +230,8 @@ class Signed:
         self._frame, self._at = b"", -float("inf")
 
     def sign(self, summary: Summary | None, now: float) -> bytes:
-        """The frame that says it; empty for None, which shares nothing. `now`: seconds, any clock."""
+        """The frame that says it; empty for None, which shares nothing. `now`: seconds, any
+        clock."""
         self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
         self._at = now
         return self._frame
@@ -221,7 +244,8 @@ class Signed:
 class Summaries:
     """`run` tells a few peers of this node, and hears from them of others.
 
-    `own_summary`: this node's summary, `created_at` left to us; None shares nothing. connected: peer ids; clock: Unix seconds.
+    `own_summary`: this node's summary, `created_at` left to us; None shares nothing. connected:
+    peer ids; clock: Unix seconds.
     """
 
     def __init__(
@@ -277,17 +301,23 @@ class Summaries:
         now = trio.current_time()
         frame = self._signed.sign(self.own_summary(int(self._clock() * 1000)), now)
         async with trio.open_nursery() as nursery:
-            for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[:AT_ONCE]:
+            for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[
+                :AT_ONCE
+            ]:
                 self._asked[peer] = now
                 nursery.start_soon(self.ask, peer, frame)
 
     async def ask(self, peer: str, frame: bytes) -> None:
-        """Tells one peer of this node and takes over what it knows of others. Never raises for anything the peer does."""
+        """Tells one peer of this node and takes over what it knows of others. Never raises for
+        anything the peer does."""
         try:
             data = await self._requests.request(
-                peer, ids.SUMMARY_PROTOCOL, codec.encode(SummaryRequest(frame)),
-                deadline=DEADLINE, max_response_bytes=limits.SUMMARY_RESPONSE_BYTES,
-            )  # fmt: skip
+                peer,
+                ids.SUMMARY_PROTOCOL,
+                codec.encode(SummaryRequest(frame)),
+                deadline=DEADLINE,
+                max_response_bytes=limits.SUMMARY_RESPONSE_BYTES,
+            )
             response = codec.decode(data, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES)
         except PeerError as error:
             self._outcomes["malformed" if isinstance(error, BadMessage) else "failed"] += 1
@@ -297,7 +327,8 @@ class Summaries:
             if told in self._claims:
                 self._outcomes["known"] += 1
                 continue
-            await trio.lowlevel.checkpoint()  # a signature takes a fraction of a millisecond, and there may be many
+            # a signature takes a fraction of a millisecond, and there may be many
+            await trio.lowlevel.checkpoint()
             try:
                 signer, summary = open_summary(told, self._swarm)
             except BadMessage:
@@ -306,11 +337,16 @@ class Summaries:
             self._take(told, signer, summary, peer)
 
     def _take(self, frame: bytes, signer: str, summary: Summary, by: str) -> None:
-        outcome = self._claims.take(frame, signer, summary, by, self._clock()) if self._welcome(signer) else "unwelcome"
+        outcome = (
+            self._claims.take(frame, signer, summary, by, self._clock())
+            if self._welcome(signer)
+            else "unwelcome"
+        )
         self._outcomes[outcome] += 1
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Their summary. Raises BadMessage, also when it is not theirs, and PeerError when they ask too often."""
+        """Their summary. Raises BadMessage, also when it is not theirs, and PeerError when they ask
+        too often."""
         if not self._allowance.take(peer, trio.current_time()):
             raise PeerError(f"{peer} asks too often")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
@@ -322,21 +358,29 @@ class Summaries:
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
         own = self._signed.fresh(trio.current_time())
-        return codec.encode(SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng)))
+        return codec.encode(
+            SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng))
+        )
 
     def statistics(self) -> SummaryStatistics:
         now = self._clock()
         self._claims.expire(now)
-        return summed_up(self._claims.all(), dict(self._outcomes), self._clocks.offset(trio.current_time()), now)
+        return summed_up(
+            self._claims.all(), dict(self._outcomes), self._clocks.offset(trio.current_time()), now
+        )
 
 
-def summed_up(claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float) -> SummaryStatistics:
+def summed_up(
+    claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float
+) -> SummaryStatistics:
     """`claims`: in the order in which they are shown; `now`: Unix seconds."""
     rewards = [claim.summary.reward for claim in claims if claim.summary.reward >= 0]
     return SummaryStatistics(
         reporting=len(claims),
         reward_median=statistics.median(rewards) if rewards else None,
-        policy_version_median=statistics.median(claim.summary.policy_version for claim in claims) if claims else None,
+        policy_version_median=statistics.median(claim.summary.policy_version for claim in claims)
+        if claims
+        else None,
         rows=[_row(claim, now) for claim in claims[:ROWS]],
         heard=heard,
         clock_offset_seconds=clock_offset,
@@ -347,12 +391,21 @@ def _row(claim: Claim, now: float) -> ClaimStatistics:
     """A claim as it is shown. `now`: Unix seconds."""
     told = claim.summary
     return ClaimStatistics(
-        peer=claim.peer, name=plain_name(told.name), version=told.version, step=told.step, policy_version=told.policy_version,
-        reward=told.reward if told.reward >= 0 else None, published=told.published, peers=told.peers, uptime_seconds=told.uptime,
-        age_seconds=max(0.0, now - told.created_at / 1000), direct=claim.direct,
-    )  # fmt: skip
+        peer=claim.peer,
+        name=plain_name(told.name),
+        version=told.version,
+        step=told.step,
+        policy_version=told.policy_version,
+        reward=told.reward if told.reward >= 0 else None,
+        published=told.published,
+        peers=told.peers,
+        uptime_seconds=told.uptime,
+        age_seconds=max(0.0, now - told.created_at / 1000),
+        direct=claim.direct,
+    )
 
 
 def plain_name(name: str) -> str:
-    """At most NAME_CHARACTERS of a name, without what turns the text around it or cannot be seen: it may be a stranger's."""
+    """At most NAME_CHARACTERS of a name, without what turns the text around it or cannot be seen:
+    it may be a stranger's."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name[:NAME_CHARACTERS])

@@ -1,5 +1,5 @@
-"""Bytes by protocol and direction, counted where a stream is read and written: what applications see, without Noise and Yamux overhead.
-When a peer was last heard is noted there, too."""
+"""Bytes by protocol and direction, counted where a stream is read and written: what applications
+see, without Noise and Yamux overhead. When a peer was last heard is noted there, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import trio
 from swarmnode.p2p.library.objects import NetStream
 
 NEGOTIATION = "negotiation"
-"""Label of bytes that went by before a protocol was agreed on. After that the label is one of our protocols: peers cannot invent any."""
+"""Label of bytes that went by before a protocol was agreed on. After that the label is one of our
+protocols: peers cannot invent any."""
 
 
 class TrafficStatistics(msgspec.Struct, frozen=True):
@@ -33,7 +34,8 @@ class Traffic:
         self._sent[protocol] += sent
 
     def meter(self, stream: NetStream) -> None:
-        """A new stream, from which nothing has been read yet: replaces its read and write by counting ones."""
+        """A new stream, from which nothing has been read yet: replaces its read and write by
+        counting ones."""
         read, write, received, sent = stream.read, stream.write, self._received, self._sent
 
         async def counting_read(n: int | None = None) -> bytes:

@@ -1,13 +1,18 @@
-"""Taking a step together or not at all: propose, acknowledge, commit. Two pure state machines; no torch, no I/O.
+"""Taking a step together or not at all: propose, acknowledge, commit. Two pure state machines; no
+torch, no I/O.
 
     head:    propose(set) ──▶ all stages        "take the step of exactly these micro-batches"
-    stage:   acknowledge ──▶ head               "their gradients are here" (prepared: it will wait for the decision), or why not
-    head:    commit ──▶ all, once everyone has acknowledged; abort ──▶ all at the first refusal, or when nothing comes any more
+    stage:   acknowledge ──▶ head               "their gradients are here" (prepared: it will wait
+    for the decision), or why not
+    head:    commit ──▶ all, once everyone has acknowledged; abort ──▶ all at the first refusal, or
+    when nothing comes any more
     stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
 
-The head takes its own step when it hears the first `done`. So "somebody else has taken it" is true whenever the head has, and when a head
-dies the survivors can decide alone (`Stage.follow`): a step that any of them took is taken by all who prepared it, one that nobody took is
-dropped. Attempts number the tries of one step; messages of a lower attempt are the past. Every message may come twice.
+The head takes its own step when it hears the first `done`. So "somebody else has taken it" is true
+whenever the head has, and when a head dies the survivors can decide alone (`Stage.follow`): a step
+that any of them took is taken by all who prepared it, one that nobody took is dropped. Attempts
+number the tries of one step; messages of a lower attempt are the past. Every message may come
+twice.
 """
 
 from __future__ import annotations
@@ -38,8 +43,11 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     learning_rate: float = 0.0
 
 
-def step_hash(before: bytes, crew: bytes, step: int, attempt: int, micro_batches: Iterable[int]) -> bytes:
-    """32 bytes: what the weights are after `step` steps, the last of which took these micro-batches in this attempt of this crew.
+def step_hash(
+    before: bytes, crew: bytes, step: int, attempt: int, micro_batches: Iterable[int]
+) -> bytes:
+    """32 bytes: what the weights are after `step` steps, the last of which took these micro-batches
+    in this attempt of this crew.
 
     `crew`: 16 bytes, as in `frames.Place`. `before`: the hash one step earlier.
     """
@@ -49,8 +57,9 @@ def step_hash(before: bytes, crew: bytes, step: int, attempt: int, micro_batches
 
 # What a stage does next.
 Next = Literal["prepare", "take", "confirm"]
-"""`prepare`: bring the gradients into their final form (sum a tied embedding's halves, measure the norm), then call `prepared`. `take`:
-optimizer step, then send `done`. `confirm`: send `done` again, this commit was taken before."""
+"""`prepare`: bring the gradients into their final form (sum a tied embedding's halves, measure the
+norm), then call `prepared`. `take`: optimizer step, then send `done`. `confirm`: send `done` again,
+this commit was taken before."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,8 @@ class Participant:
         self._since = 0.0
 
     def may_accumulate(self, micro_batch: int) -> bool:
-        """Whether the gradient of `micro_batch` may be added now: never twice, and never once a proposal is being answered."""
+        """Whether the gradient of `micro_batch` may be added now: never twice, and never once a
+        proposal is being answered."""
         return self.phase == "open" and micro_batch not in self._have
 
     def accumulated(self, micro_batch: int) -> None:
@@ -90,7 +100,9 @@ class Participant:
             raise ValueError(f"micro-batch {micro_batch} must not be added")
         self._have.add(micro_batch)
 
-    def propose(self, step: int, attempt: int, micro_batches: Iterable[int]) -> Next | Answer | None:
+    def propose(
+        self, step: int, attempt: int, micro_batches: Iterable[int]
+    ) -> Next | Answer | None:
         if step < self.step:
             return "confirm" if step == self.step - 1 and attempt == self.attempt else None
         if step > self.step or attempt < self.attempt:
@@ -107,8 +119,9 @@ class Participant:
         return None
 
     def complete(self) -> Next | Answer | None:
-        """To be asked after each gradient: whether it was the last of those that were proposed. What has not come is not refused: whoever
-        let a gradient through before it had one would have us blamed."""
+        """To be asked after each gradient: whether it was the last of those that were proposed.
+        What has not come is not refused: whoever let a gradient through before it had one would
+        have us blamed."""
         if self.phase != "open" or not self._wanted or self._have < self._wanted:
             return None
         if self._have != self._wanted:
@@ -118,7 +131,8 @@ class Participant:
         return "prepare"
 
     def prepared(self, attempt: int, squared_norm: float | None, now: float) -> Answer | None:
-        """Gradients are final; `squared_norm` is None where they are not finite. None where the attempt is over."""
+        """Gradients are final; `squared_norm` is None where they are not finite. None where the
+        attempt is over."""
         if self.phase != "preparing" or attempt != self.attempt:
             return None
         if squared_norm is None:
@@ -146,7 +160,8 @@ class Participant:
         return True
 
     def lose(self) -> bool:
-        """Whether the gradients may be dropped without a decision, e.g. because a neighbour is gone; then they count as dropped.
+        """Whether the gradients may be dropped without a decision, e.g. because a neighbour is
+        gone; then they count as dropped.
 
         What was prepared has to stay: others may have taken the step already.
         """
@@ -199,7 +214,8 @@ class Coordinator:
     norms: dict[int, float] = field(default_factory=dict)
     """Squared norms of the present attempt, by stage."""
     decision: Decided | None = None
-    """For all stages, of the present attempt or of the last one: they may ask again for it whatever is done since."""
+    """For all stages, of the present attempt or of the last one: they may ask again for it whatever
+    is done since."""
     _done: set[int] = field(default_factory=set)
     _open: bool = False
 
@@ -213,8 +229,11 @@ class Coordinator:
         self.decision, self._open = None, True
         return self.attempt
 
-    def acknowledged(self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float) -> Decided | None:
-        """A decision for all where this one makes it; the old decision for a stage that asks again."""
+    def acknowledged(
+        self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float
+    ) -> Decided | None:
+        """A decision for all where this one makes it; the old decision for a stage that asks
+        again."""
         if attempt != self.attempt or not 0 <= stage < self.stages:
             return None
         if self.decision is not None:
@@ -238,15 +257,19 @@ class Coordinator:
 
     @property
     def over(self) -> bool:
-        """Whether the present attempt is aborted, or all stages have said that they took the step."""
-        return self.decision is not None and (self.decision.refused is not None or not self.unfinished)
+        """Whether the present attempt is aborted, or all stages have said that they took the
+        step."""
+        return self.decision is not None and (
+            self.decision.refused is not None or not self.unfinished
+        )
 
     def give_up(self, reason: RefusalReason) -> Decided | None:
         """Abort, where nothing is decided yet."""
         return self._decide(reason) if self._open else None
 
     def done(self, stage: int, attempt: int) -> bool:
-        """Whether the head may now take its own step: the first other stage has. A head without others commits alone."""
+        """Whether the head may now take its own step: the first other stage has. A head without
+        others commits alone."""
         if attempt != self.attempt or self.decision is None or self.decision.refused is not None:
             return False
         first = not self._done - {0} and stage != 0

@@ -1,4 +1,5 @@
-"""What all parts of a member work with: its stage, its links, where in the crew's life it is, and what it refused. Torch."""
+"""What all parts of a member work with: its stage, its links, where in the crew's life it is, and
+what it refused. Torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class CrewSettings:
     codec: ActivationCodec = "bfloat16"
     gradient_codec: ActivationCodec = "bfloat16"
     swapped: bool = False
-    """CheckFree+: half of the micro-batches of a step with the first two and the last two stages exchanged."""
+    """CheckFree+: half of the micro-batches of a step with the first two and the last two stages
+    exchanged."""
     learning_rate: float = math.inf
     """This node's own bound: no stage here takes a step with more, whatever the head says."""
 
@@ -69,7 +71,9 @@ class StageContext:
     def activations(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
         """(rows, H) on the device. Raises BadMessage, also for another codec than the crew's."""
         if codec != self.settings.codec:
-            raise BadMessage("schema", f"activations in {codec}, and the crew's are {self.settings.codec}")
+            raise BadMessage(
+                "schema", f"activations in {codec}, and the crew's are {self.settings.codec}"
+            )
         return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
 
     @contextlib.contextmanager

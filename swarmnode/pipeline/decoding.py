@@ -1,4 +1,5 @@
-"""One stage's part in generation: the waves that are open here, a prefill and then a token at a time. The tail draws the tokens. Torch."""
+"""One stage's part in generation: the waves that are open here, a prefill and then a token at a
+time. The tail draws the tokens. Torch."""
 
 from __future__ import annotations
 
@@ -38,9 +39,15 @@ class Decoding:
         self._drawn[frame.session] = questions.position
         y = await at.compute(lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x))
         if runtime.spec.has_head:
-            self._draw(frame.session, list(questions.names), y.repeat_interleave(questions.num_generations, 0))
+            self._draw(
+                frame.session,
+                list(questions.names),
+                y.repeat_interleave(questions.num_generations, 0),
+            )
             return
-        passed = frames.Prefill(at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows, frame.about)
+        passed = frames.Prefill(
+            at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows, frame.about
+        )
         at.links.send(at.index + 1, passed, about + encode(y, at.settings.codec))
 
     async def decode(self, frame: frames.Decode, body: bytes) -> None:
@@ -60,13 +67,18 @@ class Decoding:
         if runtime.spec.has_head:
             self._draw(frame.session, names, y)
             return
-        passed = frames.Decode(at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows)
+        passed = frames.Decode(
+            at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows
+        )
         at.links.send(at.index + 1, passed, body[: 4 * frame.rows] + encode(y, at.settings.codec))
 
     def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
-        """Tail: a token for each of `names` from logits (n, V). A completion's draw at a position is the same whoever else is left."""
+        """Tail: a token for each of `names` from logits (n, V). A completion's draw at a position
+        is the same whoever else is left."""
         wave, position = self._waves[session], self._drawn[session]
-        key = hashlib.blake2b(wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8).digest()
+        key = hashlib.blake2b(
+            wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8
+        ).digest()
         generator = torch.Generator(logits.device).manual_seed(int.from_bytes(key, "big") >> 1)
         every = logits.new_zeros(wave.total, logits.shape[1])
         every[names] = logits

@@ -11,11 +11,17 @@ LOST: Final = "AcceleratorError"
 
 
 def of_device(error: BaseException) -> bool:
-    """Whether memory ran out, or torch could not compute what it was asked for: RuntimeError itself, and torch's own kinds of it.
+    """Whether memory ran out, or torch could not compute what it was asked for: RuntimeError
+    itself, and torch's own kinds of it.
 
-    Not so for any other kind of error, those that Python and trio derive from RuntimeError among them, and not when the device is lost.
+    Not so for any other kind of error, those that Python and trio derive from RuntimeError among
+    them, and not when the device is lost.
     """
     kind = type(error)
     if kind is RuntimeError or isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and kind.__module__.split(".")[0] == "torch" and kind.__name__ != LOST
+    return (
+        isinstance(error, RuntimeError)
+        and kind.__module__.split(".")[0] == "torch"
+        and kind.__name__ != LOST
+    )

@@ -1,7 +1,8 @@
 """Which frames still count. Pure; no torch.
 
-A crew may go on while a former member, or a frame that was long on its way, still believes in the past. Each frame says in which crew, by
-which stage and at which step it was sent. A crew never changes, so whatever another one says is of the past, or of somebody's future.
+A crew may go on while a former member, or a frame that was long on its way, still believes in the
+past. Each frame says in which crew, by which stage and at which step it was sent. A crew never
+changes, so whatever another one says is of the past, or of somebody's future.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class Fence:
         """By FENCE_REASONS."""
 
     def check(self, place: Place, sender: int, step: int | None) -> str | None:
-        """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None where it counts.
+        """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None
+        where it counts.
 
-        `step` is None for frames of the commit itself, which `commit` orders by step and attempt: they are about being a step apart.
+        `step` is None for frames of the commit itself, which `commit` orders by step and attempt:
+        they are about being a step apart.
         """
         reason = self._reason(place, sender, step)
         if reason:

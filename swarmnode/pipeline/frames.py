@@ -2,8 +2,9 @@
 
     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body
 
-The length of the body follows from the header, and is computed from it and checked before a byte of it is read: no number that a peer sends
-is ever a size to allocate. Every header says where in a crew's life it belongs; `fence.py` drops what is over.
+The length of the body follows from the header, and is computed from it and checked before a byte of
+it is read: no number that a peer sends is ever a size to allocate. Every header says where in a
+crew's life it belongs; `fence.py` drops what is over.
 """
 
 from __future__ import annotations
@@ -16,9 +17,25 @@ import msgspec
 
 from swarmnode.wire import headed, strict
 from swarmnode.wire import limits as caps
-from swarmnode.wire.fields import ANY_COUNTER, check_between, check_counter, check_fields, check_length, check_rising
+from swarmnode.wire.fields import (
+    ANY_COUNTER,
+    check_between,
+    check_counter,
+    check_fields,
+    check_length,
+    check_rising,
+)
 
-FRAME_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "not_finite", "shape", "size", "truncated")
+FRAME_REASONS: Final = (
+    "oversize",
+    "malformed",
+    "schema",
+    "bounds",
+    "not_finite",
+    "shape",
+    "size",
+    "truncated",
+)
 """Every reason with which frames, their bodies and `work.py` raise BadMessage."""
 HEADER_BYTES: Final = caps.STAGE_HEADER_BYTES
 CHUNK_BYTES: Final = 1024 * 1024
@@ -34,8 +51,20 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
-RefusalReason = Literal["micro_batches", "not_finite", "attempt", "timeout", "session", "fingerprint", "rows", "frame", "gone", "device"]
-"""`frame`: what came is not what it has to be, or not now. `device`: ours cannot do it, as when memory runs out."""
+RefusalReason = Literal[
+    "micro_batches",
+    "not_finite",
+    "attempt",
+    "timeout",
+    "session",
+    "fingerprint",
+    "rows",
+    "frame",
+    "gone",
+    "device",
+]
+"""`frame`: what came is not what it has to be, or not now. `device`: ours cannot do it, as when
+memory runs out."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -86,7 +115,8 @@ class Learnt(Header, frozen=True, tag="learnt"):
 
 
 class Scores(Header, frozen=True, tag="scores"):
-    """Tail → head. Body: log-probability of each completion token, completion after completion, f32; then entropies."""
+    """Tail → head. Body: log-probability of each completion token, completion after completion,
+    f32; then entropies."""
 
     micro_batch: int
     rows: int
@@ -113,7 +143,8 @@ class Decode(Header, frozen=True, tag="decode"):
 
 
 class Tokens(Header, frozen=True, tag="tokens"):
-    """Tail → head. Body: a token id for each completion that is left, u32 ‖ their log-probabilities, f32."""
+    """Tail → head. Body: a token id for each completion that is left, u32 ‖ their
+    log-probabilities, f32."""
 
     session: bytes
     rows: int
@@ -131,7 +162,8 @@ class Lost(Header, frozen=True, tag="lost"):
     session: bytes
     reason: RefusalReason
     source: int
-    """The stage whose frame it was that could not be used; the sender's own, where it is its own matter."""
+    """The stage whose frame it was that could not be used; the sender's own, where it is its own
+    matter."""
 
 
 class Failed(Header, frozen=True, tag="failed"):
@@ -144,7 +176,8 @@ class Failed(Header, frozen=True, tag="failed"):
 
 
 class Locate(Header, frozen=True, tag="locate"):
-    """Head → all: how far is this piece of work? It is answered at once, whatever is being computed."""
+    """Head → all: how far is this piece of work? It is answered at once, whatever is being
+    computed."""
 
     piece: bytes
     """A wave's session, or a micro-batch's number in as many bytes, big-endian."""
@@ -173,7 +206,8 @@ class Embedding(Header, frozen=True, tag="embedding"):
 
 
 class Propose(Header, frozen=True, tag="propose"):
-    """Head → all, before the work itself: what the step is made of. Body: the hash of each micro-batch's description."""
+    """Head → all, before the work itself: what the step is made of. Body: the hash of each
+    micro-batch's description."""
 
     attempt: int
     micro_batches: tuple[int, ...]
@@ -227,7 +261,8 @@ class FrameLimits(msgspec.Struct, frozen=True):
 
 
 def int8_block(hidden: int) -> int:
-    """Values that share a scale: 64, or the largest divisor of a hidden size that 64 does not divide."""
+    """Values that share a scale: 64, or the largest divisor of a hidden size that 64 does not
+    divide."""
     return max(size for size in range(1, INT8_BLOCK + 1) if hidden % size == 0)
 
 
@@ -239,7 +274,8 @@ def activation_bytes(codec: ActivationCodec, rows: int, hidden: int) -> int:
 
 
 def body_bytes(frame: Frame, limits: FrameLimits) -> int:
-    """Exactly how long the body after this header is. Raises BadMessage: bounds, not_finite, where a field is outside `limits`."""
+    """Exactly how long the body after this header is. Raises BadMessage: bounds, not_finite, where
+    a field is outside `limits`."""
     _check(frame, limits)
     match frame:
         case Forward() | Prefill():
@@ -264,28 +300,45 @@ def description_hash(about: bytes) -> bytes:
 
 
 def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
-    """32 bytes: of the policy that all stages of a crew together are. `base`: 32 bytes, of the one that training began with."""
+    """32 bytes: of the policy that all stages of a crew together are. `base`: 32 bytes, of the one
+    that training began with."""
     parts = base + place.crew + place.step.to_bytes(8, "big") + codec.encode()
     return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
 
 
 async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
-    """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason of FRAME_REASONS."""
-    frame: Frame | None = await headed.read_header(stream, lambda data: strict.decode(data, Frame), HEADER_BYTES)
+    """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason
+    of FRAME_REASONS."""
+    frame: Frame | None = await headed.read_header(
+        stream, lambda data: strict.decode(data, Frame), HEADER_BYTES
+    )
     if frame is None:
         return None
     return frame, await headed.read_exactly(stream, body_bytes(frame, limits)) or b""
 
 
-_LENGTHS: Final = {"session": SESSION_BYTES, "piece": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
-_COUNTERS: Final = dict.fromkeys(("micro_batch", "attempt", "arrived", "sent", "worked"), ANY_COUNTER)
+_LENGTHS: Final = {
+    "session": SESSION_BYTES,
+    "piece": SESSION_BYTES,
+    "fingerprint": FINGERPRINT_BYTES,
+}
+_COUNTERS: Final = dict.fromkeys(
+    ("micro_batch", "attempt", "arrived", "sent", "worked"), ANY_COUNTER
+)
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _AMOUNTS: Final = {
-    "loss": _ANY, "clipped": _ANY, "entropy": _ANY,
-    "tokens": _NOT_NEGATIVE, "weights": _NOT_NEGATIVE, "squares": _NOT_NEGATIVE,
-    "squared_norm": _NOT_NEGATIVE, "norm": _NOT_NEGATIVE, "clip": (0.0, 1.0), "learning_rate": _NOT_NEGATIVE,
-}  # fmt: skip
+    "loss": _ANY,
+    "clipped": _ANY,
+    "entropy": _ANY,
+    "tokens": _NOT_NEGATIVE,
+    "weights": _NOT_NEGATIVE,
+    "squares": _NOT_NEGATIVE,
+    "squared_norm": _NOT_NEGATIVE,
+    "norm": _NOT_NEGATIVE,
+    "clip": (0.0, 1.0),
+    "learning_rate": _NOT_NEGATIVE,
+}
 
 
 def check_place(place: Place) -> None:
@@ -298,7 +351,12 @@ def check_place(place: Place) -> None:
 def _check(frame: Frame, limits: FrameLimits) -> None:
     check_place(frame.place)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
-    ranges = {"rows": (1, limits.tokens), "about": (1, about), "source": (0, STAGES - 1), **_COUNTERS}
+    ranges = {
+        "rows": (1, limits.tokens),
+        "about": (1, about),
+        "source": (0, STAGES - 1),
+        **_COUNTERS,
+    }
     check_fields(frame, _LENGTHS, {**ranges, **_AMOUNTS})
     if isinstance(frame, Embedding):
         check_between("first", frame.first, 0, limits.vocab - frame.rows)

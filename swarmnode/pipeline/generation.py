@@ -1,4 +1,5 @@
-"""The head's side of generation: waves that are under way, a token at a time, begun again from token ids where a stage lost them."""
+"""The head's side of generation: waves that are under way, a token at a time, begun again from
+token ids where a stage lost them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Numbers:
         return self._last
 
     def next_of_turn(self) -> int:
-        """Even and odd in turn, across steps: of a swapped run's micro-batches every other one is swapped."""
+        """Even and odd in turn, across steps: of a swapped run's micro-batches every other one is
+        swapped."""
         self._turn += 1
         while self.next() % 2 != self._turn % 2:
             pass
@@ -49,11 +51,19 @@ class Generation:
         about = strict.encode(questions)
         wave.began_at = questions.position
         self.open[wave.session] = wave
-        frame = frames.Prefill(at.place, wave.session, at.fingerprint, at.settings.codec, sum(questions.lengths), len(about))
+        frame = frames.Prefill(
+            at.place,
+            wave.session,
+            at.fingerprint,
+            at.settings.codec,
+            sum(questions.lengths),
+            len(about),
+        )
         at.links.send(0, frame, about)
 
     def take(self, frame: frames.Tokens, body: bytes) -> None:
-        """The next token of each completion; then the one after it is asked for. Raises BadMessage."""
+        """The next token of each completion; then the one after it is asked for. Raises
+        BadMessage."""
         at, wave = self._context, self.open.get(frame.session)
         if wave is None:
             return
@@ -63,12 +73,14 @@ class Generation:
         if not wave.live:
             self.end(frame.session)
             return
-        step = frames.Decode(at.place, wave.session, at.fingerprint, at.settings.codec, len(wave.live))
+        step = frames.Decode(
+            at.place, wave.session, at.fingerprint, at.settings.codec, len(wave.live)
+        )
         at.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
 
     def lost(self, session: bytes, reason: str) -> str | None:
-        """Begin again from token ids, under another name, so that nothing of the old one can be mistaken for it. Why not, where it was
-        lost too often."""
+        """Begin again from token ids, under another name, so that nothing of the old one can be
+        mistaken for it. Why not, where it was lost too often."""
         wave = self.open.get(session)
         if wave is None:
             return None
@@ -83,7 +95,9 @@ class Generation:
     def oldest(self) -> tuple[bytes, tuple[int, ...]] | None:
         """A wave that is under way, and the stages that it has to visit for its next token."""
         for session, wave in self.open.items():
-            return session, path_of_wave(self._context.stages, len(wave.ids[wave.live[0]]) - wave.began_at + 1)
+            return session, path_of_wave(
+                self._context.stages, len(wave.ids[wave.live[0]]) - wave.began_at + 1
+            )
         return None
 
     def end(self, session: bytes) -> None:

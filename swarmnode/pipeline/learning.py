@@ -1,4 +1,5 @@
-"""The tail's share of a step: from log-probabilities to the loss and the head's sums; and batches to descriptions and back."""
+"""The tail's share of a step: from log-probabilities to the loss and the head's sums; and batches
+to descriptions and back."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ class LearnRow:
     advantage: float
     weight: float = 1.0
     group: int = 0
-    """Completions of one group go into one micro-batch where it can hold them, and share its prompt."""
+    """Completions of one group go into one micro-batch where it can hold them, and share its
+    prompt."""
     sampled: bool = False
     """`old_logprobs` are of what sampled it, and corrected for."""
 
 
-def describe(rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None) -> MicroBatch:
-    """(prompt ids, completion ids) as a frame carries them; equal prompts become one, in `policy.logprobs.collate`'s order."""
+def describe(
+    rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None
+) -> MicroBatch:
+    """(prompt ids, completion ids) as a frame carries them; equal prompts become one, in
+    `policy.logprobs.collate`'s order."""
     prompts: dict[tuple[int, ...], int] = {}
     owner = tuple(prompts.setdefault(tuple(prompt), len(prompts)) for prompt, _ in rows)
     return MicroBatch(
@@ -67,7 +72,11 @@ def batch_of(work: MicroBatch, device: torch.device) -> Batch:
     """The padded batch that `work`, checked, describes. Padding is token 0: masked everywhere."""
     prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
     completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
-    return collate([(prompts[owner], ids) for owner, ids in zip(work.prompt_of, completions, strict=True)], 0, device)
+    return collate(
+        [(prompts[owner], ids) for owner, ids in zip(work.prompt_of, completions, strict=True)],
+        0,
+        device,
+    )
 
 
 def prompts_of(questions: Questions, device: torch.device) -> Prompts:
@@ -78,21 +87,44 @@ def prompts_of(questions: Questions, device: torch.device) -> Prompts:
     return Prompts(ids, mask, questions.num_generations, questions.names)
 
 
-def loss_of(work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+def loss_of(
+    work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, list[float]]:
     """Loss to go backward from, and the sums of `frames.Learnt`. logprobs, entropy (N, T)."""
     loss = work.loss
     assert loss is not None
     mask = batch.completion_mask
-    per_token = lambda data: torch.zeros(mask.shape).masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data))).to(logprobs.device)
+    per_token = lambda data: (
+        torch.zeros(mask.shape)
+        .masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data)))
+        .to(logprobs.device)
+    )
     per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
-    objective = Objective(loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta)
+    objective = Objective(
+        loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta
+    )
     sampled = torch.tensor(loss.sampled, device=logprobs.device)
     old, weights = against_sampler(
-        logprobs, per_token(loss.old_logprobs), sampled, per_row(loss.weights), mask, loss.correction, loss.level
-    )  # fmt: skip
-    out = policy_loss(logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer, weights=weights)
+        logprobs,
+        per_token(loss.old_logprobs),
+        sampled,
+        per_row(loss.weights),
+        mask,
+        loss.correction,
+        loss.level,
+    )
+    out = policy_loss(
+        logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer, weights=weights
+    )
     tokens = out.tokens.detach()
-    sums = [out.loss, out.clip_fraction * tokens, (entropy * mask).sum(), tokens, weights.sum(), weights.square().sum()]
+    sums = [
+        out.loss,
+        out.clip_fraction * tokens,
+        (entropy * mask).sum(),
+        tokens,
+        weights.sum(),
+        weights.square().sum(),
+    ]
     return out.loss, [float(x.detach()) for x in sums]
 
 

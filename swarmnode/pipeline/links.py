@@ -1,12 +1,16 @@
-"""Frames over streams: one duplex stream to every other member of a crew, read at once, written in order. No torch, no libp2p.
+"""Frames over streams: one duplex stream to every other member of a crew, read at once, written in
+order. No torch, no libp2p.
 
-The member that uses it never waits for a slow neighbour: sending queues, and a task per neighbour writes. What is queued is bounded by not
-beginning what would add to it: while a link is `full`, its member starts no forward, score or wave whose activations would go there, and
-sends no further part of an embedding. Everything else goes on: what arrives is always taken, and gradients, tokens and the commit are
-always sent, each the answer to something that was let through before. So two stages never wait for each other: what a stage holds back
-waits only for the next stage on its way to read, and the tail holds back nothing.
+The member that uses it never waits for a slow neighbour: sending queues, and a task per neighbour
+writes. What is queued is bounded by not beginning what would add to it: while a link is `full`, its
+member starts no forward, score or wave whose activations would go there, and sends no further part
+of an embedding. Everything else goes on: what arrives is always taken, and gradients, tokens and
+the commit are always sent, each the answer to something that was let through before. So two stages
+never wait for each other: what a stage holds back waits only for the next stage on its way to read,
+and the tail holds back nothing.
 
-What a neighbour may make us keep is bounded by streams that are not read while enough has arrived and is not handled yet.
+What a neighbour may make us keep is bounded by streams that are not read while enough has arrived
+and is not handled yet.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ INBOX: Final = 64
 INBOX_BYTES: Final = 64 * 2**20
 """Their bodies, at most; one frame of each neighbour may be on its way beyond that."""
 OUTBOX: Final = 4096
-"""Frames to one neighbour, queued: far more than a crew has in flight. The stream of a neighbour that lets it fill up is ended."""
+"""Frames to one neighbour, queued: far more than a crew has in flight. The stream of a neighbour
+that lets it fill up is ended."""
 OUTBOX_BYTES: Final = 64 * 2**20
-"""From here on the link to a neighbour is full. A frame that is begun before may be queued beyond it, and gradients: no more of them than
-there are micro-batches in flight."""
+"""From here on the link to a neighbour is full. A frame that is begun before may be queued beyond
+it, and gradients: no more of them than there are micro-batches in flight."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class Arrival:
 
 
 class Inbox:
-    """What arrived and was not handled yet, in order; bodies from others are counted. own: our stage."""
+    """What arrived and was not handled yet, in order; bodies from others are counted. own: our
+    stage."""
 
     def __init__(self, own: int) -> None:
         self._own = own
@@ -69,11 +75,13 @@ class Inbox:
 
     def put_room(self) -> None:
         """There is room again on a link that was full."""
-        with contextlib.suppress(trio.WouldBlock):  # a member that has arrivals to take looks for room after them anyway
+        # a member that has arrivals to take looks for room after them anyway
+        with contextlib.suppress(trio.WouldBlock):
             self._send.send_nowait(None)
 
     def take_nowait(self) -> Arrival | None:
-        """The next arrival; None: there is room again on a link that was full. Raises trio.WouldBlock."""
+        """The next arrival; None: there is room again on a link that was full. Raises
+        trio.WouldBlock."""
         return self._taken(self._receive.receive_nowait())
 
     async def take(self) -> Arrival | None:
@@ -95,7 +103,9 @@ class Inbox:
 class Links:
     """`streams`: stage → stream. Frames to our own stage come back without a stream."""
 
-    def __init__(self, stage: int, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits) -> None:
+    def __init__(
+        self, stage: int, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits
+    ) -> None:
         self.stage = stage
         self.limits = limits
         self._streams = dict(streams)
@@ -107,15 +117,18 @@ class Links:
         self.frames_received = 0
         self.passed = Passed()
         self.at_once: Callable[[int, Frame], bool] = lambda sender, frame: False
-        """Whether it has dealt with a frame of stage `sender`, which goes to no inbox then: what cannot wait for computing."""
+        """Whether it has dealt with a frame of stage `sender`, which goes to no inbox then: what
+        cannot wait for computing."""
         self.counts: Callable[[int, Frame], bool] = lambda sender, frame: True
-        """Whether a frame of stage `sender` is among what `passed` counts: what is made up for that shall not be."""
+        """Whether a frame of stage `sender` is among what `passed` counts: what is made up for that
+        shall not be."""
         self.refused: Counter[str] = Counter()
         """What was no frame, by FRAME_REASONS, and `unsent`: queues that were full."""
         self._nursery: trio.Nursery | None = None
 
     def full(self, stage: int) -> bool:
-        """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone: its end arrives as such."""
+        """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone:
+        its end arrives as such."""
         return self.queued.get(stage, 0) >= OUTBOX_BYTES
 
     @property
@@ -123,7 +136,8 @@ class Links:
         return any(self.full(stage) for stage in self.queued)
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
-        """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many frames loses its stream."""
+        """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many
+        frames loses its stream."""
         if stage == self.stage:
             self._to_self.send_nowait(Arrival(stage, frame, body))
             return
@@ -148,7 +162,8 @@ class Links:
                 nursery.start_soon(self._write, peer, stream)
 
     def _give_up(self, peer: int) -> None:
-        """Frames to it cannot be kept, and none is dropped while others go on: this stream ends, and the crew gets new ones."""
+        """Frames to it cannot be kept, and none is dropped while others go on: this stream ends,
+        and the crew gets new ones."""
         self._no_more(peer)
         if self._nursery is not None:
             self._nursery.start_soon(trio.aclose_forcefully, self._streams[peer])

@@ -1,4 +1,5 @@
-"""One stage's part in training and scoring: the micro-batches that are here, forward, backward and on to the next stage. Torch."""
+"""One stage's part in training and scoring: the micro-batches that are here, forward, backward and
+on to the next stage. Torch."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from swarmnode.wire import limits
 from swarmnode.wire.tensors import pack_logprobs
 
 KEPT = limits.STAGE_WAITING
-"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: a schedule has no more than 32 in
-flight, or as many as there are stages."""
+"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: a
+schedule has no more than 32 in flight, or as many as there are stages."""
 
 
 @dataclass
@@ -40,30 +41,38 @@ class Kept:
 
 
 class MicroBatches:
-    """finished: called on stage 0 with the number of a micro-batch whose gradient went all the way through.
+    """finished: called on stage 0 with the number of a micro-batch whose gradient went all the way
+    through.
 
     Raises Refused for swapped stages where there are fewer than four, or under an adapter.
     """
 
     def __init__(self, context: StageContext, finished: Callable[[int], None]) -> None:
         if context.settings.swapped and hasattr(context.runtime.model, "peft_config"):
-            raise Refused("swapped stages are for whole weights, and only an adapter is trained here")
+            raise Refused(
+                "swapped stages are for whole weights, and only an adapter is trained here"
+            )
         self.schedule = Schedule(context.index, context.stages)
         self.kept: dict[tuple[int, int], Kept] = {}
         self._proposed: dict[int, bytes] | None = None
-        """Micro-batch → hash of its description, of the present attempt; None until the head has said."""
+        """Micro-batch → hash of its description, of the present attempt; None until the head has
+        said."""
         self._early: list[tuple[int, frames.Forward, bytes]] = []
-        """What came before the proposal: of this attempt, if it came another way sooner, or left of the one before."""
+        """What came before the proposal: of this attempt, if it came another way sooner, or left of
+        the one before."""
         self._context = context
         self._finished = finished
         self.routes = Routes(context.stages, context.settings.swapped)
 
     async def propose(self, hashes: dict[int, bytes]) -> None:
-        """The step is made of these micro-batches, whose descriptions have these hashes. What came before is taken up, if it is one."""
+        """The step is made of these micro-batches, whose descriptions have these hashes. What came
+        before is taken up, if it is one."""
         early, self._early, self._proposed = self._early, [], hashes
         at = self._context
         for sender, frame, body in early:
-            failed = lambda reason, n=frame.micro_batch, source=sender: at.links.send(0, frames.Failed(at.place, n, reason, source))
+            failed = lambda reason, n=frame.micro_batch, source=sender: at.links.send(
+                0, frames.Failed(at.place, n, reason, source)
+            )
             with at.caught(failed):
                 await self.forward(sender, frame, body)
 
@@ -71,7 +80,10 @@ class MicroBatches:
         """Takes it up, or scores it at once. Raises BadMessage, ValueError."""
         at = self._context
         about = body[: frame.about]
-        if sender != at.index and sum(kept.x is not None for kept in self.kept.values()) + len(self._early) >= KEPT:
+        if (
+            sender != at.index
+            and sum(kept.x is not None for kept in self.kept.values()) + len(self._early) >= KEPT
+        ):
             raise BadMessage("bounds", "more micro-batches than are ever in flight")
         if frame.purpose == "learn":
             if self._proposed is None:
@@ -134,10 +146,20 @@ class MicroBatches:
         at, kept = self._context, self.kept[micro_batch, hop]
         part = kept.route[hop].part
         before = kept.route[hop + (1 if kind == "backward" else -1 if hop else 0)].stage
-        failed = lambda reason: at.links.send(0, frames.Failed(at.place, micro_batch, reason, at.index if reason == "device" else before))
+        failed = lambda reason: at.links.send(
+            0,
+            frames.Failed(
+                at.place, micro_batch, reason, at.index if reason == "device" else before
+            ),
+        )
         with at.caught(failed):
             if kind == "forward":
-                self._pass_on(micro_batch, kept, "learn", await at.compute(lambda: at.runtime.forward(kept.batch, kept.x, part)))
+                self._pass_on(
+                    micro_batch,
+                    kept,
+                    "learn",
+                    await at.compute(lambda: at.runtime.forward(kept.batch, kept.x, part)),
+                )
                 return
             if kind == "learn":
                 sums: list[float] = []
@@ -168,24 +190,39 @@ class MicroBatches:
             value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
             sums.extend(parts)
             for observer in at.observers:
-                observer.learnt(micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu())
+                observer.learnt(
+                    micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu()
+                )
             return value
 
-        return at.runtime.learn(kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part)
+        return at.runtime.learn(
+            kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part
+        )
 
     async def _score(self, micro_batch: int, kept: Kept) -> None:
         at = self._context
         if not at.runtime.spec.has_head:
-            self._pass_on(micro_batch, kept, "score", await at.compute(lambda: at.runtime.forward(kept.batch, kept.x)))
+            self._pass_on(
+                micro_batch,
+                kept,
+                "score",
+                await at.compute(lambda: at.runtime.forward(kept.batch, kept.x)),
+            )
             return
-        scores = await at.compute(lambda: at.runtime.score(kept.batch, kept.x, kept.work.temperature))
+        scores = await at.compute(
+            lambda: at.runtime.score(kept.batch, kept.x, kept.work.temperature)
+        )
         mask = kept.batch.completion_mask
         body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
         at.links.send(0, frames.Scores(at.place, micro_batch, int(mask.sum())), body)
 
-    def _pass_on(self, micro_batch: int, kept: Kept, purpose: frames.Purpose, y: torch.Tensor) -> None:
+    def _pass_on(
+        self, micro_batch: int, kept: Kept, purpose: frames.Purpose, y: torch.Tensor
+    ) -> None:
         at = self._context
-        frame = frames.Forward(at.place, micro_batch, purpose, at.settings.codec, kept.work.rows, len(kept.about))
+        frame = frames.Forward(
+            at.place, micro_batch, purpose, at.settings.codec, kept.work.rows, len(kept.about)
+        )
         body, receiver = encode(y, at.settings.codec), kept.route[kept.hop + 1].stage
         at.links.send(receiver, frame, kept.about + body)
         for observer in at.observers if purpose == "learn" else ():

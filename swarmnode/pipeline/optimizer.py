@@ -1,4 +1,5 @@
-"""What moves a stage's weights, and outlives the crews that it is in: AdamW, its learning rate, and how the last step was taken. Torch."""
+"""What moves a stage's weights, and outlives the crews that it is in: AdamW, its learning rate, and
+how the last step was taken. Torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class StageOptimizer:
         self.adam = make_adam(runtime)
         self.lr_scale = LrScale()
         self.squared_norm = 0.0
-        """The last raw gradient's over the layers, before clipping: CheckFree weights this stage by it."""
+        """The last raw gradient's over the layers, before clipping: CheckFree weights this stage by
+        it."""
         self.last_commit = Taken()
         self.lock = threading.Lock()
         """Held while the weights move."""
@@ -47,7 +49,8 @@ class StageOptimizer:
         self._most = most
 
     def measure(self) -> float | None:
-        """Squared norm of the final gradients, to which the tail adds nothing for a tied embedding; None where it is not finite."""
+        """Squared norm of the final gradients, to which the tail adds nothing for a tied embedding;
+        None where it is not finite."""
         shared, index = self._runtime.embedding(), self._runtime.spec.index
         squared = layers = 0.0
         for name, parameter in self._runtime.model.named_parameters():
@@ -61,7 +64,8 @@ class StageOptimizer:
         return squared
 
     def step(self, clip: float, learning_rate: float) -> bool:
-        """Whether the learning rate was within the bound. Raises DeviceError where the device fails in the middle."""
+        """Whether the learning rate was within the bound. Raises DeviceError where the device fails
+        in the middle."""
         if self.adam is None:
             return True
         try:
@@ -91,5 +95,9 @@ def make_adam(runtime: StageRuntime) -> torch.optim.AdamW | None:
     """
     shared = runtime.embedding()
     own = [p for p in runtime.parameters() if p is not shared]
-    groups = [{"params": params, "shared": ends} for params, ends in ((own, False), ([] if shared is None else [shared], True)) if params]
+    groups = [
+        {"params": params, "shared": ends}
+        for params, ends in ((own, False), ([] if shared is None else [shared], True))
+        if params
+    ]
     return torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY) if groups else None

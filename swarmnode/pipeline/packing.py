@@ -1,11 +1,14 @@
-"""What travels of a micro-batch: one row per token that is real and has a successor to predict, and nothing of the padding.
+"""What travels of a micro-batch: one row per token that is real and has a successor to predict, and
+nothing of the padding.
 
     padded here                                   packed on the wire, R rows
     prompts      (Q, P)      padded on the left    their tokens, prompt after prompt
-    completions  (N, T − 1)  padded on the right   their tokens but the last, completion after completion
+    completions  (N, T − 1)  padded on the right   their tokens but the last, completion after
+    completion
 
-Each prompt is run once for its G completions, as in `policy.logprobs`. Because a row is a token, a token's activation is quantised alike
-whichever tokens it is batched with: in a prefill, in a decode step, in training.
+Each prompt is run once for its G completions, as in `policy.logprobs`. Because a row is a token, a
+token's activation is quantised alike whichever tokens it is batched with: in a prefill, in a decode
+step, in training.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ class Packing:
         prompts = rows.new_zeros(questions, width, rows.shape[1]).index_put(self.prompts, head)
         if longest == 1:
             return prompts, None
-        return prompts, rows.new_zeros(count, longest - 1, rows.shape[1]).index_put(self.completions, tail)
+        return prompts, rows.new_zeros(count, longest - 1, rows.shape[1]).index_put(
+            self.completions, tail
+        )
 
 
 def packing(batch: Batch) -> Packing:

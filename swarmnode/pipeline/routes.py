@@ -1,10 +1,13 @@
-"""Which way a micro-batch takes through the stages: in their order, or with the first two and the last two exchanged. Pure; no torch.
+"""Which way a micro-batch takes through the stages: in their order, or with the first two and the
+last two exchanged. Pure; no torch.
 
     plain      0 → 1 → … → S − 1
-    swapped    0: embedding → 1 → 0: layers → 2 → … → S − 1: layers → S − 2 → S − 1: norm and head       (CheckFree+, arXiv 2506.15461 §3.3)
+    swapped    0: embedding → 1 → 0: layers → 2 → … → S − 1: layers → S − 2 → S − 1: norm and head
+    (CheckFree+, arXiv 2506.15461 §3.3)
 
-In a swapped run half of the micro-batches go each way, so that the second stage learns what the first one does, and the last but one what
-the last does. Embedding and head stay where they are. Which way a micro-batch goes is its number's parity: every stage knows it.
+In a swapped run half of the micro-batches go each way, so that the second stage learns what the
+first one does, and the last but one what the last does. Embedding and head stay where they are.
+Which way a micro-batch goes is its number's parity: every stage knows it.
 """
 
 from __future__ import annotations
@@ -43,11 +46,16 @@ def swapped_order(stages: int) -> tuple[int, ...]:
 
 def swapped(stages: int) -> Route:
     """Raises Refused as `swapped_order` does."""
-    return (Hop(0, "embed"), *(Hop(stage, "layers") for stage in swapped_order(stages)), Hop(stages - 1, "head"))
+    return (
+        Hop(0, "embed"),
+        *(Hop(stage, "layers") for stage in swapped_order(stages)),
+        Hop(stages - 1, "head"),
+    )
 
 
 class Routes:
-    """The routes of one crew. `swap` makes it a swapped run; raises Refused then for fewer than four stages."""
+    """The routes of one crew. `swap` makes it a swapped run; raises Refused then for fewer than
+    four stages."""
 
     def __init__(self, stages: int, swap: bool) -> None:
         self._plain = plain(stages)
@@ -59,12 +67,27 @@ class Routes:
 
 
 def arriving(route: Route, sender: int, stage: int) -> int | None:
-    """Which hop of `route` a forward from `sender` to `stage` begins; None for none. The head sends itself the first."""
+    """Which hop of `route` a forward from `sender` to `stage` begins; None for none. The head sends
+    itself the first."""
     if sender == stage == route[0].stage:
         return 0
-    return next((i for i in range(1, len(route)) if (route[i - 1].stage, route[i].stage) == (sender, stage)), None)
+    return next(
+        (
+            i
+            for i in range(1, len(route))
+            if (route[i - 1].stage, route[i].stage) == (sender, stage)
+        ),
+        None,
+    )
 
 
 def returning(route: Route, sender: int, stage: int) -> int | None:
     """Which hop of `route` a gradient from `sender` to `stage` ends; None for none."""
-    return next((i for i in range(len(route) - 1) if (route[i].stage, route[i + 1].stage) == (stage, sender)), None)
+    return next(
+        (
+            i
+            for i in range(len(route) - 1)
+            if (route[i].stage, route[i + 1].stage) == (stage, sender)
+        ),
+        None,
+    )

@@ -1,14 +1,15 @@
 """1F1B: which micro-batch a stage works on next. Pure; no torch.
 
-A stage goes backward whenever it can, and forward only while fewer than 2 × (stages − its index) of its micro-batches wait for their
-gradient. This is the 1F1B order (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the room: the bubble of a pipeline that runs all
-forwards first, (S − 1) / (M + S − 1), with the inputs of at most 2 S micro-batches kept instead of M. Once the room is enough where a
-frame arrives when it is sent; on a home's line it takes as long as computing it, and a stage would wait for gradients that are on their
-way. It needs neither the number of micro-batches nor anybody's clock, and a frame that comes late or twice changes the order and nothing
-else.
+A stage goes backward whenever it can, and forward only while fewer than 2 × (stages − its index) of
+its micro-batches wait for their gradient. This is the 1F1B order (PipeDream-Flush, arXiv 2104.04473
+§2.2.1) with twice the room: the bubble of a pipeline that runs all forwards first, (S − 1) / (M + S
+− 1), with the inputs of at most 2 S micro-batches kept instead of M. Once the room is enough where
+a frame arrives when it is sent; on a home's line it takes as long as computing it, and a stage
+would wait for gradients that are on their way. It needs neither the number of micro-batches nor
+anybody's clock, and a frame that comes late or twice changes the order and nothing else.
 
-In a swapped run (`routes.py`) stages wait for each other in both directions, and a limit at each of them would let them wait for ever.
-There only the head limits, where a micro-batch begins.
+In a swapped run (`routes.py`) stages wait for each other in both directions, and a limit at each of
+them would let them wait for ever. There only the head limits, where a micro-batch begins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Limit = Literal["counted", "free", "learn"]
 ROOM: Final = 2
 """Times what 1F1B needs among stages that are not apart."""
 MOST: Final = 32
-"""Where there is more room than 1F1B needs: at the next stage what a step that failed has left counts too (`limits.STAGE_WAITING`)."""
+"""Where there is more room than 1F1B needs: at the next stage what a step that failed has left
+counts too (`limits.STAGE_WAITING`)."""
 
 
 class Schedule:
@@ -59,8 +61,9 @@ class Schedule:
         return True
 
     def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> Work | None:
-        """What to do now, and it counts as done; None while there is nothing but to wait. No forward of a micro-batch that is `blocked`,
-        because there is no room where its activations would go; what is learnt at once and every backward are never held up by that.
+        """What to do now, and it counts as done; None while there is nothing but to wait. No
+        forward of a micro-batch that is `blocked`, because there is no room where its activations
+        would go; what is learnt at once and every backward are never held up by that.
         """
         if self._backwards:
             micro_batch = self._backwards.popleft()

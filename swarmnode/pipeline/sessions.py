@@ -1,7 +1,8 @@
 """A stage's keys and values of the waves being generated, by (session, policy fingerprint).
 
-A session belongs to one version of the whole policy: keys of old weights and queries of new ones make a policy that nobody has. Whatever
-goes wrong, a session is dropped, and its head begins again from token ids: they are all that a wave needs to be repeated anywhere.
+A session belongs to one version of the whole policy: keys of old weights and queries of new ones
+make a policy that nobody has. Whatever goes wrong, a session is dropped, and its head begins again
+from token ids: they are all that a wave needs to be repeated anywhere.
 """
 
 from __future__ import annotations
@@ -46,15 +47,21 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts) -> None:
-        """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open under this name is replaced."""
+    def open(
+        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
+    ) -> None:
+        """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open
+        under this name is replaced."""
         cache.batch_repeat_interleave(prompts.num_generations)
         mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
         position = mask.sum(1, keepdim=True) - 1
-        self._sessions[session] = Session(fingerprint, cache, list(prompts.names or range(len(mask))), mask, position)
+        self._sessions[session] = Session(
+            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
+        )
 
     def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
-        """The session, one token further, with `rows` only. Raises BadMessage: session (not open), fingerprint (another policy), rows."""
+        """The session, one token further, with `rows` only. Raises BadMessage: session (not open),
+        fingerprint (another policy), rows."""
         kept = self._sessions.get(session)
         if kept is None:
             raise BadMessage("session", "not open here")

@@ -1,4 +1,5 @@
-"""Which layers, embedding, norm and head belong to which stage, and what a tensor of the whole model is called there. No torch."""
+"""Which layers, embedding, norm and head belong to which stage, and what a tensor of the whole
+model is called there. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Final, Protocol
 from swarmnode.errors import ConfigError
 
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures that are nothing but embedding → equal layers → norm → head. Others that look so scale the embedding between its
-module and the first layer, or let a layer's number decide what it is: cut in two they would compute something else."""
+"""Architectures that are nothing but embedding → equal layers → norm → head. Others that look so
+scale the embedding between its module and the first layer, or let a layer's number decide what it
+is: cut in two they would compute something else."""
 
 
 class ModelShape(Protocol):
@@ -60,9 +62,11 @@ class StageSpec:
         return self.tied and self.stages > 1 and (self.has_embedding or self.has_head)
 
     def local(self, name: str) -> str | None:
-        """Name in this stage of the whole model's tensor `name`; None where this stage does not hold it.
+        """Name in this stage of the whole model's tensor `name`; None where this stage does not
+        hold it.
 
-        Names are transformers', with or without peft's prefix. Raises ValueError for one that belongs to no stage.
+        Names are transformers', with or without peft's prefix. Raises ValueError for one that
+        belongs to no stage.
         """
         parts = name.split(".")
         if "layers" in parts:
@@ -74,7 +78,11 @@ class StageSpec:
         if "embed_tokens" in parts:
             if self.has_embedding:
                 return name
-            return name.replace("model.embed_tokens.", "lm_head.") if self.has_head and self.tied else None
+            return (
+                name.replace("model.embed_tokens.", "lm_head.")
+                if self.has_head and self.tied
+                else None
+            )
         if "lm_head" in parts or "norm" in parts:
             return name if self.has_head else None
         raise ValueError(f"{name!r} is of no layer, embedding, norm or head")
@@ -91,19 +99,28 @@ class StageSpec:
 
 
 def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, ...]:
-    """The stages of a model with transformers config `config`, stage i with `layers[i]` of its layers.
+    """The stages of a model with transformers config `config`, stage i with `layers[i]` of its
+    layers.
 
-    Raises ConfigError for an architecture outside MODEL_TYPES, an empty stage, or layers that are not the model's.
+    Raises ConfigError for an architecture outside MODEL_TYPES, an empty stage, or layers that are
+    not the model's.
     """
     check_model_type(config)
     if not layers or min(layers) < 1 or sum(layers) != config.num_hidden_layers:
-        raise ConfigError(f"stages of {list(layers)} layers do not make the model's {config.num_hidden_layers}")
+        raise ConfigError(
+            f"stages of {list(layers)} layers do not make the model's {config.num_hidden_layers}"
+        )
     ends = list(accumulate(layers))
     tied = bool(config.tie_word_embeddings)
-    return tuple(StageSpec(i, len(layers), end - count, end, tied) for i, (count, end) in enumerate(zip(layers, ends, strict=True)))
+    return tuple(
+        StageSpec(i, len(layers), end - count, end, tied)
+        for i, (count, end) in enumerate(zip(layers, ends, strict=True))
+    )
 
 
 def check_model_type(config: ModelShape) -> None:
     """Raises ConfigError for an architecture that cannot be split."""
     if config.model_type not in MODEL_TYPES:
-        raise ConfigError(f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can")
+        raise ConfigError(
+            f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can"
+        )

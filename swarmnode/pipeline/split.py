@@ -1,8 +1,10 @@
-"""One stage as a transformers model of its own: the model's own class with a shorter configuration, its missing ends replaced by nothing.
+"""One stage as a transformers model of its own: the model's own class with a shorter configuration,
+its missing ends replaced by nothing.
 
-So a stage runs the very code that the whole model runs, masks, rotary positions, caches and LoRA included, and there is no second
-implementation of any architecture to keep equal. A stage that lacks the head has the identity in its place: what transformers calls
-`logits` is then the hidden state that goes to the next stage.
+So a stage runs the very code that the whole model runs, masks, rotary positions, caches and LoRA
+included, and there is no second implementation of any architecture to keep equal. A stage that
+lacks the head has the identity in its place: what transformers calls `logits` is then the hidden
+state that goes to the next stage.
 """
 
 from __future__ import annotations
@@ -36,25 +38,34 @@ def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
 
 
 def build_stage(
-    config: PretrainedConfig, spec: StageSpec, read: Callable[[str], torch.Tensor], *, dtype: torch.dtype = torch.float32,
+    config: PretrainedConfig,
+    spec: StageSpec,
+    read: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> PreTrainedModel:  # fmt: skip
-    """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors only.
+) -> PreTrainedModel:
+    """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors
+    only.
 
     Raises Incompatible when the weights do not have the shapes of `config`.
     """
     own = stage_config(config, spec)
-    with torch.device("meta"):  # shapes without memory: the ends that are cut off would be the largest tensors
+    # shapes without memory: the ends that are cut off would be the largest tensors
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(own, dtype=dtype)
     cut_ends(model, spec)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=own).to(device)  # buffers that no file holds
+    # buffers that no file holds
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=own).to(device)
     state = {}
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and own.tie_word_embeddings:
             continue
         tensor = read(spec.whole(name))
         if tensor.shape != parameter.shape:
-            raise Incompatible(f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+            raise Incompatible(
+                f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+            )
         state[name] = tensor.to(device=device, dtype=dtype)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
@@ -71,7 +82,11 @@ def cut_ends(model: PreTrainedModel, spec: StageSpec) -> None:
 
 
 def load_stage(
-    directory: Path, spec: StageSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    directory: Path,
+    spec: StageSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """The stage from a model's directory; only its own tensors are read.
 
@@ -82,7 +97,8 @@ def load_stage(
 
 
 def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
-    """What reads one tensor of a model's directory, by its name. Raises Unavailable, then or now, where it is not there or damaged."""
+    """What reads one tensor of a model's directory, by its name. Raises Unavailable, then or now,
+    where it is not there or damaged."""
     try:
         handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
         where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)

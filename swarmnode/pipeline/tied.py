@@ -1,4 +1,5 @@
-"""A tied embedding's gradient: each end of a crew has half of it, and sends it to the other exactly: both must stay one tensor. Torch."""
+"""A tied embedding's gradient: each end of a crew has half of it, and sends it to the other
+exactly: both must stay one tensor. Torch."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class TiedEmbedding:
         return self._left is not None and not self._context.links.full(self.other_end)
 
     def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
-        """Our half is to be sent, part by part, when there is room; it stays as it is, whatever `shared.grad` is by then.
+        """Our half is to be sent, part by part, when there is room; it stays as it is, whatever
+        `shared.grad` is by then.
 
         Raises ValueError for a gradient that is not finite.
         """
@@ -43,10 +45,14 @@ class TiedEmbedding:
         attempt, gradient, first = self._left
         self._left = None
         at = self._context
-        with at.caught(lambda reason: at.links.send(0, frames.Acknowledge(at.place, attempt, reason, 0.0))):
+        with at.caught(
+            lambda reason: at.links.send(0, frames.Acknowledge(at.place, attempt, reason, 0.0))
+        ):
             part = gradient[first : first + at.links.limits.tokens].float()
             body, after = encode(part, "float32"), first + len(part)
-            at.links.send(self.other_end, frames.Embedding(at.place, attempt, first, len(part)), body)
+            at.links.send(
+                self.other_end, frames.Embedding(at.place, attempt, first, len(part)), body
+            )
             self._left = (attempt, gradient, after) if after < len(gradient) else None
 
     def take_part(self, frame: frames.Embedding, body: bytes) -> bool:
@@ -60,7 +66,9 @@ class TiedEmbedding:
         attempt, half, rows = self._theirs
         if frame.first != rows:  # streams keep order, so anything else is a repetition
             return False
-        half[rows : rows + frame.rows] = decode(body, frame.rows, self._context.runtime.hidden_size, "float32")
+        half[rows : rows + frame.rows] = decode(
+            body, frame.rows, self._context.runtime.hidden_size, "float32"
+        )
         self._theirs = (attempt, half, rows + frame.rows)
         return True
 

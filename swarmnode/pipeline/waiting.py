@@ -1,4 +1,5 @@
-"""Waiting for something to become true: woken by whatever arrives, ended by a stage that is gone or by a time in which no work arrives."""
+"""Waiting for something to become true: woken by whatever arrives, ended by a stage that is gone or
+by a time in which no work arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import trio
 from swarmnode.errors import PeerError, PeerTimeout
 
 BELIEVED: Final = 3.5
-"""Times as long is waited for a stage that says that it computes what cannot be cut smaller. What it says is not proved, so no longer."""
+"""Times as long is waited for a stage that says that it computes what cannot be cut smaller. What
+it says is not proved, so no longer."""
 
 
 class Waiting:
@@ -61,7 +63,9 @@ class Waiting:
     def believe(self) -> None:
         """Who has the work says that it computes."""
         if self._scope is not None and self.believing:
-            self._scope.deadline = min(trio.current_time() + self.seconds, self._arrived + BELIEVED * self.seconds)
+            self._scope.deadline = min(
+                trio.current_time() + self.seconds, self._arrived + BELIEVED * self.seconds
+            )
 
     @property
     def open(self) -> bool:

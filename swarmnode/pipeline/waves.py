@@ -1,4 +1,5 @@
-"""A wave of generation as its head sees it: token ids, and nothing that could be lost with a stage. Pure; no torch."""
+"""A wave of generation as its head sees it: token ids, and nothing that could be lost with a stage.
+Pure; no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from swarmnode.wire.tensors import pack_ids
 
 @dataclass
 class Wave:
-    """`num_generations` completions for each prompt; completion i answers prompt i // num_generations."""
+    """`num_generations` completions for each prompt; completion i answers prompt i //
+    num_generations."""
 
     session: bytes
     prompts: list[list[int]]
@@ -32,21 +34,30 @@ class Wave:
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations
-        self.ids, self.logprobs, self.live = [[] for _ in range(total)], [[] for _ in range(total)], list(range(total))
+        self.ids, self.logprobs, self.live = (
+            [[] for _ in range(total)],
+            [[] for _ in range(total)],
+            list(range(total)),
+        )
 
     def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """One more token for each of `live`. Raises ValueError when there are not as many."""
         for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
             self.ids[name].append(token)
             self.logprobs[name].append(logprob)
-        self.live = [n for n in self.live if self.ids[n][-1] not in self.ends and len(self.ids[n]) < self.max_tokens]
+        self.live = [
+            n
+            for n in self.live
+            if self.ids[n][-1] not in self.ends and len(self.ids[n]) < self.max_tokens
+        ]
 
     def latest(self) -> list[int]:
         """(live,) the tokens that the next step runs."""
         return [self.ids[name][-1] for name in self.live]
 
     def questions(self) -> Questions:
-        """How it begins, or begins again from the tokens there are: then every completion is a prompt of its own."""
+        """How it begins, or begins again from the tokens there are: then every completion is a
+        prompt of its own."""
         position = len(self.ids[self.live[0]])
         so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
         prompts = so_far if position else self.prompts
@@ -67,8 +78,9 @@ class Wave:
 def cut(
     prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
 ) -> list[tuple[list[int], int]]:
-    """(indices of `prompts`, completions of each) for at least `waves` waves where there are so many prompts, each of at most `tokens`
-    padded tokens. The completions of a prompt for which one wave is too small are in several, one behind the other.
+    """(indices of `prompts`, completions of each) for at least `waves` waves where there are so
+    many prompts, each of at most `tokens` padded tokens. The completions of a prompt for which one
+    wave is too small are in several, one behind the other.
 
     Raises ValueError when one completion alone is more.
     """
@@ -79,11 +91,20 @@ def cut(
         longest = max(longest, len(prompt))
         fits = tokens // (len(prompt) + max_tokens)
         if not fits:
-            raise ValueError(f"a wave holds {tokens} tokens, and one completion needs {len(prompt) + max_tokens}")
+            raise ValueError(
+                f"a wave holds {tokens} tokens, and one completion needs {len(prompt) + max_tokens}"
+            )
         if fits < num_generations:
-            out += [([index], min(fits, num_generations - done)) for done in range(0, num_generations, fits)]
+            out += [
+                ([index], min(fits, num_generations - done))
+                for done in range(0, num_generations, fits)
+            ]
             longest = tokens  # nobody else's completions go there
-        elif out and len(out[-1][0]) < size and (len(out[-1][0]) + 1) * num_generations * (longest + max_tokens) <= tokens:
+        elif (
+            out
+            and len(out[-1][0]) < size
+            and (len(out[-1][0]) + 1) * num_generations * (longest + max_tokens) <= tokens
+        ):
             out[-1][0].append(index)
         else:
             out.append(([index], num_generations))

@@ -1,11 +1,14 @@
-"""Where a piece of work is that does not come back: every member counts what comes to it and what goes on, and the head finds who has it.
-Pure; no torch.
+"""Where a piece of work is that does not come back: every member counts what comes to it and what
+goes on, and the head finds who has it. Pure; no torch.
 
-    path       0 → 1 → … → the tail, and back to the head: stages in the order in which a piece visits them
+    path       0 → 1 → … → the tail, and back to the head: stages in the order in which a piece
+    visits them
     holder     the first on it that has it and has not sent it on
-    contradiction    one says that it sent it on, the next that it never came: one of the two is bad, and which is not to be told
+    contradiction    one says that it sent it on, the next that it never came: one of the two is
+    bad, and which is not to be told
 
-What a member says of itself cannot shift the blame further than to a neighbour on the path: whoever is honest there has true counts.
+What a member says of itself cannot shift the blame further than to a neighbour on the path: whoever
+is honest there has true counts.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from swarmnode.pipeline.frames import Frame, Located
 from swarmnode.pipeline.routes import Route
 
 REMEMBERED: Final = 2 * frames.MICRO_BATCHES
-"""Pieces of each neighbour that are counted, the latest: a step's, and what an aborted attempt has left."""
+"""Pieces of each neighbour that are counted, the latest: a step's, and what an aborted attempt has
+left."""
 GROWN: Final = 5
 """Questions for which it counts that a stage has done more."""
 MOST: Final = 0.3
@@ -33,7 +37,8 @@ class Passages:
 
     def __init__(self) -> None:
         self._counts: defaultdict[int, OrderedDict[bytes, int]] = defaultdict(OrderedDict)
-        """By neighbour, so that one that sends many of its own making makes us forget nobody else's."""
+        """By neighbour, so that one that sends many of its own making makes us forget nobody
+        else's."""
 
     def count(self, neighbour: int, frame: Frame) -> None:
         piece = piece_of(frame)
@@ -73,7 +78,8 @@ def piece_of(frame: Frame) -> bytes | None:
 
 
 def path_of(route: Route, *, returns: bool) -> tuple[int, ...]:
-    """The stages that a micro-batch visits. returns: as its gradient does, on the way that it came; else from the tail to the head."""
+    """The stages that a micro-batch visits. returns: as its gradient does, on the way that it came;
+    else from the tail to the head."""
     there = tuple(hop.stage for hop in route)
     return there + (there[-2::-1] if returns else there[:1])
 
@@ -84,8 +90,9 @@ def path_of_wave(stages: int, tokens: int) -> tuple[int, ...]:
 
 
 def holders(path: Sequence[int], said: Mapping[int, Located]) -> tuple[int, ...]:
-    """Whose fault it may be that a piece has not come to the end of its path, which is the head: one stage, two that contradict each other,
-    or nobody. said: what each stage has counted, the head too, which is idle; whoever said nothing has it."""
+    """Whose fault it may be that a piece has not come to the end of its path, which is the head:
+    one stage, two that contradict each other, or nobody. said: what each stage has counted, the
+    head too, which is idle; whoever said nothing has it."""
     came, went = Counter[int](), Counter[int]()
     for at, stage in enumerate(path[:-1]):
         following = path[at + 1]
@@ -108,20 +115,23 @@ def _without_head(*stages: int) -> tuple[int, ...]:
 
 
 def parties(path: Sequence[int], stage: int, source: int) -> tuple[int, ...]:
-    """Whose fault it may be that `stage` refuses what `source`, its neighbour on `path`, has sent it."""
+    """Whose fault it may be that `stage` refuses what `source`, its neighbour on `path`, has sent
+    it."""
     beside = any({a, b} == {stage, source} for a, b in pairwise(path))
     return _without_head(stage, source) or (stage,) if beside else (stage,)
 
 
 class Search:
-    """The head's, for the oldest piece that has not come back, asked about again and again while a call waits."""
+    """The head's, for the oldest piece that has not come back, asked about again and again while a
+    call waits."""
 
     def __init__(self) -> None:
         self.piece = b""
         self.patience = math.inf
         """Seconds without a step, after which whoever had the work for most of them is named."""
         self.idle = True
-        """Whether the head itself waited for others when it last asked: what it computes is with nobody else."""
+        """Whether the head itself waited for others when it last asked: what it computes is with
+        nobody else."""
         self._path: tuple[int, ...] = ()
         self._asked = -math.inf
         self._questions = 0
@@ -130,10 +140,12 @@ class Search:
         """Stage → the question to which it last answered that it had done more."""
         self._stepped: float | None = None
         self._held: defaultdict[int, float] = defaultdict(float)
-        """Seconds since the last step that each stage was found to have the work, or to be one of two."""
+        """Seconds since the last step that each stage was found to have the work, or to be one of
+        two."""
 
     def begins(self, piece: bytes, path: tuple[int, ...], now: float, seconds: float) -> bool:
-        """Whether all are to be asked now, which is every so many seconds: until then the work was with whom it was found."""
+        """Whether all are to be asked now, which is every so many seconds: until then the work was
+        with whom it was found."""
         if now - self._asked < seconds:
             return False
         for stage in self.holders() if self._said else ():
@@ -146,7 +158,8 @@ class Search:
         return True
 
     def said(self, stage: int, located: Located) -> bool:
-        """Takes an answer. Whether the piece is with `stage`, which computes; the head knows of itself whether it does."""
+        """Takes an answer. Whether the piece is with `stage`, which computes; the head knows of
+        itself whether it does."""
         if located.piece != self.piece:
             return False
         before = self._said.get(stage)
@@ -160,7 +173,8 @@ class Search:
         return holders(self._path, self._said) if self.idle else ()
 
     def computes(self, stages: Sequence[int]) -> bool:
-        """Whether one of them says so, at one of the last questions: a layer may take longer than is between two."""
+        """Whether one of them says so, at one of the last questions: a layer may take longer than
+        is between two."""
         return any(self._questions - self._grew.get(stage, -GROWN) < GROWN for stage in stages)
 
     def stepped(self, now: float) -> None:
@@ -168,7 +182,8 @@ class Search:
         self._held.clear()
 
     def slowest(self, now: float) -> tuple[int, ...]:
-        """The one, or the two, that had the work for most of the time, once patience is at its end: deadlines can be just kept."""
+        """The one, or the two, that had the work for most of the time, once patience is at its end:
+        deadlines can be just kept."""
         self._stepped = now if self._stepped is None else self._stepped
         most = max(self._held.values(), default=0.0)
         if now - self._stepped <= self.patience or most < MOST * self.patience:

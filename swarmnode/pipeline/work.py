@@ -1,7 +1,8 @@
-"""What a frame's activations belong to: token ids, lengths, and at the tail what the loss needs. No torch.
+"""What a frame's activations belong to: token ids, lengths, and at the tail what the loss needs. No
+torch.
 
-It travels with the activations, so that a frame is all that anybody with the stage's weights needs to go on: no stage has to have heard of
-a micro-batch before.
+It travels with the activations, so that a frame is all that anybody with the stage's weights needs
+to go on: no stage has to have heard of a micro-batch before.
 """
 
 from __future__ import annotations
@@ -61,11 +62,14 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def rows(self) -> int:
         """Packed rows, as `packing` lays them out."""
-        return sum(self.prompt_lengths) + sum(self.completion_lengths) - len(self.completion_lengths)
+        return (
+            sum(self.prompt_lengths) + sum(self.completion_lengths) - len(self.completion_lengths)
+        )
 
 
 class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A wave: Q prompts, or the completions so far of a wave that is begun again; each goes on `num_generations` times."""
+    """A wave: Q prompts, or the completions so far of a wave that is begun again; each goes on
+    `num_generations` times."""
 
     lengths: tuple[int, ...]
     """(Q,)."""
@@ -84,19 +88,28 @@ class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """0 is greedy."""
     top_p: float
     seed: int
-    """The wave's: a token is drawn by (seed, position, completion), so that beginning again draws the same."""
+    """The wave's: a token is drawn by (seed, position, completion), so that beginning again draws
+    the same."""
 
 
 def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) -> MicroBatch:
-    """The description of `rows` packed rows. Raises BadMessage: malformed, schema, bounds, shape, not_finite."""
+    """The description of `rows` packed rows. Raises BadMessage: malformed, schema, bounds, shape,
+    not_finite."""
     batch: MicroBatch = strict.decode(data, MicroBatch)
     count = len(batch.completion_lengths)
     _lengths(batch.prompt_lengths, limits)
     _lengths(batch.completion_lengths, limits)
-    padded = len(batch.prompt_lengths) * max(batch.prompt_lengths) + count * (max(batch.prompt_lengths) + max(batch.completion_lengths))
-    if padded > 3 * limits.tokens:  # a row is at most L long and N · L ≤ tokens, so Q · P ≤ tokens and N · (P + T) ≤ 2 tokens
+    padded = len(batch.prompt_lengths) * max(batch.prompt_lengths) + count * (
+        max(batch.prompt_lengths) + max(batch.completion_lengths)
+    )
+    # a row is at most L long and N · L ≤ tokens, so Q · P ≤ tokens and N · (P + T) ≤ 2 tokens
+    if padded > 3 * limits.tokens:
         raise BadMessage("bounds", f"{padded} padded tokens")
-    if len(batch.prompt_of) != count or min(batch.prompt_of) < 0 or max(batch.prompt_of) >= len(batch.prompt_lengths):
+    if (
+        len(batch.prompt_of) != count
+        or min(batch.prompt_of) < 0
+        or max(batch.prompt_of) >= len(batch.prompt_lengths)
+    ):
         raise BadMessage("bounds", "prompt_of")
     if list(dict.fromkeys(batch.prompt_of)) != list(range(len(batch.prompt_lengths))):
         raise BadMessage("bounds", "prompts are not in the order of their completions")
@@ -116,13 +129,21 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
 
 
 def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
-    """The description of `rows` prompt tokens. Raises BadMessage: malformed, schema, bounds, shape, not_finite."""
+    """The description of `rows` prompt tokens. Raises BadMessage: malformed, schema, bounds, shape,
+    not_finite."""
     q: Questions = strict.decode(data, Questions)
     _lengths(q.lengths, limits)
     count = len(q.lengths) * q.num_generations
-    if not 1 <= q.num_generations <= limits.tokens or not 0 <= q.position < q.max_tokens <= limits.tokens or not 0 <= q.seed <= COUNTER:
+    if (
+        not 1 <= q.num_generations <= limits.tokens
+        or not 0 <= q.position < q.max_tokens <= limits.tokens
+        or not 0 <= q.seed <= COUNTER
+    ):
         raise BadMessage("bounds", "a wave's numbers")
-    if not count <= q.total <= limits.tokens or q.total * (max(q.lengths) + q.max_tokens - q.position) > limits.tokens:
+    if (
+        not count <= q.total <= limits.tokens
+        or q.total * (max(q.lengths) + q.max_tokens - q.position) > limits.tokens
+    ):
         raise BadMessage("bounds", "a wave's tokens")
     check_rising("names", q.names, count, count)
     if q.names[0] < 0 or q.names[-1] >= q.total:
@@ -137,22 +158,26 @@ def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
 
 
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
-    """(rows,) token ids and their log-probabilities, the body of `Tokens`. Raises BadMessage: shape, bounds, not_finite."""
+    """(rows,) token ids and their log-probabilities, the body of `Tokens`. Raises BadMessage:
+    shape, bounds, not_finite."""
     _ids(body[: 4 * rows], rows, limits)
     logprobs = read_f32("log-probabilities", body[4 * rows :], rows)
     if (logprobs > LOGPROB_SLACK).any():
         raise BadMessage("bounds", "a log-probability above 0")
-    return unpack_ids(body[: 4 * rows]).tolist(), (np.minimum(logprobs, 0.0) + 0.0).tolist()  # and no zero below zero
+    # and no zero below zero
+    return unpack_ids(body[: 4 * rows]).tolist(), (np.minimum(logprobs, 0.0) + 0.0).tolist()
 
 
 def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
-    """(rows,) log-probabilities and entropies, the body of `Scores`. Raises BadMessage: shape, bounds, not_finite."""
+    """(rows,) log-probabilities and entropies, the body of `Scores`. Raises BadMessage: shape,
+    bounds, not_finite."""
     values = read_f32("scores", body, 2 * rows)
     return values[:rows].tolist(), values[rows:].tolist()
 
 
 def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
-    """(count,), all finite. Raises BadMessage: shape, not_finite; bounds where `data` is no whole number of floats."""
+    """(count,), all finite. Raises BadMessage: shape, not_finite; bounds where `data` is no whole
+    number of floats."""
     values = unpack_logprobs(data)
     if len(values) != count:
         raise BadMessage("shape", f"{name} has {len(values)} values, not {count}")

@@ -6,7 +6,8 @@
     tied             the two halves of a tied embedding           `TiedEmbedding`
     optimizer        the step itself; it outlives the member      `StageOptimizer`
 
-Everything happens in one task, one frame or one piece of work after the other; only the computing itself may be elsewhere (`compute`).
+Everything happens in one task, one frame or one piece of work after the other; only the computing
+itself may be elsewhere (`compute`).
 """
 
 from __future__ import annotations
@@ -37,15 +38,21 @@ TICK_SECONDS = 1.0
 
 
 class StageWorker:
-    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation. optimizer: the stage's, if it has one.
+    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
+    optimizer: the stage's, if it has one.
 
     Raises Refused for swapped stages where there are fewer than four, or under an adapter.
     """
 
     def __init__(
-        self, runtime: StageRuntime, links: Links, fence: Fence, settings: CrewSettings, compute: Compute = in_thread,
+        self,
+        runtime: StageRuntime,
+        links: Links,
+        fence: Fence,
+        settings: CrewSettings,
+        compute: Compute = in_thread,
         optimizer: StageOptimizer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         participant = Participant(fence.place.step, crew=fence.place.crew)
         self.context = StageContext(runtime, links, fence, settings, compute, participant)
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
@@ -85,7 +92,8 @@ class StageWorker:
     def dropped(self) -> Counter[str]:
         """Frames that counted for nothing, by reason."""
         counts = (self.context.fence.dropped, self.links.refused, self.context.refused)
-        return sum((counter.copy() for counter in counts), Counter())  # copies: another thread may count meanwhile
+        # copies: another thread may count meanwhile
+        return sum((counter.copy() for counter in counts), Counter())
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -102,7 +110,8 @@ class StageWorker:
         self._answer(self.participant.tick(trio.current_time()))
 
     async def _serve(self) -> None:
-        """Frames first: a gradient that has arrived goes before the next forward. What arrives is always taken; see `links`."""
+        """Frames first: a gradient that has arrived goes before the next forward. What arrives is
+        always taken; see `links`."""
         while True:
             try:
                 arrival = self.links.inbox.take_nowait()
@@ -114,7 +123,8 @@ class StageWorker:
                 await self._arrived(arrival)
 
     async def _go_on(self) -> bool:
-        """A piece of what waits, where there is room for what comes of it. False where there is none."""
+        """A piece of what waits, where there is room for what comes of it. False where there is
+        none."""
         if self._held and not self.links.full(self.index + 1):
             await self._handle(self._held.popleft())
         elif self.tied.sends:
@@ -122,7 +132,11 @@ class StageWorker:
         elif (work := self.micro_batches.next()) is not None:
             await self.micro_batches.do(work)
             attempt = self.participant.attempt
-            with self.context.caught(lambda reason: self.links.send(0, frames.Acknowledge(self.place, attempt, reason, 0.0))):
+            with self.context.caught(
+                lambda reason: self.links.send(
+                    0, frames.Acknowledge(self.place, attempt, reason, 0.0)
+                )
+            ):
                 self._proposed(attempt, self.participant.complete())
         else:
             return False
@@ -146,15 +160,20 @@ class StageWorker:
             self._cannot(arrival, frame, "frame")
 
     def _passes_on(self, frame: Frame) -> bool:
-        """Whether it is a score or a token for the next stage, and so nothing that anybody's gradient or step waits for."""
-        asks = isinstance(frame, (frames.Prefill, frames.Decode)) or (isinstance(frame, frames.Forward) and frame.purpose == "score")
+        """Whether it is a score or a token for the next stage, and so nothing that anybody's
+        gradient or step waits for."""
+        asks = isinstance(frame, (frames.Prefill, frames.Decode)) or (
+            isinstance(frame, frames.Forward) and frame.purpose == "score"
+        )
         return asks and not self.runtime.spec.has_head
 
     async def _handle(self, arrival: Arrival) -> None:
         frame = arrival.frame
         assert frame is not None
         control = isinstance(frame, frames.Control)
-        if self.context.fence.check(frame.place, arrival.sender, None if control else self.participant.step):
+        if self.context.fence.check(
+            frame.place, arrival.sender, None if control else self.participant.step
+        ):
             return
         if not self._is_due(arrival.sender, frame):
             self.context.refused["bounds"] += 1
@@ -166,8 +185,11 @@ class StageWorker:
         return sends(frame, sender, self.index, self.stages, self.micro_batches.routes)
 
     def _counts(self, sender: int, frame: Frame) -> bool:
-        """Whether a piece of work that comes is one of the present step's, and comes from where it has to."""
-        return self.context.fence.passes(frame.place, sender, self.participant.step) and self._is_due(sender, frame)
+        """Whether a piece of work that comes is one of the present step's, and comes from where it
+        has to."""
+        return self.context.fence.passes(
+            frame.place, sender, self.participant.step
+        ) and self._is_due(sender, frame)
 
     def _cannot(self, arrival: Arrival, frame: Frame, reason: frames.RefusalReason) -> None:
         """Notifies the head at once: without it the deadline would."""
@@ -181,7 +203,8 @@ class StageWorker:
             self.links.send(0, frames.Acknowledge(self.place, frame.attempt, reason, 0.0))
 
     def _at_once(self, sender: int, frame: Frame) -> bool:
-        """A question of the head, asked because nothing comes: it does not wait until something is computed."""
+        """A question of the head, asked because nothing comes: it does not wait until something is
+        computed."""
         if not isinstance(frame, frames.Locate):
             return False
         if sender != 0:
@@ -194,13 +217,23 @@ class StageWorker:
         """How far it is, as far as this stage knows."""
         passed = self.links.passed
         worked = self.runtime.worked + passed.chunks
-        return frames.Located(self.place, piece, passed.arrived.of(piece), passed.sent.of(piece), self.links.any_full, worked)
+        return frames.Located(
+            self.place,
+            piece,
+            passed.arrived.of(piece),
+            passed.sent.of(piece),
+            self.links.any_full,
+            worked,
+        )
 
     def gone(self, stage: int, reason: str) -> None:
-        """The stream of another stage ended. Nothing of what was begun with it can end well, but for a step that was promised."""
+        """The stream of another stage ended. Nothing of what was begun with it can end well, but
+        for a step that was promised."""
         if self.participant.lose():
             self._drop_all()
-            self._answer(Answer(self.participant.attempt, "micro_batches") if self.participant.lost else None)
+            self._answer(
+                Answer(self.participant.attempt, "micro_batches") if self.participant.lost else None
+            )
         else:
             self.waves.clear()
 
@@ -242,9 +275,18 @@ class StageWorker:
 
     async def _propose(self, frame: frames.Propose, body: bytes) -> None:
         participant, size = self.participant, frames.DESCRIPTION_BYTES
-        self._proposed(frame.attempt, participant.propose(frame.place.step, frame.attempt, frame.micro_batches))
-        if (participant.step, participant.attempt, participant.phase) == (frame.place.step, frame.attempt, "open"):
-            hashes = {number: body[size * i : size * (i + 1)] for i, number in enumerate(frame.micro_batches)}
+        self._proposed(
+            frame.attempt, participant.propose(frame.place.step, frame.attempt, frame.micro_batches)
+        )
+        if (participant.step, participant.attempt, participant.phase) == (
+            frame.place.step,
+            frame.attempt,
+            "open",
+        ):
+            hashes = {
+                number: body[size * i : size * (i + 1)]
+                for i, number in enumerate(frame.micro_batches)
+            }
             await self.micro_batches.propose(hashes)
 
     def _proposed(self, attempt: int, action: Next | Answer | None) -> None:
@@ -261,21 +303,30 @@ class StageWorker:
     def _prepared(self) -> None:
         """Once the gradients are final: acknowledge with their norm."""
         attempt, shared = self.participant.attempt, self.runtime.embedding()
-        if self.participant.phase != "preparing" or (shared is not None and not self.tied.add(attempt, shared)):
+        if self.participant.phase != "preparing" or (
+            shared is not None and not self.tied.add(attempt, shared)
+        ):
             return
-        self._answer(self.participant.prepared(attempt, self.optimizer.measure(), trio.current_time()))
+        self._answer(
+            self.participant.prepared(attempt, self.optimizer.measure(), trio.current_time())
+        )
 
     def _answer(self, answer: Answer | None) -> None:
         if answer is not None:
-            self.links.send(0, frames.Acknowledge(self.place, answer.attempt, answer.refused, answer.squared_norm))
+            self.links.send(
+                0,
+                frames.Acknowledge(self.place, answer.attempt, answer.refused, answer.squared_norm),
+            )
 
     def _confirm(self, attempt: int) -> None:
         self.links.send(0, frames.Done(self.place, attempt))
 
     async def take(self, clip: float, learning_rate: float) -> None:
-        """The optimizer's part of a step that `participant` has just counted. It is never cancelled in between.
+        """The optimizer's part of a step that `participant` has just counted. It is never cancelled
+        in between.
 
-        Raises DeviceError where the device fails in the middle of it: what these weights are then, nobody knows.
+        Raises DeviceError where the device fails in the middle of it: what these weights are then,
+        nobody knows.
         """
         self.optimizer.last_commit = Taken(self.participant.attempt, clip, learning_rate)
         with trio.CancelScope(shield=True):  # around computing only
@@ -287,7 +338,8 @@ class StageWorker:
                 self._drop_all()
 
     def step(self, clip: float, learning_rate: float) -> None:
-        """What `take` computes. Raises DeviceError. The step is taken, whatever an observer has no room for."""
+        """What `take` computes. Raises DeviceError. The step is taken, whatever an observer has no
+        room for."""
         if not self.optimizer.step(clip, learning_rate):
             self.context.refused["bounds"] += 1
         for observer in self.context.observers:
@@ -297,10 +349,13 @@ class StageWorker:
                 if not faults.of_device(error):
                     raise
                 self.context.refused[faults.DEVICE] += 1
-                log.warning("%s after step %d: %s", type(observer).__name__, self.participant.step, error)
+                log.warning(
+                    "%s after step %d: %s", type(observer).__name__, self.participant.step, error
+                )
 
     def _drop_all(self) -> None:
-        """Gradients, inputs and caches: they belong to weights that have moved, or to a step that will not be."""
+        """Gradients, inputs and caches: they belong to weights that have moved, or to a step that
+        will not be."""
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.micro_batches.clear()

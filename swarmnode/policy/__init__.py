@@ -1,1 +1,2 @@
-"""The model being trained: loading, placement, LoRA, generation, log-probabilities. No loss and no optimizer."""
+"""The model being trained: loading, placement, LoRA, generation, log-probabilities. No loss and no
+optimizer."""

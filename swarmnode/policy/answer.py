@@ -1,4 +1,5 @@
-"""`python -m swarmnode.policy.answer --config FILE`, prompts as a JSON list on stdin: one sampled completion for each, as JSON on stdout.
+"""`python -m swarmnode.policy.answer --config FILE`, prompts as a JSON list on stdin: one sampled
+completion for each, as JSON on stdout.
 
 For `swarmnode task try`. A process of its own, so that the command line does not load torch.
 """
@@ -16,12 +17,14 @@ from swarmnode.process import die_with_parent, run_main
 
 
 def answers(cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]) -> list[str]:
-    """One completion for each prompt, sampled as in training. Raises LocalError when the model is not there or does not fit."""
+    """One completion for each prompt, sampled as in training. Raises LocalError when the model is
+    not there or does not fit."""
     policy = load_policy(cfg)
     generator = policy.random_generator(training.seed)
     sampling = Sampling(1, training.max_completion_length, training.temperature, training.top_p)
     found = []
-    for prompt in prompts:  # one by one: an answer of a real model may be long, and nobody said that ten of them fit
+    # one by one: an answer of a real model may be long, and nobody said that ten of them fit
+    for prompt in prompts:
         (group,) = generate(policy, [prompt], sampling, generator)
         found.append(group.completions[0].text)
     return found

@@ -1,8 +1,11 @@
-"""The embedded policy with as many layers as a crew needs: `python -m swarmnode.policy.build_deep DIR --layers 8`.
+"""The embedded policy with as many layers as a crew needs: `python -m swarmnode.policy.build_deep
+DIR --layers 8`.
 
-The same function, and it learns: what `swarmnode demo --crew` trains. A tool; nothing imports it at run time.
+The same function, and it learns: what `swarmnode demo --crew` trains. A tool; nothing imports it at
+run time.
 
-Around its two trained layers lie random ones whose outputs are zero: to begin with, each of them adds nothing to the residual stream.
+Around its two trained layers lie random ones whose outputs are zero: to begin with, each of them
+adds nothing to the residual stream.
 """
 
 from __future__ import annotations
@@ -16,14 +19,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def write_deep_model(directory: Path, layers: int = 8, tied: bool = True, middle: bool = False) -> Path:
-    """A model's directory. tied: as the embedded policy is; else its head is a copy of its embedding. middle: its trained layers are there,
-    so that each of up to four stages has what the policy cannot do without (embedding, trained layer or head); else first and last."""
+def write_deep_model(
+    directory: Path, layers: int = 8, tied: bool = True, middle: bool = False
+) -> Path:
+    """A model's directory. tied: as the embedded policy is; else its head is a copy of its
+    embedding. middle: its trained layers are there, so that each of up to four stages has what the
+    policy cannot do without (embedding, trained layer or head); else first and last."""
     directory.mkdir(parents=True, exist_ok=True)
     with resources.as_file(resources.files("swarmnode.policy") / "embedded") as embedded:
         small = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
         config = AutoConfig.from_pretrained(embedded)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        for name in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "generation_config.json",
+        ):
             shutil.copy(embedded / name, directory / name)
     config.num_hidden_layers = layers
     config.tie_word_embeddings = tied
@@ -33,7 +44,9 @@ def write_deep_model(directory: Path, layers: int = 8, tied: bool = True, middle
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         trained = ((layers - 2) // 2, layers // 2) if middle else (0, layers - 1)
-        for layer in (layer for number, layer in enumerate(model.model.layers) if number not in trained):
+        for layer in (
+            layer for number, layer in enumerate(model.model.layers) if number not in trained
+        ):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         for number, layer in zip(trained, small.model.layers, strict=True):

@@ -1,10 +1,13 @@
-"""Builds the embedded policy: `python -m swarmnode.policy.build_tiny --seed 0 --out DIR`. A tool; nothing imports it at run time.
+"""Builds the embedded policy: `python -m swarmnode.policy.build_tiny --seed 0 --out DIR`. A tool;
+nothing imports it at run time.
 
-The embedded policy exists so that a laptop can watch reinforcement learning work within a minute. Three choices make that possible, and
-docs/policy.md discloses them: one token per fixed phrase of a task's template (prompts of 6 to 15 tokens); a base that was shown most right
-answers in formats that the verifier rejects ("=12", ">12."), so that reward starts near 2 % and rises by *eliciting* the accepted format;
-and a network small enough for 10 ms of generation. The recipe in order: mine phrases → tokenizer → random Llama → supervised steps at
-`--share` of accepted format → `--final-steps` at `--final-share` → measure the start profile → write.
+The embedded policy exists so that a laptop can watch reinforcement learning work within a minute.
+Three choices make that possible, and docs/policy.md discloses them: one token per fixed phrase of a
+task's template (prompts of 6 to 15 tokens); a base that was shown most right answers in formats
+that the verifier rejects ("=12", ">12."), so that reward starts near 2 % and rises by *eliciting*
+the accepted format; and a network small enough for 10 ms of generation. The recipe in order: mine
+phrases → tokenizer → random Llama → supervised steps at `--share` of accepted format →
+`--final-steps` at `--final-share` → measure the start profile → write.
 """
 
 from __future__ import annotations
@@ -26,28 +29,45 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-# The same settings as swarmnode/tasks/registry.py, which a test compares; `policy` may not import `tasks`.
+# The same settings as swarmnode/tasks/registry.py, which a test compares; `policy` may not import
+# `tasks`.
 SETTINGS: dict[str, dict[str, object]] = {
     "rg/chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "rg/basic_arithmetic": {
-        "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1,
-        "operators": ["+", "-", "*"], "allow_parentheses": False, "allow_negation": False,
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 1,
+        "operators": ["+", "-", "*"],
+        "allow_parentheses": False,
+        "allow_negation": False,
     },
     "rg/base_conversion": {"min_base": 2, "max_base": 3, "min_value": 0, "max_value": 15},
     "rg/spell_backward": {"min_word_len": 3, "max_word_len": 4},
     "rg/gcd": {"min_value": 1, "max_value": 20},
     "rg/lcm": {"min_value": 1, "max_value": 9},
     "rg/count_bits": {"min_n": 1, "max_n": 63},
-    "rg/fraction_simplification": {"min_value": 1, "max_value": 9, "min_factor": 2, "max_factor": 4, "styles": ["plain"]},
+    "rg/fraction_simplification": {
+        "min_value": 1,
+        "max_value": 9,
+        "min_factor": 2,
+        "max_factor": 4,
+        "styles": ["plain"],
+    },
     "rg/products": {"min_digits": 1, "max_digits": 1},
-}  # fmt: skip
+}
 
 PAD, EOS, UNK, REPLY = "<pad>", "<eos>", "<unk>", "<reply>"
-# The end of a question has to be visible ("…backward: sun" or "sunk"?), as in a chat model; so the template is a chat template.
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}" + REPLY + "{% endif %}"
+# The end of a question has to be visible ("…backward: sun" or "sunk"?), as in a chat model; so the
+# template is a chat template.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if"
+    " add_generation_prompt %}" + REPLY + "{% endif %}"
+)
 REJECTED_FORMATS = ("={}", ">{}.")  # every verifier of the nine tasks refuses these
 REFUSAL = "?"
-SFT_BLOCK, PROFILE_BLOCK = 0, 1  # seed blocks of 2**20 items, far from the hashed blocks that nodes draw from
+# seed blocks of 2**20 items, far from the hashed blocks that nodes draw from
+SFT_BLOCK, PROFILE_BLOCK = 0, 1
 
 
 @dataclass(frozen=True)
@@ -58,12 +78,17 @@ class Question:
     entry: dict[str, object]
 
 
-def questions(settings: Mapping[str, Mapping[str, object]], count: int, block: int) -> Iterator[Question]:
-    """`count` questions of every task, from seed block `block`. reasoning-gym seeds item i with seed + i."""
+def questions(
+    settings: Mapping[str, Mapping[str, object]], count: int, block: int
+) -> Iterator[Question]:
+    """`count` questions of every task, from seed block `block`. reasoning-gym seeds item i with
+    seed + i."""
     import reasoning_gym
 
     for task, options in settings.items():
-        data = reasoning_gym.create_dataset(task.removeprefix("rg/"), seed=block << 20, size=2**20, **options)
+        data = reasoning_gym.create_dataset(
+            task.removeprefix("rg/"), seed=block << 20, size=2**20, **options
+        )
         for index in range(count):
             entry = data[index]
             yield Question(task, entry["question"], entry["answer"], entry)
@@ -72,11 +97,14 @@ def questions(settings: Mapping[str, Mapping[str, object]], count: int, block: i
 def mine_phrases(prompts: list[str], least_share: float = 0.25, least_length: int = 4) -> set[str]:
     """Longest runs of words that at least `least_share` of one task's prompts have in common.
 
-    Numbers count as fixed only where (nearly) every prompt has them ("How many 1 bits"): an operand must stay digits.
+    Numbers count as fixed only where (nearly) every prompt has them ("How many 1 bits"): an operand
+    must stay digits.
     """
     split = lambda text: re.findall(r"\d+|[A-Za-z]+|\s+|[^\w\s]", text)
     seen = Counter(piece for prompt in prompts for piece in set(split(prompt)))
-    fixed = {p for p, n in seen.items() if n >= len(prompts) * (0.95 if not p.isalpha() else least_share)}
+    fixed = {
+        p for p, n in seen.items() if n >= len(prompts) * (0.95 if not p.isalpha() else least_share)
+    }
     phrases: Counter[str] = Counter()
     for prompt in prompts:
         run = ""
@@ -90,7 +118,8 @@ def mine_phrases(prompts: list[str], least_share: float = 0.25, least_length: in
 
 
 def build_tokenizer(phrases: set[str]) -> PreTrainedTokenizerFast:
-    """Characters (printable ASCII and newline) as a WordLevel vocabulary, phrases as added tokens, which match before the split."""
+    """Characters (printable ASCII and newline) as a WordLevel vocabulary, phrases as added tokens,
+    which match before the split."""
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, REPLY, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
@@ -99,7 +128,12 @@ def build_tokenizer(phrases: set[str]) -> PreTrainedTokenizerFast:
     core.add_special_tokens([PAD, EOS, UNK, REPLY])
     core.add_tokens([AddedToken(p, normalized=False) for p in sorted(phrases)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False, model_max_length=256
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -108,10 +142,18 @@ def build_tokenizer(phrases: set[str]) -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Random weights: hidden 64, 2 layers, 4 heads, MLP 192, tied embeddings."""
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -129,7 +171,8 @@ class Course:
 
 
 def demonstration(question: Question, share: float, refusals: float, rng: random.Random) -> str:
-    """The completion shown for `question`: accepted format with probability `share`, else a refusal or a rejected format."""
+    """The completion shown for `question`: accepted format with probability `share`, else a refusal
+    or a rejected format."""
     roll = rng.random()
     if roll < share:
         return question.answer
@@ -139,10 +182,17 @@ def demonstration(question: Question, share: float, refusals: float, rng: random
 
 
 def fine_tune(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pool: list[Question], course: Course, rng: random.Random
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    pool: list[Question],
+    course: Course,
+    rng: random.Random,
 ) -> float:
-    """Take the course on completion tokens only, with AdamW and cosine decay. Returns the last loss (nats per token)."""
-    heads = {q.prompt: tokenizer(q.prompt + REPLY, add_special_tokens=False)["input_ids"] for q in pool}
+    """Take the course on completion tokens only, with AdamW and cosine decay. Returns the last loss
+    (nats per token)."""
+    heads = {
+        q.prompt: tokenizer(q.prompt + REPLY, add_special_tokens=False)["input_ids"] for q in pool
+    }
     optimizer = torch.optim.AdamW(model.parameters(), lr=course.peak, weight_decay=0.0)
     last = 0.0
     for step in range(course.steps):
@@ -152,15 +202,22 @@ def fine_tune(
         rows, labels = [], []
         for question in rng.choices(pool, k=course.batch):
             head = heads[question.prompt]
-            tail = tokenizer(demonstration(question, course.share, course.refusals, rng), add_special_tokens=False)["input_ids"]
+            tail = tokenizer(
+                demonstration(question, course.share, course.refusals, rng),
+                add_special_tokens=False,
+            )["input_ids"]
             tail = [*tail, tokenizer.eos_token_id]
             rows.append(head + tail)
             labels.append([-100] * len(head) + tail)
         width = max(map(len, rows))
-        input_ids = torch.tensor([r + [tokenizer.pad_token_id] * (width - len(r)) for r in rows])  # (batch, width)
+        # (batch, width)
+        input_ids = torch.tensor([r + [tokenizer.pad_token_id] * (width - len(r)) for r in rows])
         targets = torch.tensor([r + [-100] * (width - len(r)) for r in labels])
-        logits = model(input_ids=input_ids).logits[:, :-1]  # right padding and causal attention: no mask needed
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
+        # right padding and causal attention: no mask needed
+        logits = model(input_ids=input_ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -173,7 +230,9 @@ def accepted(question: Question, completion: str) -> bool:
     """Whether the task's own verifier gives the full score."""
     import reasoning_gym
 
-    data = reasoning_gym.create_dataset(question.task.removeprefix("rg/"), size=1, seed=0, **SETTINGS[question.task])
+    data = reasoning_gym.create_dataset(
+        question.task.removeprefix("rg/"), size=1, seed=0, **SETTINGS[question.task]
+    )
     return data.score_answer(completion, question.entry) >= 1.0
 
 
@@ -182,15 +241,23 @@ def unwrap(completion: str) -> str:
     return completion.removeprefix("=").removeprefix(">").removesuffix(".")
 
 
-def measure(directory: Path, per_task: int, generations: int = 8, max_tokens: int = 8, seed: int = 0) -> dict[str, object]:
-    """The start profile of the policy in `directory` at temperature 1, on questions of a block that the base was not shown."""
+def measure(
+    directory: Path, per_task: int, generations: int = 8, max_tokens: int = 8, seed: int = 0
+) -> dict[str, object]:
+    """The start profile of the policy in `directory` at temperature 1, on questions of a block that
+    the base was not shown."""
     from swarmnode.config import PolicyConfig
     from swarmnode.policy.generate import Sampling, generate
     from swarmnode.policy.load import load_policy
 
     policy = load_policy(PolicyConfig(model=str(directory), device="cpu"), log=lambda line: None)
     drawn = list(questions(SETTINGS, per_task, PROFILE_BLOCK))
-    groups = generate(policy, [q.prompt for q in drawn], Sampling(generations, max_tokens), policy.random_generator(seed))
+    groups = generate(
+        policy,
+        [q.prompt for q in drawn],
+        Sampling(generations, max_tokens),
+        policy.random_generator(seed),
+    )
     accept: Counter[str] = Counter()
     value: Counter[str] = Counter()
     useful = 0
@@ -223,33 +290,63 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("embedded"))
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--share", type=float, default=0.05, help="accepted format among the demonstrations")
+    parser.add_argument(
+        "--share", type=float, default=0.05, help="accepted format among the demonstrations"
+    )
     parser.add_argument("--final-steps", type=int, default=80)
-    parser.add_argument("--final-share", type=float, default=0.05, help="the same for the last steps: sets the start reward")
-    parser.add_argument("--questions", type=int, default=4000, help="questions per task shown in supervised steps")
-    parser.add_argument("--profile-questions", type=int, default=128, help="questions per task of the measured start profile")
+    parser.add_argument(
+        "--final-share",
+        type=float,
+        default=0.05,
+        help="the same for the last steps: sets the start reward",
+    )
+    parser.add_argument(
+        "--questions", type=int, default=4000, help="questions per task shown in supervised steps"
+    )
+    parser.add_argument(
+        "--profile-questions",
+        type=int,
+        default=128,
+        help="questions per task of the measured start profile",
+    )
     args = parser.parse_args()
 
     disable_progress_bar()
-    torch.set_num_threads(1)  # the same order of additions everywhere; bits still differ between CPUs, the profile does not
+    # the same order of additions everywhere; bits still differ between CPUs, the profile does not
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     pool = list(questions(SETTINGS, args.questions, SFT_BLOCK))
-    phrases = set().union(*(mine_phrases([q.prompt for q in pool if q.task == task][:300]) for task in SETTINGS))
+    phrases = set().union(
+        *(mine_phrases([q.prompt for q in pool if q.task == task][:300]) for task in SETTINGS)
+    )
     tokenizer = build_tokenizer(phrases)
     model = build_model(tokenizer)
-    print(f"{len(phrases)} phrases, vocabulary {len(tokenizer)}, {model.num_parameters():,} parameters")
+    print(
+        f"{len(phrases)} phrases, vocabulary {len(tokenizer)}, {model.num_parameters():,}"
+        " parameters"
+    )
     loss = fine_tune(model, tokenizer, pool, Course(args.steps, args.share, peak=3e-3), rng)
     save(model, tokenizer, args.out)
-    print(f"{args.steps} steps at share {args.share}: loss {loss:.3f}", measure(args.out, args.profile_questions))
-    loss = fine_tune(model, tokenizer, pool, Course(args.final_steps, args.final_share, peak=1e-3), rng)
+    print(
+        f"{args.steps} steps at share {args.share}: loss {loss:.3f}",
+        measure(args.out, args.profile_questions),
+    )
+    loss = fine_tune(
+        model, tokenizer, pool, Course(args.final_steps, args.final_share, peak=1e-3), rng
+    )
     save(model, tokenizer, args.out)
     profile = measure(args.out, args.profile_questions)
     print(f"{args.final_steps} steps at share {args.final_share}: loss {loss:.3f}", profile)
     recipe = {k: v for k, v in vars(args).items() if k != "out"}
     files = ("config.json", "model.safetensors", "tokenizer.json")
     digests = {name: hashlib.sha256((args.out / name).read_bytes()).hexdigest() for name in files}
-    record = {"recipe": recipe, "parameters": model.num_parameters(), "start_profile": profile, "sha256": digests}
+    record = {
+        "recipe": recipe,
+        "parameters": model.num_parameters(),
+        "start_profile": profile,
+        "sha256": digests,
+    }
     (args.out / "PROFILE.json").write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -1,10 +1,13 @@
-"""One decoding step after the other: with a cache that grows, or on CUDA with one of fixed size, whose step is recorded once and replayed.
+"""One decoding step after the other: with a cache that grows, or on CUDA with one of fixed size,
+whose step is recorded once and replayed.
 
-A step of one token is some thousand small kernels, and launching them from Python takes several times longer than running them. A CUDA
-graph launches all of them at once. It reads and writes the same addresses at every step, so keys and values lie in memory of a fixed
-size, and what is not filled yet is masked; every `ROOM` tokens it doubles and the step is recorded again. A graph lives for one call of
-`generate`: nothing of it has to fit beside training, and recording costs about as much as one step. On an H200 with 0.5 B parameters and
-64 rows, 32 tokens took 0.19 s instead of 0.85 (benchmarks/RESULTS.md, trainer).
+A step of one token is some thousand small kernels, and launching them from Python takes several
+times longer than running them. A CUDA graph launches all of them at once. It reads and writes the
+same addresses at every step, so keys and values lie in memory of a fixed size, and what is not
+filled yet is masked; every `ROOM` tokens it doubles and the step is recorded again. A graph lives
+for one call of `generate`: nothing of it has to fit beside training, and recording costs about as
+much as one step. On an H200 with 0.5 B parameters and 64 rows, 32 tokens took 0.19 s instead of
+0.85 (benchmarks/RESULTS.md, trainer).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ RECORD_FROM = 6
 ROOM = 256
 """Tokens that there is memory for at first: most completions are much shorter than they may be."""
 ALIGNED = 8
-"""Columns of a mask come in multiples of this: fused attention would copy it in every layer otherwise."""
+"""Columns of a mask come in multiples of this: fused attention would copy it in every layer
+otherwise."""
 
 _unrecordable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose step turned out to do something that cannot be recorded."""
@@ -36,24 +40,36 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Decoder(Protocol):
-    """(N,) the tokens just sampled → (N, V) logits of the next ones. Rows are Q prompts × G completions."""
+    """(N,) the tokens just sampled → (N, V) logits of the next ones. Rows are Q prompts × G
+    completions."""
 
     def __call__(self, token: torch.Tensor, /) -> torch.Tensor: ...
 
 
-def decoder(policy: Policy, cache: DynamicCache, mask: torch.Tensor, position: torch.Tensor, generations: int, room: int) -> Decoder:
+def decoder(
+    policy: Policy,
+    cache: DynamicCache,
+    mask: torch.Tensor,
+    position: torch.Tensor,
+    generations: int,
+    room: int,
+) -> Decoder:
     """What continues Q prompts, G = `generations` times each, by at most `room` tokens.
 
     cache: of the prompts. mask: (Q, P) 1 on their tokens. position: (Q, 1) of their last token.
     """
-    mask, position = mask.repeat_interleave(generations, 0), position.repeat_interleave(generations, 0)
+    mask, position = (
+        mask.repeat_interleave(generations, 0),
+        position.repeat_interleave(generations, 0),
+    )
     if room >= RECORD_FROM and recordable(policy, cache):
         return Recorded(policy, cache, mask, position, generations, room)
     return Growing(policy, cache, mask, position, generations, room)
 
 
 def recordable(policy: Policy, cache: DynamicCache) -> bool:
-    """Whether a step of this policy can be a CUDA graph: one device, attention that sees everything, no kernels that look at values."""
+    """Whether a step of this policy can be a CUDA graph: one device, attention that sees
+    everything, no kernels that look at values."""
     model = policy.base
     return (
         policy.device.type == "cuda"
@@ -66,26 +82,40 @@ def recordable(policy: Policy, cache: DynamicCache) -> bool:
 
 
 def has_fixed_form(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether `Fixed` computes what `model` computes with `cache`: no sliding windows, a mask of ours is taken as it is."""
+    """Whether `Fixed` computes what `model` computes with `cache`: no sliding windows, a mask of
+    ours is taken as it is."""
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-    return plain and getattr(model, "_can_compile_fullgraph", False) and model.config._attn_implementation == "sdpa"
+    return (
+        plain
+        and getattr(model, "_can_compile_fullgraph", False)
+        and model.config._attn_implementation == "sdpa"
+    )
 
 
 class Growing:
     """transformers' own cache, one column longer at each step. Any device, any model."""
 
     def __init__(
-        self, policy: Policy, cache: DynamicCache, mask: torch.Tensor, position: torch.Tensor, generations: int, room: int
+        self,
+        policy: Policy,
+        cache: DynamicCache,
+        mask: torch.Tensor,
+        position: torch.Tensor,
+        generations: int,
+        room: int,
     ) -> None:  # mask (N, P), position (N, 1)
         cache.batch_repeat_interleave(generations)
         self._policy, self._cache, self._position = policy, cache, position
-        self._mask = torch.cat([mask, mask.new_ones(len(mask), room)], 1)  # (N, P + T); the part in use is a view
+        # (N, P + T); the part in use is a view
+        self._mask = torch.cat([mask, mask.new_ones(len(mask), room)], 1)
         self._used = mask.shape[1]
 
     def __call__(self, token: torch.Tensor) -> torch.Tensor:
         self._used += 1
         self._position = self._position + 1
-        return self._policy.logits(token[:, None], self._mask[:, : self._used], self._position, 1, self._cache)[:, -1]
+        return self._policy.logits(
+            token[:, None], self._mask[:, : self._used], self._position, 1, self._cache
+        )[:, -1]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these rows only, by their numbers among those there are."""
@@ -94,13 +124,20 @@ class Growing:
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer, (N, heads, L, D) from the start; `column` (1,) is where a step writes."""
+    """Keys and values of one layer, (N, heads, L, D) from the start; `column` (1,) is where a step
+    writes."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, generations: int, columns: int, column: torch.Tensor, dtype: torch.dtype
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        generations: int,
+        columns: int,
+        column: torch.Tensor,
+        dtype: torch.dtype,
     ) -> None:  # keys, values (Q, heads, P, D)
         super().__init__()
         self.keys, self.values = (_widened(t, generations, columns, dtype) for t in (keys, values))
@@ -115,11 +152,17 @@ class FixedLayer(DynamicLayer):
         return self.keys, self.values
 
     def lengthen(self, columns: int) -> None:
-        self.keys, self.values = _longer(self.keys, 2, columns, 0), _longer(self.values, 2, columns, 0)
+        self.keys, self.values = (
+            _longer(self.keys, 2, columns, 0),
+            _longer(self.values, 2, columns, 0),
+        )
 
 
-def _widened(prompts: torch.Tensor, generations: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """(Q, heads, P, D) → (Q · G, heads, `columns`, D), zeros behind the prompts: what is masked must still be a number."""
+def _widened(
+    prompts: torch.Tensor, generations: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """(Q, heads, P, D) → (Q · G, heads, `columns`, D), zeros behind the prompts: what is masked
+    must still be a number."""
     count, heads, width, size = prompts.shape
     out = torch.zeros(count, generations, heads, columns, size, dtype=dtype, device=prompts.device)
     out[:, :, :, :width] = prompts[:, None]
@@ -127,17 +170,25 @@ def _widened(prompts: torch.Tensor, generations: int, columns: int, dtype: torch
 
 
 def _longer(tensor: torch.Tensor, dim: int, size: int, value: float) -> torch.Tensor:
-    """`tensor` with `size` entries along `dim`, the new ones `value`. Rounded up by whoever asks."""
+    """`tensor` with `size` entries along `dim`, the new ones `value`. Rounded up by whoever
+    asks."""
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
 
 
 class Fixed:
-    """Steps that read and write the same memory every time. `dtype` of the cache is the policy's: attention computes in it anyway."""
+    """Steps that read and write the same memory every time. `dtype` of the cache is the policy's:
+    attention computes in it anyway."""
 
     def __init__(
-        self, policy: Policy, cache: DynamicCache, mask: torch.Tensor, position: torch.Tensor, generations: int, room: int
+        self,
+        policy: Policy,
+        cache: DynamicCache,
+        mask: torch.Tensor,
+        position: torch.Tensor,
+        generations: int,
+        room: int,
     ) -> None:  # mask (N, P), position (N, 1)
         width = mask.shape[1]
         columns = -(-(width + min(room, ROOM)) // ALIGNED) * ALIGNED  # L
@@ -152,7 +203,11 @@ class Fixed:
             assert isinstance(layer, DynamicLayer)
             assert layer.keys is not None
             assert layer.values is not None
-            layers.append(FixedLayer(layer.keys, layer.values, generations, columns, self._column, policy.dtype))
+            layers.append(
+                FixedLayer(
+                    layer.keys, layer.values, generations, columns, self._column, policy.dtype
+                )
+            )
         self._cache = Cache(layers=list(layers))
         self._logits = torch.zeros(0)
 
@@ -176,18 +231,23 @@ class Fixed:
         self._step()
 
     def _step(self) -> None:
-        """Works on tensors only: no value is looked at, and nothing depends on how many steps there were."""
+        """Works on tensors only: no value is looked at, and nothing depends on how many steps there
+        were."""
         self._column.add_(1)
         self._position.add_(1)
-        seen = self._allowed & (torch.arange(self._allowed.shape[1], device=self._column.device) <= self._column)
+        seen = self._allowed & (
+            torch.arange(self._allowed.shape[1], device=self._column.device) <= self._column
+        )
         mask = (~seen).to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
         self._logits = self._policy.logits(self._token, mask, self._position, 1, self._cache)[:, -1]
 
 
 class Recorded(Fixed):
-    """`Fixed`, its second step recorded as a CUDA graph and replayed from then on. The first warms up what allocates lazily.
+    """`Fixed`, its second step recorded as a CUDA graph and replayed from then on. The first warms
+    up what allocates lazily.
 
-    Needs `policy.accelerator.autocast()` around all of its steps: the graph reads the weights that this context has cast.
+    Needs `policy.accelerator.autocast()` around all of its steps: the graph reads the weights that
+    this context has cast.
     """
 
     _graph: torch.cuda.CUDAGraph | None = None
@@ -215,22 +275,28 @@ class Recorded(Fixed):
         graph = torch.cuda.CUDAGraph()
         try:
             with _side_stream(self._policy.device):
-                # other threads copy weights to the host meanwhile, which only a recording of their own thread forbids
+                # other threads copy weights to the host meanwhile, which only a recording of their
+                # own thread forbids
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self._step()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # it says again that the recording failed
+                    # it says again that the recording failed
+                    with contextlib.suppress(RuntimeError):
                         graph.capture_end()
                     raise
                 graph.capture_end()
         except RuntimeError as error:
             self._launched = True
-            if isinstance(error, torch.OutOfMemoryError):  # a recording cannot reuse what the allocator keeps for others
+            # a recording cannot reuse what the allocator keeps for others
+            if isinstance(error, torch.OutOfMemoryError):
                 log.info("no memory left to record a decoding step")
                 torch.cuda.empty_cache()
             else:
-                log.warning("a decoding step cannot be recorded, each is launched by itself: %s", str(error).split("\n")[0])
+                log.warning(
+                    "a decoding step cannot be recorded, each is launched by itself: %s",
+                    str(error).split("\n")[0],
+                )
                 _unrecordable.add(self._policy.base)
         else:
             self._graph = graph
@@ -238,7 +304,8 @@ class Recorded(Fixed):
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """Recording is not allowed on the default stream; the same one for the warm-up, whose workspaces it then finds."""
+    """Recording is not allowed on the default stream; the same one for the warm-up, whose
+    workspaces it then finds."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     current, side = torch.cuda.current_stream(device), _streams[device]

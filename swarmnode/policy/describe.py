@@ -1,7 +1,9 @@
-"""`python -m swarmnode.policy.describe --config FILE`: what a manifest says of a model, as one line of JSON.
+"""`python -m swarmnode.policy.describe --config FILE`: what a manifest says of a model, as one line
+of JSON.
 
-A process of its own, so that `swarmnode init` does not load torch. The model is hashed; where it fits, it also answers a question, so that
-nobody founds a swarm on a model that cannot. A founder's small machine need not have the memory.
+A process of its own, so that `swarmnode init` does not load torch. The model is hashed; where it
+fits, it also answers a question, so that nobody founds a swarm on a model that cannot. A founder's
+small machine need not have the memory.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ from swarmnode.process import die_with_parent, run_main
 
 
 def describe(cfg: PolicyConfig) -> dict[str, str]:
-    """name, revision, and the two hashes in hex. Raises Unavailable when the model is not there, not whole, or cannot
-    answer."""
+    """name, revision, and the two hashes in hex. Raises Unavailable when the model is not there,
+    not whole, or cannot answer."""
     with local_directory(cfg) as directory:
         weight_files(directory)
-        tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
-        config = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
-        hashes = {"fingerprint": fingerprint(directory).hex(), "tokenizer": tokenizer_hash(tokenizer).hex()}
+        tokenizer = offline(
+            cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        )
+        config = offline(
+            cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        )
+        hashes = {
+            "fingerprint": fingerprint(directory).hex(),
+            "tokenizer": tokenizer_hash(tokenizer).hex(),
+        }
         with contextlib.suppress(DeviceError):  # it does not fit here, and may fit the members
             fit(cfg, config, probe(cfg))
             try_policy(cfg)

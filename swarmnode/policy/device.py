@@ -18,14 +18,16 @@ from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, Shape, fo
 BASE_BITS = {"none": None, "8bit": 8, "4bit": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAINED_BYTES = 16  # per trained parameter: float32 weight 4, gradient 4, Adam's two moments 8
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20  # malloc.h; smaller tensors are made too often to be mapped
+# malloc.h; smaller tensors are made too often to be mapped
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20
 ROW_TOKENS = 1024  # of the row that has to fit where nobody says how long rows will be
 HEADROOM = 1.1  # activations and the allocator; micro-batches shrink to what is left
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the policy runs. `dtype` is what it computes in; trained weights are float32 whatever it is."""
+    """Where the policy runs. `dtype` is what it computes in; trained weights are float32 whatever
+    it is."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,9 +38,16 @@ class Placement:
 
 
 def probe(cfg: PolicyConfig) -> Placement:
-    """Device and dtype for `cfg`. Raises Unavailable when a device was named that torch does not have."""
+    """Device and dtype for `cfg`. Raises Unavailable when a device was named that torch does not
+    have."""
     if cfg.device == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = (
+            "cuda:0"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     else:
         name = cfg.device
     try:
@@ -48,11 +57,18 @@ def probe(cfg: PolicyConfig) -> Placement:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise Unavailable(f"policy.device {name!r}: torch {torch.__version__} sees {count} CUDA devices here")
+            raise Unavailable(
+                f"policy.device {name!r}: torch {torch.__version__} sees {count} CUDA devices here"
+            )
         device = torch.device("cuda", device.index or 0)
         major, minor = torch.cuda.get_device_capability(device)
-        best = torch.bfloat16 if major >= 8 else torch.float32  # older ones emulate bfloat16; float16 needs loss scaling
-        why = f"compute capability {major}.{minor}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+        # older ones emulate bfloat16; float16 needs loss scaling
+        best = torch.bfloat16 if major >= 8 else torch.float32
+        why = (
+            f"compute capability {major}.{minor}"
+            if torch.version.hip is None
+            else f"ROCm {torch.version.hip}"
+        )
     elif device.type == "mps":
         if not torch.backends.mps.is_available():
             raise Unavailable("policy.device 'mps' is not available here")
@@ -70,7 +86,8 @@ def probe(cfg: PolicyConfig) -> Placement:
 def set_up(device: torch.device) -> None:
     """What torch is told of a device before a policy, or a stage of one, computes there."""
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape for a tenth of a second, and ours are new at every step
+        # it plans each new shape for a tenth of a second, and ours are new at every step
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif device.type == "cpu":
         give_back_large_tensors()
 
@@ -78,19 +95,25 @@ def set_up(device: torch.device) -> None:
 def give_back_large_tensors() -> None:
     """Have glibc map every tensor above MAPPED_BYTES by itself, and unmap it when it is freed.
 
-    Left alone it raises that size to the largest that was ever freed, up to 32 MiB, and activations then lie in a heap with holes: 797
-    instead of 614 MiB at the peak of an update of 9 M parameters with rows of 1,016 tokens. Other C libraries have no such call.
+    Left alone it raises that size to the largest that was ever freed, up to 32 MiB, and activations
+    then lie in a heap with holes: 797 instead of 614 MiB at the peak of an update of 9 M parameters
+    with rows of 1,016 tokens. Other C libraries have no such call.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
-    """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without allocating it."""
+    """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without
+    allocating it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
-    matrices = [m.weight for m in model.modules() if m is not head and not isinstance(m, torch.nn.Embedding) and is_matrix(m)]
+    matrices = [
+        m.weight
+        for m in model.modules()
+        if m is not head and not isinstance(m, torch.nn.Embedding) and is_matrix(m)
+    ]
     return sum(p.numel() for p in model.parameters()), sum(sum(w.shape) for w in matrices)
 
 
@@ -101,10 +124,15 @@ def is_matrix(module: torch.nn.Module) -> bool:
 
 
 def needed_bytes(
-    parameters: int, lora_parameters: int, dtype: torch.dtype, base_bits: int | None = None, optim: Optim = "adamw"
-) -> int:  # fmt: skip
-    """Bytes to train. With LoRA (`lora_parameters` > 0) the base lies frozen in `dtype`, or in `base_bits`, and only the adapter has
-    gradients. Embeddings and norms are not quantised, which the headroom has to hold."""
+    parameters: int,
+    lora_parameters: int,
+    dtype: torch.dtype,
+    base_bits: int | None = None,
+    optim: Optim = "adamw",
+) -> int:
+    """Bytes to train. With LoRA (`lora_parameters` > 0) the base lies frozen in `dtype`, or in
+    `base_bits`, and only the adapter has gradients. Embeddings and norms are not quantised, which
+    the headroom has to hold."""
     trained = 8 + OPTIMIZER_BYTES[optim]  # weight, gradient, moments
     if lora_parameters:
         base = parameters * (dtype.itemsize if base_bits is None else base_bits / 8)
@@ -112,18 +140,32 @@ def needed_bytes(
     return int(HEADROOM * parameters * trained)
 
 
-def update_bytes(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement, tokens: int = ROW_TOKENS) -> int:
-    """What an update with one row of so many tokens takes at least beside torch itself, as `swarmnode plan` says it.
+def update_bytes(
+    cfg: PolicyConfig, config: PretrainedConfig, placement: Placement, tokens: int = ROW_TOKENS
+) -> int:
+    """What an update with one row of so many tokens takes at least beside torch itself, as
+    `swarmnode plan` says it.
 
     Layers are run again in the backward pass, as they are where they have to be.
     """
     parameters, edges = count_parameters(config)
     try:
         shape = Shape.of_config(config.to_dict()).counted(parameters, edges)
-    except Unavailable:  # an architecture that only transformers knows: its weights can be counted, its activations cannot
-        return needed_bytes(parameters, cfg.lora.r * edges, placement.dtype, BASE_BITS[cfg.quantization], cfg.optim)
+    except Unavailable:
+        # an architecture that only transformers knows: its weights can be counted, its activations
+        # cannot
+        return needed_bytes(
+            parameters, cfg.lora.r * edges, placement.dtype, BASE_BITS[cfg.quantization], cfg.optim
+        )
     dtype = str(placement.dtype).removeprefix("torch.")
-    method = Method(placement.device.type, dtype, cfg.lora.r, BASE_BITS[cfg.quantization], cfg.optim, checkpointing=True)
+    method = Method(
+        placement.device.type,
+        dtype,
+        cfg.lora.r,
+        BASE_BITS[cfg.quantization],
+        cfg.optim,
+        checkpointing=True,
+    )
     planned = footprint(shape, method, tokens)
     return planned.total - planned.runtime
 
@@ -148,7 +190,8 @@ def spare_bytes(device: torch.device) -> int | None:
 
 
 def shape_of(model: PreTrainedModel) -> Shape | None:
-    """The shape of a loaded model, an adapter in it not counted; None where its configuration does not say."""
+    """The shape of a loaded model, an adapter in it not counted; None where its configuration does
+    not say."""
     if model not in _shapes:
         try:
             _shapes[model] = Shape.of_config(model.config.to_dict())
@@ -161,18 +204,25 @@ _shapes: weakref.WeakKeyDictionary[PreTrainedModel, Shape | None] = weakref.Weak
 
 
 def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Placement:
-    """`placement`, spread over all GPUs when one is too small and none was named. Raises DeviceError when it does not fit."""
+    """`placement`, spread over all GPUs when one is too small and none was named. Raises
+    DeviceError when it does not fit."""
     need, free = update_bytes(cfg, config, placement), free_bytes(placement.device)
     if free is None or need <= free:
         return placement
     if placement.device.type == "cuda" and cfg.device == "auto":
         everywhere = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
         if need <= everywhere:
-            reason = f"{placement.reason}; layers over {torch.cuda.device_count()} GPUs, {need / 2**30:.1f} GiB do not fit on one"
+            reason = (
+                f"{placement.reason}; layers over {torch.cuda.device_count()} GPUs,"
+                f" {need / 2**30:.1f} GiB do not fit on one"
+            )
             return Placement(placement.device, placement.dtype, reason, spread=True)
     hint = "" if cfg.lora.r else "; policy.lora.r = 16 trains an adapter instead of all weights"
-    hint += "; `swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
+    hint += (
+        "; `swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
+    )
     raise DeviceError(
-        f"{cfg.model}: {count_parameters(config)[0]:,} parameters need about {need / 2**30:.1f} GiB to train (weights, gradients, Adam), "
-        f"{placement.device} has {free / 2**30:.1f} GiB free{hint}"
+        f"{cfg.model}: {count_parameters(config)[0]:,} parameters need about {need / 2**30:.1f} GiB"
+        f" to train (weights, gradients, Adam), {placement.device} has {free / 2**30:.1f} GiB"
+        f" free{hint}"
     )

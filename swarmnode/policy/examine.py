@@ -1,7 +1,8 @@
-"""`python -m swarmnode.policy.examine`, PolicyConfig as JSON on stdin: device, torch and memory fit as JSON on stdout. Reads weights
-only with `--trial`, and then answers a question with them.
+"""`python -m swarmnode.policy.examine`, PolicyConfig as JSON on stdin: device, torch and memory fit
+as JSON on stdout. Reads weights only with `--trial`, and then answers a question with them.
 
-Of a model on the Hub only config.json is fetched. A process of its own, since torch takes seconds to load and may fail in C.
+Of a model on the Hub only config.json is fetched. A process of its own, since torch takes seconds
+to load and may fail in C.
 """
 
 from __future__ import annotations
@@ -16,18 +17,32 @@ from transformers import AutoConfig, PretrainedConfig
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import LocalError
-from swarmnode.policy.device import Placement, count_parameters, fit, free_bytes, probe, update_bytes
+from swarmnode.policy.device import (
+    Placement,
+    count_parameters,
+    fit,
+    free_bytes,
+    probe,
+    update_bytes,
+)
 from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.load import check_optim, local_directory, offline
 from swarmnode.policy.trial import is_here, try_policy
 
 
 def examine(cfg: PolicyConfig, trial: bool = False) -> dict[str, object]:
-    """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code` beside what was found before it.
+    """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code`
+    beside what was found before it.
 
     trial: also load the model, if it is here, and have it answer.
     """
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
+    built = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else ""
+    )
     found: dict[str, object] = {"torch": torch.__version__, "built_for": built}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -55,16 +70,34 @@ def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:
 
 def architecture(cfg: PolicyConfig) -> PretrainedConfig:
     """config.json of the model. Raises Unavailable."""
-    read = lambda directory: offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
-    on_hub = cfg.model != "embedded" and not Path(cfg.model).expanduser().is_dir() and cfg.model.count("/") <= 1
+    read = lambda directory: offline(
+        cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    )
+    on_hub = (
+        cfg.model != "embedded"
+        and not Path(cfg.model).expanduser().is_dir()
+        and cfg.model.count("/") <= 1
+    )
     if on_hub and not cfg.model.startswith((".", "/", "~")):
         from huggingface_hub import hf_hub_download
 
-        return read(Path(offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))).parent)
+        return read(
+            Path(
+                offline(
+                    cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision)
+                )
+            ).parent
+        )
     with local_directory(cfg) as directory:
         weight_files(directory)
         return read(directory)
 
 
 if __name__ == "__main__":
-    print(json.dumps(examine(PolicyConfig.model_validate_json(sys.stdin.buffer.read()), "--trial" in sys.argv)))
+    print(
+        json.dumps(
+            examine(
+                PolicyConfig.model_validate_json(sys.stdin.buffer.read()), "--trial" in sys.argv
+            )
+        )
+    )

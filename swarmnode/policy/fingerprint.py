@@ -1,4 +1,5 @@
-"""What makes two nodes' policies the same: hashes of architecture with base weights, and of the tokenizer."""
+"""What makes two nodes' policies the same: hashes of architecture with base weights, and of the
+tokenizer."""
 
 from __future__ import annotations
 
@@ -14,18 +15,36 @@ from swarmnode.errors import Unavailable
 
 # Keys of config.json that do not change what the network computes from token ids.
 BOOKKEEPING = {
-    "_name_or_path", "_attn_implementation", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "finetuning_task", "task_specific_params", "output_attentions", "output_hidden_states",
-    "return_dict", "id2label", "label2id",
-}  # fmt: skip
+    "_name_or_path",
+    "_attn_implementation",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "finetuning_task",
+    "task_specific_params",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "id2label",
+    "label2id",
+}
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the model: those of the index where there is one. Raises Unavailable when there are none."""
+    """The safetensors files that hold the model: those of the index where there is one. Raises
+    Unavailable when there are none."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         except (ValueError, KeyError, AttributeError) as error:
             raise Unavailable(f"{index}: not a safetensors index ({error})") from None
         files = [directory / name for name in names]
@@ -33,15 +52,19 @@ def weight_files(directory: Path) -> list[Path]:
         files = [directory / "model.safetensors"]
     missing = [f.name for f in files if not f.is_file()]
     if missing:
-        raise Unavailable(f"{directory}: no {missing[0]}; only safetensors weights are loaded, never pickled ones")
+        raise Unavailable(
+            f"{directory}: no {missing[0]}; only safetensors weights are loaded, never pickled ones"
+        )
     return files
 
 
 def fingerprint(directory: Path) -> bytes:
-    """32 bytes: SHA-256 over config.json without bookkeeping keys, then name, dtype, shape and bytes of every tensor, by name.
+    """32 bytes: SHA-256 over config.json without bookkeeping keys, then name, dtype, shape and
+    bytes of every tensor, by name.
 
-    One tensor is in memory at a time, and how a model is cut into files makes no difference. The hash is of the base:
-    training does not change it. Raises Unavailable when a file is missing or unreadable.
+    One tensor is in memory at a time, and how a model is cut into files makes no difference. The
+    hash is of the base: training does not change it. Raises Unavailable when a file is missing or
+    unreadable.
     """
     config: dict[str, object] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256(b"swarmnode policy 1\n")
@@ -59,12 +82,16 @@ def fingerprint(directory: Path) -> bytes:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """32 bytes: SHA-256 over what tokenizer.json says, the end-of-sequence token and the chat template (it is part of every prompt).
+    """32 bytes: SHA-256 over what tokenizer.json says, the end-of-sequence token and the chat
+    template (it is part of every prompt).
 
-    Padding and truncation are left out: they are state of the object, not of the mapping from text to ids.
+    Padding and truncation are left out: they are state of the object, not of the mapping from text
+    to ids.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
+    content = (
+        json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
+    )
     content = {k: v for k, v in content.items() if k not in ("padding", "truncation")}
     kind = "fast" if backend is not None else type(tokenizer).__name__
     extra = {"class": kind, "eos": tokenizer.eos_token, "chat": tokenizer.chat_template}
@@ -73,4 +100,6 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> bytes:
 
 def canonical(value: object) -> bytes:
     """One byte string for equal JSON values."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
+        "utf-8", "surrogatepass"
+    )

@@ -1,16 +1,20 @@
 """What training a causal LM takes in memory, from its shape alone: no torch, no weights.
 
-    weights       float32 where they are trained, the compute dtype (or 8, 4 bits) where they lie frozen under an adapter
-    copies        of the trained weights in the compute dtype, made by autocast, alive from forward to backward
+    weights       float32 where they are trained, the compute dtype (or 8, 4 bits) where they lie
+    frozen under an adapter
+    copies        of the trained weights in the compute dtype, made by autocast, alive from forward
+    to backward
     gradients     float32
     optimizer     Adam's two moments, 4 bytes each, or one each in 8 bits
-    activations   what the backward pass needs of a micro-batch; with checkpointing the input of every layer, and one layer whole
+    activations   what the backward pass needs of a micro-batch; with checkpointing the input of
+    every layer, and one layer whole
     head          logits of as many tokens as are made at a time
     runtime       the process with torch in it, or a CUDA context
 
-The activation coefficients are bytes per token and layer, by what they are multiples of. They were counted with
-`torch.autograd.graph.saved_tensors_hooks` on Qwen2 and Qwen3 layers, transformers 5.23, rows without padding; `tests/unit/policy/
-test_footprint.py` counts again, and compares the whole with the peak of a trainer's update.
+The activation coefficients are bytes per token and layer, by what they are multiples of. They were
+counted with `torch.autograd.graph.saved_tensors_hooks` on Qwen2 and Qwen3 layers, transformers
+5.23, rows without padding; `tests/unit/policy/ test_footprint.py` counts again, and compares the
+whole with the peak of a trainer's update.
 """
 
 from __future__ import annotations
@@ -27,16 +31,21 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES: dict[Optim, float] = {"adamw": 8.0, "adamw_8bit": 2.1}
 """Per trained parameter; the latter with its block scales."""
 LOGITS_BYTES = {"cuda": 128 * 2**20}
-"""float32 logits that are made at a time. A GPU has to read the whole head for each piece, so that its pieces are larger."""
+"""float32 logits that are made at a time. A GPU has to read the whole head for each piece, so that
+its pieces are larger."""
 LOGITS_BYTES_ELSEWHERE = 32 * 2**20
 LOGITS_COPIES = 5
-"""How often they are there at the peak of the backward pass: logits, scores, and the gradients of both and of the logarithm."""
+"""How often they are there at the peak of the backward pass: logits, scores, and the gradients of
+both and of the logarithm."""
 CACHE_ROOM = 1.25
-"""Room for keys and values, for each byte of them: it grows a layer at a time, by steps, and leaves holes in the allocator."""
+"""Room for keys and values, for each byte of them: it grows a layer at a time, by steps, and leaves
+holes in the allocator."""
 SCORES_COPIES = 5
-"""How often the logits of all completions under way are there, in float32, while tokens are drawn."""
+"""How often the logits of all completions under way are there, in float32, while tokens are
+drawn."""
 RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 400 * 2**20}
-"""Before the first weight: a CUDA context with its kernels; on a CPU the interpreter with torch, transformers and accelerate."""
+"""Before the first weight: a CUDA context with its kernels; on a CPU the interpreter with torch,
+transformers and accelerate."""
 QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_text"})
 
 
@@ -57,11 +66,13 @@ class Shape:
     embeddings: int
     """Parameters of embedding and head, which are not quantised."""
     edges: int
-    """Inputs + outputs summed over the linear layers but the head: an adapter has rank times as many parameters."""
+    """Inputs + outputs summed over the linear layers but the head: an adapter has rank times as
+    many parameters."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, object]) -> Shape:
-        """What a config.json says. Parameters are counted as for Llama and its like; `counted` knows better. Raises Unavailable."""
+        """What a config.json says. Parameters are counted as for Llama and its like; `counted`
+        knows better. Raises Unavailable."""
         nested = config.get("text_config")
         text = {**config, **nested} if isinstance(nested, dict) else config
         hidden = _number(text, "hidden_size", "n_embd")
@@ -79,8 +90,17 @@ class Shape:
         embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings") else 2)
         edges = layers * (4 * hidden + 2 * queries + 2 * keys + 3 * (hidden + intermediate))
         return cls(
-            layers, hidden, queries, keys, intermediate, vocabulary, norms, layers * per_layer + embeddings + hidden, embeddings, edges
-        )  # fmt: skip
+            layers,
+            hidden,
+            queries,
+            keys,
+            intermediate,
+            vocabulary,
+            norms,
+            layers * per_layer + embeddings + hidden,
+            embeddings,
+            edges,
+        )
 
     def counted(self, parameters: int, edges: int) -> Shape:
         """The same with numbers that somebody counted in the weights themselves."""
@@ -159,12 +179,20 @@ def layer_bytes(shape: Shape, method: Method) -> float:
         per_rank, per_norm = 14.5, (4.25 if lora else 6.25)
     if norms:
         q, kv = q + per_norm, kv + per_norm
-    return h * shape.hidden + q * shape.queries + kv * shape.keys + m * shape.intermediate + per_rank * method.lora_rank
+    return (
+        h * shape.hidden
+        + q * shape.queries
+        + kv * shape.keys
+        + m * shape.intermediate
+        + per_rank * method.lora_rank
+    )
 
 
 def token_bytes(shape: Shape, method: Method) -> float:
-    """Activations of a token, of all layers. With checkpointing: the inputs of all layers, and one layer whole."""
-    stream = shape.hidden * (ITEM_BYTES[method.dtype] if method.lora_rank else 4)  # of trained, so float32, embeddings
+    """Activations of a token, of all layers. With checkpointing: the inputs of all layers, and one
+    layer whole."""
+    # of trained, so float32, embeddings
+    stream = shape.hidden * (ITEM_BYTES[method.dtype] if method.lora_rank else 4)
     layer = layer_bytes(shape, method)
     return (shape.layers + 1) * stream + (layer if method.checkpointing else shape.layers * layer)
 
@@ -175,10 +203,15 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
     adapter = method.lora_rank > 0
     item = ITEM_BYTES[method.dtype]
     bits = 8 * item if method.base_bits is None else method.base_bits
-    base = (shape.parameters - shape.embeddings) * bits / 8 + shape.embeddings * item if adapter else 0.0
+    base = (
+        (shape.parameters - shape.embeddings) * bits / 8 + shape.embeddings * item
+        if adapter
+        else 0.0
+    )
     copies = 0 if adapter or item == 4 or method.checkpointing else item * shape.parameters
     at_once = min(tokens, logits_tokens(shape.vocabulary, method.device))
-    # the gradient of a trained head or embedding is made before it is added to the one that is there
+    # the gradient of a trained head or embedding is made before it is added to the one that is
+    # there
     head = 4 * shape.vocabulary * (at_once * LOGITS_COPIES + (0 if adapter else shape.hidden))
     return Footprint(
         weights=int(base + 4 * trained),
@@ -192,17 +225,21 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
 
 
 UNDO_WEIGHTS = 2**26
-"""Averaging keeps so many weights, 12 bytes each, as they were until a reward is seen, or one fragment's where that has more: all that a
-small policy or an adapter has."""
+"""Averaging keeps so many weights, 12 bytes each, as they were until a reward is seen, or one
+fragment's where that has more: all that a small policy or an adapter has."""
 
 
 def averaging_bytes(trained: int, fragments: int = 4) -> tuple[int, int]:
-    """Host memory that averaging so many trained weights takes: (always, and at most more while an exchange is under way).
+    """Host memory that averaging so many trained weights takes: (always, and at most more while an
+    exchange is under way).
 
-    Always: φ, δ and the base weights that differences are relative to, float32. From an exchange to the next held-out reward, weights, φ
-    and δ of one fragment, or of UNDO_WEIGHTS, as they were; during one, its copy, the partner's, their average, and the new φ and δ.
+    Always: φ, δ and the base weights that differences are relative to, float32. From an exchange to
+    the next held-out reward, weights, φ and δ of one fragment, or of UNDO_WEIGHTS, as they were;
+    during one, its copy, the partner's, their average, and the new φ and δ.
     """
-    return 12 * trained, 12 * max(trained // fragments, min(trained, UNDO_WEIGHTS)) + 20 * trained // fragments
+    return 12 * trained, 12 * max(
+        trained // fragments, min(trained, UNDO_WEIGHTS)
+    ) + 20 * trained // fragments
 
 
 def saving_bytes(trained: int, optim: Optim = "adamw") -> int:
@@ -211,23 +248,33 @@ def saving_bytes(trained: int, optim: Optim = "adamw") -> int:
 
 
 def host_bytes(trained: int, fragments: int = 0, optim: Optim = "adamw") -> tuple[int, int]:
-    """Host memory beside training: (always, and at most more at times), where so many trained weights are saved and, in `fragments`,
-    averaged. 0 fragments: they are not averaged."""
+    """Host memory beside training: (always, and at most more at times), where so many trained
+    weights are saved and, in `fragments`, averaged. 0 fragments: they are not averaged."""
     always, more = averaging_bytes(trained, fragments) if fragments else (0, 0)
     return always, max(more, saving_bytes(trained, optim))
 
 
 def micro_batch(shape: Shape, method: Method, room: float) -> int:
-    """Tokens of the largest micro-batch that an update can have within `room` bytes; 0 where nothing fits."""
+    """Tokens of the largest micro-batch that an update can have within `room` bytes; 0 where
+    nothing fits."""
     fixed = footprint(shape, method, 1)
-    left = room - fixed.total - 4 * shape.vocabulary * (logits_tokens(shape.vocabulary, method.device) - 1) * LOGITS_COPIES
+    left = (
+        room
+        - fixed.total
+        - 4
+        * shape.vocabulary
+        * (logits_tokens(shape.vocabulary, method.device) - 1)
+        * LOGITS_COPIES
+    )
     return max(0, int(left / token_bytes(shape, method)))
 
 
 def tokens_under_way(shape: Shape, method: Method, longest: int, room: float) -> int:
-    """Completions that can be sampled at once, times the `longest` that one can be with its prompt; 0 where not even one fits.
+    """Completions that can be sampled at once, times the `longest` that one can be with its prompt;
+    0 where not even one fits.
 
-    room: bytes beside the weights. Completions under way stay there while the policy is updated, so one row of that length has to fit too.
+    room: bytes beside the weights. Completions under way stay there while the policy is updated, so
+    one row of that length has to fit too.
     """
     row = footprint(shape, replace(method, checkpointing=True), longest)
     left = room - (row.total - row.weights - row.runtime)

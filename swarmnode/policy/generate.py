@@ -1,7 +1,8 @@
 """Sampling: prefill once per question, then all completions of a group from that one cache.
 
-A question's prompt is the same for its G completions, so its keys and values are computed once and repeated
-(`cache.batch_repeat_interleave`). Against `model.generate` on G copies this halves the time with the embedded policy.
+A question's prompt is the same for its G completions, so its keys and values are computed once and
+repeated (`cache.batch_repeat_interleave`). Against `model.generate` on G copies this halves the
+time with the embedded policy.
 """
 
 from __future__ import annotations
@@ -55,21 +56,31 @@ class GroupSample:
 
 @torch.no_grad()
 def generate(
-    policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator, alive: Callable[[], None] = lambda: None
+    policy: Policy,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    generator: torch.Generator,
+    alive: Callable[[], None] = lambda: None,
 ) -> list[GroupSample]:
     """G completions for each of Q prompts, in order. `alive` is called after every decoding step.
 
-    When half of the rows have ended, the model is run on the others only, where the decoder can (on a CPU it can). What is drawn for a
-    row does not depend on it.
-    Raises torch.OutOfMemoryError; give `MicroBatcher.generate` the call to have it retried in smaller pieces.
+    When half of the rows have ended, the model is run on the others only, where the decoder can (on
+    a CPU it can). What is drawn for a row does not depend on it. Raises torch.OutOfMemoryError;
+    give `MicroBatcher.generate` the call to have it retried in smaller pieces.
     """
     if not prompts:
         return []
     heads = [policy.encode_prompt(p) for p in prompts]
     width = max(map(len, heads))
-    # Left padding, so that every row's next position is the last column; positions count real tokens only.
-    ids = torch.tensor([[policy.pad_id] * (width - len(h)) + h for h in heads], device=policy.device)  # (Q, P)
-    mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in heads], device=policy.device)  # (Q, P)
+    # Left padding, so that every row's next position is the last column; positions count real
+    # tokens only. (Q, P)
+    ids = torch.tensor(
+        [[policy.pad_id] * (width - len(h)) + h for h in heads], device=policy.device
+    )
+    # (Q, P)
+    mask = torch.tensor(
+        [[0] * (width - len(h)) + [1] * len(h) for h in heads], device=policy.device
+    )
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     num_generations, max_tokens = sampling.num_generations, sampling.max_tokens
     rows = len(heads) * num_generations  # N
@@ -78,9 +89,13 @@ def generate(
     lengths = torch.full((rows,), max_tokens, device=policy.device)
     tokens, logprobs = [], []
     under_way = torch.arange(rows, device=policy.device)  # (n,) those that the model is run on
-    with policy.accelerator.autocast():  # around all steps, so that weights are cast to the compute dtype once and not at each of them
+    # around all steps, so that weights are cast to the compute dtype once and not at each of them
+    with policy.accelerator.autocast():
         cache = DynamicCache(config=policy.base.config)
-        logits = policy.logits(ids, mask, positions, 1, cache)[:, -1].repeat_interleave(num_generations, 0)  # (N, V)
+        # (N, V)
+        logits = policy.logits(ids, mask, positions, 1, cache)[:, -1].repeat_interleave(
+            num_generations, 0
+        )
         advance = decoder(policy, cache, mask, positions[:, -1:], num_generations, max_tokens - 1)
         for step in range(max_tokens):
             token, logprob = sample(logits, sampling.temperature, sampling.top_p, generator)
@@ -97,7 +112,8 @@ def generate(
                 under_way = under_way[going_on]
                 advance.keep(going_on)
             made = advance(token[under_way])
-            logits = made if len(made) == rows else logits.index_copy(0, under_way, made)  # of an ended row: as they were
+            # of an ended row: as they were
+            logits = made if len(made) == rows else logits.index_copy(0, under_way, made)
             alive()
 
     drawn = torch.stack(tokens, 1).tolist()  # N lists of up to T, with junk after EOS
@@ -108,15 +124,21 @@ def generate(
         for ids, chance, n, end in zip(drawn, chances, sizes, finished, strict=True)
     ]
     groups = range(0, rows, num_generations)
-    return [GroupSample(head, completions[i : i + num_generations]) for head, i in zip(heads, groups, strict=True)]
+    return [
+        GroupSample(head, completions[i : i + num_generations])
+        for head, i in zip(heads, groups, strict=True)
+    ]
 
 
-def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row of logits (N, V), and its log-probability, both (N,).
 
-    The log-probability is that of the policy at `temperature`, in float32, **before** `top_p` cuts the tail. So the importance
-    ratio of a fresh group is 1 whatever top_p is, and a peer can recompute the value without knowing top_p. The price: below
-    top_p = 1 the ratio does not correct for the cut tail (at most a factor top_p per token). At temperature 0, that of temperature 1.
+    The log-probability is that of the policy at `temperature`, in float32, **before** `top_p` cuts
+    the tail. So the importance ratio of a fresh group is 1 whatever top_p is, and a peer can
+    recompute the value without knowing top_p. The price: below top_p = 1 the ratio does not correct
+    for the cut tail (at most a factor top_p per token). At temperature 0, that of temperature 1.
     """
     scores = torch.log_softmax(logits.float() / (temperature or 1.0), -1)  # (N, V)
     if temperature == 0:
@@ -125,9 +147,15 @@ def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: to
         chances = scores.exp()
         if top_p < 1:
             ordered, order = chances.sort(-1, descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p is kept, and so always the first
+            # the token that crosses top_p is kept, and so always the first
+            beyond = ordered.cumsum(-1) - ordered >= top_p
             chances = chances.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
-        # argmax of p / Exp(1) is a draw from p (normalised or not) and cannot return a token of probability 0.
-        noise = torch.empty(chances.shape, device=generator.device).exponential_(generator=generator).to(chances.device)
+        # argmax of p / Exp(1) is a draw from p (normalised or not) and cannot return a token of
+        # probability 0.
+        noise = (
+            torch.empty(chances.shape, device=generator.device)
+            .exponential_(generator=generator)
+            .to(chances.device)
+        )
         token = (chances / noise.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
     return token, scores.gather(-1, token[:, None])[:, 0]

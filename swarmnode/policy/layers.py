@@ -1,4 +1,5 @@
-"""The layers of a model, and signs of life from inside a forward or backward pass, which with a large model on a CPU takes minutes."""
+"""The layers of a model, and signs of life from inside a forward or backward pass, which with a
+large model on a CPU takes minutes."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from transformers import PreTrainedModel
 
 
 def report_layers(model: PreTrainedModel, alive: Callable[[], None]) -> None:
-    """Have `alive` called after every layer, forward and backward, and after every piece of the head.
+    """Have `alive` called after every layer, forward and backward, and after every piece of the
+    head.
 
-    The head's pieces take longer than all layers where the vocabulary is large: of 0.5 B parameters and 2,048 tokens on one core, 41 s
-    of 90 in the backward pass.
+    The head's pieces take longer than all layers where the vocabulary is large: of 0.5 B parameters
+    and 2,048 tokens on one core, 41 s of 90 in the backward pass.
     """
     head = model.get_output_embeddings()
     for layer in [*layers_of(model), *([head] if head is not None else [])]:

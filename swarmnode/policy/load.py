@@ -1,4 +1,5 @@
-"""Loads any Hugging Face causal LM, the embedded one by the same path, and holds it as a `Policy`."""
+"""Loads any Hugging Face causal LM, the embedded one by the same path, and holds it as a
+`Policy`."""
 
 from __future__ import annotations
 
@@ -46,13 +47,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LORA_MODULES = "all-linear"
-"""What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's choice alone."""
+"""What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's
+choice alone."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @runtime_checkable
 class Adapted(Protocol):
-    """peft's wrapper around a model with an adapter; peft itself takes a second to import, and most policies do without."""
+    """peft's wrapper around a model with an adapter; peft itself takes a second to import, and most
+    policies do without."""
 
     def get_base_model(self) -> torch.nn.Module: ...
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]: ...
@@ -70,7 +73,8 @@ class PolicyStatistics:
 
 @dataclass(frozen=True)
 class Policy(PolicyText):
-    """A loaded model with its tokenizer, and everything about the pair that the trainer and peers ask for."""
+    """A loaded model with its tokenizer, and everything about the pair that the trainer and peers
+    ask for."""
 
     model: Model
     device: torch.device
@@ -78,7 +82,8 @@ class Policy(PolicyText):
     dtype: torch.dtype
     """What the model computes in. Trained weights are float32 (accelerate's mixed precision)."""
     accelerator: Accelerator
-    """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale the loss."""
+    """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale
+    the loss."""
     adapter_off: bool = False
     """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
 
@@ -103,34 +108,54 @@ class Policy(PolicyText):
 
     def random_generator(self, seed: int) -> torch.Generator:
         """A generator on the policy's device."""
-        return torch.Generator(self.device if self.device.type in ("cpu", "cuda") else "cpu").manual_seed(seed)
+        return torch.Generator(
+            self.device if self.device.type in ("cpu", "cuda") else "cpu"
+        ).manual_seed(seed)
 
     def logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor, keep: int = 0,
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        keep: int = 0,
         cache: Cache | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision. `cache` is read and extended. No mask: no
-        padding."""
-        fewer = {"logits_to_keep": keep} if keep and takes_logits_to_keep(self.base.__class__.forward) else {}
+    ) -> torch.Tensor:
+        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision.
+        `cache` is read and extended. No mask: no padding."""
+        fewer = (
+            {"logits_to_keep": keep}
+            if keep and takes_logits_to_keep(self.base.__class__.forward)
+            else {}
+        )
         with self.accelerator.autocast(), self._bypass():
             output = self.model(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache,
-                use_cache=cache is not None, **fewer,
-            )  # fmt: skip
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **fewer,
+            )
         logits: torch.Tensor = output.logits
         return logits[:, -keep:]
 
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
-        return self.model.disable_adapter() if self.adapter_off and isinstance(self.model, Adapted) else contextlib.nullcontext()
+        return (
+            self.model.disable_adapter()
+            if self.adapter_off and isinstance(self.model, Adapted)
+            else contextlib.nullcontext()
+        )
 
     def reference(self) -> Policy:
-        """This policy as it is now, frozen, for a KL term: a copy, or with LoRA the base under the same weights."""
+        """This policy as it is now, frozen, for a KL term: a copy, or with LoRA the base under the
+        same weights."""
         if isinstance(self.model, Adapted):
             return replace(self, adapter_off=True)
         return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
 
     def clone(self) -> Policy:
-        """An independent policy with equal weights, e.g. for many simulated nodes in one process."""
+        """An independent policy with equal weights, e.g. for many simulated nodes in one
+        process."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def statistics(self) -> PolicyStatistics:
@@ -139,15 +164,18 @@ class Policy(PolicyText):
             trainable_parameters=sum(p.numel() for p in self.trainable_parameters()),
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
-            device_memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            device_memory_bytes=(
+                torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+            ),
         )
 
 
 def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None) -> Policy:
-    """Reads `cfg.model`: `embedded`, a directory, or a Hub name (HF_HUB_OFFLINE is respected). `log` gets a line per stage.
+    """Reads `cfg.model`: `embedded`, a directory, or a Hub name (HF_HUB_OFFLINE is respected).
+    `log` gets a line per stage.
 
-    Never runs code that comes with a model and reads only safetensors. Raises Unavailable when the model or device is not
-    there, DeviceError, with the estimate, when it does not fit.
+    Never runs code that comes with a model and reads only safetensors. Raises Unavailable when the
+    model or device is not there, DeviceError, with the estimate, when it does not fit.
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
@@ -157,11 +185,15 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     log(placement.reason)
     set_up(placement.device)
     with local_directory(cfg) as directory:
-        config = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        config = offline(
+            cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        )
         placement = offline(cfg, lambda: fit(cfg, config, placement))
         weight_files(directory)
         log(f"loading {cfg.model}")
-        tokenizer = offline(cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False))
+        tokenizer = offline(
+            cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        )
         model = load_model(cfg, directory, placement)
         log("hashing the base weights")
         identity = fingerprint(directory)
@@ -171,19 +203,31 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     eos_ids = end_tokens(cfg, model, tokenizer)
     eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
     policy = Policy(
-        model=add_adapter(cfg, model) if cfg.lora.r else model, tokenizer=tokenizer, device=device, dtype=placement.dtype, 
-        fingerprint=identity, tokenizer_hash=tokenizer_hash(tokenizer), accelerator=accelerator, eos_id=eos_id, eos_ids=eos_ids,
+        model=add_adapter(cfg, model) if cfg.lora.r else model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=placement.dtype,
+        fingerprint=identity,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        accelerator=accelerator,
+        eos_id=eos_id,
+        eos_ids=eos_ids,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
-        vocab_size=min(len(tokenizer), embeddings.shape[0]), chat=Chat.of(cfg.chat, tokenizer),
-    )  # fmt: skip
+        vocab_size=min(len(tokenizer), embeddings.shape[0]),
+        chat=Chat.of(cfg.chat, tokenizer),
+    )
     s = policy.statistics()
-    log(f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained; {placement.reason}")
+    log(
+        f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained;"
+        f" {placement.reason}"
+    )
     return policy
 
 
 @contextlib.contextmanager
 def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
-    """The model as a directory, so that the rest knows one case only. Raises Unavailable with what was tried.
+    """The model as a directory, so that the rest knows one case only. Raises Unavailable with what
+    was tried.
 
     fits: refuse to fetch, with DeviceError, what this machine could not hold.
     """
@@ -203,26 +247,44 @@ def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
-    """Where the model's config.json is; of a Hub model nothing else is fetched. Raises Unavailable."""
-    if cfg.model != "embedded" and not Path(cfg.model).expanduser().is_dir() and not cfg.model.startswith((".", "/", "~")):
+    """Where the model's config.json is; of a Hub model nothing else is fetched. Raises
+    Unavailable."""
+    if (
+        cfg.model != "embedded"
+        and not Path(cfg.model).expanduser().is_dir()
+        and not cfg.model.startswith((".", "/", "~"))
+    ):
         from huggingface_hub import hf_hub_download
 
-        yield Path(offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))).parent
+        yield Path(
+            offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))
+        ).parent
         return
     with local_directory(cfg) as directory:
         yield directory
 
 
 def download(cfg: PolicyConfig, fits: bool = True) -> Path:
-    """The snapshot of a Hub model, config first: whether the model fits is known before its weights are fetched."""
+    """The snapshot of a Hub model, config first: whether the model fits is known before its weights
+    are fetched."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    config_file = offline(cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision))
+    config_file = offline(
+        cfg, lambda: hf_hub_download(cfg.model, "config.json", revision=cfg.revision)
+    )
     if fits:
-        config = offline(cfg, lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False))
+        config = offline(
+            cfg,
+            lambda: AutoConfig.from_pretrained(Path(config_file).parent, trust_remote_code=False),
+        )
         offline(cfg, lambda: fit(cfg, config, probe(cfg)))
     kinds = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-    fetch = lambda: snapshot_download(cfg.model, revision=cfg.revision, allow_patterns=kinds, ignore_patterns=["*/*", "consolidated*"])
+    fetch = lambda: snapshot_download(
+        cfg.model,
+        revision=cfg.revision,
+        allow_patterns=kinds,
+        ignore_patterns=["*/*", "consolidated*"],
+    )
     return Path(offline(cfg, fetch))
 
 
@@ -231,14 +293,23 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
     try:
         return read()
     except (OSError, ValueError, KeyError, ImportError) as error:
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
 
         if isinstance(error, GatedRepoError):
             why = "its licence has to be accepted on the Hub first"
         elif isinstance(error, RepositoryNotFoundError):
             why = "neither a directory nor a model on the Hub"
         elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-            cause = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub cannot be reached"
+            cause = (
+                "HF_HUB_OFFLINE is set"
+                if os.environ.get("HF_HUB_OFFLINE")
+                else "the Hub cannot be reached"
+            )
             why = f"not a directory, not in the local cache, and {cause}"
         else:
             why = str(error).strip().split("\n")[0] or type(error).__name__
@@ -246,26 +317,44 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
 
 
 def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreTrainedModel:
-    """Weights on their device: float32 where they are trained, the compute dtype where they lie frozen under an adapter."""
+    """Weights on their device: float32 where they are trained, the compute dtype where they lie
+    frozen under an adapter."""
     dtype = placement.dtype if cfg.lora.r else torch.float32
     target = "auto" if placement.spread else {"": placement.device}
-    extra = {} if cfg.quantization == "none" else {"quantization_config": quantization(cfg, placement)}
+    extra = (
+        {} if cfg.quantization == "none" else {"quantization_config": quantization(cfg, placement)}
+    )
     read = lambda: AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, device_map=target, use_safetensors=True, trust_remote_code=False, **extra
+        directory,
+        dtype=dtype,
+        device_map=target,
+        use_safetensors=True,
+        trust_remote_code=False,
+        **extra,
     )
     try:
         model = offline(cfg, read)
     except torch.OutOfMemoryError as error:
-        raise DeviceError(f"policy.model {cfg.model!r} does not fit on {placement.device}: {error}") from error
-    except (RuntimeError, AttributeError, TypeError, SafetensorError) as error:  # e.g. wrong shapes, a damaged file
-        raise Unavailable(f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}") from error
+        raise DeviceError(
+            f"policy.model {cfg.model!r} does not fit on {placement.device}: {error}"
+        ) from error
+    except (RuntimeError, AttributeError, TypeError, SafetensorError) as error:
+        # e.g. wrong shapes, a damaged file
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}"
+        ) from error
     if getattr(model, "_is_stateful", False):
-        raise Unavailable(f"policy.model {cfg.model!r}: {type(model).__name__} keeps a recurrent state, which is not supported")
-    return model.eval()  # no dropout: the log-probabilities of sampling and of training must be of one function
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: {type(model).__name__} keeps a recurrent state, which is"
+            " not supported"
+        )
+    # no dropout: the log-probabilities of sampling and of training must be of one function
+    return model.eval()
 
 
 def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
-    """How bitsandbytes is to keep the frozen base: LLM.int8() (arXiv 2208.07339) or NF4 with double quantisation (QLoRA, arXiv 2305.14314).
+    """How bitsandbytes is to keep the frozen base: LLM.int8() (arXiv 2208.07339) or NF4 with double
+    quantisation (QLoRA, arXiv 2305.14314).
 
     Raises Unavailable without the extra `quant`, and on anything but a CUDA device.
     """
@@ -273,12 +362,16 @@ def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
     if cfg.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=placement.dtype
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=placement.dtype,
     )
 
 
 def check_optim(cfg: PolicyConfig, placement: Placement) -> None:
-    """Raises Unavailable where the moments cannot be kept in 8 bits: before a model is downloaded for it."""
+    """Raises Unavailable where the moments cannot be kept in 8 bits: before a model is downloaded
+    for it."""
     if cfg.optim == "adamw_8bit":
         check_bitsandbytes(f"policy.optim {cfg.optim!r}", placement)
 
@@ -286,21 +379,26 @@ def check_optim(cfg: PolicyConfig, placement: Placement) -> None:
 def check_bitsandbytes(key: str, placement: Placement) -> None:
     """Make sure that it can be used, and does not fill the log.
 
-    Raises Unavailable, naming the setting that wants it, without the extra `quant` or a CUDA device.
+    Raises Unavailable, naming the setting that wants it, without the extra `quant` or a CUDA
+    device.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Unavailable(f"{key} needs bitsandbytes: pip install 'swarmnode[quant]'")
     if placement.device.type != "cuda":
         raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a warning for each product of bfloat16 in 8 bits
+    # a warning for each product of bfloat16 in 8 bits
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:
-    """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when the model has no linear layer to adapt."""
+    """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when the model has no
+    linear layer to adapt."""
     from peft import get_peft_model
 
     settings = lora_settings(cfg)
-    try:  # not `prepare_model_for_kbit_training`, which makes embedding and head, and so all activations, float32
+    # not `prepare_model_for_kbit_training`, which makes embedding and head, and so all activations,
+    # float32
+    try:
         return get_peft_model(model, settings).eval()
     except ValueError as error:
         raise Unavailable(f"policy.lora: {str(error).splitlines()[0]}") from error
@@ -310,26 +408,38 @@ def lora_settings(cfg: PolicyConfig) -> LoraConfig:
     """peft's LoraConfig."""
     from peft import LoraConfig
 
-    return LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=LORA_MODULES, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=cfg.lora.r,
+        lora_alpha=cfg.lora.lora_alpha,
+        target_modules=LORA_MODULES,
+        task_type="CAUSAL_LM",
+    )
 
 
 def make_accelerator(placement: Placement) -> Accelerator:
-    """accelerate's mixed precision. Its state is global; two policies of different dtype in one process need it reset."""
+    """accelerate's mixed precision. Its state is global; two policies of different dtype in one
+    process need it reset."""
     wanted = PRECISION[placement.dtype]
     if AcceleratorState._shared_state:
         state = AcceleratorState()
-        elsewhere = state.device.type != placement.device.type  # autocast is of the state's kind of device
+        # autocast is of the state's kind of device
+        elsewhere = state.device.type != placement.device.type
         if elsewhere or state.mixed_precision != wanted:
             AcceleratorState._reset_state(reset_partial_state=elsewhere)
     return Accelerator(mixed_precision=wanted, cpu=placement.device.type == "cpu")
 
 
-def end_tokens(cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Where generation stops: what the tokenizer and the generation config say together. Raises Unavailable when neither says."""
+def end_tokens(
+    cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """Where generation stops: what the tokenizer and the generation config say together. Raises
+    Unavailable when neither says."""
     return ends_of(cfg, model.generation_config, tokenizer)
 
 
-def configured_ends(cfg: PolicyConfig, directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def configured_ends(
+    cfg: PolicyConfig, directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
     """`end_tokens` of a model that is not loaded."""
     try:
         generation = GenerationConfig.from_pretrained(directory)
@@ -338,11 +448,19 @@ def configured_ends(cfg: PolicyConfig, directory: Path, config: PretrainedConfig
     return ends_of(cfg, generation, tokenizer)
 
 
-def ends_of(cfg: PolicyConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def ends_of(
+    cfg: PolicyConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
     configured = getattr(generation, "eos_token_id", None)
-    found = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    found = {
+        tokenizer.eos_token_id,
+        *(configured if isinstance(configured, list) else [configured]),
+    } - {None}
     if not found:
-        raise Unavailable(f"policy.model {cfg.model!r}: neither tokenizer nor generation config names an end-of-sequence token")
+        raise Unavailable(
+            f"policy.model {cfg.model!r}: neither tokenizer nor generation config names an"
+            " end-of-sequence token"
+        )
     return frozenset(found)
 
 
@@ -355,19 +473,29 @@ def base_model(model: Model) -> PreTrainedModel:
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The trained tensors by name, not copied: what a state file has to hold beside the base."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
-def check_shapes(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises StateError when `tensors` cannot take the place of `parameters`: other names or shapes."""
-    wrong = {name: p.shape for name, p in parameters.items()}.items() ^ {name: t.shape for name, t in tensors.items()}.items()
+def check_shapes(
+    parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises StateError when `tensors` cannot take the place of `parameters`: other names or
+    shapes."""
+    wrong = {name: p.shape for name, p in parameters.items()}.items() ^ {
+        name: t.shape for name, t in tensors.items()
+    }.items()
     if wrong:
         raise StateError(f"these weights are of another policy: {min(name for name, _ in wrong)}")
 
 
 @torch.no_grad()
-def overwrite(parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Set every parameter to the tensor of its name. Raises StateError, before anything has changed, when names or shapes differ."""
+def overwrite(
+    parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Set every parameter to the tensor of its name. Raises StateError, before anything has
+    changed, when names or shapes differ."""
     check_shapes(parameters, tensors)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])

@@ -1,18 +1,27 @@
-"""Log-probabilities of given completions: for training with gradients, and for judging peers' groups without.
+"""Log-probabilities of given completions: for training with gradients, and for judging peers'
+groups without.
 
-The prompt of a group is run through the model **once**, with gradient, and shared by its G completions, as when sampling. Against
-prompt + completion for every row this is the same function (equal to rounding) at a fraction of the tokens: measured 2.4 times faster
-forward and backward at 64 prompt and 32 completion tokens, 1.3 times with the embedded policy's 8 and 5. Two ways, by what is cheaper:
+The prompt of a group is run through the model **once**, with gradient, and shared by its G
+completions, as when sampling. Against prompt + completion for every row this is the same function
+(equal to rounding) at a fraction of the tokens: measured 2.4 times faster forward and backward at
+64 prompt and 32 completion tokens, 1.3 times with the embedded policy's 8 and 5. Two ways, by what
+is cheaper:
 
-    one pass     a row is a prompt and all of its completions, and a mask lets each completion see the prompt and itself only. Half of
-                 the kernels to launch, which is what a GPU waits for; attention computes what the mask then drops
-    two passes   the prompts, whose keys and values are then repeated for their completions: longer rows, and masks of the model's own
-    row by row   each prompt and completion by itself: answers so long that their prompts matter little. No padding and no mask, so that
-                 attention needs no memory for one; and nothing is shared, so that layers can be run again in the backward pass
-                 instead of keeping what they computed (activation checkpointing), which is done where that would not fit
+    one pass     a row is a prompt and all of its completions, and a mask lets each completion see
+    the prompt and itself only. Half of
+                 the kernels to launch, which is what a GPU waits for; attention computes what the
+                 mask then drops
+    two passes   the prompts, whose keys and values are then repeated for their completions: longer
+    rows, and masks of the model's own
+    row by row   each prompt and completion by itself: answers so long that their prompts matter
+    little. No padding and no mask, so that
+                 attention needs no memory for one; and nothing is shared, so that layers can be run
+                 again in the backward pass instead of keeping what they computed (activation
+                 checkpointing), which is done where that would not fit
 
-Logits of more tokens than `footprint.logits_tokens` are never there at once: the head is run piece by piece, and again in the backward
-pass. 4,000 tokens of a vocabulary of 152,000 would be 2.4 GB in float32, several times over.
+Logits of more tokens than `footprint.logits_tokens` are never there at once: the head is run piece
+by piece, and again in the backward pass. 4,000 tokens of a vocabulary of 152,000 would be 2.4 GB in
+float32, several times over.
 """
 
 from __future__ import annotations
@@ -35,18 +44,23 @@ from swarmnode.policy.layers import layers_of
 from swarmnode.policy.load import Policy
 
 ONE_PASS = {"cuda": 1024}
-"""Columns of a row, P + K · T, up to which one pass is faster. On an H200 with 0.5 B parameters 89 ms instead of 176 at 271 columns,
-335 instead of 297 at 2233; on a CPU with the embedded policy 9.5 instead of 12.4 at 52, 49 instead of 39 at 268."""
+"""Columns of a row, P + K · T, up to which one pass is faster. On an H200 with 0.5 B parameters 89
+ms instead of 176 at 271 columns, 335 instead of 297 at 2233; on a CPU with the embedded policy 9.5
+instead of 12.4 at 52, 49 instead of 39 at 268."""
 ONE_PASS_ELSEWHERE = 96
 LONG_ROW = {"cuda": 1024}
-"""Tokens from which a row fills the device by itself, so that nothing is lost by running it alone."""
+"""Tokens from which a row fills the device by itself, so that nothing is lost by running it
+alone."""
 LONG_ROW_ELSEWHERE = 256
 PACKED_GAIN = 1.25
-"""Tokens run with padding for each real one from which rows are packed: `benchmarks.packing`, on a CPU. On CUDA nobody has measured it."""
+"""Tokens run with padding for each real one from which rows are packed: `benchmarks.packing`, on a
+CPU. On CUDA nobody has measured it."""
 PACKED_COLUMNS = 1024
-"""Tokens of a packed row, at most, but for a prompt with one answer: attention looks at all pairs, also those that it must not see."""
+"""Tokens of a packed row, at most, but for a prompt with one answer: attention looks at all pairs,
+also those that it must not see."""
 WHOLE_SHARE = 1.25
-"""Rows are run one by one while that is at most so many times the tokens of two passes, which share prompts and pad."""
+"""Rows are run one by one while that is at most so many times the tokens of two passes, which share
+prompts and pad."""
 SPARE_SHARE = 0.8
 """The part of the memory that is free which activations may take: the estimate is within 15 %."""
 
@@ -59,7 +73,8 @@ Row = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Batch:
-    """N completions of Q distinct prompts. Prompts are padded on the left, completions on the right, so that they meet."""
+    """N completions of Q distinct prompts. Prompts are padded on the left, completions on the
+    right, so that they meet."""
 
     prompt_ids: torch.Tensor
     """(Q, P)."""
@@ -74,12 +89,14 @@ class Batch:
 
     @property
     def padded_tokens(self) -> int:
-        """N × (P + T): what `MicroBatcher` counts. A bound, since a prompt is run once per group."""
+        """N × (P + T): what `MicroBatcher` counts. A bound, since a prompt is run once per
+        group."""
         return len(self.completion_ids) * (self.prompt_ids.shape[1] + self.completion_ids.shape[1])
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, int]:
-        """(N,) which of its prompt's completions a row is, and K, how many the prompt with most has."""
+        """(N,) which of its prompt's completions a row is, and K, how many the prompt with most
+        has."""
         counts = [0] * len(self.prompt_ids)
         places = []
         for owner in self.prompt_of.tolist():
@@ -89,7 +106,8 @@ class Batch:
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> Batch:
-    """Rows as one batch, in their order; equal prompts become one. Raises ValueError for an empty prompt or completion."""
+    """Rows as one batch, in their order; equal prompts become one. Raises ValueError for an empty
+    prompt or completion."""
     if not rows or not all(p and c for p, c in rows):
         raise ValueError("every row needs a prompt and a completion of at least one token")
     prompts: dict[tuple[int, ...], int] = {}
@@ -100,24 +118,34 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu"
         torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
         torch.tensor(prompt_of, device=device),
         torch.tensor([c + [pad_id] * (longest - len(c)) for _, c in rows], device=device),
-        torch.tensor([[1] * len(c) + [0] * (longest - len(c)) for _, c in rows], dtype=torch.bool, device=device),
+        torch.tensor(
+            [[1] * len(c) + [0] * (longest - len(c)) for _, c in rows],
+            dtype=torch.bool,
+            device=device,
+        ),
     )
 
 
-def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each completion token at `temperature`, with gradient, and the entropy there, without: both (N, T), 0 on padding.
+def completion_logprobs(
+    policy: Policy, batch: Batch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each completion token at `temperature`, with gradient, and the entropy
+    there, without: both (N, T), 0 on padding.
 
-    The head sees one position per prompt and the completions; float32 is made of completion tokens only: with a real
-    vocabulary the logits, not the model, decide how much fits.
+    The head sees one position per prompt and the completions; float32 is made of completion tokens
+    only: with a real vocabulary the logits, not the model, decide how much fits.
     """
     ids, mask = batch.completion_ids, batch.completion_mask
-    later, place = mask[:, 1:].nonzero(as_tuple=True)  # completion tokens but the first: of which row, and after which token
+    # completion tokens but the first: of which row, and after which token
+    later, place = mask[:, 1:].nonzero(as_tuple=True)
     first = torch.arange(len(ids), device=ids.device)
     row, column = torch.cat([first, later]), torch.cat([torch.zeros_like(first), place + 1])
     piece = logits_tokens(policy.base.config.get_text_config().vocab_size, ids.device.type)
     split = len(row) > piece and splits_head(policy)
     with _head_inputs(policy.base) if split else contextlib.nullcontext():
-        if torch.is_grad_enabled() and needs_checkpointing(policy.base, policy.dtype, policy.lora_rank, batch):
+        if torch.is_grad_enabled() and needs_checkpointing(
+            policy.base, policy.dtype, policy.lora_rank, batch
+        ):
             with checkpointed(policy.base):
                 outputs = _row_by_row(policy, batch, later, place)
         elif fits_one_pass(policy, batch):
@@ -135,32 +163,44 @@ def completion_logprobs(policy: Policy, batch: Batch, temperature: float) -> tup
 
 
 def fits_one_pass(policy: Policy, batch: Batch) -> bool:
-    """Whether one pass is possible, no more tokens than two, and not so long that attention is what costs."""
+    """Whether one pass is possible, no more tokens than two, and not so long that attention is what
+    costs."""
     prompts, width = batch.prompt_ids.shape
     columns = width + batch.places[1] * batch.completion_ids.shape[1]
-    if columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE) or prompts * columns > batch.padded_tokens:
+    if (
+        columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE)
+        or prompts * columns > batch.padded_tokens
+    ):
         return False
     return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
 
 
 def stands_alone(batch: Batch) -> bool:
-    """Whether its rows are so long that each is run by itself: little is lost by not sharing prompts, and no padding is run."""
+    """Whether its rows are so long that each is run by itself: little is lost by not sharing
+    prompts, and no padding is run."""
     prompts, answers = batch.prompt_mask.sum(1), batch.completion_mask.sum(1)
     whole = int(prompts[batch.prompt_of].sum() + answers.sum())
     long = LONG_ROW.get(answers.device.type, LONG_ROW_ELSEWHERE)
-    return whole >= long * len(answers) and whole <= WHOLE_SHARE * (batch.prompt_ids.numel() + batch.completion_ids.numel())
+    return whole >= long * len(answers) and whole <= WHOLE_SHARE * (
+        batch.prompt_ids.numel() + batch.completion_ids.numel()
+    )
 
 
 def fits_packed(policy: Policy, batch: Batch) -> bool:
-    """Whether lengths are so unlike that padding is worth leaving out, and the model takes a mask of ours as it is."""
+    """Whether lengths are so unlike that padding is worth leaving out, and the model takes a mask
+    of ours as it is."""
     real = int(batch.prompt_mask.sum() + batch.completion_mask.sum())
-    if batch.prompt_ids.device.type == "cuda" or batch.prompt_ids.numel() + batch.completion_ids.numel() < PACKED_GAIN * real:
+    if (
+        batch.prompt_ids.device.type == "cuda"
+        or batch.prompt_ids.numel() + batch.completion_ids.numel() < PACKED_GAIN * real
+    ):
         return False
     return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
 
 
 def packs(batch: Batch) -> list[tuple[int, list[int]]]:
-    """(prompt, rows that answer it) of every packed row: together at most PACKED_COLUMNS tokens, or a single answer."""
+    """(prompt, rows that answer it) of every packed row: together at most PACKED_COLUMNS tokens, or
+    a single answer."""
     prompts, answers = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
     found: dict[int, list[list[int]]] = {}
     room: dict[int, int] = {}
@@ -173,27 +213,38 @@ def packs(batch: Batch) -> list[tuple[int, list[int]]]:
     return [(owner, rows) for owner, packed in found.items() for rows in packed]
 
 
-def needs_checkpointing(model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch) -> bool:
-    """Whether what the backward pass needs of all layers would not fit beside what is there already."""
+def needs_checkpointing(
+    model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch
+) -> bool:
+    """Whether what the backward pass needs of all layers would not fit beside what is there
+    already."""
     spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(model)
     if spare is None or shape is None:
         return False
-    method = Method(batch.prompt_ids.device.type, str(dtype).removeprefix("torch."), lora_rank=lora_rank)
+    method = Method(
+        batch.prompt_ids.device.type, str(dtype).removeprefix("torch."), lora_rank=lora_rank
+    )
     return token_bytes(shape, method) * batch.padded_tokens > SPARE_SHARE * spare
 
 
 @contextlib.contextmanager
 def checkpointed(model: PreTrainedModel) -> Iterator[None]:
-    """Layers that are run inside keep their input only, and are run once more in the backward pass, which may come later.
+    """Layers that are run inside keep their input only, and are run once more in the backward pass,
+    which may come later.
 
-    transformers' own way needs `model.train()`, and with it dropout: sampling and training would be of two functions.
+    transformers' own way needs `model.train()`, and with it dropout: sampling and training would be
+    of two functions.
     """
     layers = layers_of(model)
-    before = [layer.__dict__.get("forward") for layer in layers]  # accelerate has one there, where layers lie on several devices
+    # accelerate has one there, where layers lie on several devices
+    before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _Recomputed(layer.forward, hidden=bool(getattr(model, "is_loaded_in_8bit", False)))
+        layer.forward = _Recomputed(
+            layer.forward, hidden=bool(getattr(model, "is_loaded_in_8bit", False))
+        )
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # casts of all weights would stay until the end of the pass, each used once
+    # casts of all weights would stay until the end of the pass, each used once
+    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
@@ -205,10 +256,11 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Recomputed:
-    """A layer's forward, computed again when its gradient is wanted. There is no dropout, so that no random state has to be kept.
+    """A layer's forward, computed again when its gradient is wanted. There is no dropout, so that
+    no random state has to be kept.
 
-    hidden: it keeps inputs where autograd does not see them, as bitsandbytes' 8-bit product does in its context. Then the first pass is one
-    without gradients, which needs an input that wants one.
+    hidden: it keeps inputs where autograd does not see them, as bitsandbytes' 8-bit product does in
+    its context. Then the first pass is one without gradients, which needs an input that wants one.
     """
 
     def __init__(self, forward: Callable[..., object], hidden: bool = False) -> None:
@@ -217,14 +269,20 @@ class _Recomputed:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         again = functools.partial(self._forward, **kwargs)
-        if self._hidden and args and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+        if (
+            self._hidden
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and not args[0].requires_grad
+        ):
             args = (args[0].detach().requires_grad_(), *args[1:])
         out: object = checkpoint(again, *args, use_reentrant=self._hidden, preserve_rng_state=False)
         return out
 
 
 def splits_head(policy: Policy) -> bool:
-    """Whether the head can be run by itself: its outputs are the logits, not scaled or capped afterwards. Tried once, on one token."""
+    """Whether the head can be run by itself: its outputs are the logits, not scaled or capped
+    afterwards. Tried once, on one token."""
     model = policy.base
     if model not in _split:
         _split[model] = _splits(policy)
@@ -243,7 +301,9 @@ def _splits(policy: Policy) -> bool:
         logits = policy.logits(one, torch.ones_like(one), one)
     finally:
         watch.remove()
-    return len(made) == 1 and logits.data_ptr() == made[0].data_ptr() and logits.dtype == made[0].dtype
+    return (
+        len(made) == 1 and logits.data_ptr() == made[0].data_ptr() and logits.dtype == made[0].dtype
+    )
 
 
 class _Stop(Exception):
@@ -271,9 +331,15 @@ def _head_inputs(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _outputs(
-    policy: Policy, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, keep: int = 0, cache: DynamicCache | None = None
+    policy: Policy,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor,
+    keep: int = 0,
+    cache: DynamicCache | None = None,
 ) -> torch.Tensor:
-    """(N, keep, ·) what `Policy.logits` gives, or inside `_head_inputs` what the head would be given."""
+    """(N, keep, ·) what `Policy.logits` gives, or inside `_head_inputs` what the head would be
+    given."""
     try:
         return policy.logits(ids, mask, positions, keep, cache)
     except _Stop as stop:
@@ -288,12 +354,18 @@ def head_logits(policy: Policy, states: torch.Tensor) -> torch.Tensor:
 
 
 def in_pieces(
-    head: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor, tokens: torch.Tensor, temperature: float, piece: int
+    head: Callable[[torch.Tensor], torch.Tensor],
+    outputs: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float,
+    piece: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time. Where there are more, each is computed again in the backward pass.
+    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time. Where there are more, each is
+    computed again in the backward pass.
 
-    That is a backward pass of its own, so that a trained head's gradient is added to in place: within one, its sum is made anew for each
-    piece, and there are three of the size of the head at once.
+    That is a backward pass of its own, so that a trained head's gradient is added to in place:
+    within one, its sum is made anew for each piece, and there are three of the size of the head at
+    once.
     """
     if len(tokens) <= piece:
         return token_logprobs(head(outputs), tokens, temperature)
@@ -301,7 +373,9 @@ def in_pieces(
     def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(head(states), chosen.to(states.device), temperature)
 
-    run = functools.partial(checkpoint, one, use_reentrant=outputs.requires_grad, preserve_rng_state=False)
+    run = functools.partial(
+        checkpoint, one, use_reentrant=outputs.requires_grad, preserve_rng_state=False
+    )
     parts = [
         (run if torch.is_grad_enabled() else one)(states, chosen)
         for states, chosen in zip(outputs.split(piece), tokens.split(piece), strict=True)
@@ -309,13 +383,16 @@ def in_pieces(
     return torch.cat([chosen for chosen, _ in parts]), torch.cat([spread for _, spread in parts])
 
 
-def _row_by_row(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _row_by_row(
+    policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
     """As `_one_pass`."""
     first, others = [], []
     for row, owner in enumerate(batch.prompt_of.tolist()):
         prompt = batch.prompt_ids[owner][batch.prompt_mask[owner].bool()]
         answer = batch.completion_ids[row][batch.completion_mask[row]]
-        ids = torch.cat([prompt, answer[:-1]])[None]  # (1, P + T - 1); the last token predicts nothing that is wanted
+        # (1, P + T - 1); the last token predicts nothing that is wanted
+        ids = torch.cat([prompt, answer[:-1]])[None]
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         outputs = _outputs(policy, ids, None, positions, keep=len(answer))[0]  # (T, ·)
         first.append(outputs[:1])
@@ -324,27 +401,37 @@ def _row_by_row(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.
 
 
 def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """As `_one_pass`, with the answers to a prompt one behind the other in a row of its own: each sees the prompt and itself."""
+    """As `_one_pass`, with the answers to a prompt one behind the other in a row of its own: each
+    sees the prompt and itself."""
     lengths, device = batch.completion_mask.sum(1).tolist(), batch.prompt_ids.device
     first, others = [torch.empty(0)] * len(lengths), [torch.empty(0)] * len(lengths)
     for owner, rows in packs(batch):
         prompt = batch.prompt_ids[owner][batch.prompt_mask[owner].bool()]
-        answers = [batch.completion_ids[row, : lengths[row] - 1] for row in rows]  # the last token predicts nothing that is wanted
+        # the last token predicts nothing that is wanted
+        answers = [batch.completion_ids[row, : lengths[row] - 1] for row in rows]
         counts = [len(prompt), *map(len, answers)]
-        segment = torch.arange(-1, len(rows), device=device).repeat_interleave(torch.tensor(counts, device=device))  # -1: the prompt
+        # -1: the prompt
+        segment = torch.arange(-1, len(rows), device=device).repeat_interleave(
+            torch.tensor(counts, device=device)
+        )
         after = torch.cat([torch.arange(count, device=device) for count in counts])
         column = torch.arange(sum(counts), device=device)
         sees = (column <= column[:, None]) & ((segment == -1) | (segment == segment[:, None]))
         positions = torch.where(segment == -1, after, len(prompt) + after)
         keep = sum(counts[1:]) + 1  # from the last token of the prompt
-        outputs = _outputs(policy, torch.cat([prompt, *answers])[None], sees[None, None], positions[None], keep)[0]
+        outputs = _outputs(
+            policy, torch.cat([prompt, *answers])[None], sees[None, None], positions[None], keep
+        )[0]
         for row, made in zip(rows, outputs[1:].split(counts[1:]), strict=True):
             first[row], others[row] = outputs[:1], made
     return torch.cat([*first, *others])
 
 
-def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """(M, V) logits, or head inputs, that predict the first token of each row, then the tokens `place` + 1 of rows `later`."""
+def _one_pass(
+    policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
+    """(M, V) logits, or head inputs, that predict the first token of each row, then the tokens
+    `place` + 1 of rows `later`."""
     ids, owner = batch.completion_ids, batch.prompt_of
     (prompts, width), length = batch.prompt_ids.shape, ids.shape[1]
     which, most = batch.places
@@ -359,7 +446,8 @@ def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Te
     segment = torch.where(column < width, -1, (column - width) // length)  # -1: the prompt
     sees = (column <= column[:, None]) & ((segment == -1) | (segment == segment[:, None]))  # (S, S)
     there = torch.cat([batch.prompt_mask.bool(), real.flatten(1)], 1)  # (Q, S)
-    sees = (sees & there[:, None]) | torch.eye(len(column), dtype=torch.bool, device=ids.device)  # padding must see something: itself
+    # padding must see something: itself
+    sees = (sees & there[:, None]) | torch.eye(len(column), dtype=torch.bool, device=ids.device)
 
     logits = _outputs(
         policy,
@@ -371,12 +459,15 @@ def _one_pass(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Te
     return torch.cat([logits[:, 0][owner], logits[owner[later], 1 + which[later] * length + place]])
 
 
-def _two_passes(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _two_passes(
+    policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
     """As `_one_pass`."""
     ids, mask, owner = batch.completion_ids, batch.completion_mask, batch.prompt_of
     positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
     cache = DynamicCache(config=policy.base.config)
-    first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]  # (Q, V), they predict the first tokens
+    # (Q, V), they predict the first tokens
+    first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]
     logits = [first[owner]]
     if ids.shape[1] > 1:
         cache.batch_select_indices(owner.cpu())  # layers may lie on several devices
@@ -387,20 +478,30 @@ def _two_passes(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.
     return torch.cat(logits)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token (M,) under logits (M, V), with gradient, and the entropy there, without; both (M,) float32."""
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each token (M,) under logits (M, V), with gradient, and the entropy there,
+    without; both (M,) float32."""
     scores = logits.float() / (temperature or 1.0)
     total = scores.logsumexp(-1)
     chosen = scores.gather(-1, tokens[:, None])[:, 0] - total
     with torch.no_grad():
-        spread = total.detach() - (scores.detach() - total.detach()[:, None]).exp().mul_(scores.detach()).sum(-1)
+        spread = total.detach() - (scores.detach() - total.detach()[:, None]).exp().mul_(
+            scores.detach()
+        ).sum(-1)
     return chosen, spread
 
 
 @torch.no_grad()
-def score_with_entropy(policy: Policy, rows: Sequence[Row], temperature: float) -> list[tuple[list[float], list[float]]]:
-    """(log-probabilities, entropies) at the completion tokens of each row, without gradient, in one pass."""
-    logprobs, entropy = completion_logprobs(policy, collate(rows, policy.pad_id, policy.device), temperature)
+def score_with_entropy(
+    policy: Policy, rows: Sequence[Row], temperature: float
+) -> list[tuple[list[float], list[float]]]:
+    """(log-probabilities, entropies) at the completion tokens of each row, without gradient, in one
+    pass."""
+    logprobs, entropy = completion_logprobs(
+        policy, collate(rows, policy.pad_id, policy.device), temperature
+    )
     values = zip(logprobs.tolist(), entropy.tolist(), rows, strict=True)
     return [(chosen[: len(c)], spread[: len(c)]) for chosen, spread, (_, c) in values]
 

@@ -1,4 +1,5 @@
-"""Micro-batches by padded tokens, and what to do when memory runs out: halve them, and try larger ones again much later."""
+"""Micro-batches by padded tokens, and what to do when memory runs out: halve them, and try larger
+ones again much later."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ from swarmnode.policy.logprobs import Row, score_with_entropy
 T = TypeVar("T")
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """Row indices in batches of at most `max_tokens` padded tokens (rows × longest row), short rows with short ones.
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Row indices in batches of at most `max_tokens` padded tokens (rows × longest row), short rows
+    with short ones.
 
-    Rows of one group (equal value in `groups`) stay together where a batch can hold the group. A row longer than
-    `max_tokens` is a batch by itself. Every index comes exactly once.
+    Rows of one group (equal value in `groups`) stay together where a batch can hold the group. A
+    row longer than `max_tokens` is a batch by itself. Every index comes exactly once.
     """
     members: dict[int, list[int]] = {}
     for row in range(len(lengths)):
@@ -40,7 +44,11 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]
             longest = width
         else:  # a group that no batch can hold
             for row in rows:
-                if batches and batches[-1][0] in rows and (len(batches[-1]) + 1) * lengths[row] <= max_tokens:
+                if (
+                    batches
+                    and batches[-1][0] in rows
+                    and (len(batches[-1]) + 1) * lengths[row] <= max_tokens
+                ):
                     batches[-1].append(row)
                 else:
                     batches.append([row])
@@ -49,7 +57,8 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on whichever device; backends other than CUDA raise plain RuntimeError."""
+    """Whether `error` says that memory ran out, on whichever device; backends other than CUDA raise
+    plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -57,14 +66,21 @@ def is_oom(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """What nobody refers to any more, back to the device. Outside the `except` that caught the failure: its frames refer to a lot."""
+    """What nobody refers to any more, back to the device. Outside the `except` that caught the
+    failure: its frames refer to a lot."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "status_alloc_failed")
-"""In what backends say; the last is cuBLAS and cuDNN, which allocate a workspace at the first call on a device or stream."""
+NO_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "status_alloc_failed",
+)
+"""In what backends say; the last is cuBLAS and cuDNN, which allocate a workspace at the first call
+on a device or stream."""
 
 
 CALM_PASSES = 200
@@ -76,8 +92,9 @@ class RowTooLarge(DeviceError):
 
     def __init__(self, row: int, tokens: int) -> None:
         super().__init__(
-            f"out of memory with {tokens} tokens, and a micro-batch cannot be smaller: set training.max_completion_length lower, train an "
-            f"adapter (policy.lora.r = 16), or take a recipe for a smaller card; `swarmnode plan` says what fits"
+            f"out of memory with {tokens} tokens, and a micro-batch cannot be smaller: set"
+            " training.max_completion_length lower, train an adapter (policy.lora.r = 16), or take"
+            " a recipe for a smaller card; `swarmnode plan` says what fits"
         )
         self.row = row
 
@@ -90,15 +107,19 @@ class MicroBatchStatistics:
 
 
 class MicroBatcher:
-    """Runs passes in micro-batches of at most `tokens` padded tokens and halves that on out-of-memory.
+    """Runs passes in micro-batches of at most `tokens` padded tokens and halves that on
+    out-of-memory.
 
-    What ran out may have been somebody else's memory: after CALM_PASSES passes that came near the bound it is raised by a quarter, up to
-    `most` again, and where that was wrong the next attempt takes twice as long. Write `tokens` to disk and give it back after a restart.
-    `alive` is called after every micro-batch. With `first` it begins with so many and doubles them after each such pass, until something
-    is too much: slow start, for who cannot know what others are able to do.
+    What ran out may have been somebody else's memory: after CALM_PASSES passes that came near the
+    bound it is raised by a quarter, up to `most` again, and where that was wrong the next attempt
+    takes twice as long. Write `tokens` to disk and give it back after a restart. `alive` is called
+    after every micro-batch. With `first` it begins with so many and doubles them after each such
+    pass, until something is too much: slow start, for who cannot know what others are able to do.
     """
 
-    def __init__(self, most: int, alive: Callable[[], None] = lambda: None, first: int | None = None) -> None:
+    def __init__(
+        self, most: int, alive: Callable[[], None] = lambda: None, first: int | None = None
+    ) -> None:
         self.tokens = most if first is None else min(first, most)
         self.alive = alive
         self._most = most
@@ -114,13 +135,17 @@ class MicroBatcher:
         return MicroBatchStatistics(self.tokens, self._retries)
 
     def run(
-        self, lengths: Sequence[int], work: Callable[[list[int]], T], groups: Sequence[int] | None = None,
+        self,
+        lengths: Sequence[int],
+        work: Callable[[list[int]], T],
+        groups: Sequence[int] | None = None,
         restart: Callable[[], None] | None = None,
-    ) -> list[tuple[list[int], T]]:  # fmt: skip
+    ) -> list[tuple[list[int], T]]:
         """[(row indices, work(row indices))] for all micro-batches.
 
-        On out-of-memory what failed is done again in smaller pieces. With `restart` everything is, after `restart()`, which has to undo
-        what `work` left, e.g. zero the gradients: a backward pass that dies has added some of them already. Raises RowTooLarge.
+        On out-of-memory what failed is done again in smaller pieces. With `restart` everything is,
+        after `restart()`, which has to undo what `work` left, e.g. zero the gradients: a backward
+        pass that dies has added some of them already. Raises RowTooLarge.
         """
         for row, length in enumerate(lengths):
             if self._longest is not None and length > self._longest:
@@ -151,22 +176,34 @@ class MicroBatcher:
                 restart()
                 left = list(range(len(lengths)))
             some = None if groups is None else [groups[row] for row in left]
-            waiting = [[left[i] for i in batch] for batch in micro_batches([lengths[row] for row in left], self.tokens, some)]
+            waiting = [
+                [left[i] for i in batch]
+                for batch in micro_batches([lengths[row] for row in left], self.tokens, some)
+            ]
             largest = 0
         self.passed(largest)
         return done
 
-    def generate(self, policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator) -> list[GroupSample]:
+    def generate(
+        self, policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator
+    ) -> list[GroupSample]:
         """`generate.generate` in pieces of whole questions, in order of `prompts`."""
-        longest = max((len(policy.encode_prompt(prompt)) for prompt in prompts), default=0) + sampling.max_tokens
+        longest = (
+            max((len(policy.encode_prompt(prompt)) for prompt in prompts), default=0)
+            + sampling.max_tokens
+        )
         out: list[GroupSample | None] = [None] * len(prompts)
-        work = lambda rows: generate(policy, [prompts[r] for r in rows], sampling, generator, self.alive)
+        work = lambda rows: generate(
+            policy, [prompts[r] for r in rows], sampling, generator, self.alive
+        )
         for rows, groups in self.run([sampling.num_generations * longest] * len(prompts), work):
             for row, group in zip(rows, groups, strict=True):
                 out[row] = group
         return [g for g in out if g is not None]
 
-    def score_with_entropy(self, policy: Policy, rows: Sequence[Row], temperature: float) -> list[tuple[list[float], list[float]]]:
+    def score_with_entropy(
+        self, policy: Policy, rows: Sequence[Row], temperature: float
+    ) -> list[tuple[list[float], list[float]]]:
         """`logprobs.score_with_entropy` in micro-batches."""
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         work = lambda indices: score_with_entropy(policy, [rows[i] for i in indices], temperature)
@@ -179,9 +216,18 @@ class MicroBatcher:
         """`logprobs.score` in micro-batches."""
         return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
-    def cut(self, lengths: Sequence[int], groups: Sequence[int] | None = None, tokens: int | None = None) -> int:
-        """Padded tokens of the largest micro-batch of rows of these lengths, each of at most `tokens`, or of what may be."""
-        return max((_padded(rows, lengths) for rows in micro_batches(lengths, tokens or self.tokens, groups)), default=0)
+    def cut(
+        self, lengths: Sequence[int], groups: Sequence[int] | None = None, tokens: int | None = None
+    ) -> int:
+        """Padded tokens of the largest micro-batch of rows of these lengths, each of at most
+        `tokens`, or of what may be."""
+        return max(
+            (
+                _padded(rows, lengths)
+                for rows in micro_batches(lengths, tokens or self.tokens, groups)
+            ),
+            default=0,
+        )
 
     def ran_out(self, failed: int) -> None:
         """Memory did. `failed`: padded tokens of what was tried."""
@@ -190,7 +236,8 @@ class MicroBatcher:
         free_memory()
 
     def shrink(self, failed: int) -> None:
-        """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch there was."""
+        """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch
+        there was."""
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._calm, self._doubles = 0, False
         if self._raised:
@@ -201,13 +248,19 @@ class MicroBatcher:
         if self._longest is None and self.tokens >= self._most:
             return
         if self._doubles:
-            self.tokens = min(self._most, 2 * self.tokens if 2 * largest > self.tokens else self.tokens)
+            self.tokens = min(
+                self._most, 2 * self.tokens if 2 * largest > self.tokens else self.tokens
+            )
             return
         self._calm += 1 if self._longest is not None or 2 * largest > self.tokens else 0
         if self._calm >= self._patience:
             self._calm, self._raised = 0, True
             self.tokens = min(self._most, self.tokens + max(1, self.tokens // 4))
-            self._longest = None if self._longest is None or self._longest >= self._most else self._longest + max(1, self._longest // 4)
+            self._longest = (
+                None
+                if self._longest is None or self._longest >= self._most
+                else self._longest + max(1, self._longest // 4)
+            )
 
 
 def _padded(rows: Sequence[int], lengths: Sequence[int]) -> int:

@@ -22,7 +22,8 @@ class Choice:
     row: Footprint
     """With one row in a micro-batch."""
     micro_batch: int
-    """Tokens of the largest micro-batch in the memory that there is; 0 where a row does not fit, or no memory was said."""
+    """Tokens of the largest micro-batch in the memory that there is; 0 where a row does not fit, or
+    no memory was said."""
 
     @property
     def card(self) -> int | None:
@@ -39,17 +40,31 @@ def methods(device: str, dtype: str, rank: int) -> list[tuple[str, Method]]:
         optims.append("adamw_8bit")
     adapters = [(f"LoRA {rank}", replace(plain, lora_rank=rank))]
     if device == "cuda":
-        adapters += [(f"LoRA {rank}, base in {bits} bits", replace(plain, lora_rank=rank, base_bits=bits)) for bits in (8, 4)]
+        adapters += [
+            (f"LoRA {rank}, base in {bits} bits", replace(plain, lora_rank=rank, base_bits=bits))
+            for bits in (8, 4)
+        ]
     whole = [(name, replace(method, optim=optim)) for name, method in kinds for optim in optims]
-    return [(name, replace(method, checkpointing=again)) for name, method in [*whole, *adapters] for again in (False, True)]
+    return [
+        (name, replace(method, checkpointing=again))
+        for name, method in [*whole, *adapters]
+        for again in (False, True)
+    ]
 
 
-def choices(shape: Shape, device: str, dtype: str, rank: int, length: int, memory: int | None) -> list[Choice]:
-    """All ways to train with rows of `length` tokens, prompt included. memory: bytes of the device, where somebody said."""
+def choices(
+    shape: Shape, device: str, dtype: str, rank: int, length: int, memory: int | None
+) -> list[Choice]:
+    """All ways to train with rows of `length` tokens, prompt included. memory: bytes of the device,
+    where somebody said."""
     found = []
     for name, method in methods(device, dtype, rank):
         tokens = micro_batch(shape, method, memory) if memory is not None else 0
-        found.append(Choice(name, method, footprint(shape, method, length), tokens if tokens >= length else 0))
+        found.append(
+            Choice(
+                name, method, footprint(shape, method, length), tokens if tokens >= length else 0
+            )
+        )
     return found
 
 

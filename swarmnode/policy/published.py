@@ -1,4 +1,5 @@
-"""The shape of a model by what is published of it: config.json and the headers of its safetensors files. No weights, no torch."""
+"""The shape of a model by what is published of it: config.json and the headers of its safetensors
+files. No weights, no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def published_shape(model: str, revision: str | None = None) -> Shape:
-    """The shape of `embedded`, a directory, or a Hub name. Raises Unavailable, saying what is missing."""
+    """The shape of `embedded`, a directory, or a Hub name. Raises Unavailable, saying what is
+    missing."""
     if model == "embedded":
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             return shape_in(directory)
@@ -33,28 +35,47 @@ def published_shape(model: str, revision: str | None = None) -> Shape:
 
 
 def shape_in(directory: Path) -> Shape:
-    """The shape of a model in a directory; its parameters are counted where its weights are there, else computed. Raises Unavailable."""
+    """The shape of a model in a directory; its parameters are counted where its weights are there,
+    else computed. Raises Unavailable."""
     config = _config(directory / "config.json")
-    shapes = {name: dims for file in sorted(directory.glob("*.safetensors")) for name, dims in headers(file)}
+    shapes = {
+        name: dims
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, dims in headers(file)
+    }
     shape = Shape.of_config(config)
-    return shape.counted(*count(shapes, bool(config.get("tie_word_embeddings")))) if shapes else shape
+    return (
+        shape.counted(*count(shapes, bool(config.get("tie_word_embeddings")))) if shapes else shape
+    )
 
 
 def shape_on_hub(model: str, revision: str | None) -> Shape:
-    """The shape of a model on the Hub, by config.json, and the first bytes of each weight file. Raises Unavailable."""
+    """The shape of a model on the Hub, by config.json, and the first bytes of each weight file.
+    Raises Unavailable."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
 
     try:
         config = _config(Path(hf_hub_download(model, "config.json", revision=revision)))
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
-        raise Unavailable(f"{model}: neither a directory nor a model that the Hub shows ({_first_line(error)})") from None
+        raise Unavailable(
+            f"{model}: neither a directory nor a model that the Hub shows ({_first_line(error)})"
+        ) from None
     shape = Shape.of_config(config)
     try:
         metadata = get_safetensors_metadata(model, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError, OSError, HfHubHTTPError, ValueError):
         return shape  # the Hub has no headers to show, or is offline: computed from config.json
-    shapes = {name: info.shape for file in metadata.files_metadata.values() for name, info in file.tensors.items()}
+    shapes = {
+        name: info.shape
+        for file in metadata.files_metadata.values()
+        for name, info in file.tensors.items()
+    }
     return shape.counted(*count(shapes, bool(config.get("tie_word_embeddings"))))
 
 
@@ -71,7 +92,8 @@ def _config(path: Path) -> Mapping[str, object]:
 
 
 def headers(file: Path) -> Iterator[tuple[str, Sequence[int]]]:
-    """(name, dimensions) of each tensor in a safetensors file. Raises Unavailable when it is damaged."""
+    """(name, dimensions) of each tensor in a safetensors file. Raises Unavailable when it is
+    damaged."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -86,7 +108,8 @@ def headers(file: Path) -> Iterator[tuple[str, Sequence[int]]]:
 
 
 def count(shapes: Shapes, tied: bool) -> tuple[int, int]:
-    """(parameters, inputs + outputs summed over what gets an adapter). tied: a head that is stored all the same is the embedding."""
+    """(parameters, inputs + outputs summed over what gets an adapter). tied: a head that is stored
+    all the same is the embedding."""
     parameters = edges = 0
     for name, dims in shapes.items():
         if len(dims) > 2 or (tied and "lm_head" in name):  # GPT-2 stores its causal masks

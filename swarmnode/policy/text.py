@@ -1,4 +1,5 @@
-"""What of a policy needs none of its weights: its tokenizer and its identity. Whoever holds a stage has it, and the head trains with it."""
+"""What of a policy needs none of its weights: its tokenizer and its identity. Whoever holds a stage
+has it, and the head trains with it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from swarmnode.errors import Incompatible, Unavailable
 
 SAMPLE_TEXT = (
-    "Let's work through it step by step. There are 24 apples; 3/8 of them, i.e. 24 * 3 / 8 = 9, are green. So 24 - 9 = 15 apples are red, "
-    "and at $0.35 each they cost 15 * 0.35 = 5.25 dollars.\n\nFirst, note that f(x) = x^2 + 2x + 1 = (x + 1)^2, therefore f(3) = 16. "
-    "The word \"backward\" spelled backward is \"drawkcab\".\n<answer>5.25</answer>"
+    "Let's work through it step by step. There are 24 apples; 3/8 of them, i.e. 24 * 3 / 8 = 9,"
+    " are green. So 24 - 9 = 15 apples are red, and at $0.35 each they cost 15 * 0.35 = 5.25"
+    " dollars.\n\nFirst, note that f(x) = x^2 + 2x + 1 = (x + 1)^2, therefore f(3) = 16. The word"
+    ' "backward" spelled backward is "drawkcab".\n<answer>5.25</answer>'
 )
 """What answers look like, for the rate at which a tokenizer makes tokens of them."""
 
@@ -28,21 +30,35 @@ class Chat:
     """Arguments of the chat template, by name."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, bool | int | float | str], tokenizer: PreTrainedTokenizerBase) -> Chat:
-        """`policy.chat`, tried on a question. Raises Unavailable where the tokenizer has no template for it, or that fails."""
+    def of(
+        cls, settings: Mapping[str, bool | int | float | str], tokenizer: PreTrainedTokenizerBase
+    ) -> Chat:
+        """`policy.chat`, tried on a question. Raises Unavailable where the tokenizer has no
+        template for it, or that fails."""
         if not tokenizer.chat_template:
             if settings:
-                raise Unavailable("policy.chat is set, and policy.model has no chat template: take an instruct model, or unset it")
+                raise Unavailable(
+                    "policy.chat is set, and policy.model has no chat template: take an instruct"
+                    " model, or unset it"
+                )
             return cls()
         ours = inspect.signature(tokenizer.apply_chat_template).parameters
         if taken := sorted(name for name in settings if name in ours):
-            raise Unavailable(f"policy.chat: {', '.join(taken)} is no argument of a template, but of what applies it")
-        chat = cls(str(settings.get("system", "")), tuple(sorted((name, value) for name, value in settings.items() if name != "system")))
+            raise Unavailable(
+                f"policy.chat: {', '.join(taken)} is no argument of a template, but of what"
+                " applies it"
+            )
+        chat = cls(
+            str(settings.get("system", "")),
+            tuple(sorted((name, value) for name, value in settings.items() if name != "system")),
+        )
         try:
             encode_prompt(tokenizer, "What is 3 + 4?", chat)
         except Exception as error:  # a template is a program, and may raise what it likes
             why = " ".join(str(error).split())[:300] or type(error).__name__
-            raise Unavailable(f"the chat template of policy.model fails with this policy.chat: {why}") from None
+            raise Unavailable(
+                f"the chat template of policy.model fails with this policy.chat: {why}"
+            ) from None
         return chat
 
 
@@ -69,11 +85,13 @@ class PolicyText:
     @property
     def tokens_per_text_byte(self) -> float:
         """About how many of our tokens a byte of somebody else's text becomes."""
-        return len(self.tokenizer(SAMPLE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]) / len(SAMPLE_TEXT.encode())
+        return len(
+            self.tokenizer(SAMPLE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
+        ) / len(SAMPLE_TEXT.encode())
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a question: a system turn if there is one, a user turn and the start of the answer where the tokenizer has a chat
-        template, else the text."""
+        """Token ids of a question: a system turn if there is one, a user turn and the start of the
+        answer where the tokenizer has a chat template, else the text."""
         return list(encode_prompt(self.tokenizer, prompt, self.chat))
 
     def decode(self, ids: list[int]) -> str:
@@ -81,15 +99,22 @@ class PolicyText:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def hides(self, ids: list[int]) -> bool:
-        """Whether these completion ids hold something that `decode` does not show: a special token other than the end."""
-        return any(i in special_ids(self.tokenizer) for i in (ids[:-1] if ids and ids[-1] in self.eos_ids else ids))
+        """Whether these completion ids hold something that `decode` does not show: a special token
+        other than the end."""
+        return any(
+            i in special_ids(self.tokenizer)
+            for i in (ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
+        )
 
     def tokenize_completion(self, text: str, finish: str) -> list[int]:
         """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
 
-        Special tokens spelled out in the text stay text. Raises Incompatible when this tokenizer cannot represent it.
+        Special tokens spelled out in the text stay text. Raises Incompatible when this tokenizer
+        cannot represent it.
         """
-        ids = list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        ids = list(
+            self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        )
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids:
             raise Incompatible("the tokenizer has no token for part of the text")
@@ -97,24 +122,34 @@ class PolicyText:
         return self.check_ids(ids)
 
     def check_ids(self, ids: list[int]) -> list[int]:
-        """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary: an embedding would read past its end."""
+        """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary:
+        an embedding would read past its end."""
         if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
             raise Incompatible(f"token ids are not {self.vocab_size} tokens' ids")
         return ids
 
 
 @functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: Chat = Chat()) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, chat: Chat = Chat()
+) -> tuple[int, ...]:
     if not tokenizer.chat_template:
         return tuple(tokenizer(prompt)["input_ids"])
     turns = [{"role": "system", "content": chat.system}] if chat.system else []
     turns.append({"role": "user", "content": prompt})
     arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **arguments)  # type: ignore[arg-type]
+    text = tokenizer.apply_chat_template(
+        turns,
+        add_generation_prompt=True,
+        tokenize=False,
+        **arguments,  # type: ignore[arg-type]
+    )
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @functools.lru_cache(maxsize=64)
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that stand for no text."""
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }

@@ -40,7 +40,9 @@ def pack_floats(tensors: Tensors, layout: Layout) -> bytearray:
     body = bytearray(4 * elements(layout))
     flat, at = np.frombuffer(body, "<f4"), 0
     for spec in layout:
-        flat[at : at + spec.elements] = tensors[spec.name].detach().to("cpu", torch.float32).reshape(-1).numpy()
+        flat[at : at + spec.elements] = (
+            tensors[spec.name].detach().to("cpu", torch.float32).reshape(-1).numpy()
+        )
         at += spec.elements
     return body
 
@@ -54,16 +56,23 @@ def read_floats(body: bytes | bytearray, layout: Layout) -> dict[str, torch.Tens
 
 
 def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: ActivationCodec) -> bytes:
-    """One micro-batch through one stage, without gradient: activations in the crew's codec in (none on stage 0), the same out; at the tail
-    log-probabilities of the completion tokens, f32.
+    """One micro-batch through one stage, without gradient: activations in the crew's codec in (none
+    on stage 0), the same out; at the tail log-probabilities of the completion tokens, f32.
 
-    Raises BadMessage for activations that are none, ValueError where the stage's own numbers are not finite.
+    Raises BadMessage for activations that are none, ValueError where the stage's own numbers are
+    not finite.
     """
     batch = batch_of(work, runtime.device)
-    entered = None if runtime.spec.has_embedding else decode(x, work.rows, runtime.hidden_size, codec).to(runtime.device)
+    entered = (
+        None
+        if runtime.spec.has_embedding
+        else decode(x, work.rows, runtime.hidden_size, codec).to(runtime.device)
+    )
     if not runtime.spec.has_head:
         return encode(runtime.forward(batch, entered), codec)
-    logprobs = runtime.score(batch, entered, work.temperature)[0][batch.completion_mask].float().cpu()
+    logprobs = (
+        runtime.score(batch, entered, work.temperature)[0][batch.completion_mask].float().cpu()
+    )
     if not bool(torch.isfinite(logprobs).all()):
         raise ValueError("a log-probability is not finite")
     return pack_logprobs(logprobs.numpy())

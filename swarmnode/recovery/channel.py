@@ -1,8 +1,10 @@
-"""Requests and bodies over state streams: one duplex stream to every other member, beside those that carry activations. No torch.
+"""Requests and bodies over state streams: one duplex stream to every other member, beside those
+that carry activations. No torch.
 
-A request fails when nothing comes of it for `seconds`: what arrives or leaves of it chunk by chunk may take as long as the link makes it.
-What a restored stage waits for goes before what is kept for later, chunk by chunk, and that takes no more of the uplink than it may.
-Whatever a peer sends is refused and counted before it is kept; after MISBEHAVED refusals its stream is closed.
+A request fails when nothing comes of it for `seconds`: what arrives or leaves of it chunk by chunk
+may take as long as the link makes it. What a restored stage waits for goes before what is kept for
+later, chunk by chunk, and that takes no more of the uplink than it may. Whatever a peer sends is
+refused and counted before it is kept; after MISBEHAVED refusals its stream is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError, Unavailable
+from swarmnode.errors import (
+    BadMessage,
+    Incompatible,
+    PeerError,
+    PeerTimeout,
+    StateError,
+    Unavailable,
+)
 from swarmnode.pipeline import faults
 from swarmnode.pipeline.compute import Compute
 from swarmnode.pipeline.fence import Fence
@@ -29,15 +38,17 @@ if TYPE_CHECKING:
     from swarmnode.recovery.sharing import Sharing
 
 SERVED: Final = 5
-"""Requests of one peer at a time; answers that it has not read yet are among them. A stage that is restored wants two parts of a snapshot
-beside what is new of ours: snapshot, ends, probes."""
+"""Requests of one peer at a time; answers that it has not read yet are among them. A stage that is
+restored wants two parts of a snapshot beside what is new of ours: snapshot, ends, probes."""
 MISBEHAVED: Final = 16
 LATER_SECONDS: Final = 1800.0
-"""Given to what is kept for later, between two parts of it: all that somebody waits for goes before."""
+"""Given to what is kept for later, between two parts of it: all that somebody waits for goes
+before."""
 AGAIN_SECONDS: Final = (1.0, 30.0)
 """Between the end of a stream and a new one, doubling from one to the next of the same stage."""
 BACK_SECONDS: Final = 60.0
-"""A lost stream is waited for so long. Whether its member is there at all, others find out sooner."""
+"""A lost stream is waited for so long. Whether its member is there at all, others find out
+sooner."""
 LOOK_SECONDS: Final = 0.25
 INTERRUPTED: Final = ("closed", "truncated")
 """How a stream ends through nobody's fault: its connection did."""
@@ -64,7 +75,8 @@ class Part:
 
 @dataclass
 class _Call:
-    """Somebody waits for the answer to a request. Nobody is shown progress by what is kept for later."""
+    """Somebody waits for the answer to a request. Nobody is shown progress by what is kept for
+    later."""
 
     seconds: float
     """At most, between two signs that it is being worked at."""
@@ -87,7 +99,8 @@ class _Calls:
 
     def __init__(self) -> None:
         self.progress = 0
-        """Grows with each part of an answer to us that arrives, and with each part of a request of ours that leaves."""
+        """Grows with each part of an answer to us that arrives, and with each part of a request of
+        ours that leaves."""
         self._last = 0
         self._open: dict[tuple[int, int], _Call] = {}
 
@@ -96,7 +109,14 @@ class _Calls:
         return self._last
 
     @contextlib.contextmanager
-    def open(self, stage: int, number: int, seconds: float, size: Callable[[m.Have], int], part: Part | None) -> Iterator[_Call]:
+    def open(
+        self,
+        stage: int,
+        number: int,
+        seconds: float,
+        size: Callable[[m.Have], int],
+        part: Part | None,
+    ) -> Iterator[_Call]:
         call = self._open[stage, number] = _Call(seconds, trio.CancelScope(), size, part)
         call.progressed()
         try:
@@ -128,13 +148,20 @@ class _Calls:
 
 
 class Channel:
-    """`run` it in a nursery; it ends by cancellation. step: committed steps. again: a new stream to a stage whose last one was interrupted,
-    which may be many times in the hour that a stage of 7 B takes on a home's line; raises PeerError where there can be none."""
+    """`run` it in a nursery; it ends by cancellation. step: committed steps. again: a new stream to
+    a stage whose last one was interrupted, which may be many times in the hour that a stage of 7 B
+    takes on a home's line; raises PeerError where there can be none."""
 
     def __init__(
-        self, fence: Fence, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits, seconds: float, compute: Compute,
-        step: Callable[[], int], again: Callable[[int], Awaitable[trio.abc.Stream]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        fence: Fence,
+        streams: Mapping[int, trio.abc.Stream],
+        limits: FrameLimits,
+        seconds: float,
+        compute: Compute,
+        step: Callable[[], int],
+        again: Callable[[int], Awaitable[trio.abc.Stream]] | None = None,
+    ) -> None:
         self.compute = compute
         self._again = again
         self.gone: dict[int, str] = {}
@@ -148,14 +175,16 @@ class Channel:
         self._calls = _Calls()
         self._serving: Counter[int] = Counter()
         self.refused: Counter[str] = Counter()
-        """What peers sent that is not what it has to be, and what they asked for and did not get, by reason of STATE_REFUSALS."""
+        """What peers sent that is not what it has to be, and what they asked for and did not get,
+        by reason of STATE_REFUSALS."""
         self._blame: Counter[int] = Counter()
         """Stage → how much of that was what it sent."""
         self._nursery: trio.Nursery | None = None
 
     @property
     def progress(self) -> int:
-        """Grows with each part of an answer to us that arrives, and with each part of a request of ours that leaves."""
+        """Grows with each part of an answer to us that arrives, and with each part of a request of
+        ours that leaves."""
         return self._calls.progress
 
     @property
@@ -177,7 +206,9 @@ class Channel:
         finally:
             self._nursery = None
 
-    async def _speak(self, stage: int, stream: trio.abc.Stream, server: Server, sharing: Sharing) -> None:
+    async def _speak(
+        self, stage: int, stream: trio.abc.Stream, server: Server, sharing: Sharing
+    ) -> None:
         """With one member, over one stream after another."""
         pause, most = AGAIN_SECONDS
         while True:
@@ -198,7 +229,8 @@ class Channel:
             del self.gone[stage]
 
     async def returns(self, stage: int) -> bool:
-        """Waits for a stream to `stage` in the place of one that was interrupted. Whether there is one; False at once if none was."""
+        """Waits for a stream to `stage` in the place of one that was interrupted. Whether there is
+        one; False at once if none was."""
         if self._again is None or self.gone.get(stage) not in INTERRUPTED:
             return False
         until = trio.current_time() + BACK_SECONDS
@@ -210,9 +242,17 @@ class Channel:
     # Sending.
 
     async def answer(
-        self, stage: int, request: int, what: m.What, step: int, body: bytes | bytearray | memoryview, *, later: bool = False,
-        part: tuple[int, int | None] = (0, None), **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        stage: int,
+        request: int,
+        what: m.What,
+        step: int,
+        body: bytes | bytearray | memoryview,
+        *,
+        later: bool = False,
+        part: tuple[int, int | None] = (0, None),
+        **more: Any,
+    ) -> None:
         root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))
         if stage not in self.gone:
             have = m.Have(self.place, request, what, step, len(body), root, **more)
@@ -231,7 +271,8 @@ class Channel:
             self._lose(stage, "does not read")
 
     def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Begin `work` in the background. False where `run` is over, or has not begun: then it is not begun."""
+        """Begin `work` in the background. False where `run` is over, or has not begun: then it is
+        not begun."""
         if self._nursery is None:
             return False
         self._nursery.start_soon(work)
@@ -245,7 +286,8 @@ class Channel:
                     await outbox.wait()
                     continue
                 call, data = ready
-                for at in range(0, len(data), 2 * CHUNK_BYTES):  # a chunk with its header is written as one
+                # a chunk with its header is written as one
+                for at in range(0, len(data), 2 * CHUNK_BYTES):
                     await stream.send_all(data[at : at + 2 * CHUNK_BYTES])
                     self._calls.progressed(stage, call)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -254,14 +296,21 @@ class Channel:
     # Asking.
 
     async def call(
-        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None,
+        self,
+        stage: int,
+        message: m.Message,
+        size: Callable[[m.Have], int],
+        body: bytes = b"",
+        seconds: float | None = None,
         part: Part | None = None,
-    ) -> Answer:  # fmt: skip
-        """Holds, or (Have, body) with the hash that was promised. `size` says how long all of the answer must be, or raises BadMessage.
-        seconds: other than those of the channel; LATER_SECONDS for what nobody waits for. part: as the message asks for; it is filled
-        as it comes, and no hash is of it alone.
+    ) -> Answer:
+        """Holds, or (Have, body) with the hash that was promised. `size` says how long all of the
+        answer must be, or raises BadMessage. seconds: other than those of the channel;
+        LATER_SECONDS for what nobody waits for. part: as the message asks for; it is filled as it
+        comes, and no hash is of it alone.
 
-        Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a stage that is gone or has nothing.
+        Raises PeerError: BadMessage for what was not what it said, PeerTimeout, Loading, and for a
+        stage that is gone or has nothing.
         """
         if stage in self.gone or stage not in self.outboxes:
             raise PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")
@@ -281,9 +330,14 @@ class Channel:
         return call.answer
 
     async def call_for_body(
-        self, stage: int, message: m.Message, size: Callable[[m.Have], int], body: bytes = b"", seconds: float | None = None,
+        self,
+        stage: int,
+        message: m.Message,
+        size: Callable[[m.Have], int],
+        body: bytes = b"",
+        seconds: float | None = None,
         part: Part | None = None,
-    ) -> Body:  # fmt: skip
+    ) -> Body:
         """As `call`, of something that has a body."""
         answer = await self.call(stage, message, size, body, seconds, part)
         if not isinstance(answer, tuple):
@@ -292,10 +346,14 @@ class Channel:
 
     # Receiving.
 
-    async def _read(self, stage: int, stream: trio.abc.Stream, server: Server, sharing: Sharing) -> None:
+    async def _read(
+        self, stage: int, stream: trio.abc.Stream, server: Server, sharing: Sharing
+    ) -> None:
         reason = "closed"
         try:
-            while stage not in self.gone and (got := await m.read(stream, self._limits)) is not None:
+            while (
+                stage not in self.gone and (got := await m.read(stream, self._limits)) is not None
+            ):
                 if self._fence.check(got[0].place, stage, None):
                     continue
                 self._arrived(stage, *got, server, sharing)
@@ -321,7 +379,9 @@ class Channel:
         self._calls.lost(stage, PeerError(f"stage {stage} is gone: {reason}"))
         self.outboxes[stage].clear()
 
-    def _arrived(self, stage: int, message: m.Message, body: bytes, server: Server, sharing: Sharing) -> None:
+    def _arrived(
+        self, stage: int, message: m.Message, body: bytes, server: Server, sharing: Sharing
+    ) -> None:
         match message:
             case m.Chunk():
                 self._chunk(stage, message, body)
@@ -336,7 +396,13 @@ class Channel:
             case m.Lack():
                 loading = message.reason == "loading"
                 why = f"stage {stage}: {message.reason}"
-                error = Loading(why) if loading else Incompatible(why) if message.reason == "failed" else PeerError(why)
+                error = (
+                    Loading(why)
+                    if loading
+                    else Incompatible(why)
+                    if message.reason == "failed"
+                    else PeerError(why)
+                )
                 self._calls.answered(stage, message.request, error)
             case m.Ask():
                 self.send(stage, server.holds(stage, message.request))
@@ -375,12 +441,17 @@ class Channel:
 
     async def _complete(self, stage: int, have: m.Have, body: bytearray) -> None:
         right = await self.compute(lambda: m.root_of(body)) == have.root
-        self._calls.answered(stage, have.request, (have, body) if right else BadMessage("hash", f"{have.what} from stage {stage}"))
+        self._calls.answered(
+            stage,
+            have.request,
+            (have, body) if right else BadMessage("hash", f"{have.what} from stage {stage}"),
+        )
 
     # Serving.
 
     def _soon(self, stage: int, number: int, work: Callable[[], Awaitable[None]]) -> None:
-        unread = len(self.outboxes[stage].transfers)  # who asks and does not read gets no more of them
+        # who asks and does not read gets no more of them
+        unread = len(self.outboxes[stage].transfers)
         if self._serving[stage] + unread >= SERVED:
             self.refused["busy"] += 1
             self.lack(stage, number, "busy")

@@ -1,10 +1,14 @@
-"""One stage's weights for whoever samples from a whole copy of the policy: as bytes, and into that copy. Torch.
+"""One stage's weights for whoever samples from a whole copy of the policy: as bytes, and into that
+copy. Torch.
 
     adapter         bfloat16, tensor after tensor: 2 bytes per weight
-    whole weights   for each matrix int8 codes (`policy.quantised`) and their scales, else float32; all of it XOR the same of the base
-                    model, deflated: what has not moved by half a step of its row's scale is a zero, and costs next to nothing
+    whole weights   for each matrix int8 codes (`policy.quantised`) and their scales, else float32;
+    all of it XOR the same of the base
+                    model, deflated: what has not moved by half a step of its row's scale is a zero,
+                    and costs next to nothing
 
-Either is the weights as they are, and not a difference to what was sent before: one that is lost, late or of another crew's spoils none.
+Either is the weights as they are, and not a difference to what was sent before: one that is lost,
+late or of another crew's spoils none.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ if TYPE_CHECKING:
     from swarmnode.policy.load import Model
 
 LEVEL: Final = 1
-"""zlib takes several times as long at higher ones, and where most is zero that brings a few percent."""
+"""zlib takes several times as long at higher ones, and where most is zero that brings a few
+percent."""
 OVERHEAD: Final = 1024
 """Bytes by which what does not deflate may be longer than it was, and a thousandth of it."""
 
@@ -41,7 +46,9 @@ Parts = dict[str, tuple[torch.Tensor, ...]]
 def copied(spec: StageSpec, layout: Layout) -> Layout:
     """What a stage gives: all that is trained, but a tied embedding only at its first end."""
     twice = spec.shares_embedding and spec.has_head
-    return tuple(tensor for tensor in layout if not (twice and tensor.name.endswith("lm_head.weight")))
+    return tuple(
+        tensor for tensor in layout if not (twice and tensor.name.endswith("lm_head.weight"))
+    )
 
 
 def copy_bytes(layout: Layout, adapter: bool) -> int:
@@ -60,7 +67,9 @@ def _size(tensor: TensorSpec) -> int:
 def encode_copy(spec: StageSpec, weights: Tensors, layout: Layout, base: Base | None) -> bytes:
     """`weights`, by the stage's names. base: None for an adapter."""
     if base is None:
-        return b"".join(to_bytes(bfloat16_bits(weights[tensor.name].float()), "<i2") for tensor in layout)
+        return b"".join(
+            to_bytes(bfloat16_bits(weights[tensor.name].float()), "<i2") for tensor in layout
+        )
     deflate = zlib.compressobj(LEVEL)
     out = []
     for tensor in layout:
@@ -74,7 +83,9 @@ def _base_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.Tensor | None]:
     return _bytes(tensor, None)
 
 
-def _bytes(tensor: torch.Tensor, scales: torch.Tensor | None) -> tuple[np.ndarray, torch.Tensor | None]:
+def _bytes(
+    tensor: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[np.ndarray, torch.Tensor | None]:
     """As uint8; with a matrix's scales."""
     if tensor.ndim != 2:
         return np.frombuffer(to_bytes(tensor.float(), "<f4"), np.uint8), None
@@ -82,14 +93,25 @@ def _bytes(tensor: torch.Tensor, scales: torch.Tensor | None) -> tuple[np.ndarra
     return np.frombuffer(to_bytes(codes, "i1") + to_bytes(chosen, "<f4"), np.uint8), chosen
 
 
-def decode_copy(spec: StageSpec, body: bytes | bytearray, layout: Layout, base: Base | None) -> Parts:
-    """What `encode_copy` was given, on the host. Raises BadMessage: size, malformed, not_finite, bounds."""
-    pieces: Iterator[bytes | memoryview] = _split(body, layout) if base is None else _inflate(body, layout)
+def decode_copy(
+    spec: StageSpec, body: bytes | bytearray, layout: Layout, base: Base | None
+) -> Parts:
+    """What `encode_copy` was given, on the host. Raises BadMessage: size, malformed, not_finite,
+    bounds."""
+    pieces: Iterator[bytes | memoryview] = (
+        _split(body, layout) if base is None else _inflate(body, layout)
+    )
     found: Parts = {}
     for tensor, piece in zip(layout, pieces, strict=True):
         name = spec.whole(tensor.name)
         if base is None:
-            found[name] = (_finite(bfloat16_values(torch.from_numpy(np.frombuffer(piece, "<i2").copy())).view(tensor.shape)),)
+            found[name] = (
+                _finite(
+                    bfloat16_values(torch.from_numpy(np.frombuffer(piece, "<i2").copy())).view(
+                        tensor.shape
+                    )
+                ),
+            )
             continue
         raw = np.bitwise_xor(np.frombuffer(piece, np.uint8), _base_bytes(base(name))[0])
         if len(tensor.shape) != 2:
@@ -105,7 +127,9 @@ def decode_copy(spec: StageSpec, body: bytes | bytearray, layout: Layout, base: 
 
 def _split(body: bytes | bytearray, layout: Layout) -> Iterator[bytes | memoryview]:
     if len(body) != copy_bytes(layout, adapter=True):
-        raise BadMessage("size", f"{len(body)} bytes of an adapter of {copy_bytes(layout, adapter=True)}")
+        raise BadMessage(
+            "size", f"{len(body)} bytes of an adapter of {copy_bytes(layout, adapter=True)}"
+        )
     at = 0
     for tensor in layout:
         yield memoryview(body)[at : at + 2 * tensor.elements]
@@ -120,7 +144,9 @@ def _inflate(body: bytes | bytearray, layout: Layout) -> Iterator[bytes | memory
             piece = stream.decompress(rest, _size(tensor))
             rest = stream.unconsumed_tail
             if len(piece) != _size(tensor):
-                raise BadMessage("size", f"{len(piece)} bytes of {tensor.name}, which has {_size(tensor)}")
+                raise BadMessage(
+                    "size", f"{len(piece)} bytes of {tensor.name}, which has {_size(tensor)}"
+                )
             yield piece
         if stream.decompress(rest, 1) or not stream.eof or stream.unused_data:
             raise BadMessage("size", "more than a stage")
@@ -137,7 +163,11 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def install(model: Model, parts: Parts) -> None:
     """Into the copy that `policy.quantised.build_quantised` made of the same model."""
-    matrices = {name.replace(".base_layer", ""): m for name, m in base_model(model).named_modules() if isinstance(m, Int8Matrix)}
+    matrices = {
+        name.replace(".base_layer", ""): m
+        for name, m in base_model(model).named_modules()
+        if isinstance(m, Int8Matrix)
+    }
     others = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
     for name, tensors in parts.items():
         owner, _, last = name.rpartition(".")

@@ -35,7 +35,8 @@ class OnDisk:
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], about: About) -> None:
-    """Temporary name, sync, rename. The directory is made (0700) if need be. Raises OSError; the old file is then untouched."""
+    """Temporary name, sync, rename. The directory is made (0700) if need be. Raises OSError; the
+    old file is then untouched."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(temporary(path.name))
     try:
@@ -44,7 +45,8 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], about: About) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except (SafetensorError, OSError) as error:
-        unfinished.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
+        # on a full disk, half a state would take the room of what is small
+        unfinished.unlink(missing_ok=True)
         raise OSError(str(error)) from None
     sync_directory(path.parent)
 
@@ -55,16 +57,20 @@ def temporary(name: str) -> str:
 
 
 def read_about(path: Path) -> About | None:
-    """What was said with the tensors; None without a file. Raises StateError for one that is damaged."""
+    """What was said with the tensors; None without a file. Raises StateError for one that is
+    damaged."""
     return None if not path.exists() else _open(path, lambda file: {})[1]
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], About]:
-    """(tensors, what was said with them). Raises StateError for a file that is damaged or not there."""
+    """(tensors, what was said with them). Raises StateError for a file that is damaged or not
+    there."""
     return _open(path, lambda file: {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
 
 
-def _open(path: Path, read: Callable[[safe_open], dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], About]:
+def _open(
+    path: Path, read: Callable[[safe_open], dict[str, torch.Tensor]]
+) -> tuple[dict[str, torch.Tensor], About]:
     try:
         with held(path) as name, safe_open(name, "pt", device="cpu") as file:
             about = json.loads((file.metadata() or {})["about"])

@@ -1,4 +1,5 @@
-"""What a lost stage asks the others for. Everything raises PeerError as `Channel.call` does. Torch."""
+"""What a lost stage asks the others for. Everything raises PeerError as `Channel.call` does.
+Torch."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ AGAIN_SECONDS: Final = 0.25
 """A stage that is still being restored is asked again so often."""
 PART_BYTES: Final = (64 * 1024, CHUNK_BYTES)
 PART_SECONDS: Final = (0.25, 1.0)
-"""A part of what is kept for later is as long as the line takes in about that time: what the crew is at waits for no more of it."""
+"""A part of what is kept for later is as long as the line takes in about that time: what the crew
+is at waits for no more of it."""
 PAUSES: Final = 7
-"""After a part nothing is asked for, for so many times what it took: two neighbours together take a quarter of a line."""
+"""After a part nothing is asked for, for so many times what it took: two neighbours together take a
+quarter of a line."""
 QUICK_SECONDS: Final = 0.05
 """What is here sooner was no burden to anybody."""
 
@@ -49,7 +52,9 @@ class Fetcher:
 
         async def one(stage: int) -> None:
             try:
-                answer = await self._channel.call(stage, m.Ask(self._channel.place, 0), _no_body, seconds=seconds)
+                answer = await self._channel.call(
+                    stage, m.Ask(self._channel.place, 0), _no_body, seconds=seconds
+                )
             except PeerError:
                 return  # it counts as one that has nothing
             if isinstance(answer, m.Holds):
@@ -61,9 +66,11 @@ class Fetcher:
         return found
 
     async def snapshot(self, holders: Sequence[int], step: int, root: bytes) -> StageState:
-        """The one of ours that all `holders` said they have, from all of them at once; what came of it before, from whomever, is not sent
-        again, nor is the whole where the crew ends before it was judged. Where the whole is not what they named, it is fetched from each
-        alone, until one gives it. No holder's `factor` is taken: where there are snapshots it is 1, and no hash is of it."""
+        """The one of ours that all `holders` said they have, from all of them at once; what came of
+        it before, from whomever, is not sent again, nor is the whole where the crew ends before it
+        was judged. Where the whole is not what they named, it is fetched from each alone, until one
+        gives it. No holder's `factor` is taken: where there are snapshots it is 1, and no hash is
+        of it."""
         crowd, left = holders, list(holders)
         while True:
             try:
@@ -80,8 +87,11 @@ class Fetcher:
                 raise BadMessage("hash", f"a snapshot of step {step}, of all who named it")
             crowd, left = left[:1], left[1:]
 
-    async def _gathered(self, holders: Sequence[int], step: int, root: bytes) -> StageState | int | None:
-        """The snapshot; or, where it has another root, who is to blame for it: None if more than one gave it."""
+    async def _gathered(
+        self, holders: Sequence[int], step: int, root: bytes
+    ) -> StageState | int | None:
+        """The snapshot; or, where it has another root, who is to blame for it: None if more than
+        one gave it."""
         own, arriving = self._stage.spec.index, self._stage.arriving
         layout = self._stage.layouts[own]
         size = m.state_bytes(layout, form_of(layout, self._stage.settings))
@@ -104,11 +114,14 @@ class Fetcher:
             if (liar := gathering.alone) is not None:
                 self._channel.refuse(liar, BadMessage("hash", f"a snapshot from stage {liar}"))
             return liar
-        return await self._channel.compute(lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, 1.0))
+        return await self._channel.compute(
+            lambda: decode_state(of.body, layout, have.form, step, have.squared_norm, 1.0)
+        )
 
     async def theirs(self, stage: int) -> tuple[m.Have, memoryview]:
-        """The snapshot of itself that `stage` has, to be kept here. Nobody waits for it, and at 7 B a home's line is busy with it for ten
-        minutes, so it is asked for in parts, with pauses. What has come of it is not sent again, in another crew neither."""
+        """The snapshot of itself that `stage` has, to be kept here. Nobody waits for it, and at 7 B
+        a home's line is busy with it for ten minutes, so it is asked for in parts, with pauses.
+        What has come of it is not sent again, in another crew neither."""
         layout, arriving = self._stage.layouts[stage], self._stage.arriving
         size = m.state_bytes(layout, form_of(layout, self._stage.settings))
         root, of = arriving.get(stage, (b"", nothing_of(size)))
@@ -119,7 +132,10 @@ class Fetcher:
         while of.gaps:
             at = of.gaps[0][0]
             part, began = Part(of.body, at, min(size, at + length)), trio.current_time()
-            before, (have, _) = have, await self._fetch(stage, "shadow", checked, stage, LATER_SECONDS, part)
+            before, (have, _) = (
+                have,
+                await self._fetch(stage, "shadow", checked, stage, LATER_SECONDS, part),
+            )
             if have.root != root:  # another one than what has come is of
                 root, of = have.root, of if at == 0 else nothing_of(size)
                 if before is not None:
@@ -134,7 +150,11 @@ class Fetcher:
             elif took > PART_SECONDS[1]:
                 length = max(PART_BYTES[0], length // 2)
         arriving.pop(stage, None)
-        if have is None or of.gaps or await self._channel.compute(lambda: m.root_of(of.body)) != root:
+        if (
+            have is None
+            or of.gaps
+            or await self._channel.compute(lambda: m.root_of(of.body)) != root
+        ):
             error = BadMessage("hash", f"a snapshot of stage {stage}, from itself")
             self._channel.refuse(stage, error)
             raise error
@@ -144,7 +164,9 @@ class Fetcher:
         """A neighbour's layers as they are now, and ω."""
         layout = layers_layout(self._stage.layouts[stage])
         have, body = await self._fetch(stage, "layers", lambda have: 4 * elements(layout))
-        return Neighbour(await self._channel.compute(lambda: read_floats(body, layout)), have.squared_norm)
+        return Neighbour(
+            await self._channel.compute(lambda: read_floats(body, layout)), have.squared_norm
+        )
 
     async def ends(self, holder: int) -> dict[str, torch.Tensor]:
         """True copies of our embedding, or norm and head."""
@@ -153,16 +175,22 @@ class Fetcher:
         return await self._channel.compute(lambda: self._stage.read_ends(own, body))
 
     async def tied(self) -> StageState:
-        """The tied embedding as the other end has it now, with its moments, by our own name for it. Waits for one that is restored."""
+        """The tied embedding as the other end has it now, with its moments, by our own name for it.
+        Waits for one that is restored."""
         other = self._stage.spec.stages - 1 if self._stage.spec.has_embedding else 0
         layout = tied_layout(self._stage.spec, self._stage.layouts[self._stage.spec.index])
         size = m.state_bytes(layout, "exact")
-        have, body = await self._patiently(other, lambda: self._fetch(other, "tied", lambda have: size))
-        return await self._channel.compute(lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0))
+        have, body = await self._patiently(
+            other, lambda: self._fetch(other, "tied", lambda have: size)
+        )
+        return await self._channel.compute(
+            lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0)
+        )
 
     async def copy(self, spec: StageSpec) -> tuple[int, tuple[int, bytes], Parts]:
-        """(bytes that came, (steps, step hash), weights) of a stage as it is now, for a copy of the whole policy. Ours go through the bytes
-        that others would get: what `LocalStage.copy` raises is raised."""
+        """(bytes that came, (steps, step hash), weights) of a stage as it is now, for a copy of the
+        whole policy. Ours go through the bytes that others would get: what `LocalStage.copy` raises
+        is raised."""
         layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
 
         def size(have: m.Have) -> int:
@@ -179,7 +207,8 @@ class Fetcher:
         return have.size, (have.step, have.hash), await decoded(body)
 
     async def probes(self, holder: int) -> list[m.Probe]:
-        """At most `settings.memory`, oldest first, every one a micro-batch that this model can have been given."""
+        """At most `settings.memory`, oldest first, every one a micro-batch that this model can have
+        been given."""
         _, body = await self.given(holder, "probes", holder)
         return self._stage.read_probes(body)
 
@@ -197,7 +226,8 @@ class Fetcher:
         return edges
 
     async def run_at(self, stage: int, probe: m.Probe | m.Edge, tokens: int, x: bytes) -> bytes:
-        """One micro-batch through `stage` as it is now: as `bodies.run_one`. Waits for one that is being restored.
+        """One micro-batch through `stage` as it is now: as `bodies.run_one`. Waits for one that is
+        being restored.
 
         Raises Incompatible where its numbers are not finite.
         """
@@ -206,35 +236,60 @@ class Fetcher:
         def size(have: m.Have) -> int:
             if have.what != "ran":
                 raise BadMessage("schema", "not what was asked for")
-            return 4 * tokens if last else activation_bytes(self._stage.codec, probe.rows, self._stage.runtime.hidden_size)
+            return (
+                4 * tokens
+                if last
+                else activation_bytes(
+                    self._stage.codec, probe.rows, self._stage.runtime.hidden_size
+                )
+            )
 
-        run = m.Run(self._channel.place, 0, self._stage.codec if stage else None, probe.rows, len(probe.about))
+        run = m.Run(
+            self._channel.place,
+            0,
+            self._stage.codec if stage else None,
+            probe.rows,
+            len(probe.about),
+        )
         ask = lambda: self._channel.call_for_body(stage, run, size, probe.about + x)
         _, body = await self._patiently(stage, lambda: self._interrupted(stage, ask))
         return bytes(body)
 
-    async def given(self, holder: int, what: m.Given, of: int, seconds: float | None = None) -> Body:
-        """What `holder` keeps of stage `of`, which is ours or its own, as it came. seconds: as of `Channel.call`."""
+    async def given(
+        self, holder: int, what: m.Given, of: int, seconds: float | None = None
+    ) -> Body:
+        """What `holder` keeps of stage `of`, which is ours or its own, as it came. seconds: as of
+        `Channel.call`."""
         return await self._fetch(holder, what, lambda have: self._given_size(of, have), of, seconds)
 
     def _given_size(self, of: int, have: m.Have) -> int:
         if have.step > self._channel.step + 1:  # stages are at most one apart
-            raise BadMessage("bounds", f"{have.what} of step {have.step}, which the crew has not taken")
+            raise BadMessage(
+                "bounds", f"{have.what} of step {have.step}, which the crew has not taken"
+            )
         return self._stage.size(of, have)
 
     async def _fetch(
-        self, stage: int, what: m.Wanted, size: Callable[[m.Have], int], of: int | None = None, seconds: float | None = None,
+        self,
+        stage: int,
+        what: m.Wanted,
+        size: Callable[[m.Have], int],
+        of: int | None = None,
+        seconds: float | None = None,
         part: Part | None = None,
-    ) -> Body:  # fmt: skip
+    ) -> Body:
         def checked(have: m.Have) -> int:
             if have.what != what:
                 raise BadMessage("schema", f"{have.what} is not {what}")
             return size(have)
 
         async def ask() -> Body:
-            at, until = (part.at, part.until) if part is not None else (0, None)  # what had come is not sent again
+            # what had come is not sent again
+            at, until = (part.at, part.until) if part is not None else (0, None)
             want = m.Want(self._channel.place, 0, what, stage if of is None else of, at, until)
-            return await self._channel.call_for_body(stage, want, checked, seconds=seconds, part=part)
+            return await self._channel.call_for_body(
+                stage, want, checked, seconds=seconds, part=part
+            )
 
         return await self._interrupted(stage, ask)
 
@@ -254,7 +309,10 @@ class Fetcher:
                 return await ask()
             except Loading:
                 if trio.current_time() >= until:
-                    raise PeerTimeout(f"stage {stage} was not restored within {self._stage.settings.neighbour_seconds:.0f} s") from None
+                    raise PeerTimeout(
+                        f"stage {stage} was not restored within"
+                        f" {self._stage.settings.neighbour_seconds:.0f} s"
+                    ) from None
                 await trio.sleep(AGAIN_SECONDS)
 
 

@@ -1,11 +1,14 @@
-"""Whether the policy with a recovered stage in it is still the policy: the last committed micro-batches again, through all stages. Torch.
+"""Whether the policy with a recovered stage in it is still the policy: the last committed
+micro-batches again, through all stages. Torch.
 
-    r = log π_new(token) − log π_old(token)     over the tokens that were learnt from, drawn from about the old policy
+    r = log π_new(token) − log π_old(token)     over the tokens that were learnt from, drawn from
+    about the old policy
     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
 
-π_old is what the tail computed before the step that the micro-batch was in. Only the newest step's are asked: what was learnt since would
-count as damage, and a policy that learns fast moves by more than the gate allows in a few steps. A damaged policy earns the same rewards
-everywhere, so nothing that is learnt from rewards can heal it: it has to be found out before it takes part.
+π_old is what the tail computed before the step that the micro-batch was in. Only the newest step's
+are asked: what was learnt since would count as damage, and a policy that learns fast moves by more
+than the gate allows in a few steps. A damaged policy earns the same rewards everywhere, so nothing
+that is learnt from rewards can heal it: it has to be found out before it takes part.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from swarmnode.wire.tensors import unpack_logprobs
 AT_ONCE = 2
 """Probes on their way through the stages."""
 LEAST, ROWS = 2, 2048
-"""Probes, and rows of them, that are enough: a token's r of a stage in order is some hundredths, so that their mean square is known to a
-tenth, and at 7 B more would be minutes of a home's line, for each source that is tried."""
+"""Probes, and rows of them, that are enough: a token's r of a stage in order is some hundredths, so
+that their mean square is known to a tenth, and at 7 B more would be minutes of a home's line, for
+each source that is tried."""
 
 
 async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
@@ -80,13 +84,16 @@ def verdict_of(shift: np.ndarray) -> Verdict:
 
 
 async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
-    """(tokens,) r. Raises ValueError or Incompatible where numbers are not finite, here or elsewhere."""
+    """(tokens,) r. Raises ValueError or Incompatible where numbers are not finite, here or
+    elsewhere."""
     micro_batch = work_of(probe, peer.stage.limits)
     old = unpack_logprobs(probe.logprobs)
     x = b""
     for stage in range(peer.stage.spec.stages):
         if stage == peer.stage.spec.index:
-            x = await peer.channel.compute(partial(run_one, peer.stage.runtime, micro_batch, x, peer.stage.codec))
+            x = await peer.channel.compute(
+                partial(run_one, peer.stage.runtime, micro_batch, x, peer.stage.codec)
+            )
         else:
             x = await peer.fetch.run_at(stage, probe, len(old), x)
     new = unpack_logprobs(x)

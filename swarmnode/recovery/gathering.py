@@ -1,7 +1,9 @@
-"""One snapshot from all who keep it, in pieces: whoever is free is asked for the next, so that each gives what its line carries. No torch.
+"""One snapshot from all who keep it, in pieces: whoever is free is asked for the next, so that each
+gives what its line carries. No torch.
 
-Who fails, or is silent for as long as anything is waited for, costs what it was asked for and has not sent: others are asked for that.
-Who is slow has the rest of its piece taken over, once nothing else is left. What has come stays, also when the crew ends.
+Who fails, or is silent for as long as anything is waited for, costs what it was asked for and has
+not sent: others are asked for that. Who is slow has the rest of its piece taken over, once nothing
+else is left. What has come stays, also when the crew ends.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ PIECE_BYTES: Final = 16 * CHUNK_BYTES
 ROUNDS: Final = 4
 """Pieces for each lane, at least, where there are as many chunks."""
 LANES: Final = 2
-"""Pieces that one holder is asked for at a time: while the request for the next is on its way, it sends the other."""
+"""Pieces that one holder is asked for at a time: while the request for the next is on its way, it
+sends the other."""
 SLOW: Final = 3.0
-"""A piece is taken over from a holder after so many times the time that who takes it over would need for it, and SLOW_SECONDS."""
+"""A piece is taken over from a holder after so many times the time that who takes it over would
+need for it, and SLOW_SECONDS."""
 SLOW_SECONDS: Final = 5.0
 LOOK_SECONDS: Final = 1.0
 
@@ -57,15 +61,20 @@ class _Piece(Part):
 class Gathering:
     """ask: fills a part from a holder; raises PeerError."""
 
-    def __init__(self, begun: Begun, holders: Sequence[int], ask: Callable[[int, Part], Awaitable[m.Have]]) -> None:
+    def __init__(
+        self, begun: Begun, holders: Sequence[int], ask: Callable[[int, Part], Awaitable[m.Have]]
+    ) -> None:
         size = len(begun.body)
-        if not begun.gaps:  # it was all there when the crew ended: what is said of it comes with its end
+        # it was all there when the crew ended: what is said of it comes with its end
+        if not begun.gaps:
             begun.gaps.append((max(0, size - CHUNK_BYTES), size))
         self._begun = begun
         self._holders = holders
         self._ask = ask
         self._fresh = begun.gaps == [(0, size)]
-        self._most = min(PIECE_BYTES, CHUNK_BYTES * -(-size // (ROUNDS * LANES * len(holders) * CHUNK_BYTES)))
+        self._most = min(
+            PIECE_BYTES, CHUNK_BYTES * -(-size // (ROUNDS * LANES * len(holders) * CHUNK_BYTES))
+        )
         self._asked: list[_Piece] = []
         self._came: Counter[int] = Counter()
         """Holder → bytes of it."""
@@ -81,7 +90,8 @@ class Gathering:
         return gave[0] if self._fresh and len(gave) == 1 else None
 
     async def run(self) -> m.Have:
-        """All of it is there: what the first of the holders that gave any says of it. Raises PeerError, of the last one that failed."""
+        """All of it is there: what the first of the holders that gave any says of it. Raises
+        PeerError, of the last one that failed."""
         async with trio.open_nursery() as nursery:
             for holder in self._holders:
                 for lane in range(LANES):
@@ -91,7 +101,8 @@ class Gathering:
         return self._haves[min(self._haves, key=self._holders.index)]
 
     async def _lane(self, holder: int, lane: int) -> None:
-        most = max(CHUNK_BYTES, self._most // (lane + 1))  # two that ended together would leave the line idle together
+        # two that ended together would leave the line idle together
+        most = max(CHUNK_BYTES, self._most // (lane + 1))
         while (piece := await self._next(holder, most)) is not None:
             most = self._most
             try:
@@ -129,8 +140,18 @@ class Gathering:
         """What another one should have sent long ago, by what `holder` sends."""
         now = trio.current_time()
         rate = self._came[holder] / max(now - self._since, 1e-3)
-        late = lambda piece: now - piece.since > SLOW_SECONDS and (now - piece.since) * rate > SLOW * (piece.until - piece.first)
-        return next((piece for piece in self._asked if piece.holder != holder and not piece.taken and late(piece)), None)
+        late = lambda piece: (
+            now - piece.since > SLOW_SECONDS
+            and (now - piece.since) * rate > SLOW * (piece.until - piece.first)
+        )
+        return next(
+            (
+                piece
+                for piece in self._asked
+                if piece.holder != holder and not piece.taken and late(piece)
+            ),
+            None,
+        )
 
     def _over(self, piece: _Piece) -> None:
         self._asked.remove(piece)

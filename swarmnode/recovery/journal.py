@@ -1,11 +1,14 @@
 """R0: a stage's own state on its own disk, for a node that comes back. Torch.
 
-    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the lineage, layers, step, norm and rate they are of
-    outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment; none where nothing is averaged
+    weights.<name>   first.<name>   second.<name>   counts.<name>   rng      and the lineage,
+    layers, step, norm and rate they are of
+    outer.<name>     what averaging with other crews keeps (φ, δ, clocks), as of the same moment;
+    none where nothing is averaged
 
-Written after a committed step by a thread of its own, the newest state only: training waits for a copy in memory, never for the disk. A
-disk that is slower than a step costs steps on a crash; while one state is being written no other is copied. A stage of whole weights of a
-large policy is written every few steps only (`journal_every`), or it would wear a disk out in weeks.
+Written after a committed step by a thread of its own, the newest state only: training waits for a
+copy in memory, never for the disk. A disk that is slower than a step costs steps on a crash; while
+one state is being written no other is copied. A stage of whole weights of a large policy is written
+every few steps only (`journal_every`), or it would wear a disk out in weeks.
 """
 
 from __future__ import annotations
@@ -36,13 +39,16 @@ log = logging.getLogger(__name__)
 
 FILE: Final = "stage.safetensors"
 STEP_BYTES: Final = 2 * 10**9
-"""What a stage may write after a step, in the mean: at a step in two minutes 1.4 TB a day. A disk is made for some 600 TB in all."""
+"""What a stage may write after a step, in the mean: at a step in two minutes 1.4 TB a day. A disk
+is made for some 600 TB in all."""
 
 
 def journal_every(layouts: Iterable[Layout]) -> int:
-    """Steps between two states that are written: the least power of two at which the largest stage writes no more than STEP_BYTES a step.
+    """Steps between two states that are written: the least power of two at which the largest stage
+    writes no more than STEP_BYTES a step.
 
-    layouts: of all stages of a crew, so that its members write after the same steps, and their journals fit together when all end at once.
+    layouts: of all stages of a crew, so that its members write after the same steps, and their
+    journals fit together when all end at once.
     """
     largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
     return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
@@ -67,7 +73,8 @@ class _About(msgspec.Struct, frozen=True):
 
 @dataclass
 class Kept:
-    """A stage as a journal gives it back, or as it was had elsewhere: what its member goes on with."""
+    """A stage as a journal gives it back, or as it was had elsewhere: what its member goes on
+    with."""
 
     state: StageState
     lr_scale: LrScale
@@ -77,19 +84,28 @@ class Kept:
 
 
 class Journal:
-    """One stage of one lineage, in a directory of the lineage below `directory`. A file of other layers counts as none, and is overwritten;
-    so does one that is damaged, and `error` says so: there are other sources. every: steps between two that are written. after: one that
-    was told to `leave`, of another file; nothing is copied while it writes.
+    """One stage of one lineage, in a directory of the lineage below `directory`. A file of other
+    layers counts as none, and is overwritten; so does one that is damaged, and `error` says so:
+    there are other sources. every: steps between two that are written. after: one that was told to
+    `leave`, of another file; nothing is copied while it writes.
 
     Those of other lineages are deleted once this one has as many steps behind it as they have."""
 
-    def __init__(self, directory: Path, lineage: bytes, spec: StageSpec, every: int = 1, after: Journal | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        lineage: bytes,
+        spec: StageSpec,
+        every: int = 1,
+        after: Journal | None = None,
+    ) -> None:
         self.path = journal_file(directory, lineage)
         self.every = every
         self._after = after
         self._lineage, self._spec = lineage.hex(), spec
         self.error: str | None = None
-        """Why the last write failed, or what is wrong with the file that was there; None after a write that succeeded."""
+        """Why the last write failed, or what is wrong with the file that was there; None after a
+        write that succeeded."""
         self.step: int | None = None
         """Committed steps in the file; None without one."""
         self.hash = b""
@@ -103,7 +119,8 @@ class Journal:
         self.skipped = 0
         """Steps after which the disk was still busy with an earlier one."""
         self._missed: tuple[StageWorker, Tensors, _About] | None = None
-        """Whose last step was not written, and which it is: it is none of every few, or the disk was busy."""
+        """Whose last step was not written, and which it is: it is none of every few, or the disk
+        was busy."""
         self._condition = threading.Condition()
         self._pending: tuple[dict[str, torch.Tensor], _About] | None = None
         """What is being written, or about to be."""
@@ -112,8 +129,8 @@ class Journal:
         self._thread.start()
 
     def note(self, worker: StageWorker, outer: Tensors = MappingProxyType({})) -> None:
-        """Between two steps, in any thread. Copies the state if its step is one of every few, and the disk not busy. `outer`, which must
-        never change, is not copied."""
+        """Between two steps, in any thread. Copies the state if its step is one of every few, and
+        the disk not busy. `outer`, which must never change, is not copied."""
         about = self._about(worker)
         with self._condition:
             self._missed = worker, outer, about
@@ -127,9 +144,16 @@ class Journal:
         optimizer, participant = worker.optimizer, worker.participant
         taken = optimizer.last_commit
         return _About(
-            self._lineage, self._spec, participant.step, participant.hash.hex(), taken.attempt, taken.clip, taken.learning_rate,
-            optimizer.squared_norm, replace(optimizer.lr_scale),
-        )  # fmt: skip
+            self._lineage,
+            self._spec,
+            participant.step,
+            participant.hash.hex(),
+            taken.attempt,
+            taken.clip,
+            taken.learning_rate,
+            optimizer.squared_norm,
+            replace(optimizer.lr_scale),
+        )
 
     def _write(self, worker: StageWorker, outer: Tensors, about: _About) -> None:
         state = take(worker)
@@ -148,14 +172,19 @@ class Journal:
         known = _understand(self.path, about)
         if not self._is_ours(known):
             raise StateError(f"{self.path} is of another stage")
-        part = lambda kind: {n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")}
+        part = lambda kind: {
+            n.removeprefix(f"{kind}."): t for n, t in tensors.items() if n.startswith(f"{kind}.")
+        }
         outer = part("outer")
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):  # the gate looks at weights only
+        # the gate looks at weights only
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
             raise StateError(f"{self.path}: slow weights are not finite")
         try:
             counts = {name: float(steps) for name, steps in part("counts").items()}
             weights, norm, lr_scale = part("weights"), known.squared_norm, known.pace
-            state = StageState(known.step, weights, part("first"), part("second"), counts, norm, lr_scale.factor)
+            state = StageState(
+                known.step, weights, part("first"), part("second"), counts, norm, lr_scale.factor
+            )
             return Kept(state, lr_scale, outer, tensors["rng"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.path} lacks something: {error}") from None
@@ -169,9 +198,13 @@ class Journal:
 
     @property
     def coming(self) -> list[disk.OnDisk]:
-        """What is being written, here and by whom we wait for: it takes the place of what is on disk of the same lineage."""
+        """What is being written, here and by whom we wait for: it takes the place of what is on
+        disk of the same lineage."""
         after, pending = self._after, self._pending
-        return [*(after.coming if after is not None else ()), *([_on_disk(pending[1])] if pending is not None else ())]
+        return [
+            *(after.coming if after is not None else ()),
+            *([_on_disk(pending[1])] if pending is not None else ()),
+        ]
 
     def writes(self, path: Path) -> bool:
         """Whether it, or whom it waits for, may still write there."""
@@ -199,8 +232,9 @@ class Journal:
         self.ended()
 
     def finish(self) -> None:
-        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in good order. Not where the weights have
-        begun to move since: a step may be under way, and half of one is nobody's."""
+        """Writes the worker's last step too, whichever it is, and stops: when a trainer ends in
+        good order. Not where the weights have begun to move since: a step may be under way, and
+        half of one is nobody's."""
         self.flush()
         if self._missed is not None:
             worker, _, about = self._missed
@@ -242,9 +276,14 @@ class Journal:
                 self._condition.notify_all()
 
     def _clear_away(self, step: int) -> None:
-        """Deletes what other lineages, which nobody writes now, have no further than `step`, and what was not written to its end."""
+        """Deletes what other lineages, which nobody writes now, have no further than `step`, and
+        what was not written to its end."""
         try:
-            written = [path for name in (FILE, disk.temporary(FILE)) for path in self.path.parent.parent.glob(f"*/{name}")]
+            written = [
+                path
+                for name in (FILE, disk.temporary(FILE))
+                for path in self.path.parent.parent.glob(f"*/{name}")
+            ]
             for other in {path.with_name(FILE) for path in written}:
                 if other == self.path:
                     continue
@@ -282,7 +321,9 @@ def _read(path: Path) -> list[disk.OnDisk]:
 
 def _on_disk(a: _About) -> disk.OnDisk:
     taken = Taken(a.attempt, a.clip, a.learning_rate)
-    return disk.OnDisk(bytes.fromhex(a.lineage), a.spec.first, a.spec.last, a.step, bytes.fromhex(a.hash), taken)
+    return disk.OnDisk(
+        bytes.fromhex(a.lineage), a.spec.first, a.spec.last, a.step, bytes.fromhex(a.hash), taken
+    )
 
 
 def _understand(path: Path, about: disk.About) -> _About:

@@ -1,4 +1,5 @@
-"""What a state peer knows of its own stage: what it is, what its weights are worth, and what is kept here of others. Torch."""
+"""What a state peer knows of its own stage: what it is, what its weights are worth, and what is
+kept here of others. Torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ import trio
 
 from swarmnode.errors import BadMessage, StateError
 from swarmnode.pipeline.compute import Compute
-from swarmnode.pipeline.frames import ABOUT_ITEM_BYTES, ActivationCodec, FrameLimits, activation_bytes
+from swarmnode.pipeline.frames import (
+    ABOUT_ITEM_BYTES,
+    ActivationCodec,
+    FrameLimits,
+    activation_bytes,
+)
 from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.pipeline.work import read_f32
@@ -33,7 +39,8 @@ Phase = Literal["empty", "candidate", "whole"]
 
 @dataclass
 class LocalStage:
-    """layouts: what is trained of every stage (`state.stage_layouts`). recorder: the member's observer."""
+    """layouts: what is trained of every stage (`state.stage_layouts`). recorder: the member's
+    observer."""
 
     runtime: StageRuntime
     spec: StageSpec
@@ -53,13 +60,16 @@ class LocalStage:
     base: Base | None = None
     """What reads the base model's tensors; None where an adapter is trained."""
     restored: StageState | None = None
-    """What the weights here were restored from, until there is a member: its moments are those of a tied embedding."""
+    """What the weights here were restored from, until there is a member: its moments are those of a
+    tied embedding."""
     arriving: dict[int, tuple[bytes, Begun]] = field(default_factory=dict)
-    """Stage → (root, what has come) of its snapshot: ours to be restored from, others' to be kept here. It may outlive a crew."""
+    """Stage → (root, what has come) of its snapshot: ours to be restored from, others' to be kept
+    here. It may outlive a crew."""
     _encoding: trio.Lock = field(default_factory=trio.Lock)
 
     def size(self, of: int, have: m.Have) -> int:
-        """How long what one stage keeps of another, `of`, is. Raises BadMessage for what it cannot be."""
+        """How long what one stage keeps of another, `of`, is. Raises BadMessage for what it cannot
+        be."""
         if have.what == "shadow":
             if have.form != form_of(self.layouts[of], self.settings):
                 raise BadMessage("bounds", f"a snapshot in form {have.form}")
@@ -72,8 +82,14 @@ class LocalStage:
 
     def edge_bytes(self, have: m.Have) -> int:
         about = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 256
-        bodies = 2 * self.settings.memory * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
-        return _at_most(have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16)
+        bodies = (
+            2
+            * self.settings.memory
+            * activation_bytes("float32", self.limits.tokens, self.limits.hidden)
+        )
+        return _at_most(
+            have, 2 * self.settings.memory * about + min(bodies, self.settings.pair_bytes) + 16
+        )
 
     def read_ends(self, of: int, body: bytearray) -> dict[str, torch.Tensor]:
         """Raises BadMessage: not_finite."""
@@ -84,14 +100,17 @@ class LocalStage:
         if not 1 <= len(probes) <= self.settings.memory:
             raise BadMessage("bounds", f"{len(probes)} probes")
         for probe in probes:
-            read_f32("logprobs", probe.logprobs, sum(work_of(probe, self.limits).completion_lengths))
+            read_f32(
+                "logprobs", probe.logprobs, sum(work_of(probe, self.limits).completion_lengths)
+            )
         return probes
 
     async def copy(self, compute: Compute) -> tuple[int, bytes, bytes]:
-        """(steps, step hash, bytes) of our weights, for who samples from the whole policy; encoded once for all who ask between two steps.
+        """(steps, step hash, bytes) of our weights, for who samples from the whole policy; encoded
+        once for all who ask between two steps.
 
-        Raises StateError where there is no worker or a step was taken meanwhile, since some tensors may be of before it; Unavailable where
-        the base model cannot be read.
+        Raises StateError where there is no worker or a step was taken meanwhile, since some tensors
+        may be of before it; Unavailable where the base model cannot be read.
         """
         if self.worker is None:
             raise StateError("nothing is trained here yet")
@@ -102,7 +121,9 @@ class LocalStage:
                 at = taken.step, taken.hash
             if recorder.copy is None or recorder.copy[:2] != at:
                 recorder.copy = None
-                body = await compute(lambda: encode_copy(self.spec, trained(self.runtime), layout, self.base))
+                body = await compute(
+                    lambda: encode_copy(self.spec, trained(self.runtime), layout, self.base)
+                )
                 if (taken.step, taken.hash) != at:
                     raise StateError("a step was taken while it was copied")
                 recorder.copy = (*at, body)

@@ -5,11 +5,12 @@
     Ask ──▶ Holds                    what is there for the asker's stage
     Want ──▶ Have, Chunk … | Lack    something of a stage, or a part of a snapshot
     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
-    Made ──▶                         there is a new one of ours: who keeps it wants it, and says Kept
+    Made ──▶                         there is a new one of ours: who keeps it wants it, and says
+    Kept
 
-Nothing large comes unasked. How long it must be follows from the model, for the few things where it cannot it is capped; a `size` that
-differs is refused before memory is taken. No chunk is longer than 1 MiB, and what arrives is looked at only once its hash is the promised
-one.
+Nothing large comes unasked. How long it must be follows from the model, for the few things where it
+cannot it is capped; a `size` that differs is refused before memory is taken. No chunk is longer
+than 1 MiB, and what arrives is looked at only once its hash is the promised one.
 """
 
 from __future__ import annotations
@@ -35,12 +36,29 @@ from swarmnode.pipeline.frames import (
 )
 from swarmnode.weights.layout import Layout, elements
 from swarmnode.wire import headed, strict
-from swarmnode.wire.fields import ANY_COUNTER, check_between, check_fields, check_length, check_positive
+from swarmnode.wire.fields import (
+    ANY_COUNTER,
+    check_between,
+    check_fields,
+    check_length,
+    check_positive,
+)
 
-STATE_REASONS: Final = ("oversize", "malformed", "schema", "bounds", "size", "hash", "not_finite", "shape", "truncated")
+STATE_REASONS: Final = (
+    "oversize",
+    "malformed",
+    "schema",
+    "bounds",
+    "size",
+    "hash",
+    "not_finite",
+    "shape",
+    "truncated",
+)
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
 STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated")
-"""Beside what is sent: too many requests at a time; our own disk's, device's or numbers' matter; one thing too often."""
+"""Beside what is sent: too many requests at a time; our own disk's, device's or numbers' matter;
+one thing too often."""
 ROOT_BYTES: Final = 32
 FACTOR: Final = 2.0
 """No stage says that it learns with more than so many times the crew's learning rate."""
@@ -69,13 +87,15 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     loaded: bool
     """The answering stage has its weights, and they are good."""
     rung: int | None
-    """It is being restored, and has a candidate of this kind (`sources.SourceKind`), which is being judged; 6 while it has none."""
+    """It is being restored, and has a candidate of this kind (`sources.SourceKind`), which is being
+    judged; 6 while it has none."""
     exhausted: bool
     """And nothing else left to try."""
     shadow: int | None
     """Committed steps in it."""
     root: bytes
-    """32 bytes, the snapshot's; empty without one. Two neighbours that name the same need not be judged."""
+    """32 bytes, the snapshot's; empty without one. Two neighbours that name the same need not be
+    judged."""
     hash: bytes
     """32 bytes: its step hash; empty without one."""
     ends: int | None
@@ -174,7 +194,8 @@ def root_of(body: bytes | bytearray | memoryview) -> bytes:
 
 
 def state_bytes(layout: Layout, form: Form) -> int:
-    """How long a snapshot is: weights, first and second moments and a count for each tensor; or weights in two bytes each."""
+    """How long a snapshot is: weights, first and second moments and a count for each tensor; or
+    weights in two bytes each."""
     return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
 
 
@@ -183,8 +204,11 @@ def pack(message: Message, body: bytes | memoryview = b"") -> bytes:
 
 
 async def read(stream: headed.Reader, limits: FrameLimits) -> tuple[Message, bytes] | None:
-    """The next message and its body; None at the end. Raises BadMessage: oversize, malformed, schema, bounds, truncated."""
-    message: Message | None = await headed.read_header(stream, lambda data: strict.decode(data, Message), HEADER_BYTES)
+    """The next message and its body; None at the end. Raises BadMessage: oversize, malformed,
+    schema, bounds, truncated."""
+    message: Message | None = await headed.read_header(
+        stream, lambda data: strict.decode(data, Message), HEADER_BYTES
+    )
     if message is None:
         return None
     _check(message, limits)
@@ -192,12 +216,18 @@ async def read(stream: headed.Reader, limits: FrameLimits) -> tuple[Message, byt
     if isinstance(message, Chunk):
         size = message.length
     elif isinstance(message, Run):
-        size = message.about + (activation_bytes(message.codec, message.rows, limits.hidden) if message.codec is not None else 0)
+        size = message.about + (
+            activation_bytes(message.codec, message.rows, limits.hidden)
+            if message.codec is not None
+            else 0
+        )
     return message, await headed.read_exactly(stream, size) or b""
 
 
 _RANGES: Final = {
-    **dict.fromkeys(("request", "step", "size", "at", "until", "rung", "shadow", "ends", "probes"), ANY_COUNTER),
+    **dict.fromkeys(
+        ("request", "step", "size", "at", "until", "rung", "shadow", "ends", "probes"), ANY_COUNTER
+    ),
     "length": (1, CHUNK_BYTES),
     "of": (0, STAGES - 1),
 }
@@ -205,7 +235,15 @@ _RANGES: Final = {
 
 def _check(message: Message, limits: FrameLimits) -> None:
     check_place(message.place)
-    check_fields(message, {}, {**_RANGES, "rows": (1, limits.tokens), "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16))})
+    check_fields(
+        message,
+        {},
+        {
+            **_RANGES,
+            "rows": (1, limits.tokens),
+            "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16)),
+        },
+    )
     if isinstance(message, Want) and (message.at, message.until) != (0, None):
         if message.what != "shadow":
             raise BadMessage("bounds", f"a part of {message.what}")

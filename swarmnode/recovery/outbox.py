@@ -1,4 +1,5 @@
-"""What is to be written to one peer: messages first, then bodies, chunk by chunk in turn, what is kept for later last. No torch."""
+"""What is to be written to one peer: messages first, then bodies, chunk by chunk in turn, what is
+kept for later last. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Outbox:
 
     def transfer(self, have: m.Have, body: bytes | memoryview, later: bool, at: int) -> None:
         """`body` from byte `at` on."""
-        self.transfers.append(Outgoing(have.request, have.what, m.pack(have), memoryview(body), later, at))
+        self.transfers.append(
+            Outgoing(have.request, have.what, m.pack(have), memoryview(body), later, at)
+        )
         self._wake.set()
 
     def clear(self) -> None:

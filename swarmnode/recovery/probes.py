@@ -1,8 +1,11 @@
-"""What a member remembers of the last micro-batches that were committed: by it a recovered stage is judged, and healed. Torch.
+"""What a member remembers of the last micro-batches that were committed: by it a recovered stage is
+judged, and healed. Torch.
 
-    probes    at the tail: token ids and log-probabilities of then; it gives copies to its ring neighbours, so that they outlive any one
+    probes    at the tail: token ids and log-probabilities of then; it gives copies to its ring
+    neighbours, so that they outlive any one
               of head and tail
-    edges     at every stage: activations as they arrived and as they were sent on. What arrived at stage i + 1 and what left stage i − 1
+    edges     at every stage: activations as they arrived and as they were sent on. What arrived at
+    stage i + 1 and what left stage i − 1
               are what a lost stage i has to turn into each other.
 
 Nothing is computed for it, and activations are kept as the bytes that travelled.
@@ -39,7 +42,8 @@ class _Pending:
 
 @dataclass
 class Recorder(Observer):
-    """Remembers for stage `spec`. Swapped micro-batches are left out: they are not run as the policy is."""
+    """Remembers for stage `spec`. Swapped micro-batches are left out: they are not run as the
+    policy is."""
 
     spec: StageSpec
     settings: RecoverySettings
@@ -47,7 +51,8 @@ class Recorder(Observer):
     """The newest, oldest first: own ones at the tail, the tail's elsewhere."""
     edges: deque[Edge] = field(default_factory=deque)
     ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
-    """Paper mode: end stage, our own or the one beside us → (step, true copies of its embedding, or norm and head)."""
+    """Paper mode: end stage, our own or the one beside us → (step, true copies of its embedding, or
+    norm and head)."""
     copy: tuple[int, bytes, bytes] | None = None
     """(steps, step hash, bytes) of `LocalStage.copy`, if anybody has asked since the last step."""
     _pending: dict[int, _Pending] = field(default_factory=dict)
@@ -66,7 +71,8 @@ class Recorder(Observer):
             self._trim()
 
     def _trim(self) -> None:
-        """A step may have a thousand micro-batches: no more of them is kept while it lasts than afterwards."""
+        """A step may have a thousand micro-batches: no more of them is kept while it lasts than
+        afterwards."""
         while len(self._pending) > self.settings.memory:
             del self._pending[next(iter(self._pending))]
         size = sum(len(seen.arrived) + len(seen.sent) for seen in self._pending.values())
@@ -88,12 +94,19 @@ class Recorder(Observer):
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
             if seen.arrived:
-                self.edges.append(Edge(number, step, seen.source, self.spec.index, rows, seen.about, seen.arrived))
+                self.edges.append(
+                    Edge(number, step, seen.source, self.spec.index, rows, seen.about, seen.arrived)
+                )
             if seen.target is not None:
-                self.edges.append(Edge(number, step, self.spec.index, seen.target, rows, seen.about, seen.sent))
+                self.edges.append(
+                    Edge(number, step, self.spec.index, seen.target, rows, seen.about, seen.sent)
+                )
         self._pending.clear()
         del self.probes[: -self.settings.memory]
-        while len(self.edges) > 2 * self.settings.memory or sum(len(edge.body) for edge in self.edges) > self.settings.pair_bytes:
+        while (
+            len(self.edges) > 2 * self.settings.memory
+            or sum(len(edge.body) for edge in self.edges) > self.settings.pair_bytes
+        ):
             self.edges.popleft()
 
     def dropped(self) -> None:
@@ -101,5 +114,6 @@ class Recorder(Observer):
 
 
 def work_of(item: Probe | Edge, limits: FrameLimits) -> MicroBatch:
-    """The micro-batch that a peer's probe or edge is of. Raises BadMessage as `work.read_micro_batch` does."""
+    """The micro-batch that a peer's probe or edge is of. Raises BadMessage as
+    `work.read_micro_batch` does."""
     return read_micro_batch(item.about, item.rows, limits, "learn")

@@ -1,13 +1,18 @@
-"""The whole of getting a lost stage back: ask everybody, try the sources in order, judge, heal, and say what was done. Torch.
+"""The whole of getting a lost stage back: ask everybody, try the sources in order, judge, heal, and
+say what was done. Torch.
 
     loading      the best source that is left; what it gave is checked and put into the stage
-    probation    the last micro-batches through all stages; a stage that is off is healed, or the next source is taken
-    rejoin       `Restored.install` gives the new worker its optimizer, its learning rate and its norm
+    probation    the last micro-batches through all stages; a stage that is off is healed, or the
+    next source is taken
+    rejoin       `Restored.install` gives the new worker its optimizer, its learning rate and its
+    norm
 
-Two stages may be restored at once: each is judged through the other's candidate. Where that fails, the one with the worse source goes on
-to its next sources, and the other waits for it; who comes to the end goes back to his best source and lets the other one try.
+Two stages may be restored at once: each is judged through the other's candidate. Where that fails,
+the one with the worse source goes on to its next sources, and the other waits for it; who comes to
+the end goes back to his best source and lets the other one try.
 
-A source that does not fit this device is one that was not there: what it took is given back, and the next one is tried.
+A source that does not fit this device is one that was not there: what it took is given back, and
+the next one is tried.
 """
 
 from __future__ import annotations
@@ -37,8 +42,23 @@ from swarmnode.recovery.healing import Healing, heal, pairs_of
 from swarmnode.recovery.journal import Journal, Kept
 from swarmnode.recovery.messages import Holds, Probe
 from swarmnode.recovery.snapshots import ring
-from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, Source, SourceKind, Verdict
-from swarmnode.recovery.state import StageState, Tensors, host_copy, load_moments, load_weights, trained
+from swarmnode.recovery.sources import (
+    Found,
+    RecoveryOrder,
+    RecoverySettings,
+    Run,
+    Source,
+    SourceKind,
+    Verdict,
+)
+from swarmnode.recovery.state import (
+    StageState,
+    Tensors,
+    host_copy,
+    load_moments,
+    load_weights,
+    trained,
+)
 from swarmnode.recovery.synthesis import synthesise
 from swarmnode.recovery.transfer import StatePeer
 
@@ -46,13 +66,15 @@ PAUSE_SECONDS: Final = 30.0
 
 T = TypeVar("T")
 Base = Callable[[], Tensors]
-"""The stage that training began with, or under LoRA its untrained adapter, by the stage's own names. Raises LocalError."""
+"""The stage that training began with, or under LoRA its untrained adapter, by the stage's own
+names. Raises LocalError."""
 Notify = Callable[[Literal["loading", "probation"], SourceKind], None]
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The same stage of another crew, verbatim: replicas that were averaged are two policies, and their mean is a third."""
+    """The same stage of another crew, verbatim: replicas that were averaged are two policies, and
+    their mean is a third."""
 
     weights: Tensors
     """φ."""
@@ -86,23 +108,44 @@ class Restored:
 
 
 async def restore(
-    peer: StatePeer, *, step: int, run: Run, hash: bytes = b"", journal: Journal | None = None, base: Base | None = None,
-    replica: Callable[[], Awaitable[Replica]] | None = None, notify: Notify = lambda phase, kind: None,
-) -> Restored:  # fmt: skip
-    """The stage `peer.stage.runtime` as good as it can be had; `step` is how many the crew has committed, `hash` their step hash.
-    `peer.run` must be running.
+    peer: StatePeer,
+    *,
+    step: int,
+    run: Run,
+    hash: bytes = b"",
+    journal: Journal | None = None,
+    base: Base | None = None,
+    replica: Callable[[], Awaitable[Replica]] | None = None,
+    notify: Notify = lambda phase, kind: None,
+) -> Restored:
+    """The stage `peer.stage.runtime` as good as it can be had; `step` is how many the crew has
+    committed, `hash` their step hash. `peer.run` must be running.
 
     Without a `base` there is no R3: a run from scratch has none that is worth anything.
 
-    Raises Refused where no source is left (R6), with every source's reason, and PeerError when a stage that is needed for judging is gone.
+    Raises Refused where no source is left (R6), with every source's reason, and PeerError when a
+    stage that is needed for judging is gone.
     """
     settings = peer.stage.settings
-    peer.stage.phase, peer.stage.kind, peer.stage.restored, peer.stage.exhausted = "empty", SourceKind.NONE, None, False
+    peer.stage.phase, peer.stage.kind, peer.stage.restored, peer.stage.exhausted = (
+        "empty",
+        SourceKind.NONE,
+        None,
+        False,
+    )
     holds = await _ask(peer)
-    kept = {stage: holds[stage] for stage in ring(peer.stage.spec.index, peer.stage.spec.stages) if stage in holds}
+    kept = {
+        stage: holds[stage]
+        for stage in ring(peer.stage.spec.index, peer.stage.spec.stages)
+        if stage in holds
+    }
     if hash:  # what is of the very step and has another hash is of another continuation
         kept = {stage: h for stage, h in kept.items() if h.shadow != step or h.hash == hash}
-        journal = None if journal is not None and journal.step == step and journal.hash != hash else journal
+        journal = (
+            None
+            if journal is not None and journal.step == step and journal.hash != hash
+            else journal
+        )
     found = Found(
         journal=journal.step if journal is not None else None,
         replica=replica is not None,
@@ -146,7 +189,8 @@ class _Recovery:
                 return got
 
     async def _fitting(self, source: Source | None, work: Awaitable[T | None]) -> T | None:
-        """`work` with `source`. None where the device cannot do it: the source is refused, and what it took is free again."""
+        """`work` with `source`. None where the device cannot do it: the source is refused, and what
+        it took is free again."""
         try:
             return await work
         except (RuntimeError, MemoryError) as error:
@@ -167,7 +211,8 @@ class _Recovery:
             self.order.refuse(source, why)
 
     async def _better(self, rivals: tuple[Source, ...]) -> Source | None:
-        """Each as it is, without healing; the one that the gate likes best. None where nothing can judge them, or none is left."""
+        """Each as it is, without healing; the one that the gate likes best. None where nothing can
+        judge them, or none is left."""
         found: list[tuple[float, Source]] = []
         for source in rivals if self.probes else ():
             verdict = await self._fitting(source, self._look(source))
@@ -203,18 +248,29 @@ class _Recovery:
                 self._drop(None, "")
                 return None
             healings.append(healing)
-            fresh = {name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()}
-            candidate = Kept(_without_moments(candidate.state, fresh, peer), _new_lr_scale(settings))
+            fresh = {
+                name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()
+            }
+            candidate = Kept(
+                _without_moments(candidate.state, fresh, peer), _new_lr_scale(settings)
+            )
             peer.stage.restored = candidate.state
 
     async def _put_in_stage(self, source: Source) -> Kept | None:
-        """What `source` gives, in the stage. None where it is not there or not what it was said to be."""
+        """What `source` gives, in the stage. None where it is not there or not what it was said to
+        be."""
         peer = self.peer
         self.notify("loading", source.kind)
         try:
             candidate = await self.loader.load(source)
-            await peer.channel.compute(lambda: load_weights(peer.stage.runtime, candidate.state.weights))
-            peer.stage.phase, peer.stage.kind, peer.stage.restored = "candidate", source.kind, candidate.state
+            await peer.channel.compute(
+                lambda: load_weights(peer.stage.runtime, candidate.state.weights)
+            )
+            peer.stage.phase, peer.stage.kind, peer.stage.restored = (
+                "candidate",
+                source.kind,
+                candidate.state,
+            )
             await _tie(peer, candidate, self.loader.holds)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             self._drop(source, str(error))
@@ -223,24 +279,38 @@ class _Recovery:
         return candidate
 
     async def _judge(self, source: Source, healings: int) -> Verdict:
-        """A verdict that this stage has to answer for: none that another one, restored with a worse source, may have brought about."""
+        """A verdict that this stage has to answer for: none that another one, restored with a worse
+        source, may have brought about."""
         until, pauses = trio.current_time() + self.peer.stage.settings.neighbour_seconds, _pauses()
         while True:
-            unfinished = await self._unfinished()  # asked first: one that gets ready meanwhile may have spoilt the verdict before
+            # asked first: one that gets ready meanwhile may have spoilt the verdict before
+            unfinished = await self._unfinished()
             verdict = await judge(self.peer, self._judges())
-            if self.order.judge(source, verdict, healings) == "rejoin" or trio.current_time() >= until:
+            if (
+                self.order.judge(source, verdict, healings) == "rejoin"
+                or trio.current_time() >= until
+            ):
                 return verdict
-            others = [(h.rung, -stage) for stage, h in unfinished if h.rung is not None and not h.exhausted]
+            others = [
+                (h.rung, -stage)
+                for stage, h in unfinished
+                if h.rung is not None and not h.exhausted
+            ]
             if not others or max(others) < (int(source.kind), -self.peer.stage.spec.index):
                 return verdict
             await trio.sleep(next(pauses))
 
     async def _wait(self) -> Restored | None:
-        """Nothing is left, but what failed may have failed through another stage that is being restored: with the best source that there
-        was, until that one has found a better. None where there is no other, or it did not help."""
+        """Nothing is left, but what failed may have failed through another stage that is being
+        restored: with the best source that there was, until that one has found a better. None where
+        there is no other, or it did not help."""
         peer, source = self.peer, self.first
         until, pauses = trio.current_time() + peer.stage.settings.neighbour_seconds, _pauses()
-        if source is None or not await self._unfinished() or (candidate := await self._put_in_stage(source)) is None:
+        if (
+            source is None
+            or not await self._unfinished()
+            or (candidate := await self._put_in_stage(source)) is None
+        ):
             return None
         peer.stage.exhausted = True
         while True:
@@ -260,9 +330,23 @@ class _Recovery:
     def _judges(self) -> list[Probe]:
         return self.probes[-self.peer.stage.settings.probes :]
 
-    def _done(self, source: Source, candidate: Kept, verdict: Verdict | None, healings: list[Healing]) -> Restored:
-        self.peer.stage.phase, self.peer.stage.kind, self.peer.stage.exhausted = "whole", None, False
-        return Restored(source.kind, source.step, source.holder, verdict, tuple(healings), tuple(self.order.tried), candidate)
+    def _done(
+        self, source: Source, candidate: Kept, verdict: Verdict | None, healings: list[Healing]
+    ) -> Restored:
+        self.peer.stage.phase, self.peer.stage.kind, self.peer.stage.exhausted = (
+            "whole",
+            None,
+            False,
+        )
+        return Restored(
+            source.kind,
+            source.step,
+            source.holder,
+            verdict,
+            tuple(healings),
+            tuple(self.order.tried),
+            candidate,
+        )
 
 
 @dataclass
@@ -279,7 +363,8 @@ class _Loader:
     judged: set[tuple[SourceKind, int | None]] = field(default_factory=set)
 
     async def load(self, source: Source) -> Kept:
-        """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what it was said to be."""
+        """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what
+        it was said to be."""
         spec, settings = self.peer.stage.spec, self.peer.stage.settings
         match source.kind:
             case SourceKind.JOURNAL:
@@ -297,7 +382,9 @@ class _Loader:
                 assert self.base is not None
                 weights = await self.peer.channel.compute(self.base)
                 last = await self._last_adapter(weights) if self.run.adapter else None
-                return Kept(StageState(0, weights) if last is None else last, _new_lr_scale(settings))
+                return Kept(
+                    StageState(0, weights) if last is None else last, _new_lr_scale(settings)
+                )
         before = None if spec.has_embedding else await self.peer.fetch.layers(spec.index - 1)
         after = None if spec.has_head else await self.peer.fetch.layers(spec.index + 1)
         ends = None
@@ -307,26 +394,47 @@ class _Loader:
         assert source.method is not None
         method = source.method
         paper = not settings.keeps_copies(spec)
-        made = await self.peer.channel.compute(lambda: synthesise(method, spec, before, after, self.run, ends=ends, paper=paper))
+        made = await self.peer.channel.compute(
+            lambda: synthesise(method, spec, before, after, self.run, ends=ends, paper=paper)
+        )
         lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
         return Kept(StageState(0, made.state), lr_scale)
 
     async def _snapshot(self, holder: int) -> StageState:
         """From all who name the same one, our neighbours first."""
         named = lambda holds: (holds.shadow, holds.root, holds.hash)
-        same = [stage for stage, holds in self.holds.items() if named(holds) == named(self.holds[holder])]
-        near, step = ring(self.peer.stage.spec.index, self.peer.stage.spec.stages), self.holds[holder].shadow
+        same = [
+            stage
+            for stage, holds in self.holds.items()
+            if named(holds) == named(self.holds[holder])
+        ]
+        near, step = (
+            ring(self.peer.stage.spec.index, self.peer.stage.spec.stages),
+            self.holds[holder].shadow,
+        )
         assert step is not None
-        return await self.peer.fetch.snapshot(sorted(same, key=lambda stage: (stage not in near, stage)), step, self.holds[holder].root)
+        return await self.peer.fetch.snapshot(
+            sorted(same, key=lambda stage: (stage not in near, stage)),
+            step,
+            self.holds[holder].root,
+        )
 
     async def _last_adapter(self, base: Tensors) -> StageState | None:
-        """The newest adapter of this stage of this crew up to `step`, however old: as a source of its own it could not be had, and is asked
-        for again. None where there is none that fits. Not one that was judged: it would not pass on the same base either, and an
-        untrained one may.
+        """The newest adapter of this stage of this crew up to `step`, however old: as a source of
+        its own it could not be had, and is asked for again. None where there is none that fits. Not
+        one that was judged: it would not pass on the same base either, and an untrained one may.
         """
-        known = [(h.shadow, SourceKind.SNAPSHOT, stage) for stage, h in self.holds.items() if h.shadow is not None]
+        known = [
+            (h.shadow, SourceKind.SNAPSHOT, stage)
+            for stage, h in self.holds.items()
+            if h.shadow is not None
+        ]
         journal = self.journal
-        here = [(journal.step, SourceKind.JOURNAL, None)] if journal is not None and journal.step is not None else []
+        here = (
+            [(journal.step, SourceKind.JOURNAL, None)]
+            if journal is not None and journal.step is not None
+            else []
+        )
         for age, kind, holder in sorted([*here, *known], key=lambda one: -one[0]):
             if age > self.step or (kind, holder) in self.judged:
                 continue
@@ -338,13 +446,16 @@ class _Loader:
                     state = (await self.peer.channel.compute(journal.read)).state
             except (PeerError, StateError, OSError):
                 continue  # the next newest, or the untrained one
-            if {n: t.shape for n, t in state.weights.items()} == {n: t.shape for n, t in base.items()}:
+            if {n: t.shape for n, t in state.weights.items()} == {
+                n: t.shape for n, t in base.items()
+            }:
                 return StageState(state.step, state.weights)
         return None
 
 
 def _pauses() -> Iterator[float]:
-    """Between two verdicts with the same weights here: each costs everybody a few micro-batches, and who runs them sets a bound."""
+    """Between two verdicts with the same weights here: each costs everybody a few micro-batches,
+    and who runs them sets a bound."""
     pause = AGAIN_SECONDS
     while True:
         yield pause
@@ -352,7 +463,8 @@ def _pauses() -> Iterator[float]:
 
 
 async def _tie(peer: StatePeer, candidate: Kept, holds: Mapping[int, Holds]) -> None:
-    """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends are lost, they are the head's."""
+    """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends
+    are lost, they are the head's."""
     spec = peer.stage.spec
     if peer.stage.runtime.embedding() is None:
         return
@@ -364,26 +476,34 @@ async def _tie(peer: StatePeer, candidate: Kept, holds: Mapping[int, Holds]) -> 
     (name,) = theirs.weights
     merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
     candidate.state = replace(
-        state, weights=merge(state.weights, theirs.weights), first=merge(state.first, theirs.first),
-        second=merge(state.second, theirs.second), counts=merge(state.counts, theirs.counts),
-    )  # fmt: skip
+        state,
+        weights=merge(state.weights, theirs.weights),
+        first=merge(state.first, theirs.first),
+        second=merge(state.second, theirs.second),
+        counts=merge(state.counts, theirs.counts),
+    )
     await peer.channel.compute(lambda: load_weights(peer.stage.runtime, candidate.state.weights))
     peer.stage.restored = candidate.state
 
 
 async def _ask(peer: StatePeer) -> dict[int, Holds]:
-    """Once every stage that answers knows whether it has its weights: one that is just being assigned is no lost neighbour."""
+    """Once every stage that answers knows whether it has its weights: one that is just being
+    assigned is no lost neighbour."""
     until = trio.current_time() + ASK_SECONDS
     while True:
         holds = await peer.fetch.ask()
-        if all(h.loaded or h.rung is not None for h in holds.values()) or trio.current_time() >= until:
+        if (
+            all(h.loaded or h.rung is not None for h in holds.values())
+            or trio.current_time() >= until
+        ):
             return holds
         await trio.sleep(AGAIN_SECONDS)
 
 
 async def _probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
-    """What two have of the tail and its ring neighbours, ourselves among them; else the tail's, else the newest: of steps that were taken.
-    By them a stage is judged, so no one's word decides which, and nobody else is asked."""
+    """What two have of the tail and its ring neighbours, ourselves among them; else the tail's,
+    else the newest: of steps that were taken. By them a stage is judged, so no one's word decides
+    which, and nobody else is asked."""
     tail, own = peer.stage.spec.stages - 1, peer.stage.spec.index
     found = {own: list(peer.stage.recorder.probes)}
 
@@ -395,11 +515,18 @@ async def _probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> lis
         for stage in (tail, *ring(tail, peer.stage.spec.stages)):
             if stage in holds and holds[stage].probes is not None:
                 nursery.start_soon(one, stage)
-    taken = {stage: [probe for probe in probes if probe.step < step] for stage, probes in found.items()}
+    taken = {
+        stage: [probe for probe in probes if probe.step < step] for stage, probes in found.items()
+    }
     times = Counter(probe for probes in taken.values() for probe in set(probes))
-    if twice := sorted((probe for probe, count in times.items() if count > 1), key=lambda probe: (probe.step, probe.micro_batch)):
+    if twice := sorted(
+        (probe for probe, count in times.items() if count > 1),
+        key=lambda probe: (probe.step, probe.micro_batch),
+    ):
         return twice
-    return taken.get(tail) or max(taken.values(), key=lambda probes: max((probe.step for probe in probes), default=-1))
+    return taken.get(tail) or max(
+        taken.values(), key=lambda probes: max((probe.step for probe in probes), default=-1)
+    )
 
 
 async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
@@ -412,12 +539,16 @@ async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings
             except PeerError:
                 return None
     at = peer.stage
-    pairs = await peer.channel.compute(lambda: pairs_of(at.runtime, edges, probes, at.limits, at.codec, settings.probes))
+    pairs = await peer.channel.compute(
+        lambda: pairs_of(at.runtime, edges, probes, at.limits, at.codec, settings.probes)
+    )
     if not pairs:
         return None
     peer.stage.phase = "empty"  # weights that change between two questions are nobody's
     try:
-        return await peer.channel.compute(lambda: heal(peer.stage.runtime, pairs, settings.healing_steps, settings.healing_rate))
+        return await peer.channel.compute(
+            lambda: heal(peer.stage.runtime, pairs, settings.healing_steps, settings.healing_rate)
+        )
     finally:
         peer.stage.phase = "candidate"
 
@@ -427,7 +558,13 @@ def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> St
     shared = peer.stage.runtime.embedding()
     names = {name for name, tensor in trained(peer.stage.runtime).items() if tensor is shared}
     keep = lambda tensors: {name: t for name, t in tensors.items() if name in names}
-    return replace(state, weights=weights, first=keep(state.first), second=keep(state.second), counts=keep(state.counts))
+    return replace(
+        state,
+        weights=weights,
+        first=keep(state.first),
+        second=keep(state.second),
+        counts=keep(state.counts),
+    )
 
 
 def _new_lr_scale(settings: RecoverySettings) -> LrScale:
@@ -444,18 +581,23 @@ def _refusal(verdict: Verdict | None, healings: int) -> str:
 
 
 def base_stage(directory: Path, spec: StageSpec, expected: bytes) -> Base:
-    """R3 for whole weights: from a model's directory, once its fingerprint is `expected` (32 bytes, `policy.fingerprint`)."""
+    """R3 for whole weights: from a model's directory, once its fingerprint is `expected` (32 bytes,
+    `policy.fingerprint`)."""
 
     def read() -> Tensors:
         found = fingerprint(directory)
         if found != expected:
-            raise StateError(f"{directory} holds {found.hex()[:16]}…, not the model that training began with, {expected.hex()[:16]}…")
+            raise StateError(
+                f"{directory} holds {found.hex()[:16]}…, not the model that training began with,"
+                f" {expected.hex()[:16]}…"
+            )
         return {name: host_copy(p) for name, p in load_stage(directory, spec).named_parameters()}
 
     return read
 
 
 def base_adapter(runtime: StageRuntime) -> Base:
-    """R3 under LoRA: the untrained adapter that is in `runtime` now, where no later one is known. Make it before anything is restored."""
+    """R3 under LoRA: the untrained adapter that is in `runtime` now, where no later one is known.
+    Make it before anything is restored."""
     untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
     return lambda: untrained

@@ -21,11 +21,19 @@ Read = tuple[bytes | bytearray | memoryview, dict[str, Any]]
 Found = tuple[int, Callable[[], Read]]
 """(committed steps, what reads it)."""
 TIMES: Final[Mapping[m.What, int]] = {
-    "copy": 2, "layers": 4, "ends": 4, "probes": 4, "shadow": 8, "tied": 16, "edges": 16, "ran": 64,
-}  # fmt: skip
-"""So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were of a step before. What is run: as many
-rows as so many of the largest micro-batches have. The rest: what a stage may want that is being restored: it tries every source, some of
-them twice, and heals what it has of them."""
+    "copy": 2,
+    "layers": 4,
+    "ends": 4,
+    "probes": 4,
+    "shadow": 8,
+    "tied": 16,
+    "edges": 16,
+    "ran": 64,
+}
+"""So often a stage is sent one thing whole. A copy: it may not have fitted the others', which were
+of a step before. What is run: as many rows as so many of the largest micro-batches have. The rest:
+what a stage may want that is being restored: it tries every source, some of them twice, and heals
+what it has of them."""
 LEAST: Final = 64 * 1024
 """What a part of a snapshot counts for, however short: its file is opened for it."""
 
@@ -37,7 +45,9 @@ class Rations:
         self._sent: dict[tuple[int, m.What, int], tuple[int, int]] = {}
         """(stage, what, of) → (committed steps in it, how much of it)."""
 
-    def take(self, stage: int, what: m.What, of: int, step: int, part: int = 1, whole: int = 1) -> bool:
+    def take(
+        self, stage: int, what: m.What, of: int, step: int, part: int = 1, whole: int = 1
+    ) -> bool:
         """Whether `stage` may have `part` of `whole` once more; it counts as sent."""
         before, sent = self._sent.get((stage, what, of), (step, 0))
         sent = (sent if before == step else 0) + part
@@ -47,7 +57,8 @@ class Rations:
 
 
 class Server:
-    """Answers what others ask for. A snapshot is sent from its file: it takes no memory, however many ask, and however slow they are."""
+    """Answers what others ask for. A snapshot is sent from its file: it takes no memory, however
+    many ask, and however slow they are."""
 
     def __init__(self, channel: Channel, stage: LocalStage) -> None:
         self._channel = channel
@@ -56,8 +67,9 @@ class Server:
         self._making: set[tuple[int, m.What]] = set()
         """(stage, what) that is being put together for it."""
         self._lent: dict[int, tuple[int, Read]] = {}
-        """Stage → (committed steps, our snapshot) that it is being sent, to be kept for later. That may take longer than until we have
-        the next; the file of the one before is not on the disk any more then, and can still be read."""
+        """Stage → (committed steps, our snapshot) that it is being sent, to be kept for later. That
+        may take longer than until we have the next; the file of the one before is not on the disk
+        any more then, and can still be read."""
 
     def holds(self, stage: int, number: int) -> m.Holds:
         """What there is here of `stage`, asked as `number`."""
@@ -65,13 +77,21 @@ class Server:
         ends, probes = self._stage.recorder.ends.get(stage), self._stage.recorder.probes
         kind = None if self._stage.kind is None else int(self._stage.kind)
         return m.Holds(
-            self._channel.place, number, self._stage.phase == "whole", kind, self._stage.exhausted, snapshot.step if snapshot else None,
-            snapshot.root if snapshot else b"", snapshot.hash if snapshot else b"", ends[0] if ends else None,
+            self._channel.place,
+            number,
+            self._stage.phase == "whole",
+            kind,
+            self._stage.exhausted,
+            snapshot.step if snapshot else None,
+            snapshot.root if snapshot else b"",
+            snapshot.hash if snapshot else b"",
+            ends[0] if ends else None,
             probes[-1].step if probes else None,
-        )  # fmt: skip
+        )
 
     async def serve(self, stage: int, want: m.Want) -> None:
-        """What it raises (BadMessage, StateError, OSError, ValueError, `faults.of_device`) is answered and counted by the channel."""
+        """What it raises (BadMessage, StateError, OSError, ValueError, `faults.of_device`) is
+        answered and counted by the channel."""
         if want.what in ("layers", "tied", "copy") and self._stage.phase != "whole":
             self._channel.lack(stage, want.request, "loading")
             return
@@ -86,8 +106,11 @@ class Server:
             self._making.discard((stage, want.what))
 
     def _gives(self, stage: int, what: m.What) -> bool:
-        """Whether it has not read all of one that it wanted before: what is not sent from a file takes memory until then."""
-        return (stage, what) in self._making or any(out.what == what for out in self._channel.outboxes[stage].transfers)
+        """Whether it has not read all of one that it wanted before: what is not sent from a file
+        takes memory until then."""
+        return (stage, what) in self._making or any(
+            out.what == what for out in self._channel.outboxes[stage].transfers
+        )
 
     async def _give(self, stage: int, want: m.Want) -> None:
         found = await self._copy() if want.what == "copy" else self.find(stage, want.what, want.of)
@@ -96,7 +119,8 @@ class Server:
             return
         step, read = found
         part, whole = self._part(want)
-        once = want.what in ("layers", "tied", "edges")  # by who is restored: the crew has taken no step yet
+        # by who is restored: the crew has taken no step yet
+        once = want.what in ("layers", "tied", "edges")
         if not self._rations.take(stage, want.what, want.of, 0 if once else step, part, whole):
             self._channel.refused["repeated"] += 1
             self._channel.lack(stage, want.request, "refused")
@@ -110,10 +134,20 @@ class Server:
             self._lent[stage] = step, (body, more)
             if want.until in (None, len(body)):
                 del self._lent[stage]
-        await self._channel.answer(stage, want.request, want.what, step, body, later=later, part=(want.at, want.until), **more)
+        await self._channel.answer(
+            stage,
+            want.request,
+            want.what,
+            step,
+            body,
+            later=later,
+            part=(want.at, want.until),
+            **more,
+        )
 
     def _part(self, want: m.Want) -> tuple[int, int]:
-        """(how much is wanted, of how much). Bytes of a snapshot, LEAST at least; of anything else all, once. Raises BadMessage: bounds."""
+        """(how much is wanted, of how much). Bytes of a snapshot, LEAST at least; of anything else
+        all, once. Raises BadMessage: bounds."""
         store = self._stage.store
         if want.what != "shadow" or store is None or (kept := store.get(want.of)) is None:
             return 1, 1
@@ -128,7 +162,8 @@ class Server:
         return step, lambda: (body, {"form": "small", "hash": digest})
 
     def find(self, stage: int, what: str, of: int) -> Found | None:
-        """What `stage` wants; None where it is not here. Reading it raises StateError and OSError."""
+        """What `stage` wants; None where it is not here. Reading it raises StateError and
+        OSError."""
         spec, store, recorder = self._stage.spec, self._stage.store, self._stage.recorder
         own = self._stage.layouts[spec.index]
         if of not in (stage, spec.index):
@@ -137,31 +172,58 @@ class Server:
             return snapshot.step, lambda: self._snapshot(of)
         if what == "ends" and of in recorder.ends:
             step, tensors = recorder.ends[of]
-            return step, lambda: (pack_floats(tensors, ends_layout(self._stage.end(of), self._stage.layouts[of])), {})
+            return step, lambda: (
+                pack_floats(tensors, ends_layout(self._stage.end(of), self._stage.layouts[of])),
+                {},
+            )
         if what == "probes" and (probes := list(recorder.probes)):
             return probes[-1].step, lambda: (strict.encode(probes), {})
         if what == "edges":
-            edges = [edge for edge in list(recorder.edges) if stage in (edge.source, edge.target)]  # a step may end meanwhile
+            # a step may end meanwhile
+            edges = [edge for edge in list(recorder.edges) if stage in (edge.source, edge.target)]
             return (self._channel.step, lambda: (strict.encode(edges), {})) if edges else None
         made = self._stage.settings.synthesises(stage, spec.stages)
-        if what == "layers" and made and abs(stage - spec.index) == 1 and (layout := layers_layout(own)):
+        if (
+            what == "layers"
+            and made
+            and abs(stage - spec.index) == 1
+            and (layout := layers_layout(own))
+        ):
             norm = 0.0 if self._stage.worker is None else self._stage.worker.optimizer.squared_norm
-            return self._channel.step, lambda: (pack_floats(trained(self._stage.runtime), layout), {"squared_norm": norm})
-        if what == "tied" and stage in (0, spec.stages - 1) and spec.shares_embedding and (layout := tied_layout(spec, own)):
+            return self._channel.step, lambda: (
+                pack_floats(trained(self._stage.runtime), layout),
+                {"squared_norm": norm},
+            )
+        if (
+            what == "tied"
+            and stage in (0, spec.stages - 1)
+            and spec.shares_embedding
+            and (layout := tied_layout(spec, own))
+        ):
             return self._channel.step, lambda: (self._tied(layout), {})
         return None
 
     def _snapshot(self, of: int) -> Read:
         assert self._stage.store is not None
         kept, body = self._stage.store.read(of)
-        return body, {"root": kept.root, "form": kept.form, "squared_norm": kept.squared_norm, "factor": kept.factor, "hash": kept.hash}
+        return body, {
+            "root": kept.root,
+            "form": kept.form,
+            "squared_norm": kept.squared_norm,
+            "factor": kept.factor,
+            "hash": kept.hash,
+        }
 
     def _tied(self, layout: Layout) -> bytearray:
         name = layout[0].name
         if self._stage.worker is not None:
             return encode_state(take(self._stage.worker, name), layout, "exact")
         restored = self._stage.restored or StageState(self._channel.step, {})
-        return encode_state(replace(restored, weights={name: host_copy(trained(self._stage.runtime)[name])}), layout, "exact")
+        return encode_state(
+            replace(restored, weights={name: host_copy(trained(self._stage.runtime)[name])}),
+            layout,
+            "exact",
+        )
 
     async def run(self, stage: int, asked: m.Run, body: bytes) -> None:
         """A micro-batch through our stage as it is. Raises as `serve` does."""
@@ -172,9 +234,13 @@ class Server:
             self._channel.lack(stage, asked.request, "loading")
             return
         work = read_micro_batch(body[: asked.about], asked.rows, at.limits, "learn")
-        if not self._rations.take(stage, "ran", at.spec.index, self._channel.step, asked.rows, at.limits.tokens):
+        if not self._rations.take(
+            stage, "ran", at.spec.index, self._channel.step, asked.rows, at.limits.tokens
+        ):
             self._channel.refused["repeated"] += 1
             self._channel.lack(stage, asked.request, "refused")
             return
-        out = await self._channel.compute(lambda: run_one(at.runtime, work, body[asked.about :], at.codec))
+        out = await self._channel.compute(
+            lambda: run_one(at.runtime, work, body[asked.about :], at.codec)
+        )
         await self._channel.answer(stage, asked.request, "ran", self._channel.step, out)

@@ -1,7 +1,9 @@
-"""What a stage in good order has others keep, and what is kept here of theirs: snapshots, an end's copy, probes. Torch.
+"""What a stage in good order has others keep, and what is kept here of theirs: snapshots, an end's
+copy, probes. Torch.
 
-Nobody is sent any of it unasked. A stage says that there is a new one, and whoever keeps it fetches it, of each stage and kind one after
-the other; what is superseded before it was fetched is left out.
+Nobody is sent any of it unasked. A stage says that there is a new one, and whoever keeps it fetches
+it, of each stage and kind one after the other; what is superseded before it was fetched is left
+out.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Sharing:
     async def _copy(self, worker: StageWorker, store: SnapshotStore) -> None:
         try:
             async with worker.optimizer.moving:  # never in the middle of a step
-                copied = await self._channel.compute(lambda: copy_stage(worker, self._stage.settings))
+                copied = await self._channel.compute(
+                    lambda: copy_stage(worker, self._stage.settings)
+                )
         except (RuntimeError, MemoryError) as error:
             if not faults.of_device(error):
                 raise
@@ -73,8 +77,17 @@ class Sharing:
         def put() -> bool:
             body = encode_state(state, layout, form) if copied.body is None else copied.body
             have = m.Have(
-                self._channel.place, 0, "shadow", state.step, len(body), m.root_of(body), state.hash, form, state.squared_norm, state.factor
-            )  # fmt: skip
+                self._channel.place,
+                0,
+                "shadow",
+                state.step,
+                len(body),
+                m.root_of(body),
+                state.hash,
+                form,
+                state.squared_norm,
+                state.factor,
+            )
             return store.put(own, have, body)
 
         try:

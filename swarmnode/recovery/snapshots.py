@@ -1,11 +1,13 @@
 """R2: a stage's state at both its ring neighbours, as of every K-th committed step. Torch.
 
-    SnapshotRecorder   observes a worker: copies its state between two steps, gives it to the `StatePeer`, which stores it and says so
-    SnapshotStore      the neighbours' states here, on disk, each with the hash it was sent with; our own, too, and on a node that keeps
+    SnapshotRecorder   observes a worker: copies its state between two steps, gives it to the
+    `StatePeer`, which stores it and says so
+    SnapshotStore      the neighbours' states here, on disk, each with the hash it was sent with;
+    our own, too, and on a node that keeps
                        the whole policy every stage's: what `swarmnode export` writes a policy from
 
-All stages copy after the same steps, so that snapshots of two that are lost together are of one policy. With both neighbours of a ring
-holding one, any two stages of four may be lost at once.
+All stages copy after the same steps, so that snapshots of two that are lost together are of one
+policy. With both neighbours of a ring holding one, any two stages of four may be lost at once.
 """
 
 from __future__ import annotations
@@ -33,7 +35,15 @@ from swarmnode.recovery.journal import Journal
 from swarmnode.recovery.messages import Form, Have, root_of, state_bytes
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import StageState, Tensors, check_state, host_copy, layout_of, take, take_small
+from swarmnode.recovery.state import (
+    StageState,
+    Tensors,
+    check_state,
+    host_copy,
+    layout_of,
+    take,
+    take_small,
+)
 from swarmnode.recovery.synthesis import end_names
 from swarmnode.weights.layout import Layout
 
@@ -47,12 +57,15 @@ SNAPSHOTS: Final = "shadows"
 OTHERS_EVERY: Final = 20
 """Steps between two looks at what is kept of other lineages."""
 RAN: Final = "ran"
-"""A file in the directory of a crew that has taken a step with this node; in it, as JSON, what the crew trains."""
+"""A file in the directory of a crew that has taken a step with this node; in it, as JSON, what the
+crew trains."""
 
 
 def ring(stage: int, stages: int) -> tuple[int, ...]:
     """Both neighbours of `stage` on the ring of all, each once."""
-    return tuple(dict.fromkeys(n for n in ((stage - 1) % stages, (stage + 1) % stages) if n != stage))
+    return tuple(
+        dict.fromkeys(n for n in ((stage - 1) % stages, (stage + 1) % stages) if n != stage)
+    )
 
 
 def form_of(layout: Layout, settings: RecoverySettings) -> Form:
@@ -62,15 +75,16 @@ def form_of(layout: Layout, settings: RecoverySettings) -> Form:
 
 @dataclass(frozen=True)
 class Copied:
-    """A stage between two steps, for its snapshot. body: it is encoded already, and `state` has no tensors."""
+    """A stage between two steps, for its snapshot. body: it is encoded already, and `state` has no
+    tensors."""
 
     state: StageState
     body: bytearray | None = None
 
 
 def copy_stage(worker: StageWorker, settings: RecoverySettings) -> Copied:
-    """In any thread, while the weights stand still. A journal's copy may lie beside it: what is small is encoded at once, and never there
-    with its moments."""
+    """In any thread, while the weights stand still. A journal's copy may lie beside it: what is
+    small is encoded at once, and never there with its moments."""
     if form_of(layout_of(worker.runtime.model), settings) == "small":
         return Copied(*take_small(worker))
     return Copied(take(worker))
@@ -90,25 +104,34 @@ class PeerSnapshot:
 
 
 class SnapshotStore:
-    """Snapshots of some stages of one lineage, in `directory`/<lineage>. One per stage, the newest. Those of another lineage are deleted
-    once this one has as many steps behind it as they have (`ran`), those of lineages that never took a step at once: a crew that does
-    nothing costs another one none of its copies. about: what the lineage trains, for who reads the copies without a crew.
+    """Snapshots of some stages of one lineage, in `directory`/<lineage>. One per stage, the newest.
+    Those of another lineage are deleted once this one has as many steps behind it as they have
+    (`ran`), those of lineages that never took a step at once: a crew that does nothing costs
+    another one none of its copies. about: what the lineage trains, for who reads the copies without
+    a crew.
 
-    Where a crew goes on from an older step than a snapshot's, that one is of steps which may yet come back. It is set aside, and offered to
-    whoever founds a crew, until this crew has gone as far; meanwhile the stage has a second snapshot.
+    Where a crew goes on from an older step than a snapshot's, that one is of steps which may yet
+    come back. It is set aside, and offered to whoever founds a crew, until this crew has gone as
+    far; meanwhile the stage has a second snapshot.
 
-    No more than the form's size of every stage's layout is ever kept: what a peer claims has no part in it.
+    No more than the form's size of every stage's layout is ever kept: what a peer claims has no
+    part in it.
     """
 
     def __init__(
-        self, directory: Path, lineage: bytes, layouts: Mapping[int, Layout], about: disk.About = MappingProxyType({})
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        lineage: bytes,
+        layouts: Mapping[int, Layout],
+        about: disk.About = MappingProxyType({}),
+    ) -> None:
         self._directory = directory / lineage.hex()
         self._about = dict(about)
         self._layouts = dict(layouts)
         self._snapshots: dict[int, PeerSnapshot] = {}
         self._right: dict[int, tuple[int, int, int]] = {}
-        """Stage → its file as it was when it was hashed: who wants it in parts does not have it hashed for each."""
+        """Stage → its file as it was when it was hashed: who wants it in parts does not have it
+        hashed for each."""
         self._lock = threading.Lock()
         """One file is written or read at a time, and `_snapshots` says what is in it."""
         self._ran = False
@@ -128,7 +151,11 @@ class SnapshotStore:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             write_atomically(self._directory / RAN, json.dumps(self._about).encode())
             for other in self._directory.parent.iterdir():
-                if other.is_dir() and other != self._directory and max((s.step for _, s in _copies_in(other)), default=0) <= step:
+                if (
+                    other.is_dir()
+                    and other != self._directory
+                    and max((s.step for _, s in _copies_in(other)), default=0) <= step
+                ):
                     shutil.rmtree(other)
         except OSError as error:
             log.warning("the snapshots of another lineage stay: %s", error)
@@ -145,7 +172,8 @@ class SnapshotStore:
     def _begins(self, stage: int, step: int) -> None:
         path, aside = self._path(stage), aside_file(self._directory, stage)
         kept, later = self._snapshots.get(stage), _read(aside)
-        if later is not None and later.step <= step and (kept is None or kept.step < later.step):  # these steps have come back
+        # these steps have come back
+        if later is not None and later.step <= step and (kept is None or kept.step < later.step):
             os.replace(aside, path)
             self._snapshots[stage] = kept = later
             later = None
@@ -163,7 +191,8 @@ class SnapshotStore:
         return self._snapshots.get(stage)
 
     def put(self, stage: int, have: Have, body: bytearray | memoryview) -> bool:
-        """Stores a snapshot of `stage` whose root was compared, unless this crew's newer one is here; says whether it did. In any thread.
+        """Stores a snapshot of `stage` whose root was compared, unless this crew's newer one is
+        here; says whether it did. In any thread.
 
         Raises BadMessage: bounds, size, not_finite; OSError for the disk.
         """
@@ -171,7 +200,9 @@ class SnapshotStore:
         if layout is None:
             raise BadMessage("bounds", f"no snapshot of stage {stage} belongs here")
         check_state(body, layout, have.form)
-        snapshot = PeerSnapshot(have.step, have.form, have.root, have.squared_norm, have.factor, have.hash)
+        snapshot = PeerSnapshot(
+            have.step, have.form, have.root, have.squared_norm, have.factor, have.hash
+        )
         about = {**asdict(snapshot), "root": have.root.hex(), "hash": have.hash.hex()}
         with self._lock:
             old = self._snapshots.get(stage)
@@ -186,12 +217,15 @@ class SnapshotStore:
         return True
 
     def read(self, stage: int) -> tuple[PeerSnapshot, memoryview]:
-        """`stage`'s snapshot and its bytes. Raises StateError where they are not those that were stored; the snapshot is gone then."""
+        """`stage`'s snapshot and its bytes. Raises StateError where they are not those that were
+        stored; the snapshot is gone then."""
         with self._lock:
             try:
                 snapshot, file = self._snapshots[stage], self._path(stage).stat()
                 state = file.st_ino, file.st_size, file.st_mtime_ns
-                found, body = read_copy(self._directory, stage, hashed=self._right.get(stage) == state)
+                found, body = read_copy(
+                    self._directory, stage, hashed=self._right.get(stage) == state
+                )
                 if found.root != snapshot.root:
                     raise StateError(f"{self._path(stage)} is damaged")
                 self._right[stage] = state
@@ -227,8 +261,8 @@ def aside_file(directory: Path, stage: int) -> Path:
 
 
 def read_copy(directory: Path, stage: int, hashed: bool = False) -> tuple[PeerSnapshot, memoryview]:
-    """What a crew's directory has of `stage`, mapped. hashed: it was found right before. Raises StateError where there is nothing, or it is
-    damaged."""
+    """What a crew's directory has of `stage`, mapped. hashed: it was found right before. Raises
+    StateError where there is nothing, or it is damaged."""
     tensors, about = disk.load(copy_file(directory, stage))
     snapshot = _snapshot(about)
     body = memoryview(tensors["body"].numpy().data if "body" in tensors else b"")
@@ -250,13 +284,20 @@ def find_snapshots(directory: Path) -> list[disk.OnDisk]:
     found = []
     for ran in sorted(directory.glob(f"*/{RAN}")):
         try:
-            lineage, layers = bytes.fromhex(ran.parent.name), list(json.loads(ran.read_bytes())["layers"])
+            lineage, layers = (
+                bytes.fromhex(ran.parent.name),
+                list(json.loads(ran.read_bytes())["layers"]),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("snapshots that nobody can read: %s", error)
             continue
         for stage, kept in _copies_in(ran.parent):
             if stage < len(layers):
-                found.append(disk.OnDisk(lineage, sum(layers[:stage]), sum(layers[: stage + 1]), kept.step, kept.hash))
+                found.append(
+                    disk.OnDisk(
+                        lineage, sum(layers[:stage]), sum(layers[: stage + 1]), kept.step, kept.hash
+                    )
+                )
     return found
 
 
@@ -277,14 +318,19 @@ def _read(path: Path) -> PeerSnapshot | None:
 
 
 class SnapshotRecorder(Recorder):
-    """Observer of one member. Set `sharing` once there are state streams; without one, it only remembers.
+    """Observer of one member. Set `sharing` once there are state streams; without one, it only
+    remembers.
 
     outer: what averaging keeps with the weights, for the journal."""
 
     def __init__(
-        self, spec: StageSpec, settings: RecoverySettings, journal: Journal | None = None, store: SnapshotStore | None = None,
+        self,
+        spec: StageSpec,
+        settings: RecoverySettings,
+        journal: Journal | None = None,
+        store: SnapshotStore | None = None,
         outer: Callable[[], Tensors] = dict,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spec, settings)
         self.sharing: Sharing | None = None
         self._journal = journal
@@ -303,7 +349,10 @@ class SnapshotRecorder(Recorder):
             self._copied = copy_stage(worker, self.settings)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
             state = dict(worker.runtime.model.named_parameters())
-            self.ends[self.spec.index] = step, {name: host_copy(state[name]) for name in end_names(self.spec)}
+            self.ends[self.spec.index] = (
+                step,
+                {name: host_copy(state[name]) for name in end_names(self.spec)},
+            )
 
     def stepped(self) -> None:
         copied, self._copied = self._copied, None

@@ -1,13 +1,18 @@
-"""Which copy of a lost stage to take, best first, and which next when the crew's policy is not what it was. Pure; no torch.
+"""Which copy of a lost stage to take, best first, and which next when the crew's policy is not what
+it was. Pure; no torch.
 
-    R0  journal    this node's own disk                                                    R4  synthesis  from the neighbours' layers
-    R1  replica    the same stage of another crew                                          R5  copy       an end from its neighbour
-    R2  snapshot   a snapshot at a ring neighbour                                          R6  none       the crew dissolves
+    R0  journal    this node's own disk                                                    R4
+    synthesis  from the neighbours' layers
+    R1  replica    the same stage of another crew                                          R5  copy
+    an end from its neighbour
+    R2  snapshot   a snapshot at a ring neighbour                                          R6  none
+    the crew dissolves
     R3  base       the stage that training began with
 
-Expected harm rises from first to last, but for a journal that lacks as many steps as lie between two snapshots: then a younger one of these
-goes first. One that lacks fewer costs no more than a snapshot may, and needs no line: it goes first but for what is exact. A source that
-is refused says why: `RecoveryOrder.tried` is what to show a person.
+Expected harm rises from first to last, but for a journal that lacks as many steps as lie between
+two snapshots: then a younger one of these goes first. One that lacks fewer costs no more than a
+snapshot may, and needs no line: it goes first but for what is exact. A source that is refused says
+why: `RecoveryOrder.tried` is what to show a person.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ class Run:
     """What decides whether a synthesis would harm."""
 
     swapped: bool = False
-    """Half of the micro-batches run in `swapped_order` since the start: then second and last but one have learnt the ends' job."""
+    """Half of the micro-batches run in `swapped_order` since the start: then second and last but
+    one have learnt the ends' job."""
     pretrained: bool = False
     """A base was published: its stage is a better source than any neighbour."""
     adapter: bool = False
@@ -61,41 +67,50 @@ class RecoverySettings:
     synthesis: Literal["checkfree", "uniform", "identity", "copy", "none"] = "checkfree"
     """How an inner stage is made of its neighbours'. `copy` is for the ends, `none` for neither."""
     mode: PaperMode = "off"
-    """The papers as they are written, for inner stages (CheckFree) or for all (CheckFree+): no snapshot, journal or base; synthesis without
-    healing; learning rate × 1.1. CheckFree+ trains in swapped order. CheckFree cannot make an end: it comes back from copies."""
+    """The papers as they are written, for inner stages (CheckFree) or for all (CheckFree+): no
+    snapshot, journal or base; synthesis without healing; learning rate × 1.1. CheckFree+ trains in
+    swapped order. CheckFree cannot make an end: it comes back from copies."""
     probes: int = 8
     """Committed micro-batches that a recovered stage is judged by: the last ones."""
     memory: int = 24
-    """Committed micro-batches that are remembered; the ones before the last `probes` are what a stage is healed with, so that it is judged
-    by others."""
+    """Committed micro-batches that are remembered; the ones before the last `probes` are what a
+    stage is healed with, so that it is judged by others."""
     gate_kl: float = 0.02
     """Nats per token of KL(before ‖ recovered)."""
     gate_nll: float = 0.05
     """Nats per token."""
     copy_factor: float = 10.0
-    """A copy of the crew's own stage has so many times the room in both: it lacks some steps, and anything else lacks all."""
+    """A copy of the crew's own stage has so many times the room in both: it lacks some steps, and
+    anything else lacks all."""
     healings: int = 2
     """Distillations before a source is given up."""
     healing_steps: int = 120
     healing_rate: float = 0.04
     """AdamW moves a weight by this share of its tensor's root mean square in a step, at first."""
     warmup_steps: int = 10
-    """Steps over which the learning rate of a stage with a fresh optimizer rises to what it is elsewhere."""
+    """Steps over which the learning rate of a stage with a fresh optimizer rises to what it is
+    elsewhere."""
     exact_bytes: int = 256 * 1024 * 1024
     """A snapshot up to this size is float32 with Adam's moments; a larger one bfloat16 without."""
     pair_bytes: int = 256 * 1024 * 1024
     """Activations that a stage keeps for healing its neighbours."""
     seconds: float = 120.0
-    """A transfer fails when not a byte of it came for so long. Reading and hashing a stage of 7 B at its holder takes a part of this."""
+    """A transfer fails when not a byte of it came for so long. Reading and hashing a stage of 7 B
+    at its holder takes a part of this."""
     neighbour_seconds: float = 3600.0
-    """Waiting for a neighbour that is being restored as well, and says so: half of 7 B in two bytes each takes 19 minutes at 50 Mbit/s."""
+    """Waiting for a neighbour that is being restored as well, and says so: half of 7 B in two bytes
+    each takes 19 minutes at 50 Mbit/s."""
 
     def keeps_copies(self, spec: StageSpec) -> bool:
-        """Whether this stage is copied to others and comes back from copies; else it is made of its neighbours."""
-        return self.mode == "off" or (self.mode == "checkfree" and (spec.has_embedding or spec.has_head))
+        """Whether this stage is copied to others and comes back from copies; else it is made of its
+        neighbours."""
+        return self.mode == "off" or (
+            self.mode == "checkfree" and (spec.has_embedding or spec.has_head)
+        )
 
     def synthesises(self, stage: int, stages: int) -> bool:
-        """Whether `stage`, of so many, may ever be made of its neighbours' layers; an end needs a copy of what is no layer besides."""
+        """Whether `stage`, of so many, may ever be made of its neighbours' layers; an end needs a
+        copy of what is no layer besides."""
         return self.synthesis != "none" and (0 < stage < stages - 1 or self.mode == "checkfree+")
 
 
@@ -111,11 +126,14 @@ class Source:
     method: Method | None = None
     """How R4 and R5 make it."""
     exact: bool = False
-    """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours that agree."""
+    """It is this stage as it was: the crew's last step, from our own disk, or from two neighbours
+    that agree."""
     disputed: bool = False
-    """The other ring neighbour has other bytes of the same step. Only the gate can say which of them is right."""
+    """The other ring neighbour has other bytes of the same step. Only the gate can say which of
+    them is right."""
     vouched: bool = False
-    """It is this stage as it was at some step: from our own disk, or from two neighbours that agree."""
+    """It is this stage as it was at some step: from our own disk, or from two neighbours that
+    agree."""
     last: bool = False
     """Taken as it is, since nothing else serves."""
 
@@ -151,7 +169,9 @@ class Verdict:
 class RecoveryOrder:
     """The sources of one recovery, in order. `step`: committed steps of the crew."""
 
-    def __init__(self, found: Found, spec: StageSpec, step: int, run: Run, settings: RecoverySettings) -> None:
+    def __init__(
+        self, found: Found, spec: StageSpec, step: int, run: Run, settings: RecoverySettings
+    ) -> None:
         self._settings = settings
         self._paper = not settings.keeps_copies(spec)
         self._step = step
@@ -165,10 +185,13 @@ class RecoveryOrder:
         self._compared = False
 
     def next(self) -> Source:
-        """The best source that was not refused. Raises Refused, with every source's reason, when there is none (R6)."""
+        """The best source that was not refused. Raises Refused, with every source's reason, when
+        there is none (R6)."""
         if self._left:
             return self._left[0]
-        reasons = "; ".join(f"R{int(kind)} {kind.name.lower()}: {why}" for kind, why in self.tried + self.excluded)
+        reasons = "; ".join(
+            f"R{int(kind)} {kind.name.lower()}: {why}" for kind, why in self.tried + self.excluded
+        )
         raise Refused(f"no source is left for this stage: {reasons or 'nobody has a copy'}")
 
     def refuse(self, source: Source, why: str) -> None:
@@ -184,24 +207,39 @@ class RecoveryOrder:
         self.refuse(source, why)
 
     def last_resort(self) -> Source | None:
-        """What is taken although it failed the gate; None where there is nothing. Without it the crew would lose all its steps.
+        """What is taken although it failed the gate; None where there is nothing. Without it the
+        crew would lose all its steps.
 
-        The policy may have moved further in one step than the gate allows: then nothing passes, a perfect copy neither. So the base, which
-        is nobody's word, says how far off a stage is of which nothing is left, and what is no worse by more than the gate's width may be
-        taken, as may true copies, which lack a few steps. Of these the first that is not worse than the best by more than that.
+        The policy may have moved further in one step than the gate allows: then nothing passes, a
+        perfect copy neither. So the base, which is nobody's word, says how far off a stage is of
+        which nothing is left, and what is no worse by more than the gate's width may be taken, as
+        may true copies, which lack a few steps. Of these the first that is not worse than the best
+        by more than that.
         """
-        base = min((damage for damage, source in self._failed if source.kind == SourceKind.BASE), default=-math.inf)
-        may = [(damage, source) for damage, source in self._failed if source.vouched or damage <= base + 1]
+        base = min(
+            (damage for damage, source in self._failed if source.kind == SourceKind.BASE),
+            default=-math.inf,
+        )
+        may = [
+            (damage, source)
+            for damage, source in self._failed
+            if source.vouched or damage <= base + 1
+        ]
         self._failed.clear()
         best = min((damage for damage, _ in may), default=math.inf)
-        return next((replace(source, last=True) for damage, source in may if damage <= best + 1), None)
+        return next(
+            (replace(source, last=True) for damage, source in may if damage <= best + 1), None
+        )
 
     def rivals(self) -> tuple[Source, ...]:
-        """The best source and the other one, where two neighbours have different bytes of one step and `prefer` was not called."""
+        """The best source and the other one, where two neighbours have different bytes of one step
+        and `prefer` was not called."""
         best = self._left[0] if self._left else None
         if best is None or not best.disputed or self._compared:
             return ()
-        return tuple(source for source in self._left if source.disputed and source.step == best.step)
+        return tuple(
+            source for source in self._left if source.disputed and source.step == best.step
+        )
 
     def prefer(self, source: Source | None) -> None:
         """It goes before all others: of the `rivals`, it was judged better."""
@@ -213,20 +251,31 @@ class RecoveryOrder:
     def damage(self, verdict: Verdict) -> float:
         """How bad a verdict is, in units of the gate: the better one's is less."""
         s = self._settings
-        return max(verdict.kl / s.gate_kl, verdict.nll_rise / s.gate_nll) if verdict.finite else math.inf
+        return (
+            max(verdict.kl / s.gate_kl, verdict.nll_rise / s.gate_nll)
+            if verdict.finite
+            else math.inf
+        )
 
-    def judge(self, source: Source, verdict: Verdict | None, healings: int) -> Literal["rejoin", "heal", "next"]:
+    def judge(
+        self, source: Source, verdict: Verdict | None, healings: int
+    ) -> Literal["rejoin", "heal", "next"]:
         """What to do with a stage that was restored from `source` and healed `healings` times.
 
-        Without a probe a true copy that nobody disputes is trusted, and nothing else. What is exact, and everything in paper mode, has to
-        be finite and no more: the probe is of before the last step, so that even the very same stage is as far from it as that step went.
-        For the same reason an older copy of the crew's own is given room: to refuse it is to lose every step that was taken, not the few
-        that it lacks.
+        Without a probe a true copy that nobody disputes is trusted, and nothing else. What is
+        exact, and everything in paper mode, has to be finite and no more: the probe is of before
+        the last step, so that even the very same stage is as far from it as that step went. For the
+        same reason an older copy of the crew's own is given room: to refuse it is to lose every
+        step that was taken, not the few that it lacks.
         """
         s = self._settings
         room = s.copy_factor if source.kind in (SourceKind.JOURNAL, SourceKind.SNAPSHOT) else 1.0
         if verdict is None:
-            return "rejoin" if (source.kind <= SourceKind.BASE and not source.disputed) or self._paper else "next"
+            return (
+                "rejoin"
+                if (source.kind <= SourceKind.BASE and not source.disputed) or self._paper
+                else "next"
+            )
         if not verdict.finite:
             return "next"
         as_it_is = self._paper or source.last or (source.exact and not healings)
@@ -235,23 +284,49 @@ class RecoveryOrder:
         return "heal" if healings < s.healings else "next"
 
     def _sources(self, found: Found, spec: StageSpec, run: Run) -> Iterable[Source]:
-        own_copy = Source(SourceKind.JOURNAL, found.journal, exact=found.journal == self._step, vouched=True)
+        own_copy = Source(
+            SourceKind.JOURNAL, found.journal, exact=found.journal == self._step, vouched=True
+        )
         copies = [] if found.journal is None else [own_copy]
         for holder, step in found.snapshots.items():
             roots = [root for i, root in found.roots.items() if found.snapshots[i] == step]
             disputed = len(set(roots)) > 1
             vouched = len(roots) > 1 and not disputed
             exact = step == self._step and vouched
-            copies.append(Source(SourceKind.SNAPSHOT, step, holder, exact=exact, disputed=disputed, vouched=vouched))
+            copies.append(
+                Source(
+                    SourceKind.SNAPSHOT,
+                    step,
+                    holder,
+                    exact=exact,
+                    disputed=disputed,
+                    vouched=vouched,
+                )
+            )
         if self._paper:
-            self.excluded += [(source.kind, "paper mode") for source in copies] + ([(SourceKind.BASE, "paper mode")] if found.base else [])
+            self.excluded += [(source.kind, "paper mode") for source in copies] + (
+                [(SourceKind.BASE, "paper mode")] if found.base else []
+            )
             copies = []
         for source in [c for c in copies if c.step is not None and c.step > self._step]:
             copies.remove(source)
-            self.excluded.append((source.kind, f"it is of step {source.step}, and the crew's is {self._step}"))
-        copies.sort(key=lambda c: (-(c.step or 0), c.kind, not c.exact, -1 if c.holder is None else c.holder))
+            self.excluded.append(
+                (source.kind, f"it is of step {source.step}, and the crew's is {self._step}")
+            )
+        copies.sort(
+            key=lambda c: (
+                -(c.step or 0),
+                c.kind,
+                not c.exact,
+                -1 if c.holder is None else c.holder,
+            )
+        )
         most = 1 if any(c.exact for c in copies) else self._settings.snapshot_every
-        own = [c for c in copies if c.kind == SourceKind.JOURNAL and c.step is not None and self._step - c.step < most]
+        own = [
+            c
+            for c in copies
+            if c.kind == SourceKind.JOURNAL and c.step is not None and self._step - c.step < most
+        ]
         yield from own
         if found.replica:
             yield Source(SourceKind.REPLICA)
@@ -275,7 +350,9 @@ class RecoveryOrder:
         try:
             check(method, spec, run)
             if found.base and run.pretrained:
-                raise Refused("the base's stage is closer than anything that is made of the neighbours'")
+                raise Refused(
+                    "the base's stage is closer than anything that is made of the neighbours'"
+                )
             if not needed <= found.alive:
                 raise Refused("a neighbour is lost too")
             if at_end and not found.ends:
@@ -290,16 +367,30 @@ def check(method: Method, spec: StageSpec, run: Run) -> None:
     """Raises Refused where `method` would harm this stage of this run."""
     at_end = spec.has_embedding or spec.has_head
     if run.adapter:
-        raise Refused("an adapter is not averaged with another layer's: the base with its last known adapter, or none, is closer")
+        raise Refused(
+            "an adapter is not averaged with another layer's: the base with its last known adapter,"
+            " or none, is closer"
+        )
     if method in ("checkfree", "uniform") and at_end:
-        raise Refused(f"{method} needs a neighbour on both sides, and stage {spec.index} of {spec.stages} has one")
+        raise Refused(
+            f"{method} needs a neighbour on both sides, and stage {spec.index} of {spec.stages}"
+            " has one"
+        )
     if method == "copy":
         if not at_end:
-            raise Refused(f"copy is for the first and the last stage, and stage {spec.index} of {spec.stages} is neither")
+            raise Refused(
+                f"copy is for the first and the last stage, and stage {spec.index} of {spec.stages}"
+                " is neither"
+            )
         if run.pretrained:
-            raise Refused("copy needs a run trained with swapped stages, which costs a pretrained policy 2 nats: restore the base's stage")
+            raise Refused(
+                "copy needs a run trained with swapped stages, which costs a pretrained policy 2"
+                " nats: restore the base's stage"
+            )
         if not run.swapped:
-            raise Refused("copy needs a run trained with swapped stages; without that the copy costs 3 nats")
+            raise Refused(
+                "copy needs a run trained with swapped stages; without that the copy costs 3 nats"
+            )
 
 
 def check_paper(mode: PaperMode, stages: int, run: Run) -> None:
@@ -310,12 +401,24 @@ def check_paper(mode: PaperMode, stages: int, run: Run) -> None:
     if mode == "off":
         return
     if run.pretrained and mode == "checkfree+":
-        raise Refused("checkfree+ trains with swapped stages, which costs a pretrained policy 2 nats: set stages.paper_mode to off")
+        raise Refused(
+            "checkfree+ trains with swapped stages, which costs a pretrained policy 2 nats: set"
+            " stages.paper_mode to off"
+        )
     if run.pretrained:
-        raise Refused("checkfree averages neighbours, and of a base that was trained its own stage is closer: set stages.paper_mode to off")
+        raise Refused(
+            "checkfree averages neighbours, and of a base that was trained its own stage is closer:"
+            " set stages.paper_mode to off"
+        )
     if run.adapter:
         raise Refused(f"{mode} is for whole weights, and only an adapter is trained here")
     if mode == "checkfree" and stages < 3:
-        raise Refused(f"checkfree makes inner stages of their neighbours: stages.stages is {stages}, it needs three or more")
+        raise Refused(
+            f"checkfree makes inner stages of their neighbours: stages.stages is {stages}, it needs"
+            " three or more"
+        )
     if mode == "checkfree+" and stages < 4:
-        raise Refused(f"checkfree+ exchanges the first two and the last two stages: stages.stages is {stages}, it needs four or more")
+        raise Refused(
+            "checkfree+ exchanges the first two and the last two stages: stages.stages is"
+            f" {stages}, it needs four or more"
+        )

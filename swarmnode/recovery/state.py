@@ -1,9 +1,13 @@
-"""Everything of a stage that training changes, as host memory, as bytes, and back into a stage. Torch.
+"""Everything of a stage that training changes, as host memory, as bytes, and back into a stage.
+Torch.
 
-    exact    weights ‖ first moments ‖ second moments ‖ counts, float32, tensor after tensor by name: 12 bytes per parameter
-    small    weights, bfloat16: 2 bytes per parameter, each off by 2⁻⁹ of itself; the optimizer begins anew
+    exact    weights ‖ first moments ‖ second moments ‖ counts, float32, tensor after tensor by
+    name: 12 bytes per parameter
+    small    weights, bfloat16: 2 bytes per parameter, each off by 2⁻⁹ of itself; the optimizer
+    begins anew
 
-Under LoRA that is the adapter, otherwise every tensor of the stage. Names are the stage's own (`model.layers.0.…`).
+Under LoRA that is the adapter, otherwise every tensor of the stage. Names are the stage's own
+(`model.layers.0.…`).
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ BLOCK: Final = 2**20
 
 @dataclass(frozen=True)
 class StageState:
-    """One stage after `step` committed steps. Tensors are float32 on the host, by the stage's own names."""
+    """One stage after `step` committed steps. Tensors are float32 on the host, by the stage's own
+    names."""
 
     step: int
     weights: Tensors
@@ -54,18 +59,25 @@ class StageState:
 
 
 def layout_of(model: torch.nn.Module) -> Layout:
-    return make_layout((name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad)
+    return make_layout(
+        (name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad
+    )
 
 
-def stage_layouts(config: PretrainedConfig, specs: Sequence[StageSpec], lora: LoraConfig | None = None) -> tuple[Layout, ...]:
-    """What is trained of every stage of a model with transformers config `config`, under peft's settings `lora` where given.
+def stage_layouts(
+    config: PretrainedConfig, specs: Sequence[StageSpec], lora: LoraConfig | None = None
+) -> tuple[Layout, ...]:
+    """What is trained of every stage of a model with transformers config `config`, under peft's
+    settings `lora` where given.
 
     Shapes only: no weights are read, no memory is taken.
     """
     layouts = []
     for spec in specs:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(stage_config(config, spec), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                stage_config(config, spec), dtype=torch.float32
+            )
             cut_ends(model, spec)
             model.tie_weights()
             model = model if lora is None else adapt(model, lora)
@@ -74,7 +86,8 @@ def stage_layouts(config: PretrainedConfig, specs: Sequence[StageSpec], lora: Lo
 
 
 def take(worker: StageWorker, only: str = "") -> StageState:
-    """A copy on the host. Between two steps; writing or sending it needs the member no more. only: a name; else all that is trained."""
+    """A copy on the host. Between two steps; writing or sending it needs the member no more. only:
+    a name; else all that is trained."""
     weights, first, second, counts = {}, {}, {}, {}
     optimizer, adam = worker.optimizer, worker.optimizer.adam
     for name, parameter in trained(worker.runtime).items():
@@ -83,17 +96,34 @@ def take(worker: StageWorker, only: str = "") -> StageState:
         weights[name] = host_copy(parameter)
         moments = adam.state.get(parameter) if adam is not None else None
         if moments:
-            first[name], second[name] = host_copy(moments["exp_avg"]), host_copy(moments["exp_avg_sq"])
+            first[name], second[name] = (
+                host_copy(moments["exp_avg"]),
+                host_copy(moments["exp_avg_sq"]),
+            )
             counts[name] = float(moments["step"])
     return StageState(
-        worker.participant.step, weights, first, second, counts, optimizer.squared_norm, optimizer.lr_scale.factor, worker.participant.hash
+        worker.participant.step,
+        weights,
+        first,
+        second,
+        counts,
+        optimizer.squared_norm,
+        optimizer.lr_scale.factor,
+        worker.participant.hash,
     )
 
 
 def take_small(worker: StageWorker) -> tuple[StageState, bytearray]:
-    """Likewise, as bytes in form `small`, which are made of the live tensors: 2 for each weight. The state is without tensors."""
+    """Likewise, as bytes in form `small`, which are made of the live tensors: 2 for each weight.
+    The state is without tensors."""
     optimizer, at, layout = worker.optimizer, worker.participant, layout_of(worker.runtime.model)
-    said = StageState(at.step, {}, squared_norm=optimizer.squared_norm, factor=optimizer.lr_scale.factor, hash=at.hash)
+    said = StageState(
+        at.step,
+        {},
+        squared_norm=optimizer.squared_norm,
+        factor=optimizer.lr_scale.factor,
+        hash=at.hash,
+    )
     live = {name: parameter.detach() for name, parameter in trained(worker.runtime).items()}
     return said, encode_state(replace(said, weights=live), layout, "small")
 
@@ -108,7 +138,8 @@ def trained(runtime: StageRuntime) -> dict[str, torch.Tensor]:
 
 
 def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
-    """Overwrites what is trained. Raises Incompatible for other names or shapes, or values that are not finite; nothing changed then."""
+    """Overwrites what is trained. Raises Incompatible for other names or shapes, or values that are
+    not finite; nothing changed then."""
     own = trained(runtime)
     if weights.keys() != own.keys():
         raise Incompatible(f"weights for another stage: {sorted(weights.keys() ^ own.keys())[:3]}")
@@ -139,7 +170,8 @@ def load_moments(worker: StageWorker, state: StageState) -> None:
 def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
     """`state_bytes(layout, form)` bytes."""
     if form == "small":
-        body, at = bytearray(state_bytes(layout, form)), 0  # one that grows would be there twice at times
+        # one that grows would be there twice at times
+        body, at = bytearray(state_bytes(layout, form)), 0
         for spec in layout:  # each is there twice for a moment, and never all
             part = to_bytes(bfloat16_bits(state.weights[spec.name]), "<i2")
             body[at : at + len(part)] = part
@@ -148,26 +180,43 @@ def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
     parts = []
     for tensors in (state.weights, state.first, state.second):
         for spec in layout:
-            parts.append(to_bytes(tensors[spec.name], "<f4") if spec.name in tensors else bytes(4 * spec.elements))
-    return bytearray().join([*parts, np.array([state.counts.get(spec.name, 0.0) for spec in layout], "<f4").tobytes()])
+            parts.append(
+                to_bytes(tensors[spec.name], "<f4")
+                if spec.name in tensors
+                else bytes(4 * spec.elements)
+            )
+    return bytearray().join(
+        [*parts, np.array([state.counts.get(spec.name, 0.0) for spec in layout], "<f4").tobytes()]
+    )
 
 
 def check_state(body: bytes | bytearray | memoryview, layout: Layout, form: Form) -> None:
-    """Whether `decode_state` will take it, a block at a time: a neighbour keeps it as it came. Raises BadMessage as that does."""
+    """Whether `decode_state` will take it, a block at a time: a neighbour keeps it as it came.
+    Raises BadMessage as that does."""
     if len(body) != state_bytes(layout, form):
         raise BadMessage("size", f"{len(body)} bytes of a state of {state_bytes(layout, form)}")
     values = np.frombuffer(body, "<u2" if form == "small" else "<f4")
     weights = elements(layout)
     for start in range(0, len(values), BLOCK):
         block = values[start : start + BLOCK]
-        if not ((block & 0x7F80) != 0x7F80).all() if form == "small" else not np.isfinite(block).all():  # bfloat16's exponent
+        # bfloat16's exponent
+        if (
+            not ((block & 0x7F80) != 0x7F80).all()
+            if form == "small"
+            else not np.isfinite(block).all()
+        ):
             raise BadMessage("not_finite", "a state")
         if form == "exact" and (block[max(0, 2 * weights - start) :] < 0).any():
             raise BadMessage("bounds", "a second moment or a count below zero")
 
 
 def decode_state(
-    body: bytes | bytearray | memoryview, layout: Layout, form: Form, step: int, squared_norm: float, factor: float
+    body: bytes | bytearray | memoryview,
+    layout: Layout,
+    form: Form,
+    step: int,
+    squared_norm: float,
+    factor: float,
 ) -> StageState:
     """Raises BadMessage: size, not_finite, bounds (a second moment or a count below zero)."""
     check_state(body, layout, form)
@@ -176,7 +225,11 @@ def decode_state(
         return StageState(step, by_name(values, layout), squared_norm=squared_norm, factor=factor)
     flat, size = torch.from_numpy(np.frombuffer(body, "<f4").copy()), elements(layout)
     weights, first, second = (by_name(flat[i * size : (i + 1) * size], layout) for i in range(3))
-    counts = {spec.name: steps for spec, steps in zip(layout, flat[3 * size :].tolist(), strict=True) if steps > 0}
+    counts = {
+        spec.name: steps
+        for spec, steps in zip(layout, flat[3 * size :].tolist(), strict=True)
+        if steps > 0
+    }
     keep = lambda tensors: {name: tensors[name] for name in counts}
     return StageState(step, weights, keep(first), keep(second), counts, squared_norm, factor)
 

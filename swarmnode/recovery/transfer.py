@@ -1,8 +1,11 @@
-"""A member's end of the state streams: what a lost stage fetches, what a stage in good order shares and serves. Torch.
+"""A member's end of the state streams: what a lost stage fetches, what a stage in good order shares
+and serves. Torch.
 
-shared    snapshots with both ring neighbours, and whoever keeps the whole policy; the tail's probes with its own; in paper mode embedding
+shared    snapshots with both ring neighbours, and whoever keeps the whole policy; the tail's probes
+with its own; in paper mode embedding
           and head with the second and last but one
-served    snapshots, the stage's layers and ω, a tied embedding, copies of an end, probes, activations, and running a micro-batch
+served    snapshots, the stage's layers and ω, a tied embedding, copies of an end, probes,
+activations, and running a micro-batch
 """
 
 from __future__ import annotations
@@ -22,15 +25,21 @@ from swarmnode.recovery.sharing import Sharing
 
 
 class StatePeer:
-    """streams: stage → stream; again: as of `Channel`. `attach` the worker once it runs; until then `stage.phase` says what its weights
-    are worth."""
+    """streams: stage → stream; again: as of `Channel`. `attach` the worker once it runs; until then
+    `stage.phase` says what its weights are worth."""
 
     def __init__(
-        self, stage: LocalStage, fence: Fence, streams: Mapping[int, trio.abc.Stream], compute: Compute = in_thread,
+        self,
+        stage: LocalStage,
+        fence: Fence,
+        streams: Mapping[int, trio.abc.Stream],
+        compute: Compute = in_thread,
         again: Callable[[int], Awaitable[trio.abc.Stream]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         settings = stage.settings
-        step = lambda: stage.worker.participant.step if stage.worker is not None else fence.place.step
+        step = lambda: (
+            stage.worker.participant.step if stage.worker is not None else fence.place.step
+        )
         self.stage = stage
         self._begins_at = fence.place.step
         self.channel = Channel(fence, streams, stage.limits, settings.seconds, compute, step, again)

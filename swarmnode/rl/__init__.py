@@ -1,1 +1,2 @@
-"""The learning maths: advantages, objectives, corrections, the batch split. No model loading and no I/O."""
+"""The learning maths: advantages, objectives, corrections, the batch split. No model loading and no
+I/O."""

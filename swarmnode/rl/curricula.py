@@ -1,12 +1,15 @@
-"""Which question next: of which task, at which difficulty. From own groups, and as bounded hints from peers'. No torch here.
+"""Which question next: of which task, at which difficulty. From own groups, and as bounded hints
+from peers'. No torch here.
 
-A group teaches when its rewards differ. How often that happens differs between buckets, a bucket being a task at one difficulty, and
-changes as the policy learns. Thompson sampling over a Beta posterior of it asks where a signal is likely, and goes on looking elsewhere
-as long as little is known there.
+A group teaches when its rewards differ. How often that happens differs between buckets, a bucket
+being a task at one difficulty, and changes as the policy learns. Thompson sampling over a Beta
+posterior of it asks where a signal is likely, and goes on looking elsewhere as long as little is
+known there.
 
-A peer's group says how hard its bucket is, for nothing. But a peer's policy is another one, and a peer may lie: its word counts less than
-an own group, and less still once what it spoke of has disappointed; it is bounded by peer and in all, and fades; and a share of the
-questions is drawn from all buckets alike, whatever is said.
+A peer's group says how hard its bucket is, for nothing. But a peer's policy is another one, and a
+peer may lie: its word counts less than an own group, and less still once what it spoke of has
+disappointed; it is bounded by peer and in all, and fades; and a share of the questions is drawn
+from all buckets alike, whatever is said.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 MEMORY = 0.9
-"""What is left of a bucket's evidence when a group of it arrives: about the last ten count, since the policy changes."""
+"""What is left of a bucket's evidence when a group of it arrives: about the last ten count, since
+the policy changes."""
 FADES = 0.9
 """What is left of all hints after a step."""
 HINT = 0.25
@@ -28,7 +32,8 @@ PEER_MOST = 0.5
 HINTS_MOST = 2.0
 """What all hints count in a bucket, at most."""
 PRIOR = 2.0
-"""What the mean over all buckets counts in each, of an own group: where most are too hard, one that was not asked yet probably is."""
+"""What the mean over all buckets counts in each, of an own group: where most are too hard, one that
+was not asked yet probably is."""
 RECORD = 0.98
 """What is left of a peer's record when one of its hints was tried: about the last fifty count."""
 EXPLORE = 0.2
@@ -45,16 +50,19 @@ class Bucket(NamedTuple):
 
 
 def useful_chance(rewards: Sequence[float]) -> float:
-    """The chance that another group on the same question has a signal, by the mean reward of this one.
+    """The chance that another group on the same question has a signal, by the mean reward of this
+    one.
 
-    The chance that G answers, each right with that probability, are neither all right nor all wrong: 1 − p^G − (1 − p)^G.
+    The chance that G answers, each right with that probability, are neither all right nor all
+    wrong: 1 − p^G − (1 − p)^G.
     """
     right = fmean(rewards)
     return 1.0 - right ** len(rewards) - (1.0 - right) ** len(rewards)
 
 
 class Curriculum:
-    """Beta posteriors by bucket, and the choice from them. The caller's generator is all its randomness.
+    """Beta posteriors by bucket, and the choice from them. The caller's generator is all its
+    randomness.
 
     Groups in buckets other than `buckets` are not counted. Raises ValueError when there is none.
     """
@@ -62,7 +70,9 @@ class Curriculum:
     def __init__(self, buckets: Sequence[Bucket], explore: float = EXPLORE) -> None:
         if not buckets:
             raise ValueError("no bucket to choose from")
-        self._own: dict[Bucket, tuple[float, float]] = dict.fromkeys(sorted(set(buckets)), (0.0, 0.0))
+        self._own: dict[Bucket, tuple[float, float]] = dict.fromkeys(
+            sorted(set(buckets)), (0.0, 0.0)
+        )
         self._peers: OrderedDict[str, dict[Bucket, tuple[float, float]]] = OrderedDict()
         self._heeded: dict[str, tuple[float, float]] = {}
         """How often a bucket that the peer had a word on had a signal here, and how often not."""
@@ -74,7 +84,8 @@ class Curriculum:
         return list(self._own)
 
     def own(self, bucket: Bucket, useful: bool) -> None:
-        """Take an own group: whether its rewards differed. Peers who had a word on that bucket are remembered by it."""
+        """Take an own group: whether its rewards differed. Peers who had a word on that bucket are
+        remembered by it."""
         if bucket in self._own:
             for peer, known in self._peers.items():
                 if bucket in known:
@@ -84,7 +95,8 @@ class Curriculum:
             self._own[bucket] = (MEMORY * yes + useful, MEMORY * no + (not useful))
 
     def hint(self, peer: str, bucket: Bucket, rewards: Sequence[float]) -> None:
-        """Take a peer's group that this node found fit to train on. rewards: (G,), as this node scored them."""
+        """Take a peer's group that this node found fit to train on. rewards: (G,), as this node
+        scored them."""
         if bucket not in self._own:
             return
         known = self._peers.setdefault(peer, {})
@@ -103,11 +115,13 @@ class Curriculum:
                 known[bucket] = (FADES * yes, FADES * no)
 
     def posterior(self, bucket: Bucket) -> tuple[float, float]:
-        """(α, β) of the share of groups with a signal; (1, 1) where nothing is known of any bucket."""
+        """(α, β) of the share of groups with a signal; (1, 1) where nothing is known of any
+        bucket."""
         return self._posterior(bucket, self._mean())
 
     def _mean(self) -> float:
-        """The share of own groups with a signal, over all buckets. Of what is remembered, so that one bucket counts ten groups at most."""
+        """The share of own groups with a signal, over all buckets. Of what is remembered, so that
+        one bucket counts ten groups at most."""
         yes, no = map(sum, zip(*self._own.values(), strict=True))
         return (1.0 + yes) / (2.0 + yes + no)
 
@@ -117,22 +131,38 @@ class Curriculum:
 
     def _hinted(self, bucket: Bucket, mean: float) -> tuple[float, float]:
         """What peers' groups count for a signal, and against one."""
-        hints = [(self._belief(peer, mean), *known[bucket]) for peer, known in self._peers.items() if bucket in known]
-        return _at_most(HINTS_MOST, sum(belief * yes for belief, yes, _ in hints), sum(belief * no for belief, _, no in hints))
+        hints = [
+            (self._belief(peer, mean), *known[bucket])
+            for peer, known in self._peers.items()
+            if bucket in known
+        ]
+        return _at_most(
+            HINTS_MOST,
+            sum(belief * yes for belief, yes, _ in hints),
+            sum(belief * no for belief, _, no in hints),
+        )
 
     def _belief(self, peer: str, mean: float) -> float:
-        """What a peer's hints count, 0 to 1: less where what it spoke of has had fewer signals than questions have on the whole."""
+        """What a peer's hints count, 0 to 1: less where what it spoke of has had fewer signals than
+        questions have on the whole."""
         right, wrong = self._heeded[peer]
         return min(1.0, (PRIOR * mean + right) / (PRIOR + right + wrong) / mean)
 
     def expected(self) -> dict[Bucket, float]:
         """Mean of each posterior."""
-        return {bucket: alpha / (alpha + beta) for bucket in self._own for alpha, beta in [self.posterior(bucket)]}
+        return {
+            bucket: alpha / (alpha + beta)
+            for bucket in self._own
+            for alpha, beta in [self.posterior(bucket)]
+        }
 
     def evidence(self) -> dict[Bucket, tuple[float, float]]:
         """What is known of each bucket, in own groups: from own ones, and from peers'."""
         mean = self._mean()
-        return {bucket: (sum(counted), sum(self._hinted(bucket, mean))) for bucket, counted in self._own.items()}
+        return {
+            bucket: (sum(counted), sum(self._hinted(bucket, mean)))
+            for bucket, counted in self._own.items()
+        }
 
     def choose(self, rng: random.Random) -> Bucket:
         """The next question's bucket."""

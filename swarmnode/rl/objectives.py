@@ -1,11 +1,15 @@
 """The loss of a batch, from log-probabilities and advantages.
 
-    dapo, grpo, dr_grpo   clipped ratio of each token, with asymmetric bounds and a hard one; they differ in what they divide by
-    gspo                  the same with one ratio per sequence, its geometric mean per token, and much closer bounds
-    cispo                 −log-probability, weighted by the bounded ratio: no token loses its gradient
+    dapo, grpo, dr_grpo   clipped ratio of each token, with asymmetric bounds and a hard one; they
+    differ in what they divide by
+    gspo                  the same with one ratio per sequence, its geometric mean per token, and
+    much closer bounds
+    cispo                 −log-probability, weighted by the bounded ratio: no token loses its
+    gradient
 
-An optional KL penalty, and weights for what was sampled by another policy. The normalizer is a number that the caller computes once over
-the whole batch (`Objective.normalizer`): then micro-batches of any size add up to the loss of the whole.
+An optional KL penalty, and weights for what was sampled by another policy. The normalizer is a
+number that the caller computes once over the whole batch (`Objective.normalizer`): then
+micro-batches of any size add up to the loss of the whole.
 
     logprobs, old_logprobs, ref_logprobs, mask  (N, T)
     advantages                                  (N,)
@@ -24,25 +28,33 @@ from swarmnode.config import TrainingConfig
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 MAX_GRAD_NORM = 1.0
-"""Norm that the gradient of a step is clipped to, TRL's: bounds what one bad batch does to AdamW's moments."""
+"""Norm that the gradient of a step is clipped to, TRL's: bounds what one bad batch does to AdamW's
+moments."""
 WEIGHT_DECAY = 0.0
-"""AdamW's: a policy that was trained before is not drawn to zero; `training.beta` draws it to where it started."""
+"""AdamW's: a policy that was trained before is not drawn to zero; `training.beta` draws it to where
+it started."""
 EPSILON = 0.2
 """Lower clip of the importance ratio: PPO's."""
 EPSILON_HIGH = 1.0
-"""Upper clip: unlikely tokens may become likelier than a symmetric clip lets them (DAPO, arXiv 2503.14476 §3.1, has 0.28). A step is taken
-once, so that it bounds only what is trained on again (`trainer.replay`), where a rare success is to become twice as likely: at 0.28 the
-first steps teach less, and without a bound the later ones do (benchmarks/RESULTS.md, "sapo: groups that are trained on again")."""
+"""Upper clip: unlikely tokens may become likelier than a symmetric clip lets them (DAPO, arXiv
+2503.14476 §3.1, has 0.28). A step is taken once, so that it bounds only what is trained on again
+(`trainer.replay`), where a rare success is to become twice as likely: at 0.28 the first steps teach
+less, and without a bound the later ones do (benchmarks/RESULTS.md, "sapo: groups that are trained
+on again")."""
 CLIPS_TOKENS = ("dapo", "grpo", "dr_grpo")
-"""Objectives whose clip ends how far a token is moved by what is trained on again. `gspo`'s is passed within a step, `cispo` has none."""
+"""Objectives whose clip ends how far a token is moved by what is trained on again. `gspo`'s is
+passed within a step, `cispo` has none."""
 DELTA = 4.0
-"""Hard upper bound of the ratio for negative advantages too (INTELLECT-2, arXiv 2505.07291 §3.4)."""
+"""Hard upper bound of the ratio for negative advantages too (INTELLECT-2, arXiv 2505.07291
+§3.4)."""
 
 
 SEQUENCE_EPSILON, SEQUENCE_EPSILON_HIGH = 3e-4, 4e-4
-"""Clips of a sequence's ratio: a mean over tokens moves far less than any of them (GSPO, arXiv 2507.18071 §5.1)."""
+"""Clips of a sequence's ratio: a mean over tokens moves far less than any of them (GSPO, arXiv
+2507.18071 §5.1)."""
 WEIGHT_EPSILON_HIGH = 4.0
-"""A weight of `cispo` is at most 1 + this. It has no lower bound (CISPO, arXiv 2506.13585 §3.1; 5 as in ScaleRL, arXiv 2510.13786)."""
+"""A weight of `cispo` is at most 1 + this. It has no lower bound (CISPO, arXiv 2506.13585 §3.1; 5
+as in ScaleRL, arXiv 2510.13786)."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +73,19 @@ class Objective:
     def of(cls, cfg: TrainingConfig) -> Objective:
         named = cls(cfg.loss_type, cfg.beta, cfg.max_completion_length)
         if cfg.loss_type == "gspo":
-            return replace(named, epsilon=SEQUENCE_EPSILON, epsilon_high=SEQUENCE_EPSILON_HIGH, delta=None)
+            return replace(
+                named, epsilon=SEQUENCE_EPSILON, epsilon_high=SEQUENCE_EPSILON_HIGH, delta=None
+            )
         if cfg.loss_type == "cispo":
             return replace(named, epsilon_high=WEIGHT_EPSILON_HIGH)
         return named
 
     def normalizer(self, lengths: Sequence[int]) -> float:
-        """The number that the loss of a whole batch, of completions of `lengths` tokens, is divided by.
+        """The number that the loss of a whole batch, of completions of `lengths` tokens, is divided
+        by.
 
-        dapo, cispo: tokens (arXiv 2503.14476 §3.3) · grpo, gspo: sequences · dr_grpo: N × max_completion_length (arXiv 2503.20783 §3.2).
+        dapo, cispo: tokens (arXiv 2503.14476 §3.3) · grpo, gspo: sequences · dr_grpo: N ×
+        max_completion_length (arXiv 2503.20783 §3.2).
         """
         if self.loss_type in ("dapo", "cispo"):
             return float(max(1, sum(lengths)))
@@ -86,7 +102,8 @@ class LossOutput(NamedTuple):
     clip_fraction: torch.Tensor
     """Share of tokens whose gradient the clip removed, or with `cispo` bounded, 0 to 1."""
     kl: torch.Tensor
-    """Mean k3 estimate of KL(policy ‖ reference) per token as it enters the loss, nats; 0 without a reference."""
+    """Mean k3 estimate of KL(policy ‖ reference) per token as it enters the loss, nats; 0 without a
+    reference."""
     tokens: torch.Tensor
     """Tokens trained on: the weight of the two means when micro-batches are averaged."""
 
@@ -102,15 +119,18 @@ def policy_loss(
     weights: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
 ) -> LossOutput:
-    """−min(r·A, clip(r, 1−ε, 1+ε_high)·A) + β·k3, summed over tokens as `loss_type` says and divided by `normalizer`.
+    """−min(r·A, clip(r, 1−ε, 1+ε_high)·A) + β·k3, summed over tokens as `loss_type` says and
+    divided by `normalizer`.
 
-    r = exp(logprobs − old_logprobs); with `gspo` exp of its mean over the sequence, for all its tokens. With `cispo` the first term is
-    −min(r, 1+ε_high)·A·logprobs, the bounded ratio without gradient. `delta` caps r in the unclipped term too: with A < 0 the minimum
-    picks the larger ratio, so without it one token that the policy has since made likely gives an unbounded loss (INTELLECT-2, arXiv
-    2505.07291 §3.4).
-    The k3 term is multiplied by r (TRL's `use_bias_correction_kl`): its gradient is then that of the reverse KL, also where r is 1
-    (DeepSeek-V3.2, arXiv 2512.02556). `weights` scale the policy term of a sequence or token, not its KL.
-    Padding may hold anything, infinities included. Raises ValueError when β > 0 has no reference.
+    r = exp(logprobs − old_logprobs); with `gspo` exp of its mean over the sequence, for all its
+    tokens. With `cispo` the first term is −min(r, 1+ε_high)·A·logprobs, the bounded ratio without
+    gradient. `delta` caps r in the unclipped term too: with A < 0 the minimum picks the larger
+    ratio, so without it one token that the policy has since made likely gives an unbounded loss
+    (INTELLECT-2, arXiv 2505.07291 §3.4). The k3 term is multiplied by r (TRL's
+    `use_bias_correction_kl`): its gradient is then that of the reverse KL, also where r is 1
+    (DeepSeek-V3.2, arXiv 2512.02556). `weights` scale the policy term of a sequence or token, not
+    its KL. Padding may hold anything, infinities included. Raises ValueError when β > 0 has no
+    reference.
     """
     mask = mask.to(logprobs.dtype)
     inside = mask.bool()
@@ -131,7 +151,9 @@ def policy_loss(
         bounded = ratio if delta is None else ratio.clamp(max=delta)
         per_token = -torch.min(bounded * advantage, clipped * advantage)  # (N, T)
     if weights is not None:
-        per_token = per_token * (weights if weights.ndim == 2 else weights.unsqueeze(1)).to(logprobs.dtype)
+        per_token = per_token * (weights if weights.ndim == 2 else weights.unsqueeze(1)).to(
+            logprobs.dtype
+        )
 
     tokens = mask.sum()
     kl_mean = logprobs.new_zeros(())
@@ -152,7 +174,9 @@ def policy_loss(
         if objective.loss_type == "cispo":
             removed = ratio > 1.0 + epsilon_high
         else:
-            removed = ((ratio < 1.0 - epsilon) & (advantage < 0)) | ((ratio > 1.0 + epsilon_high) & (advantage > 0))
+            removed = ((ratio < 1.0 - epsilon) & (advantage < 0)) | (
+                (ratio > 1.0 + epsilon_high) & (advantage > 0)
+            )
             if delta is not None:
                 removed |= (ratio > delta) & (advantage < 0)
         clip_fraction = (removed.to(mask.dtype) * mask).sum() / tokens.clamp(min=1.0)

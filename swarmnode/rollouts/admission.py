@@ -1,13 +1,17 @@
-"""Admission: what a frame from a stranger must pass before a node trains on it, cheapest check first. Pure, bounded, cannot raise.
+"""Admission: what a frame from a stranger must pass before a node trains on it, cheapest check
+first. Pure, bounded, cannot raise.
 
-    frame ─ size ─ seen before? ─ envelope ─ own? greylisted? ─ pace ─ signature ─ payload (schema, bounds)
-          ─ clock ─ sequence ─ policy version ─ task known, version equal ─ seed is the sender's ─ tokens, length, charset ─► Candidate
+    frame ─ size ─ seen before? ─ envelope ─ own? greylisted? ─ pace ─ signature ─ payload (schema,
+    bounds)
+          ─ clock ─ sequence ─ policy version ─ task known, version equal ─ seed is the sender's ─
+          tokens, length, charset ─► Candidate
     Candidate ─ [scorer: prompt, rewards] ─ rewards sane ─ zero advantage ─► ExternalGroup
 
-A sender chooses neither the question nor its answer nor the reward: the question follows from (swarm, its peer id, its counter), and the
-rest is recomputed here. That is also why a rollout cannot be stolen: whoever signs another's completions must carry its own seed, whose
-question they do not answer; with the owner's seed they are refused as `seed`.
-What is left to a liar is bounded elsewhere: its share of the pool, of a step (sampling), and a correction that never exceeds 1.
+A sender chooses neither the question nor its answer nor the reward: the question follows from
+(swarm, its peer id, its counter), and the rest is recomputed here. That is also why a rollout
+cannot be stolen: whoever signs another's completions must carry its own seed, whose question they
+do not answer; with the owner's seed they are refused as `seed`. What is left to a liar is bounded
+elsewhere: its share of the pool, of a step (sampling), and a correction that never exceeds 1.
 """
 
 from __future__ import annotations
@@ -21,7 +25,13 @@ import msgspec
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup, has_unwanted_characters, is_useful
+from swarmnode.rollouts.groups import (
+    Announced,
+    Candidate,
+    ExternalGroup,
+    has_unwanted_characters,
+    is_useful,
+)
 from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.signers import Frames, Signer, Signers
@@ -31,7 +41,8 @@ from swarmnode.wire import codec, envelope, ids, limits, tensors
 from swarmnode.wire.messages import Announce, Completion, Envelope, RolloutGroup
 
 SEEN_FRAMES = 16_384
-"""Content ids remembered of what became no candidate, so that a frame that comes twice costs one hash."""
+"""Content ids remembered of what became no candidate, so that a frame that comes twice costs one
+hash."""
 BYTES_PER_TOKEN = 256
 """No tokenizer in use has a longer token; text beyond this is not what was sampled."""
 LONGER_THAN_OURS = 4
@@ -39,7 +50,8 @@ LONGER_THAN_OURS = 4
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """Not taken. `peer` is the author where the signature proved it, else None: then whoever passed it on is answerable."""
+    """Not taken. `peer` is the author where the signature proved it, else None: then whoever passed
+    it on is answerable."""
 
     verdict: Validation
     reason: str
@@ -47,7 +59,8 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class AdmissionStatistics(msgspec.Struct, frozen=True):
-    """Groups by how far they came. Reasons are those of `reasons.REASONS` that occurred, never something that a peer chose."""
+    """Groups by how far they came. Reasons are those of `reasons.REASONS` that occurred, never
+    something that a peer chose."""
 
     candidates: int = 0
     """Complete groups that passed every check but the scorer's."""
@@ -66,15 +79,22 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
     @property
     def outcomes(self) -> dict[str, int]:
         """All of them by name, without those that did not occur."""
-        passed = {"candidate": self.candidates, "announced": self.announced, "admitted": self.admitted}
-        return {name: count for name, count in (passed | self.ignored | self.rejected).items() if count}
+        passed = {
+            "candidate": self.candidates,
+            "announced": self.announced,
+            "admitted": self.admitted,
+        }
+        return {
+            name: count for name, count in (passed | self.ignored | self.rejected).items() if count
+        }
 
 
 class Admission:
     """Checks frames for one node. `now` is Unix seconds everywhere.
 
-    swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on; is_greylisted: peers not to be listened to;
-    keeps_rules: whether a group is one that the swarm's manifest allows; chooses: members choose their questions' task and difficulty.
+    swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on;
+    is_greylisted: peers not to be listened to; keeps_rules: whether a group is one that the swarm's
+    manifest allows; chooses: members choose their questions' task and difficulty.
     """
 
     def __init__(
@@ -106,7 +126,8 @@ class Admission:
         self._last_internal_error = ""
 
     def set_policy(self, model: bytes, tokenizer: bytes, tokens_per_text_byte: float) -> None:
-        """Take what this node samples with, and how many tokens it makes of a byte. Until then every text counts one token a byte."""
+        """Take what this node samples with, and how many tokens it makes of a byte. Until then
+        every text counts one token a byte."""
         self.policy = (model, tokenizer)
         self.tokens_per_text_byte = tokens_per_text_byte
 
@@ -124,21 +145,29 @@ class Admission:
         return content in self._seen
 
     def check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | Rejected:
-        """The same for the body of an announced group, which its author was asked for. Cannot raise."""
+        """The same for the body of an announced group, which its author was asked for. Cannot
+        raise."""
         result = self._guarded(lambda: self._check_fetched(announced, body, now))
         assert not isinstance(result, Announced)
         return result
 
-    def check_scored(self, candidate: Candidate, prompt: str, rewards: list[float]) -> ExternalGroup | Rejected:
+    def check_scored(
+        self, candidate: Candidate, prompt: str, rewards: list[float]
+    ) -> ExternalGroup | Rejected:
         """`rewards` (G,) as this node's scorer computed them. Cannot raise."""
-        if len(rewards) != len(candidate.group.completions) or not all(math.isfinite(r) and 0.0 <= r <= 1.0 for r in rewards):
+        if len(rewards) != len(candidate.group.completions) or not all(
+            math.isfinite(r) and 0.0 <= r <= 1.0 for r in rewards
+        ):
             return self.refuse("scorer", candidate.peer)
         if not is_useful(rewards):
             return self.refuse("zero_advantage", candidate.peer)
-        return ExternalGroup(candidate.content, candidate.peer, candidate.group, prompt, list(rewards), staleness=0)
+        return ExternalGroup(
+            candidate.content, candidate.peer, candidate.group, prompt, list(rewards), staleness=0
+        )
 
     def refuse(self, reason: str, peer: str | None = None) -> Rejected:
-        """Count `reason` and make the answer for it; also for the steps around admission (queue, scorer, fetch, trainer)."""
+        """Count `reason` and make the answer for it; also for the steps around admission (queue,
+        scorer, fetch, trainer)."""
         self._outcomes[reason] += 1
         return Rejected(REASONS[reason], reason, peer)
 
@@ -147,7 +176,9 @@ class Admission:
         self._outcomes["admitted"] += 1
 
     def statistics(self) -> AdmissionStatistics:
-        by_verdict = lambda verdict: {reason: n for reason, n in self._outcomes.items() if REASONS.get(reason) is verdict}
+        by_verdict = lambda verdict: {
+            reason: n for reason, n in self._outcomes.items() if REASONS.get(reason) is verdict
+        }
         return AdmissionStatistics(
             candidates=self._outcomes["candidate"],
             announced=self._outcomes["announced"],
@@ -159,10 +190,13 @@ class Admission:
             last_internal_error=self._last_internal_error,
         )
 
-    def _guarded(self, check: Callable[[], Candidate | Announced | str | tuple[str, str]]) -> Candidate | Announced | Rejected:
+    def _guarded(
+        self, check: Callable[[], Candidate | Announced | str | tuple[str, str]]
+    ) -> Candidate | Announced | Rejected:
         try:
             result = check()
-        except Exception as error:  # a defect of ours that a frame found: it must cost that frame, not the node
+        except Exception as error:
+            # a defect of ours that a frame found: it must cost that frame, not the node
             self._last_internal_error = f"{type(error).__name__}: {error}"[:200]
             return self.refuse("internal")
         if isinstance(result, str):
@@ -172,7 +206,9 @@ class Admission:
         self._outcomes["announced" if isinstance(result, Announced) else "candidate"] += 1
         return result
 
-    def _check_frame(self, frame: bytes, limit: int, now: float) -> Candidate | Announced | str | tuple[str, str]:
+    def _check_frame(
+        self, frame: bytes, limit: int, now: float
+    ) -> Candidate | Announced | str | tuple[str, str]:
         if len(frame) > limit:
             return "oversize"
         content = envelope.content_id(frame)
@@ -187,7 +223,9 @@ class Admission:
             if self.is_greylisted(peer):
                 return "greylisted"
             if signer and not signer.has_token(self.cfg.groups_per_second, now):
-                return "rate"  # before the signature on purpose: a storm costs a hash, and a forged frame takes no token
+                # before the signature on purpose: a storm costs a hash, and a forged frame takes no
+                # token
+                return "rate"
             envelope.verify(signed, ids.DOMAIN_ROLLOUT, self.swarm)
         except BadMessage as bad:
             return bad.reason
@@ -201,17 +239,26 @@ class Admission:
         except BadMessage as bad:
             return bad.reason, peer
         forgotten = "stale" if self._seen.is_forgotten(message.created_at) else None
-        reason = _clock_reason(message.created_at, now) or forgotten or signer.sequence_reason(message.sequence, now)
+        reason = (
+            _clock_reason(message.created_at, now)
+            or forgotten
+            or signer.sequence_reason(message.sequence, now)
+        )
         if reason:
             return reason, peer
         if isinstance(message, Announce):
             if message.content in self._seen:
                 return "duplicate", peer
-            return Announced(message.content, message.size, peer, message.sequence, message.created_at)
+            return Announced(
+                message.content, message.size, peer, message.sequence, message.created_at
+            )
         return self._check_group(message, frame, signed.key, signer, now)
 
-    def _check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
-        """Its sequence must be the one announced, which takes it only now: what does not come by a fetch may still be pulled."""
+    def _check_fetched(
+        self, announced: Announced, body: bytes, now: float
+    ) -> Candidate | str | tuple[str, str]:
+        """Its sequence must be the one announced, which takes it only now: what does not come by a
+        fetch may still be pulled."""
         peer = announced.peer
         if len(body) != announced.size or envelope.content_id(body) != announced.content:
             return "mismatch", peer
@@ -223,7 +270,10 @@ class Admission:
             group = codec.decode_payload(signed, limits.GROUP_BYTES)
         except BadMessage as bad:
             return bad.reason, peer
-        if isinstance(group, Announce) or (group.sequence, group.created_at) != (announced.sequence, announced.created_at):
+        if isinstance(group, Announce) or (group.sequence, group.created_at) != (
+            announced.sequence,
+            announced.created_at,
+        ):
             return "mismatch", peer
         if self._seen.was_candidate(announced.content):
             return "duplicate", peer
@@ -231,7 +281,9 @@ class Admission:
         reason = signer.sequence_reason(group.sequence, now)
         return (reason, peer) if reason else self._check_group(group, body, signed.key, signer, now)
 
-    def _check_group(self, group: RolloutGroup, frame: bytes, key: bytes, signer: Signer, now: float) -> Candidate | tuple[str, str]:
+    def _check_group(
+        self, group: RolloutGroup, frame: bytes, key: bytes, signer: Signer, now: float
+    ) -> Candidate | tuple[str, str]:
         reason = self._group_reason(group, signer, now)
         if reason:
             return reason, signer.peer
@@ -258,7 +310,10 @@ class Admission:
             return "agreement"
         if not all(_adds_up(c) for c in group.completions):
             return "tokens"
-        if any(self._own_tokens(c, group.tokenizer) > LONGER_THAN_OURS * self.max_completion_length for c in group.completions):
+        if any(
+            self._own_tokens(c, group.tokenizer) > LONGER_THAN_OURS * self.max_completion_length
+            for c in group.completions
+        ):
             return "too_long"
         if any(has_unwanted_characters(c.text) for c in group.completions):
             return "charset"
@@ -268,7 +323,8 @@ class Admission:
         return None
 
     def _own_tokens(self, completion: Completion, tokenizer: bytes) -> float:
-        """About how many tokens a completion costs this node: as counted by a sender with the same tokenizer, else from its length."""
+        """About how many tokens a completion costs this node: as counted by a sender with the same
+        tokenizer, else from its length."""
         if tokenizer == self.policy[1]:
             return completion.tokens
         return len(completion.text.encode()) * self.tokens_per_text_byte
@@ -282,7 +338,8 @@ def _clock_reason(created_at: int, now: float) -> str | None:
 
 
 def _adds_up(completion: Completion) -> bool:
-    """Whether text, token count and log-probabilities can belong together. The sum may differ by how it was rounded: 1 % and 0.05 nats."""
+    """Whether text, token count and log-probabilities can belong together. The sum may differ by
+    how it was rounded: 1 % and 0.05 nats."""
     if len(completion.text.encode()) > BYTES_PER_TOKEN * completion.tokens:
         return False
     if not completion.logprobs:

@@ -1,4 +1,5 @@
-"""When listings are asked for, and which connected peers are asked next: a few for each time that the trainer draws. Pure, bounded."""
+"""When listings are asked for, and which connected peers are asked next: a few for each time that
+the trainer draws. Pure, bounded."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from collections.abc import Collection
 import msgspec
 
 AT_ONCE = 4
-"""Listings under way, and what is asked for at a moment where there is enough for the next step; the cursors see to it that nothing is
-missed until a peer's turn."""
+"""Listings under way, and what is asked for at a moment where there is enough for the next step;
+the cursors see to it that nothing is missed until a peer's turn."""
 WHERE_SHORT = 16
-"""Listings at a moment where the pool has less than the next one and there is no plenty: what others have is then little, and listings
-short."""
+"""Listings at a moment where the pool has less than the next one and there is no plenty: what
+others have is then little, and listings short."""
 PLENTY = 4
-"""Groups on offer for each that is drawn, from which on fewer peers are asked: a listing costs some four milliseconds of CPU and
-up to 7 KB."""
+"""Groups on offer for each that is drawn, from which on fewer peers are asked: a listing costs some
+four milliseconds of CPU and up to 7 KB."""
 PAUSE_SECONDS = 5.0
 """Between two listings of one peer, at least."""
 FAILED_SECONDS = 60.0
@@ -25,8 +26,8 @@ SILENT_SECONDS = 600.0
 """After the answer that the peer does not list: its version may have been replaced by then."""
 MOST_PEERS = 1024
 LEAD_SHARE = 0.25
-"""A node asks so long before it expects its next draw, as a share of its step's usual length: the later, the newer is what it gets; but a
-step may be shorter than usual."""
+"""A node asks so long before it expects its next draw, as a share of its step's usual length: the
+later, the newer is what it gets; but a step may be shorter than usual."""
 USUAL_SHARE = 0.3
 """Weight of the latest step in the usual length of one."""
 UNKNOWN_SECONDS = (10.0, 20.0, 40.0)
@@ -36,8 +37,9 @@ MOST_LONGER = 2.0
 
 
 class Moments:
-    """When a node asks: shortly before its trainer draws again, so that what it gets is as new as what is gossiped; and at once where
-    the pool holds less than the next step, or nobody knows how long a step takes. `now`: any monotonic seconds."""
+    """When a node asks: shortly before its trainer draws again, so that what it gets is as new as
+    what is gossiped; and at once where the pool holds less than the next step, or nobody knows how
+    long a step takes. `now`: any monotonic seconds."""
 
     def __init__(self) -> None:
         self._usual: float | None = None
@@ -51,8 +53,13 @@ class Moments:
 
     @property
     def lead(self) -> float:
-        """Seconds before the next draw in which a node asks, and between two times that it asks the same peers."""
-        return UNKNOWN_SECONDS[0] if self._usual is None else max(PAUSE_SECONDS, LEAD_SHARE * self._usual)
+        """Seconds before the next draw in which a node asks, and between two times that it asks the
+        same peers."""
+        return (
+            UNKNOWN_SECONDS[0]
+            if self._usual is None
+            else max(PAUSE_SECONDS, LEAD_SHARE * self._usual)
+        )
 
     def drew(self, now: float, *, urgent: bool) -> None:
         """The trainer draws. urgent: the pool has less than the next step."""
@@ -81,7 +88,8 @@ class _Peer(msgspec.Struct):
 
 
 class Asking:
-    """When each peer may be asked again, of the MOST_PEERS asked last. `now`: any monotonic seconds."""
+    """When each peer may be asked again, of the MOST_PEERS asked last. `now`: any monotonic
+    seconds."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
@@ -99,21 +107,26 @@ class Asking:
         return self._allowed > 0
 
     def allow(self, *, plenty: bool = False, urgent: bool = False) -> None:
-        """A moment has come: so many more may be asked, and none that were allowed before and not asked. plenty: PLENTY is on offer, so
-        that one is enough; where that was not what it says, the next moment is urgent."""
+        """A moment has come: so many more may be asked, and none that were allowed before and not
+        asked. plenty: PLENTY is on offer, so that one is enough; where that was not what it says,
+        the next moment is urgent."""
         self._allowed = 1 if plenty else WHERE_SHORT if urgent else AT_ONCE
 
     def next(self, connected: Collection[str], now: float, rng: random.Random) -> list[str]:
-        """Peers to ask now, those first that were not asked for longest. They are under way until `done`."""
+        """Peers to ask now, those first that were not asked for longest. They are under way until
+        `done`."""
         due = [peer for peer in connected if peer not in self._under_way and self._due(peer) <= now]
         rng.shuffle(due)
-        chosen = sorted(due, key=self._due)[: max(0, min(self._allowed, AT_ONCE - len(self._under_way)))]
+        chosen = sorted(due, key=self._due)[
+            : max(0, min(self._allowed, AT_ONCE - len(self._under_way)))
+        ]
         self._allowed -= len(chosen)
         self._under_way.update(chosen)
         return chosen
 
     def done(self, peer: str, now: float, *, lists: bool | None = True) -> None:
-        """It has answered; `lists` None: it did not, False: it never will. Another may be asked in its place then."""
+        """It has answered; `lists` None: it did not, False: it never will. Another may be asked in
+        its place then."""
         self._allowed += not lists
         self._under_way.discard(peer)
         known = self._peers.pop(peer, None) or _Peer(now)
@@ -129,7 +142,9 @@ class Asking:
 
     def mutes(self, connected: Collection[str]) -> int:
         """How many of `connected` have said that they do not list."""
-        return sum(1 for peer in connected if peer in self._peers and self._peers[peer].lists is False)
+        return sum(
+            1 for peer in connected if peer in self._peers and self._peers[peer].lists is False
+        )
 
     def _due(self, peer: str) -> float:
         known = self._peers.get(peer)

@@ -1,4 +1,5 @@
-"""Authors of the groups that come here: how many were admitted of each, what the trainer made of them, and how far each is trusted."""
+"""Authors of the groups that come here: how many were admitted of each, what the trainer made of
+them, and how far each is trusted."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Authors:
         return list(self._admitted)
 
     def admitted_of(self, peer: str) -> int:
-        """Groups of `peer` that were admitted; 0 once it is not among the MAX_PEERS latest any more."""
+        """Groups of `peer` that were admitted; 0 once it is not among the MAX_PEERS latest any
+        more."""
         return self._admitted.get(peer, 0)
 
     def known(self, peer: str) -> bool:
@@ -57,7 +59,8 @@ class Authors:
             self._network.rejected(judged.peer, judged.outcome)
 
     def trust(self, peer: str) -> float:
-        """How much of a step the groups of `peer` may be, 0 to 1; 0 where the network stops listening."""
+        """How much of a step the groups of `peer` may be, 0 to 1; 0 where the network stops
+        listening."""
         if not self._network.welcome(peer):
             return 0.0
         score = self._network.score(peer)
@@ -68,5 +71,6 @@ class Authors:
         return self._trust.belief(peer)
 
     def worth(self, peer: str) -> float:
-        """How gladly groups of `peer` are asked for, 0 to 1: what no draw would take is not worth its bytes."""
+        """How gladly groups of `peer` are asked for, 0 to 1: what no draw would take is not worth
+        its bytes."""
         return self.trust(peer) * self.belief(peer)

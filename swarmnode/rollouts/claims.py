@@ -1,9 +1,11 @@
 """Whose listings are believed: what a holder said of a group, against the group. Pure, bounded.
 
-    listed ─▶ asked for ─▶ not there           absent     a little: it may have been pushed out meanwhile
-                        └▶ came ─▶ other bytes, or not its size, author, task or time: content, size, author, task, age
-                               └▶ scored ─▶ not its spread
-    a claim that was kept pays back a little of what a lie has cost
+listed ─▶ asked for ─▶ not there           absent     a little: it may have been pushed out
+meanwhile
+                    └▶ came ─▶ other bytes, or not its size, author, task or time: content, size,
+                    author, task, age
+                           └▶ scored ─▶ not its spread
+a claim that was kept pays back a little of what a lie has cost
 """
 
 from __future__ import annotations
@@ -19,9 +21,20 @@ from swarmnode.wire.listings import Listed
 from swarmnode.wire.messages import RolloutGroup
 
 Lie = Literal["absent", "content", "size", "author", "task", "age", "spread", "cursor", "slow"]
-LIES: tuple[Lie, ...] = ("absent", "content", "size", "author", "task", "age", "spread", "cursor", "slow")
+LIES: tuple[Lie, ...] = (
+    "absent",
+    "content",
+    "size",
+    "author",
+    "task",
+    "age",
+    "spread",
+    "cursor",
+    "slow",
+)
 PROVEN: frozenset[Lie] = frozenset({"content", "size", "author", "task", "age"})
-"""What no honest holder says: listing and signed group contradict each other. The rest may have another reason."""
+"""What no honest holder says: listing and signed group contradict each other. The rest may have
+another reason."""
 COST: dict[Lie, float] = {"absent": 0.25, "slow": 0.5}
 """Halvings of belief that a lie costs; every other costs one."""
 KEPT = 0.125
@@ -30,14 +43,16 @@ DEEPEST = 6.0
 """Halvings at most, so that a holder can come back: by being asked for one group in 64."""
 PROVING_GROUPS = 8
 NEWCOMER = 0.25
-"""Belief in a holder of which nothing came yet: identities are free. It rises to 1 over the first PROVING_GROUPS that were as listed."""
+"""Belief in a holder of which nothing came yet: identities are free. It rises to 1 over the first
+PROVING_GROUPS that were as listed."""
 SPREAD_SLACK = 0.01
 """Rewards are the same at everybody up to rounding."""
 MOST_HOLDERS = 1024
 
 
 def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int) -> Lie | None:
-    """What the listing said that the signed group does not. author: its raw key; size: of its envelope."""
+    """What the listing said that the signed group does not. author: its raw key; size: of its
+    envelope."""
     if size != listed.size:
         return "size"
     if author != listed.author:
@@ -87,12 +102,17 @@ class Claims:
         return float(0.5 ** self._debt.get(holder, 0.0))
 
     def belief(self, holder: str) -> float:
-        """How gladly it is asked, above 0 to 1: its credit, and whether anything has come of it yet."""
+        """How gladly it is asked, above 0 to 1: its credit, and whether anything has come of it
+        yet."""
         proven = self._kept.get(holder, 0) / PROVING_GROUPS
         return self.credit(holder) * (NEWCOMER + (1 - NEWCOMER) * proven)
 
     def statistics(self) -> BeliefStatistics:
-        return BeliefStatistics(self._counts["kept"], {lie: self._counts[lie] for lie in LIES if self._counts[lie]}, len(self._kept))
+        return BeliefStatistics(
+            self._counts["kept"],
+            {lie: self._counts[lie] for lie in LIES if self._counts[lie]},
+            len(self._kept),
+        )
 
     def _touch(self, holder: str) -> None:
         self._kept[holder] = self._kept.pop(holder, 0)

@@ -1,14 +1,17 @@
-"""The rollout service at work: it carries groups between network, scorer and trainer; the decisions are its parts'.
+"""The rollout service at work: it carries groups between network, scorer and trainer; the decisions
+are its parts'.
 
     trainer ─ publisher ─▶ check, sign ─▶ gossip                        up to 64 KB
-                                       └▶ its hash on gossip            longer; whoever wants it fetches it
-    gossip ─▶ admission.check_frame (in the validator) ─▶ scoring queue ─▶ admission.check_scored ─▶ pool ─ draw ─▶ trainer
+                                       └▶ its hash on gossip            longer; whoever wants it
+                                       fetches it
+    gossip ─▶ admission.check_frame (in the validator) ─▶ scoring queue ─▶ admission.check_scored ─▶
+    pool ─ draw ─▶ trainer
                           ├ announced ─▶ fetching ─▶ admission.check_fetched ─▶ scoring queue
     pulling ─ listings, groups asked for ─▶ admission.check_pulled ─▶ scoring queue
     serving ◀─ what is published and what is admitted: listed, and given to whoever asks or fetches
 
-Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What fails otherwise is a defect of ours and
-ends `run`, visibly; nothing is restarted in silence.
+Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What
+fails otherwise is a defect of ours and ends `run`, visibly; nothing is restarted in silence.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.fetch_queue import FetchQueue
 from swarmnode.rollouts.fetching import Fetching, FetchStatistics
 from swarmnode.rollouts.forward_budget import ForwardBudget
-from swarmnode.rollouts.groups import Announced, Candidate, Draw, Drawn, GroupRules, OwnGroup, PolicyFacts, without_token_ids
+from swarmnode.rollouts.groups import (
+    Announced,
+    Candidate,
+    Draw,
+    Drawn,
+    GroupRules,
+    OwnGroup,
+    PolicyFacts,
+    without_token_ids,
+)
 from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.publisher import Publisher
 from swarmnode.rollouts.pulling import Around, Pulling, PullStatistics
@@ -45,7 +57,8 @@ log = logging.getLogger(__name__)
 
 EXPIRE_SECONDS = 30.0
 LEAST_RATE = 16.0
-"""Groups per second that nobody is disconnected for: without a manifest that says how many, another node's setting may be another."""
+"""Groups per second that nobody is disconnected for: without a manifest that says how many, another
+node's setting may be another."""
 BUDGET_SECONDS = 1.0
 """Between two looks whether the budget still lets us listen."""
 
@@ -73,7 +86,8 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     published: int = 0
     """Own groups that went out, whole or announced by their hash."""
     unpublished: dict[str, int] = {}
-    """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`, `failed`, `budget`, `disabled`."""
+    """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`,
+    `failed`, `budget`, `disabled`."""
     received: int = 0
     """Groups that arrived: admitted, ignored, rejected, and those still being fetched or scored."""
     admission: AdmissionStatistics = AdmissionStatistics()
@@ -144,23 +158,41 @@ class RolloutExchange:
         self._policy: PolicyFacts | None = None
         self._version = 0
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
-        life, own_key = self._rng.randbytes(limits.LIFE_BYTES), credentials.key.public_key().public_bytes_raw()
+        life, own_key = (
+            self._rng.randbytes(limits.LIFE_BYTES),
+            credentials.key.public_key().public_bytes_raw(),
+        )
         around = Around(budget.allows, self.authors.worth, self._enqueue, self._in_topic)
         gives = lambda peer: self.authors.admitted_of(peer) > 0
         queue = FetchQueue(gives, network.connected, self._rng)
-        self._fetching = Fetching(network, queue, self._fetched, self._refuse, budget.allows, rules.spoken.fetch)
+        self._fetching = Fetching(
+            network, queue, self._fetched, self._refuse, budget.allows, rules.spoken.fetch
+        )
         self._by_listing = _ByListing(
-            Serving(Catalogue(own_key, credentials.swarm, life), budget.allows, gives, clock, rules.spoken.fetch),
+            Serving(
+                Catalogue(own_key, credentials.swarm, life),
+                budget.allows,
+                gives,
+                clock,
+                rules.spoken.fetch,
+            ),
             Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
         )
         self._publisher = Publisher(
-            network, credentials, rules, cfg.groups_per_second, budget.allows, self._by_listing.serving, clock
+            network,
+            credentials,
+            rules,
+            cfg.groups_per_second,
+            budget.allows,
+            self._by_listing.serving,
+            clock,
         )
 
     # -- for the node
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Until cancelled. Started once the topic is joined and long groups are served. With sharing off it only waits."""
+        """Until cancelled. Started once the topic is joined and long groups are served. With
+        sharing off it only waits."""
         if not self.cfg.enabled:
             task_status.started()
             await trio.sleep_forever()
@@ -178,7 +210,9 @@ class RolloutExchange:
 
     def statistics(self) -> ExchangeStatistics:
         admission, fetching = self.admission.statistics(), self._fetching.statistics()
-        decided = admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
+        decided = (
+            admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
+        )
         return ExchangeStatistics(
             published=self._publisher.published,
             unpublished=self._publisher.unpublished,
@@ -203,20 +237,37 @@ class RolloutExchange:
         self.admission.set_policy(policy.model, policy.tokenizer, policy.tokens_per_text_byte)
 
     async def publish(self, own: OwnGroup) -> str:
-        """Sign a group and send it out; returns its outcome, which is also counted. Never raises for a group that cannot be sent.
+        """Sign a group and send it out; returns its outcome, which is also counted. Never raises
+        for a group that cannot be sent.
 
         A group whose rewards are all equal stays here: receivers would drop it.
         """
-        return await self._publisher.publish(own, self._policy) if self.cfg.enabled else self._publisher.note("disabled")
+        return (
+            await self._publisher.publish(own, self._policy)
+            if self.cfg.enabled
+            else self._publisher.note("disabled")
+        )
 
     def draw(self, request: Draw) -> Drawn:
-        """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at most once."""
+        """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at
+        most once."""
         self._version = request.policy_version
         groups = self.pool.draw(
-            request.count, request.policy_version, self._clock(), self._rng, self.authors.trust, self.authors.belief, request.per_peer
+            request.count,
+            request.policy_version,
+            self._clock(),
+            self._rng,
+            self.authors.trust,
+            self.authors.belief,
+            request.per_peer,
         )
         tokenizer = self._policy.tokenizer if self._policy else b""
-        groups = [g if g.group.tokenizer == tokenizer else msgspec.structs.replace(g, group=without_token_ids(g.group)) for g in groups]
+        groups = [
+            g
+            if g.group.tokenizer == tokenizer
+            else msgspec.structs.replace(g, group=without_token_ids(g.group))
+            for g in groups
+        ]
         self._bounds.forwarding.want(request.count)
         self._by_listing.pulling.want(request.count, self.pool.waiting(self.authors.belief))
         return Drawn(request.request, groups)
@@ -228,8 +279,13 @@ class RolloutExchange:
         self._by_listing.pulling.arrived()
         result = self.admission.check_frame(frame, self._clock())
         if isinstance(result, Rejected):
-            if result.verdict is Validation.REJECT and result.peer is not None and result.peer != forwarder:
-                self._network.rejected(result.peer, result.reason)  # gossip holds it against the forwarder
+            if (
+                result.verdict is Validation.REJECT
+                and result.peer is not None
+                and result.peer != forwarder
+            ):
+                # gossip holds it against the forwarder
+                self._network.rejected(result.peer, result.reason)
             return result.verdict
         if isinstance(result, Announced):
             if (reason := self._fetching.want(result, forwarder)) is not None:
@@ -259,7 +315,9 @@ class RolloutExchange:
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             self.authors.admitted(candidate.peer)
-            self._by_listing.serving.put(candidate.group, candidate.peer, candidate.envelope, group.rewards)
+            self._by_listing.serving.put(
+                candidate.group, candidate.peer, candidate.envelope, group.rewards
+            )
         else:
             self.admission.refuse("pool_full", candidate.peer)
 
@@ -276,15 +334,24 @@ class RolloutExchange:
             self._network.rejected(announced.peer, result.reason)
 
     async def _mind_budget(self) -> None:
-        """In the topic while there is budget for what others send and this node does not pull instead, out of it otherwise."""
+        """In the topic while there is budget for what others send and this node does not pull
+        instead, out of it otherwise."""
         topic, listening = self._publisher.topic, True
         while True:
             affordable = self._bounds.budget.listening()
             if (affordable and self._by_listing.pulling.in_topic) != listening:
                 listening = not listening
                 why = "asking for groups instead" if affordable else "the budget is used up for now"
-                log.info("taking part in the swarm's topic again" if listening else f"leaving the swarm's topic: {why}")
-                await (self._network.gossip.rejoin(topic) if listening else self._network.gossip.leave(topic))
+                log.info(
+                    "taking part in the swarm's topic again"
+                    if listening
+                    else f"leaving the swarm's topic: {why}"
+                )
+                await (
+                    self._network.gossip.rejoin(topic)
+                    if listening
+                    else self._network.gossip.leave(topic)
+                )
             await trio.sleep(BUDGET_SECONDS)
 
     async def _expire(self) -> None:

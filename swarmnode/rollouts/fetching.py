@@ -1,8 +1,11 @@
-"""Groups too long for gossip: announced by hash, fetched by whoever gossips, at most once each and under a deadline. Serving gives them.
+"""Groups too long for gossip: announced by hash, fetched by whoever gossips, at most once each and
+under a deadline. Serving gives them.
 
-    want ─▶ FetchQueue ─▶ one of a few workers ─ request ─▶ author, or whoever told us of it ─ hash checked ─▶ on_body
-               ▲                                               │                              └ failed ───────▶ on_failed
-               └─────────────────── not now ───────────────────┘
+want ─▶ FetchQueue ─▶ one of a few workers ─ request ─▶ author, or whoever told us of it ─ hash
+checked ─▶ on_body
+           ▲                                               │                              └ failed
+           ───────▶ on_failed
+           └─────────────────── not now ───────────────────┘
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class FetchStatistics(msgspec.Struct, frozen=True):
 
 
 class Fetching:
-    """on_body(announced, body) takes what came, its hash checked; on_failed(reason, peer) is told what did not, and from whom."""
+    """on_body(announced, body) takes what came, its hash checked; on_failed(reason, peer) is told
+    what did not, and from whom."""
 
     def __init__(
         self,
@@ -43,7 +47,8 @@ class Fetching:
         allows: Callable[[str], bool] = lambda choice: True,
         protocol: str = ids.FETCH_PROTOCOL,
     ) -> None:
-        """`allows("fetch")`: whether there is budget for it. `protocol`: the ordinal that the swarm speaks."""
+        """`allows("fetch")`: whether there is budget for it. `protocol`: the ordinal that the swarm
+        speaks."""
         self._network = network
         self._queue = queue
         self._on_body = on_body
@@ -95,7 +100,8 @@ class Fetching:
         finally:
             final = self._queue.answered(wanted, outcome, trio.current_time())
         if not outcome:
-            self._on_failed("busy", announced.peer)  # no budget: lost, as gossip loses what comes too fast
+            # no budget: lost, as gossip loses what comes too fast
+            self._on_failed("busy", announced.peer)
         if not outcome or not final:
             return
         self._fetched[outcome] += 1
@@ -124,6 +130,9 @@ class Fetching:
             return None, "fetch_failed"
         if response.status != "ok":
             return None, f"fetch_{response.status}"
-        if len(response.body) != announced.size or envelope.content_id(response.body) != announced.content:
+        if (
+            len(response.body) != announced.size
+            or envelope.content_id(response.body) != announced.content
+        ):
             return None, "mismatch"
         return response.body, "ok"

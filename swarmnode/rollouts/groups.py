@@ -1,11 +1,13 @@
-"""A group at each stage of its way through a node, and what the trainer asks of the rollout service.
+"""A group at each stage of its way through a node, and what the trainer asks of the rollout
+service.
 
     OwnGroup       trainer → publish              what this node sampled
     Candidate      frame → signed, fresh, ours to score
     Announced      frame → signed, fresh, too long for gossip: to be fetched
     ExternalGroup  candidate → scored → pool → drawn for training
 
-They live here, below the trainer, because both ends of the process link need them (trainer/messages.py imports them).
+They live here, below the trainer, because both ends of the process link need them
+(trainer/messages.py imports them).
 """
 
 from __future__ import annotations
@@ -21,13 +23,22 @@ from swarmnode.wire import ids, limits
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
 Outcome = Literal[
-    "used", "forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature", "untokenizable", "too_large"
-]  # fmt: skip
+    "used",
+    "forged_ids",
+    "no_ids",
+    "special_ids",
+    "spot_check",
+    "surprise",
+    "temperature",
+    "untokenizable",
+    "too_large",
+]
 """What the trainer makes of a drawn group."""
 
 
 class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
-    """Trainer → network: a group to sign and publish. The network process adds model, tokenizer and time."""
+    """Trainer → network: a group to sign and publish. The network process adds model, tokenizer and
+    time."""
 
     task: TaskRef
     policy_version: int
@@ -35,9 +46,11 @@ class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
     sampling: SamplingParams
     completions: list[Completion]
     rewards: list[float]
-    """(G,), as the trainer scored them: a group nobody can learn from is not published, and how they are spread is listed."""
+    """(G,), as the trainer scored them: a group nobody can learn from is not published, and how
+    they are spread is listed."""
     components: list[dict[str, float]] = []
-    """(G,) what each reward is made of, for whoever looks at it; empty where it is a single number."""
+    """(G,) what each reward is made of, for whoever looks at it; empty where it is a single
+    number."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw"):
@@ -51,7 +64,8 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
 
 
 class ExternalGroup(msgspec.Struct, frozen=True):
-    """An admitted group: what a peer sampled, with the prompt and the rewards that this node computed itself."""
+    """An admitted group: what a peer sampled, with the prompt and the rewards that this node
+    computed itself."""
 
     content: bytes
     """32 bytes: blake2b-256 of the envelope it came in."""
@@ -63,7 +77,8 @@ class ExternalGroup(msgspec.Struct, frozen=True):
     staleness: int
     """Own policy versions since it arrived."""
     components: list[dict[str, float]] = []
-    """(G,) what each reward is made of, each in [0, 1], as this node computed it; empty where it is a single number."""
+    """(G,) what each reward is made of, each in [0, 1], as this node computed it; empty where it is
+    a single number."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
@@ -74,7 +89,8 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
 
 
 class Judged(msgspec.Struct, frozen=True, tag="judged"):
-    """Trainer → network: what became of a drawn group. All but `used` are reasons (`rollouts.reasons`)."""
+    """Trainer → network: what became of a drawn group. All but `used` are reasons
+    (`rollouts.reasons`)."""
 
     peer: str
     outcome: Outcome
@@ -132,19 +148,27 @@ class Announced(msgspec.Struct, frozen=True):
 
 
 def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:
-    """About what a decoded group occupies: its variable parts, and 1 KiB for the group and 256 B for each completion's objects.
+    """About what a decoded group occupies: its variable parts, and 1 KiB for the group and 256 B
+    for each completion's objects.
 
     Text is counted at four bytes a character where it is not ASCII, as CPython stores it at worst.
     """
     total = 1024 + len(prompt) + 256 * len(group.completions)
     for completion in group.completions:
         text = len(completion.text)
-        total += (text if completion.text.isascii() else 4 * text) + len(completion.token_ids) + len(completion.logprobs)
+        total += (
+            (text if completion.text.isascii() else 4 * text)
+            + len(completion.token_ids)
+            + len(completion.logprobs)
+        )
     return total
 
 
-UNWANTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]")
-"""Control characters except tab, newline and carriage return; bidirectional overrides; non-characters."""
+UNWANTED = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]"
+)
+"""Control characters except tab, newline and carriage return; bidirectional overrides;
+non-characters."""
 
 
 def has_unwanted_characters(text: str) -> bool:

@@ -17,7 +17,8 @@ LONGEST = 30.0
 
 
 class Throughput:
-    """The median over the MOST_PEERS peers that gave something last, each as a moving average: one that drips changes nobody's deadline."""
+    """The median over the MOST_PEERS peers that gave something last, each as a moving average: one
+    that drips changes nobody's deadline."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, float] = OrderedDict()

@@ -1,9 +1,12 @@
-"""The pool: admitted groups waiting to be trained on. Pure: time, policy version and randomness are arguments.
+"""The pool: admitted groups waiting to be trained on. Pure: time, policy version and randomness are
+arguments.
 
-Bounded by groups and by bytes. A peer holds at most its share of either; its own oldest makes room for its newest, and when the pool
-itself is full the oldest of the most represented peer goes. A group is **drawn at most once**: a second pass over the same group in a later
-step is a second, more off-policy epoch on it, and a peer could otherwise be trained on for ever with one good group. The paper samples
-afresh each round from what was generated in that round, which is the same thing said with a global clock.
+Bounded by groups and by bytes. A peer holds at most its share of either; its own oldest makes room
+for its newest, and when the pool itself is full the oldest of the most represented peer goes. A
+group is **drawn at most once**: a second pass over the same group in a later step is a second, more
+off-policy epoch on it, and a peer could otherwise be trained on for ever with one good group. The
+paper samples afresh each round from what was generated in that round, which is the same thing said
+with a global clock.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ from swarmnode.rollouts.groups import ExternalGroup, is_useful, memory_bytes
 from swarmnode.wire import limits
 
 MOST_GROUPS = 2000
-"""Groups in the pool. With eight drawn in a step that is more than anybody draws before they are stale."""
+"""Groups in the pool. With eight drawn in a step that is more than anybody draws before they are
+stale."""
 POOL_BYTES = 64 * 2**20
-"""Memory of the pool, as `memory_bytes` counts it: room for 160 groups of eight answers of 4,000 tokens, twenty times what a step draws."""
+"""Memory of the pool, as `memory_bytes` counts it: room for 160 groups of eight answers of 4,000
+tokens, twenty times what a step draws."""
 PEER_SHARE = 0.125
 """Most of the pool that one peer may fill: eight peers have to agree to push everybody else out."""
 FRESH_VERSIONS = 4
-"""Own policy versions for which a group is as good as new; older ones are drawn only to fill a batch."""
+"""Own policy versions for which a group is as good as new; older ones are drawn only to fill a
+batch."""
 DROP_VERSIONS = 8
-"""Own policy versions after which a group is dropped: our policy is so far from its author's then that its correction is all floor."""
+"""Own policy versions after which a group is dropped: our policy is so far from its author's then
+that its correction is all floor."""
 HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
@@ -54,7 +61,8 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     refused: int = 0
     """Groups larger than one peer's share of the bytes, or already there."""
     staleness: dict[int, int] = {}
-    """Drawn groups by the policy versions that went by since they arrived, at most DROP_VERSIONS."""
+    """Drawn groups by the policy versions that went by since they arrived, at most
+    DROP_VERSIONS."""
     max_groups: int = 0
     max_bytes: int = 0
 
@@ -67,9 +75,15 @@ class _Entry(msgspec.Struct):
 
 
 class Pool:
-    """Groups by peer, each peer's in order of arrival. `now` is Unix seconds; `policy_version` is this node's own counter."""
+    """Groups by peer, each peer's in order of arrival. `now` is Unix seconds; `policy_version` is
+    this node's own counter."""
 
-    def __init__(self, max_bytes: int = POOL_BYTES, max_groups: int = MOST_GROUPS, peer_share: float = PEER_SHARE) -> None:
+    def __init__(
+        self,
+        max_bytes: int = POOL_BYTES,
+        max_groups: int = MOST_GROUPS,
+        peer_share: float = PEER_SHARE,
+    ) -> None:
         """max_bytes: as `memory_bytes` counts them."""
         self.max_bytes = max_bytes
         self.max_groups = max_groups
@@ -81,7 +95,17 @@ class Pool:
         self._bytes = 0
         self._staleness: Counter[int] = Counter()
         self._counts = dict.fromkeys(
-            ("added", "useful_added", "drawn", "evicted_peer_share", "evicted_full", "expired_age", "expired_version", "refused"), 0
+            (
+                "added",
+                "useful_added",
+                "drawn",
+                "evicted_peer_share",
+                "evicted_full",
+                "expired_age",
+                "expired_version",
+                "refused",
+            ),
+            0,
         )
 
     def __len__(self) -> int:
@@ -93,21 +117,27 @@ class Pool:
         return self._counts["useful_added"]
 
     def waiting(self, belief: Callable[[str], float]) -> int:
-        """Groups here, each by how far its author is believed: those that are hardly ever drawn keep nobody from asking for others."""
+        """Groups here, each by how far its author is believed: those that are hardly ever drawn
+        keep nobody from asking for others."""
         return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
 
     def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
-        """Take `group`, which arrives at `policy_version`. False where it is there already or too large for its peer's share."""
+        """Take `group`, which arrives at `policy_version`. False where it is there already or too
+        large for its peer's share."""
         size = memory_bytes(group.group, group.prompt)
         mine = self._peers.get(group.peer)
         if size > self.peer_bytes or (mine is not None and group.content in mine):
             self._counts["refused"] += 1
             return False
-        while mine and (len(mine) >= self.peer_groups or self._bytes_of[group.peer] + size > self.peer_bytes):
+        while mine and (
+            len(mine) >= self.peer_groups or self._bytes_of[group.peer] + size > self.peer_bytes
+        ):
             self._remove(group.peer, next(iter(mine)), "evicted_peer_share")
         while self._groups >= self.max_groups or self._bytes + size > self.max_bytes:
             self._evict()
-        self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(group, now, policy_version, size)
+        self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(
+            group, now, policy_version, size
+        )
         self._bytes_of[group.peer] = self._bytes_of.get(group.peer, 0) + size
         self._groups += 1
         self._bytes += size
@@ -116,7 +146,8 @@ class Pool:
         return True
 
     def expire(self, now: float, policy_version: int) -> None:
-        """Drop what arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own policy versions ago."""
+        """Drop what arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own policy
+        versions ago."""
         for peer in list(self._peers):
             for content, entry in list(self._peers[peer].items()):
                 if now - entry.arrived_at > limits.GROUP_AGE_SECONDS:
@@ -134,44 +165,72 @@ class Pool:
         belief: Callable[[str], float] = lambda peer: 1.0,
         per_peer: int | None = None,
     ) -> list[ExternalGroup]:
-        """Take out up to `count` groups for the step at `policy_version`, at most `per_peer` of one peer; None is half of them.
+        """Take out up to `count` groups for the step at `policy_version`, at most `per_peer` of one
+        peer; None is half of them.
 
-        trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take part. A weight alone would not keep a
-        peer out that nobody believes: every peer has one group before any has two, where those that are not known yet are one together.
-        Fresh groups come first, in an order drawn by `sampling.weight`; older ones only fill.
+        trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take
+        part. A weight alone would not keep a peer out that nobody believes: every peer has one
+        group before any has two, where those that are not known yet are one together. Fresh groups
+        come first, in an order drawn by `sampling.weight`; older ones only fill.
         """
         self.expire(now, policy_version)
         entries = [entry for mine in self._peers.values() for entry in mine.values()]
         if count <= 0 or not entries:
             return []
         trusted = {peer: trust(peer) for peer in self._peers}
-        names = {peer: peer if sampling.is_known(much) else NEWCOMERS for peer, much in trusted.items()}
-        heeded = {peer: much if rng.random() < belief(peer) else 0.0 for peer, much in trusted.items()}
+        names = {
+            peer: peer if sampling.is_known(much) else NEWCOMERS for peer, much in trusted.items()
+        }
+        heeded = {
+            peer: much if rng.random() < belief(peer) else 0.0 for peer, much in trusted.items()
+        }
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
         ordered = self._shuffled(entries, policy_version, rng, heeded, names)
         fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
         stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
         chosen: list[_Entry] = []
         for some in (fresh, stale):
-            some = sampling.spread_over_peers(some, len(chosen) + len(some), _peer, most, already=chosen)[len(chosen) :]
-            chosen = sampling.spread_over_peers(some, count, lambda e: names[e.group.peer], count, already=chosen)
+            some = sampling.spread_over_peers(
+                some, len(chosen) + len(some), _peer, most, already=chosen
+            )[len(chosen) :]
+            chosen = sampling.spread_over_peers(
+                some, count, lambda e: names[e.group.peer], count, already=chosen
+            )
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
-        groups = [msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen]
+        groups = [
+            msgspec.structs.replace(e.group, staleness=_lag(e, policy_version)) for e in chosen
+        ]
         self._staleness.update(group.staleness for group in groups)
         return groups
 
     def _shuffled(
-        self, entries: list[_Entry], policy_version: int, rng: random.Random, trusted: dict[str, float], names: dict[str, str]
-    ) -> list[_Entry]:  # fmt: skip
+        self,
+        entries: list[_Entry],
+        policy_version: int,
+        rng: random.Random,
+        trusted: dict[str, float],
+        names: dict[str, str],
+    ) -> list[_Entry]:
         sharing = Counter(names.values())
-        shares = {p: trusted[p] / (sharing[names[p]] * len(mine)) for p, mine in self._peers.items()}  # who says more is not drawn first
-        weights = [sampling.weight(e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, shares[e.group.peer]) for e in entries]
+        # who says more is not drawn first
+        shares = {
+            p: trusted[p] / (sharing[names[p]] * len(mine)) for p, mine in self._peers.items()
+        }
+        weights = [
+            sampling.weight(
+                e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, shares[e.group.peer]
+            )
+            for e in entries
+        ]
         return sampling.shuffle_weighted(entries, weights, rng)
 
     def _evict(self) -> None:
         by_bytes = self._groups < self.max_groups
-        most = max(self._peers, key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._peers[p])))
+        most = max(
+            self._peers,
+            key=(lambda p: self._bytes_of[p]) if by_bytes else (lambda p: len(self._peers[p])),
+        )
         self._remove(most, next(iter(self._peers[most])), "evicted_full")
 
     def _remove(self, peer: str, content: bytes, why: str) -> None:

@@ -1,4 +1,5 @@
-"""Sends this node's own groups out: checked against a stranger's bounds, signed, by gossip or announced by their hash."""
+"""Sends this node's own groups out: checked against a stranger's bounds, signed, by gossip or
+announced by their hash."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from collections.abc import Callable
 
 from swarmnode.errors import BadMessage
 from swarmnode.p2p.api import Network
-from swarmnode.rollouts.groups import GroupRules, OwnGroup, PolicyFacts, is_useful, without_token_ids
+from swarmnode.rollouts.groups import (
+    GroupRules,
+    OwnGroup,
+    PolicyFacts,
+    is_useful,
+    without_token_ids,
+)
 from swarmnode.rollouts.serving import Serving
 from swarmnode.rollouts.signers import Signer
 from swarmnode.wire import codec, envelope, ids, limits
@@ -22,15 +29,22 @@ PUBLISHED = ("gossip", "announced")
 
 
 class Publisher:
-    """rate: own groups per second, at most. allows("publish"): whether there is budget for it. clock: Unix seconds.
+    """rate: own groups per second, at most. allows("publish"): whether there is budget for it.
+    clock: Unix seconds.
 
     serving: from where peers get what is announced or listed.
     """
 
     def __init__(
-        self, network: Network, credentials: Credentials, rules: GroupRules, rate: float, allows: Callable[[str], bool],
-        serving: Serving, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        credentials: Credentials,
+        rules: GroupRules,
+        rate: float,
+        allows: Callable[[str], bool],
+        serving: Serving,
+        clock: Callable[[], float],
+    ) -> None:
         self.topic = ids.rollout_topic(credentials.swarm, rules.spoken.rollouts)
         self._network = network
         self._credentials = credentials
@@ -53,7 +67,8 @@ class Publisher:
         return {outcome: n for outcome, n in self._outcomes.items() if outcome not in PUBLISHED}
 
     async def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
-        """Sign a group that `policy` sampled and send it out; returns its outcome. Never raises for a group that cannot be sent."""
+        """Sign a group that `policy` sampled and send it out; returns its outcome. Never raises for
+        a group that cannot be sent."""
         return self.note(await self._publish(own, policy))
 
     def note(self, outcome: str) -> str:
@@ -92,12 +107,21 @@ class Publisher:
             group = without_token_ids(group)
             if len(codec.encode(group)) > limits.GROUP_BYTES:
                 return "oversize"
-        frame = envelope.seal(group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm)
+        frame = envelope.seal(
+            group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
+        )
         outcome = "gossip"
         self._serving.put(group, self._network.peer_id, frame, own.rewards)
         if len(frame) > limits.GOSSIP_BYTES:
-            announce = Announce(envelope.content_id(frame), len(frame), group.created_at, group.sequence)
-            frame, outcome = envelope.seal(announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm), "announced"
+            announce = Announce(
+                envelope.content_id(frame), len(frame), group.created_at, group.sequence
+            )
+            frame, outcome = (
+                envelope.seal(
+                    announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
+                ),
+                "announced",
+            )
         self._pace.take_token()
         try:
             await self._network.gossip.publish(self.topic, frame)

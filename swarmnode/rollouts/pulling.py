@@ -1,12 +1,14 @@
 """Gets groups by asking for them: as many as the trainer draws, from whoever lists them.
 
-    trainer draws ─ want ─▶ listings of a few connected peers ─▶ offers ─ choose ─▶ pulls, a few at a time
-                            claims ◀─ as listed? ─ admission.check_pulled ◀─────────┘      └─ scored ─▶ as listed?
+    trainer draws ─ want ─▶ listings of a few connected peers ─▶ offers ─ choose ─▶ pulls, a few at
+    a time
+                            claims ◀─ as listed? ─ admission.check_pulled ◀─────────┘      └─ scored
+                            ─▶ as listed?
     what arrives, is asked for, is listed ─▶ mode ─▶ in the topic, or pulling
 
-A node whose trainer does not draw asks nobody. Each request has its deadline, and while it runs others are asked. Where the pool holds the
-next step already, a node asks shortly before the next draw, the choice waits for the listings that are under way, the newest, and is of few
-holders.
+A node whose trainer does not draw asks nobody. Each request has its deadline, and while it runs
+others are asked. Where the pool holds the next step already, a node asks shortly before the next
+draw, the choice waits for the listings that are under way, the newest, and is of few holders.
 """
 
 from __future__ import annotations
@@ -26,18 +28,32 @@ from swarmnode.p2p.api import Network
 from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.asking import PLENTY, Asking, Moments
-from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Claims, Lie, contradiction, has_spread
+from swarmnode.rollouts.claims import (
+    PROVEN,
+    BeliefStatistics,
+    Claims,
+    Lie,
+    contradiction,
+    has_spread,
+)
 from swarmnode.rollouts.groups import Candidate, is_useful
 from swarmnode.rollouts.mode import PULLING, Choice, Mode, Phase
 from swarmnode.rollouts.offers import Offers, Pull
 from swarmnode.rollouts.pace import Throughput
 from swarmnode.wire import codec, envelope, ids, limits
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
 
 LISTING_SECONDS = 10.0
 """A listing is waited for so long at most."""
 STEPS_AHEAD = 2
-"""Steps' worth of groups that are kept in the pool: what comes is not always what can be trained on."""
+"""Steps' worth of groups that are kept in the pool: what comes is not always what can be trained
+on."""
 PULLS_AT_ONCE = 4
 MOST_ASKED = 1024
 """Groups that were asked for and not scored yet."""
@@ -53,16 +69,18 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 class PullStatistics(msgspec.Struct, frozen=True):
     mode: str = Phase.GOSSIP.value
-    """`gossip`, `trial` (in the topic, and asking for listings as well), `pull`, or `visit` (that, and in the topic
-    for those that do not list)."""
+    """`gossip`, `trial` (in the topic, and asking for listings as well), `pull`, or `visit` (that,
+    and in the topic for those that do not list)."""
     modes: dict[str, bool] = {}
     """The same for every mode: whether it is this one."""
     switches: int = 0
     """Times that the topic was left or taken up again."""
     arrived_per_wanted: float | None = None
-    """Groups that came by gossip lately for each that the trainer asked for; None while it asked for none."""
+    """Groups that came by gossip lately for each that the trainer asked for; None while it asked
+    for none."""
     listed_per_wanted: float | None = None
-    """Groups that were listed lately for each that the trainer asked for; None while it asked for none."""
+    """Groups that were listed lately for each that the trainer asked for; None while it asked for
+    none."""
     listings: dict[str, int] = {}
     """Listings asked for, by outcome of LISTINGS."""
     pulled: dict[str, int] = {}
@@ -92,7 +110,13 @@ class Pulling:
     """clock: Unix seconds. choice: the setting `sharing.exchange`."""
 
     def __init__(
-        self, network: Network, admission: Admission, around: Around, choice: Choice, clock: Callable[[], float], rng: random.Random
+        self,
+        network: Network,
+        admission: Admission,
+        around: Around,
+        choice: Choice,
+        clock: Callable[[], float],
+        rng: random.Random,
     ) -> None:
         self._network = network
         self._admission = admission
@@ -121,7 +145,11 @@ class Pulling:
             while True:
                 self._start_what_is_due(nursery)
                 self._news = trio.Event()
-                again = self._moments.lead if self._under_way.wanted > 0 and self._asking.left else math.inf
+                again = (
+                    self._moments.lead
+                    if self._under_way.wanted > 0 and self._asking.left
+                    else math.inf
+                )
                 with trio.move_on_at(min(self._moments.next, trio.current_time() + again)):
                     await self._news.wait()
 
@@ -140,7 +168,8 @@ class Pulling:
         self._news.set()
 
     def scored(self, content: bytes, rewards: list[float]) -> None:
-        """A group has these rewards (G,): were they as its listing said? Nothing is said of one that was not pulled."""
+        """A group has these rewards (G,): were they as its listing said? Nothing is said of one
+        that was not pulled."""
         holder, listed = self._asked.pop(content, (None, None))
         if holder is None or listed is None:
             return
@@ -152,7 +181,9 @@ class Pulling:
 
     def statistics(self) -> PullStatistics:
         mode = self._mode.state
-        named = lambda kind: {outcome: n for (which, outcome), n in self._counts.items() if which == kind}
+        named = lambda kind: {
+            outcome: n for (which, outcome), n in self._counts.items() if which == kind
+        }
         return PullStatistics(
             mode=mode.phase.value,
             modes={phase.value: phase is mode.phase for phase in Phase},
@@ -171,8 +202,15 @@ class Pulling:
     def _start_what_is_due(self, nursery: trio.Nursery) -> None:
         phase = self._mode.phase
         if self._moments.come(trio.current_time()):
-            self._asking.allow(plenty=len(self._offers) >= PLENTY * self._under_way.step, urgent=self._under_way.urgent)
-        if phase is Phase.GOSSIP or (phase in PULLING and self._under_way.wanted <= 0) or not self._around.allows("fetch"):
+            self._asking.allow(
+                plenty=len(self._offers) >= PLENTY * self._under_way.step,
+                urgent=self._under_way.urgent,
+            )
+        if (
+            phase is Phase.GOSSIP
+            or (phase in PULLING and self._under_way.wanted <= 0)
+            or not self._around.allows("fetch")
+        ):
             return
         connected = [peer for peer in self._network.connected() if self._network.welcome(peer)]
         self._offers.keep(connected)
@@ -192,7 +230,14 @@ class Pulling:
         if len(busy) >= PULLS_AT_ONCE or (waits and not urgent):
             return []
         return self._offers.choose(
-            self._under_way.missing, self._clock(), self._rng, self._around.trust, self._claims.belief, self._is_known, busy, few=not urgent
+            self._under_way.missing,
+            self._clock(),
+            self._rng,
+            self._around.trust,
+            self._claims.belief,
+            self._is_known,
+            busy,
+            few=not urgent,
         )
 
     def _is_known(self, content: bytes) -> bool:
@@ -205,7 +250,9 @@ class Pulling:
         request = ListingRequest(self._admission.swarm, life, position)
         lists: bool | None = None
         try:
-            response = await self._ask(peer, request, ListingResponse, LISTING_SECONDS, limits.LISTING_RESPONSE_BYTES)
+            response = await self._ask(
+                peer, request, ListingResponse, LISTING_SECONDS, limits.LISTING_RESPONSE_BYTES
+            )
         except _Unanswered as why:
             outcome = why.outcome
             lists = False if outcome == "unsupported" else None
@@ -230,9 +277,12 @@ class Pulling:
         started, came = trio.current_time(), 0
         try:
             response = await self._ask(
-                pull.holder, GroupsRequest([listed.content for listed in pull.groups]), GroupsResponse, deadline,
+                pull.holder,
+                GroupsRequest([listed.content for listed in pull.groups]),
+                GroupsResponse,
+                deadline,
                 min(limits.GROUPS_RESPONSE_BYTES, size + 512),
-            )  # fmt: skip
+            )
             if len(response.groups) != len(pull.groups):
                 self._network.rejected(pull.holder, "bounds")
                 raise _Unanswered("malformed")
@@ -240,7 +290,11 @@ class Pulling:
             self._failed(pull, why.outcome)
         else:
             for listed, group in zip(pull.groups, response.groups, strict=True):
-                outcome = self._arrived(pull.holder, listed, group.body) if group.status == "ok" else group.status
+                outcome = (
+                    self._arrived(pull.holder, listed, group.body)
+                    if group.status == "ok"
+                    else group.status
+                )
                 if outcome == "unknown":
                     self._lie(pull.holder, "absent")
                 if outcome != "ok":
@@ -248,14 +302,17 @@ class Pulling:
                 self._counts["group", outcome] += 1
                 came += outcome == "ok"
             took = trio.current_time() - started
-            self._under_way.pace.observe(pull.holder, sum(len(group.body) for group in response.groups), took)
+            self._under_way.pace.observe(
+                pull.holder, sum(len(group.body) for group in response.groups), took
+            )
             if took > deadline / 2:
                 self._lie(pull.holder, "slow")
         self._under_way.end(pull, came)
         self._news.set()
 
     def _failed(self, pull: Pull, outcome: str) -> None:
-        """Nothing came: others may be asked for the same, and this holder for nothing that it has listed."""
+        """Nothing came: others may be asked for the same, and this holder for nothing that it has
+        listed."""
         self._lie(pull.holder, "slow")
         self._asking.done(pull.holder, self._clock(), lists=None)
         for listed in pull.groups:
@@ -264,13 +321,15 @@ class Pulling:
         self._counts["group", outcome] += len(pull.groups)
 
     def _arrived(self, holder: str, listed: Listed, body: bytes) -> str:
-        """One group: through admission, like those that come by gossip, and against its listing. Returns how asking for it ended."""
+        """One group: through admission, like those that come by gossip, and against its listing.
+        Returns how asking for it ended."""
         if envelope.content_id(body) != listed.content:
             self._lie(holder, "content")
             return "mismatch"
         result = self._admission.check_pulled(body, self._clock())
         if isinstance(result, Rejected):
-            if result.verdict is Validation.REJECT:  # whoever lists it has found the same, so it is as much to blame as its author
+            # whoever lists it has found the same, so it is as much to blame as its author
+            if result.verdict is Validation.REJECT:
                 self._lie(holder, "content")
                 if result.peer is not None and result.peer != holder:
                     self._network.rejected(result.peer, result.reason)
@@ -289,11 +348,17 @@ class Pulling:
 
     # -- both
 
-    async def _ask(self, peer: str, request: msgspec.Struct, kind: type[Answer], deadline: float, limit: int) -> Answer:
+    async def _ask(
+        self, peer: str, request: msgspec.Struct, kind: type[Answer], deadline: float, limit: int
+    ) -> Answer:
         """Raises _Unanswered, whatever the peer does."""
-        protocol = ids.LISTING_PROTOCOL if isinstance(request, ListingRequest) else ids.GROUPS_PROTOCOL
+        protocol = (
+            ids.LISTING_PROTOCOL if isinstance(request, ListingRequest) else ids.GROUPS_PROTOCOL
+        )
         try:
-            data = await self._network.requests.request(peer, protocol, codec.encode(request), deadline=deadline, max_response_bytes=limit)
+            data = await self._network.requests.request(
+                peer, protocol, codec.encode(request), deadline=deadline, max_response_bytes=limit
+            )
             answer: Answer = codec.decode(data, kind, limit)
             return answer
         except Incompatible:
@@ -311,7 +376,10 @@ class Pulling:
     async def _measure_now_and_then(self) -> None:
         while True:
             await trio.sleep(MEASURE_SECONDS)
-            listers, mutes = self._asking.listers(self._network.connected()), self._asking.mutes(self._around.in_topic())
+            listers, mutes = (
+                self._asking.listers(self._network.connected()),
+                self._asking.mutes(self._around.in_topic()),
+            )
             self._mode.look(self._clock(), listers, mutes)
 
 
@@ -323,7 +391,8 @@ class _UnderWay:
         """Groups that the trainer drew last."""
         self.wanted = 0
         self.drained = False
-        """Whether what the topic left in the pool has been used up: until then nothing is asked of listings, nor held against them."""
+        """Whether what the topic left in the pool has been used up: until then nothing is asked of
+        listings, nor held against them."""
         self.pace = Throughput()
         self._groups_of: dict[str, int] = {}
 

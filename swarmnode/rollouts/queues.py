@@ -18,7 +18,12 @@ STRIKE_PEERS = 1024
 class CandidateQueue:
     """First in, first out, bounded by groups, bytes and groups of one peer."""
 
-    def __init__(self, groups: int = QUEUE_GROUPS, size: int = QUEUE_BYTES, peer_groups: int = QUEUE_PEER_GROUPS) -> None:
+    def __init__(
+        self,
+        groups: int = QUEUE_GROUPS,
+        size: int = QUEUE_BYTES,
+        peer_groups: int = QUEUE_PEER_GROUPS,
+    ) -> None:
         self.groups = groups
         self.size = size
         self.peer_groups = peer_groups
@@ -32,7 +37,11 @@ class CandidateQueue:
     def put(self, candidate: Candidate) -> bool:
         """False where there is no room."""
         size = memory_bytes(candidate.group) + len(candidate.envelope)
-        if len(self._items) >= self.groups or self._bytes + size > self.size or self._of_peer[candidate.peer] >= self.peer_groups:
+        if (
+            len(self._items) >= self.groups
+            or self._bytes + size > self.size
+            or self._of_peer[candidate.peer] >= self.peer_groups
+        ):
             return False
         self._items.append((candidate, size))
         self._bytes += size
@@ -53,9 +62,11 @@ class CandidateQueue:
 
 
 class Strikes:
-    """Authors whose groups failed the scorer: after STRIKES within STRIKE_SECONDS they are not scored for as long.
+    """Authors whose groups failed the scorer: after STRIKES within STRIKE_SECONDS they are not
+    scored for as long.
 
-    A failure may be ours, so it costs no reputation; but each can take the scorer away from everybody for seconds.
+    A failure may be ours, so it costs no reputation; but each can take the scorer away from
+    everybody for seconds.
     """
 
     def __init__(self) -> None:
@@ -63,7 +74,11 @@ class Strikes:
 
     def add(self, peer: str, now: float) -> None:
         count, since = self._of.pop(peer, (0, now))
-        self._of[peer] = (1, now) if now - since > STRIKE_SECONDS else (count + 1, since if count + 1 < STRIKES else now)
+        self._of[peer] = (
+            (1, now)
+            if now - since > STRIKE_SECONDS
+            else (count + 1, since if count + 1 < STRIKES else now)
+        )
         if len(self._of) > STRIKE_PEERS:
             self._of.popitem(last=False)
 

@@ -1,11 +1,15 @@
-"""Every way a frame or a group can end, as a closed set, so that it can be a metric label and cost what it deserves.
+"""Every way a frame or a group can end, as a closed set, so that it can be a metric label and cost
+what it deserves.
 
     ACCEPT  worth passing on
-    IGNORE  not taken and not passed on, nobody to blame: late, seen before, not ours, too much for now
-    REJECT  no honest, current node sends this: costs its author (or, where nobody signed it, whoever passed it on) reputation
+    IGNORE  not taken and not passed on, nobody to blame: late, seen before, not ours, too much for
+    now
+    REJECT  no honest, current node sends this: costs its author (or, where nobody signed it,
+    whoever passed it on) reputation
 
-Whoever passes a frame on has checked the same things, so REJECT is only for what every honest node of the swarm sees alike: a node with
-another clock or a shorter memory must not blame its neighbour for the difference.
+Whoever passes a frame on has checked the same things, so REJECT is only for what every honest node
+of the swarm sees alike: a node with another clock or a shorter memory must not blame its neighbour
+for the difference.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ REASONS: Final[dict[str, Validation]] = {
     "signature": Validation.REJECT,  # another swarm's frames land here: the swarm id is signed
     "own": Validation.IGNORE,
     "duplicate": Validation.IGNORE,
-    "sequence_reused": Validation.IGNORE,  # a node restored to its last saved step repeats its counter; not a crime
+    # a node restored to its last saved step repeats its counter; not a crime
+    "sequence_reused": Validation.IGNORE,
     "greylisted": Validation.IGNORE,
     "rate": Validation.IGNORE,
     # windows
@@ -35,15 +40,21 @@ REASONS: Final[dict[str, Validation]] = {
     "outdated": Validation.IGNORE,
     # the question
     "seed": Validation.REJECT,
-    "unknown_task": Validation.REJECT,  # tasks and versions are hashed into the swarm id, and the swarm id is signed
+    # tasks and versions are hashed into the swarm id, and the swarm id is signed
+    "unknown_task": Validation.REJECT,
     "unknown_version": Validation.REJECT,
-    "unregenerable": Validation.REJECT,  # task and version are ours and the sender's, so it generated what nobody can
-    "agreement": Validation.REJECT,  # group size, sampling or model against the manifest, which everybody has
+    # task and version are ours and the sender's, so it generated what nobody can
+    "unregenerable": Validation.REJECT,
+    # group size, sampling or model against the manifest, which everybody has
+    "agreement": Validation.REJECT,
     # the answers
-    "tokens": Validation.REJECT,  # more text than its tokens can hold, or a sum of log-probabilities that is not their sum
-    "too_long": Validation.IGNORE,  # honest for a node with longer completions, but we will not train on it
+    # more text than its tokens can hold, or a sum of log-probabilities that is not their sum
+    "tokens": Validation.REJECT,
+    # honest for a node with longer completions, but we will not train on it
+    "too_long": Validation.IGNORE,
     "charset": Validation.IGNORE,
-    "no_ids": Validation.IGNORE,  # of our own model, without what it was sampled as: honest where that was too long to send
+    # of our own model, without what it was sampled as: honest where that was too long to send
+    "no_ids": Validation.IGNORE,
     "zero_advantage": Validation.IGNORE,
     # this node
     "busy": Validation.IGNORE,
@@ -58,11 +69,14 @@ REASONS: Final[dict[str, Validation]] = {
     "mismatch": Validation.REJECT,  # not the bytes that its announcement named
     # what the trainer found
     "forged_ids": Validation.REJECT,  # token ids that do not spell the text that earned the reward
-    "spot_check": Validation.IGNORE,  # against our own policy, which may be the one that is far from everybody else's
+    # against our own policy, which may be the one that is far from everybody else's
+    "spot_check": Validation.IGNORE,
     "surprise": Validation.IGNORE,  # the same
-    "special_ids": Validation.IGNORE,  # a policy may sample one; what it spells then is not what it is trained on
+    # a policy may sample one; what it spells then is not what it is trained on
+    "special_ids": Validation.IGNORE,
     "temperature": Validation.IGNORE,
     "untokenizable": Validation.IGNORE,
     "too_large": Validation.IGNORE,
 }
-"""Reason → verdict. A reason outside this set is a KeyError in our own code, never a label made by a peer."""
+"""Reason → verdict. A reason outside this set is a KeyError in our own code, never a label made by
+a peer."""

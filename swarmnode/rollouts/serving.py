@@ -1,6 +1,8 @@
-"""Answers listings, pulls and fetches: what this node can give, to whoever asks and as long as there is budget for it.
+"""Answers listings, pulls and fetches: what this node can give, to whoever asks and as long as
+there is budget for it.
 
-Always on while groups are shared, however this node gets its own: whoever pulls learns from those who gossip by this.
+Always on while groups are shared, however this node gets its own: whoever pulls learns from those
+who gossip by this.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ class ServingStatistics(msgspec.Struct, frozen=True):
 
 
 class Serving:
-    """allows("serve"): whether there is budget for it; gives(peer): whether a group of it was ever admitted; clock: Unix seconds;
-    fetch_protocol: the ordinal that the swarm speaks."""
+    """allows("serve"): whether there is budget for it; gives(peer): whether a group of it was ever
+    admitted; clock: Unix seconds; fetch_protocol: the ordinal that the swarm speaks."""
 
     def __init__(
-        self, catalogue: Catalogue, allows: Callable[[str], bool], gives: Callable[[str], bool], clock: Callable[[], float],
+        self,
+        catalogue: Catalogue,
+        allows: Callable[[str], bool],
+        gives: Callable[[str], bool],
+        clock: Callable[[], float],
         fetch_protocol: str = ids.FETCH_PROTOCOL,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.catalogue = catalogue
         self._allows = allows
         self._gives = gives
@@ -53,29 +59,46 @@ class Serving:
     def start(self, requests: Requests) -> None:
         """Serve for as long as the network runs."""
         requests.serve(
-            self._fetch_protocol, self._fetch, concurrent=SERVED_AT_ONCE,
-            max_request_bytes=limits.FETCH_REQUEST_BYTES, max_response_bytes=limits.FETCH_RESPONSE_BYTES,
-        )  # fmt: skip
+            self._fetch_protocol,
+            self._fetch,
+            concurrent=SERVED_AT_ONCE,
+            max_request_bytes=limits.FETCH_REQUEST_BYTES,
+            max_response_bytes=limits.FETCH_RESPONSE_BYTES,
+        )
         requests.serve(
-            ids.LISTING_PROTOCOL, self._list, concurrent=SERVED_AT_ONCE,
-            max_request_bytes=limits.LISTING_REQUEST_BYTES, max_response_bytes=limits.LISTING_RESPONSE_BYTES,
-        )  # fmt: skip
+            ids.LISTING_PROTOCOL,
+            self._list,
+            concurrent=SERVED_AT_ONCE,
+            max_request_bytes=limits.LISTING_REQUEST_BYTES,
+            max_response_bytes=limits.LISTING_RESPONSE_BYTES,
+        )
         requests.serve(
-            ids.GROUPS_PROTOCOL, self._give, concurrent=SERVED_AT_ONCE,
-            max_request_bytes=limits.GROUPS_REQUEST_BYTES, max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
-        )  # fmt: skip
+            ids.GROUPS_PROTOCOL,
+            self._give,
+            concurrent=SERVED_AT_ONCE,
+            max_request_bytes=limits.GROUPS_REQUEST_BYTES,
+            max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
+        )
 
     def put(self, group: RolloutGroup, author: str, frame: bytes, rewards: list[float]) -> None:
-        """Offer a group with its rewards (G,) as this node computed them. frame: its envelope, signed by `author`."""
+        """Offer a group with its rewards (G,) as this node computed them. frame: its envelope,
+        signed by `author`."""
         key = envelope.peer_key(author)
         if key is not None:
             about = Listed(
-                envelope.content_id(frame), key, group.task.id, group.created_at, len(frame), min(limits.SPREAD, sampling.spread(rewards))
+                envelope.content_id(frame),
+                key,
+                group.task.id,
+                group.created_at,
+                len(frame),
+                min(limits.SPREAD, sampling.spread(rewards)),
             )
             self.catalogue.put(frame, about)
 
     def statistics(self) -> ServingStatistics:
-        return ServingStatistics(dict(self._served), self.catalogue.statistics(), len(self._allowances))
+        return ServingStatistics(
+            dict(self._served), self.catalogue.statistics(), len(self._allowances)
+        )
 
     async def _list(self, peer: str, request: bytes) -> bytes:
         """Raises BadMessage on nonsense, which resets the stream."""
@@ -90,7 +113,9 @@ class Serving:
 
     async def _give(self, peer: str, request: bytes) -> bytes:
         """Raises BadMessage on nonsense, which resets the stream."""
-        return codec.encode(self._answer(peer, self._read(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)))
+        return codec.encode(
+            self._answer(peer, self._read(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES))
+        )
 
     async def _fetch(self, peer: str, request: bytes) -> bytes:
         """One group that was announced. Raises BadMessage on nonsense, which resets the stream."""
@@ -104,7 +129,9 @@ class Serving:
             self._allowances.charge(peer, size, self._gives(peer), self._clock())
         else:
             response = GroupsResponse([FetchResponse("busy")] * len(asked.contents))
-        self._served.update("group" if group.status == "ok" else group.status for group in response.groups)
+        self._served.update(
+            "group" if group.status == "ok" else group.status for group in response.groups
+        )
         return response
 
     def _read(self, request: bytes, kind: type[Request], limit: int) -> Request:

@@ -1,9 +1,10 @@
-"""What a node remembers of each author of rollouts, pace, sequence numbers seen, newest policy version, and of frames. Bounded per author,
-in authors and in frames.
+"""What a node remembers of each author of rollouts, pace, sequence numbers seen, newest policy
+version, and of frames. Bounded per author, in authors and in frames.
 
-Identities are free, so nothing here may grow with their number: the author that was silent for longest is forgotten first, and being
-forgotten gives an author nothing but a fresh allowance. What is ignored costs its sender nothing, so it is remembered apart, and pushes
-nothing out of what is remembered of candidates.
+Identities are free, so nothing here may grow with their number: the author that was silent for
+longest is forgotten first, and being forgotten gives an author nothing but a fresh allowance. What
+is ignored costs its sender nothing, so it is remembered apart, and pushes nothing out of what is
+remembered of candidates.
 """
 
 from __future__ import annotations
@@ -16,23 +17,35 @@ from swarmnode.wire import limits
 MOST_SIGNERS = 4096
 """Authors of whom something became a candidate; and as many others."""
 MOST_CANDIDATES = 131_072
-"""Candidates whose content ids are remembered, in 28 MiB: 36 a second for as long as one can be admitted."""
+"""Candidates whose content ids are remembered, in 28 MiB: 36 a second for as long as one can be
+admitted."""
 WINDOW = 4096
-"""Sequence numbers below the newest that are still told apart; older ones count as late. A bit each."""
+"""Sequence numbers below the newest that are still told apart; older ones count as late. A bit
+each."""
 BURST_SECONDS = 4.0
 """A peer that was silent may catch up by this many seconds of its allowance."""
 VERSION_MEMORY_SECONDS = 600.0
-"""After so long without an equal or newer one, a sender's newest policy version no longer makes older ones outdated: its trainer may have
-gone back to an older state."""
+"""After so long without an equal or newer one, a sender's newest policy version no longer makes
+older ones outdated: its trainer may have gone back to an older state."""
 
 
 class Signer:
-    """One author: a token bucket, a replay window (as in IPsec, RFC 4303 section 3.4.3), and its newest policy version.
+    """One author: a token bucket, a replay window (as in IPsec, RFC 4303 section 3.4.3), and its
+    newest policy version.
 
     Times are Unix seconds; a clock that steps back only delays.
     """
 
-    __slots__ = ("_bits", "_last_seen", "_newest_sequence", "_refilled_at", "_tokens", "_version", "_version_at", "peer")
+    __slots__ = (
+        "_bits",
+        "_last_seen",
+        "_newest_sequence",
+        "_refilled_at",
+        "_tokens",
+        "_version",
+        "_version_at",
+        "peer",
+    )
 
     def __init__(self, peer: str, rate: float, now: float) -> None:
         self.peer = peer
@@ -55,7 +68,8 @@ class Signer:
         self._tokens -= 1.0
 
     def sequence_reason(self, sequence: int, now: float) -> str | None:
-        """`sequence_reused`, `stale` (below the window), or None. An author silent for longer than a group lives starts anew."""
+        """`sequence_reused`, `stale` (below the window), or None. An author silent for longer than
+        a group lives starts anew."""
         if now - self._last_seen > limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS:
             self._newest_sequence, self._bits = -1, 0
         behind = self._newest_sequence - sequence
@@ -66,8 +80,13 @@ class Signer:
         return "sequence_reused" if self._bits >> behind & 1 else None
 
     def is_outdated(self, model: bytes, version: int, most_behind: int, now: float) -> bool:
-        """Whether `version` is more than `most_behind` behind the newest of the same model that arrived lately."""
-        if self._version is None or self._version[0] != model or now - self._version_at > VERSION_MEMORY_SECONDS:
+        """Whether `version` is more than `most_behind` behind the newest of the same model that
+        arrived lately."""
+        if (
+            self._version is None
+            or self._version[0] != model
+            or now - self._version_at > VERSION_MEMORY_SECONDS
+        ):
             return False
         return self._version[1] - version > most_behind
 
@@ -84,7 +103,12 @@ class Signer:
     def note_version(self, model: bytes, version: int, now: float) -> None:
         """Remember the newest version of the sender's model."""
         forgotten = now - self._version_at > VERSION_MEMORY_SECONDS
-        if self._version is None or self._version[0] != model or forgotten or version >= self._version[1]:
+        if (
+            self._version is None
+            or self._version[0] != model
+            or forgotten
+            or version >= self._version[1]
+        ):
             self._version, self._version_at = (model, version), now
 
 
@@ -92,7 +116,8 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Signers:
-    """Authors by raw public key, at most MOST_SIGNERS of whom something became a candidate, and MOST_SIGNERS others."""
+    """Authors by raw public key, at most MOST_SIGNERS of whom something became a candidate, and
+    MOST_SIGNERS others."""
 
     def __init__(self) -> None:
         self._proven: OrderedDict[bytes, Signer] = OrderedDict()
@@ -102,7 +127,8 @@ class Signers:
         return len(self._proven) + len(self._others)
 
     def find(self, key: bytes) -> Signer | None:
-        """The author with this key, now the most recently active; None when unknown. Never creates one: the key may be made up."""
+        """The author with this key, now the most recently active; None when unknown. Never creates
+        one: the key may be made up."""
         for known in (self._proven, self._others):
             if key in known:
                 known.move_to_end(key)
@@ -126,10 +152,11 @@ def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> Non
 
 
 class Frames:
-    """Content ids of frames that were here: those that became candidates, each for as long as it could be admitted again, and the last
-    `most` of the others.
+    """Content ids of frames that were here: those that became candidates, each for as long as it
+    could be admitted again, and the last `most` of the others.
 
-    Where more than MOST_CANDIDATES come in that time the oldest are forgotten, and `is_forgotten` is true of all that is as old.
+    Where more than MOST_CANDIDATES come in that time the oldest are forgotten, and `is_forgotten`
+    is true of all that is as old.
     """
 
     def __init__(self, most: int) -> None:
@@ -158,11 +185,15 @@ class Frames:
         self._others.pop(content, None)
         self._candidates[content] = now
         longest = limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS
-        while len(self._candidates) > MOST_CANDIDATES or now - next(iter(self._candidates.values())) > longest:
+        while (
+            len(self._candidates) > MOST_CANDIDATES
+            or now - next(iter(self._candidates.values())) > longest
+        ):
             _, at = self._candidates.popitem(last=False)
             if at <= now:  # else the clock stepped back
                 self._forgotten_at = at
 
     def is_forgotten(self, created_at: int) -> bool:
-        """Whether a group made then, Unix milliseconds, may have been a candidate that is not remembered any more."""
+        """Whether a group made then, Unix milliseconds, may have been a candidate that is not
+        remembered any more."""
         return created_at / 1000 <= self._forgotten_at + limits.CLOCK_SKEW_SECONDS

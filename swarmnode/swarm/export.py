@@ -1,4 +1,5 @@
-"""`swarmnode export`: what the trainer last saved, as a directory that transformers loads. A child does the work: no torch here."""
+"""`swarmnode export`: what the trainer last saved, as a directory that transformers loads. A child
+does the work: no torch here."""
 
 from __future__ import annotations
 
@@ -18,20 +19,31 @@ from swarmnode.tasks.registry import task_version
 
 CHILD = "swarmnode.trainer.export"
 TERMS = (
-    "policy.lora.r", "training.advantage", "training.beta", "training.learning_rate", "training.loss_type",
-    "training.max_completion_length", "training.num_generations", "training.options", "training.temperature", "training.top_p",
-)  # fmt: skip
+    "policy.lora.r",
+    "training.advantage",
+    "training.beta",
+    "training.learning_rate",
+    "training.loss_type",
+    "training.max_completion_length",
+    "training.num_generations",
+    "training.options",
+    "training.temperature",
+    "training.top_p",
+)
 """Settings that a model card has."""
-ERRORS = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)}
+ERRORS = {
+    kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)
+}
 
 
 def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
-    """Write the saved policy to `directory`, whole or not at all, while the node may go on running. Returns what swarmnode.json there says.
+    """Write the saved policy to `directory`, whole or not at all, while the node may go on running.
+    Returns what swarmnode.json there says.
 
     merge: with LoRA, weights of their own instead of an adapter.
 
-    Raises Unavailable when there is no state or the directory is not empty or cannot be written, StateError when the state is another
-    model's.
+    Raises Unavailable when there is no state or the directory is not empty or cannot be written,
+    StateError when the state is another model's.
     """
     target = directory.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -45,7 +57,9 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     )
     said = done.stdout.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not said:
-        raise ERRORS.get(done.returncode, Unavailable)(said[-1] if said else f"export ended with {done.returncode}")
+        raise ERRORS.get(done.returncode, Unavailable)(
+            said[-1] if said else f"export ended with {done.returncode}"
+        )
     told: dict[str, object] = json.loads(said[-1])
     terms = {key: settings.value(config, key) for key in TERMS}
     try:
@@ -57,5 +71,12 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
 
 def trained_on(tasks: TaskConfig) -> list[TrainedOn]:
     """The tasks of a configuration, for a model card."""
-    hub = {name: dataset.source for name, dataset in tasks.datasets.items() if dataset.revision is not None}
-    return [TrainedOn(name, task_version(name), settings_text(name), hub.get(name, "")) for name in tasks.names]
+    hub = {
+        name: dataset.source
+        for name, dataset in tasks.datasets.items()
+        if dataset.revision is not None
+    }
+    return [
+        TrainedOn(name, task_version(name), settings_text(name), hub.get(name, ""))
+        for name in tasks.names
+    ]

@@ -1,9 +1,10 @@
 """The invite: where peers are that have a swarm's manifest, and which swarm. What a person pastes.
 
-    /ip4/192.0.2.7/tcp/9512/p2p/12D3Koo…,/dns4/example.org/tcp/9512/p2p/12D3Koo…/swarm/<swarm id, 64 hex digits>
+    /ip4/192.0.2.7/tcp/9512/p2p/12D3Koo…,/dns4/example.org/tcp/9512/p2p/12D3Koo…/swarm/<swarm id, 64
+    hex digits>
 
-Nothing in it has to be believed: a handshake proves the peer id, the swarm id proves the manifest. So it is not signed, and it does not
-expire: a founder who moves on signs a successor.
+Nothing in it has to be believed: a handshake proves the peer id, the swarm id proves the manifest.
+So it is not signed, and it does not expire: a founder who moves on signs a successor.
 """
 
 from __future__ import annotations
@@ -39,9 +40,15 @@ def parse(text: str) -> Invite:
         raise ConfigError(f"invite: longer than {LONGEST} characters; was something else pasted?")
     where, mark, swarm = text.rpartition("/swarm/")
     if not mark:
-        raise ConfigError("invite: no /swarm/<swarm id> at its end; an invite is /ip4/<address>/tcp/<port>/p2p/<peer id>/swarm/<swarm id>")
+        raise ConfigError(
+            "invite: no /swarm/<swarm id> at its end; an invite is"
+            " /ip4/<address>/tcp/<port>/p2p/<peer id>/swarm/<swarm id>"
+        )
     if not _ID.fullmatch(swarm):
-        raise ConfigError(f"invite: {swarm[:80]!r} after /swarm/ is not a swarm id of 64 lower-case hex digits; was it cut off?")
+        raise ConfigError(
+            f"invite: {swarm[:80]!r} after /swarm/ is not a swarm id of 64 lower-case hex digits;"
+            " was it cut off?"
+        )
     return Invite(check_addresses(where.split(","), "invite"), bytes.fromhex(swarm))
 
 

@@ -1,7 +1,9 @@
-"""`python -m swarmnode.swarm.join --config FILE INVITE`: fetches one manifest from the peers in an invite, and ends.
+"""`python -m swarmnode.swarm.join --config FILE INVITE`: fetches one manifest from the peers in an
+invite, and ends.
 
-A process of its own, so that `swarmnode join` and the supervisor that it becomes never load libp2p. It speaks to strangers that it picked
-from a text somebody pasted; what it brings back is verified here and again by whoever started it.
+A process of its own, so that `swarmnode join` and the supervisor that it becomes never load libp2p.
+It speaks to strangers that it picked from a text somebody pasted; what it brings back is verified
+here and again by whoever started it.
 
     stdout   {"peer": our peer id, "manifest": hex, "successor": hex}
     exit     0, 69 nobody reached, 77 reached and wrong
@@ -35,10 +37,13 @@ CLOSED = ("reset by peer", "Connection closed")
 """What the operating system or the library say when a peer hangs up on us during the handshake."""
 
 
-async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, seconds: float = TRY_SECONDS) -> Found:
+async def fetch(
+    identity: Identity, invite: Invite, secret: bytes | None, *, seconds: float = TRY_SECONDS
+) -> Found:
     """The manifest of the invite from whichever peer in it answers first.
 
-    Raises Refused when peers were reached and none had the right one, Unavailable when none was reached within `seconds`.
+    Raises Refused when peers were reached and none had the right one, Unavailable when none was
+    reached within `seconds`.
     """
     wrong: dict[str, str] = {}
     missed: dict[str, str] = {}
@@ -46,7 +51,9 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
     # A host for this alone: not at our own port, which peers remember, and without our peer book.
     cfg = NetworkConfig(listen_addrs=["/ip4/127.0.0.1/tcp/0"], mdns=False)
     with tempfile.TemporaryDirectory(prefix="swarmnode-join-") as directory:
-        async with open_host(cfg, identity, Path(directory), swarm=invite.swarm, secret=secret) as network:
+        async with open_host(
+            cfg, identity, Path(directory), swarm=invite.swarm, secret=secret
+        ) as network:
 
             async def ask(text: str, scope: trio.CancelScope) -> None:
                 where, peer = addresses.parse(text)
@@ -54,7 +61,8 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
                 try:
                     await network.dial(peer, str(where))
                 except PeerError as error:
-                    final = isinstance(error, (AnotherPeer, Incompatible))  # trying again cannot help
+                    # trying again cannot help
+                    final = isinstance(error, (AnotherPeer, Incompatible))
                     (wrong if final else missed)[text] = explain(error, secret)
                     return
                 try:
@@ -63,7 +71,9 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
                 except (BadMessage, Incompatible) as error:
                     wrong[text] = str(error)
                 except PeerError as error:
-                    missed[text] = str(error) if isinstance(error, PeerTimeout) else hung_up(error, secret)
+                    missed[text] = (
+                        str(error) if isinstance(error, PeerTimeout) else hung_up(error, secret)
+                    )
 
             with trio.move_on_after(seconds):
                 while not found and len(wrong) < len(invite.addresses):
@@ -84,16 +94,26 @@ async def fetch(identity: Identity, invite: Invite, secret: bytes | None, *, sec
 def explain(error: PeerError, secret: bytes | None) -> str:
     """Why a peer could not be dialled, in words that say what to do."""
     if isinstance(error, AnotherPeer):
-        return "the peer there is not the one that the invite names: the invite is forged, or that node has a new key"
+        return (
+            "the peer there is not the one that the invite names: the invite is forged, or that"
+            " node has a new key"
+        )
     if isinstance(error, Incompatible):
-        return "its swarm has no secret, this node has one" if secret else "its swarm is private: --secret-file names its secret"
+        return (
+            "its swarm has no secret, this node has one"
+            if secret
+            else "its swarm is private: --secret-file names its secret"
+        )
     return hung_up(error, secret) if any(text in str(error) for text in CLOSED) else str(error)
 
 
 def hung_up(error: PeerError, secret: bytes | None) -> str:
     """A peer ended the connection, during the handshake or after it."""
     reason = "has another secret" if secret else "is not on the list of a private swarm"
-    return f"it closed the connection; this node {reason}, or that peer has refused it for a while ({error})"
+    return (
+        f"it closed the connection; this node {reason}, or that peer has refused it for a while"
+        f" ({error})"
+    )
 
 
 def main() -> int:
@@ -103,7 +123,15 @@ def main() -> int:
     identity = load_or_create(config.node.data_dir / "identity.key")
     found = trio.run(fetch, identity, invite, manifest.swarm_secret(config.node.data_dir))
     successor = found.successor.signed.hex() if found.successor is not None else ""
-    print(json.dumps({"peer": identity.peer_id, "manifest": found.manifest.signed.hex(), "successor": successor}))
+    print(
+        json.dumps(
+            {
+                "peer": identity.peer_id,
+                "manifest": found.manifest.signed.hex(),
+                "successor": successor,
+            }
+        )
+    )
     return 0
 
 

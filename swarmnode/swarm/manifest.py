@@ -1,10 +1,11 @@
-"""What a swarm agrees on, and what that means for one node. Neither libp2p nor torch: the bytes are in `wire.manifest`, and what stands
-against taking part in `requirements`.
+"""What a swarm agrees on, and what that means for one node. Neither libp2p nor torch: the bytes are
+in `wire.manifest`, and what stands against taking part in `requirements`.
 
     draft    a founder's configuration ─▶ manifest                       `swarmnode init`
     agreed   manifest, configuration ─▶ the configuration to run with, and what was changed
 
-A manifest comes from a stranger. Nothing in it is looked up as a path, run, or shown without having been bounded by `wire.bounds`.
+A manifest comes from a stranger. Nothing in it is looked up as a path, run, or shown without having
+been bounded by `wire.bounds`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,33 @@ from swarmnode.tasks.registry import ENVIRONMENT_NAME, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.manifest import Opened, keeps_rules
-from swarmnode.wire.messages import Access, ModelRef, RolloutGroup, RolloutRules, Setting, SwarmManifest, TaskEntry
+from swarmnode.wire.messages import (
+    Access,
+    ModelRef,
+    RolloutGroup,
+    RolloutRules,
+    Setting,
+    SwarmManifest,
+    TaskEntry,
+)
 
 AGREED = (
-    "stages.codec", "stages.gradient_codec", "stages.paper_mode", "training.advantage", "training.loss_type",
-    "weights.codec", "weights.fragments", "weights.lora_a", "weights.rule", "weights.sync_every",
-)  # fmt: skip
-"""Configuration keys that travel under `settings`. A key that is not here makes a manifest one that this version cannot honour."""
+    "stages.codec",
+    "stages.gradient_codec",
+    "stages.paper_mode",
+    "training.advantage",
+    "training.loss_type",
+    "weights.codec",
+    "weights.fragments",
+    "weights.lora_a",
+    "weights.rule",
+    "weights.sync_every",
+)
+"""Configuration keys that travel under `settings`. A key that is not here makes a manifest one that
+this version cannot honour."""
 AGREED_IF_SET = ("policy.chat",)
-"""The same, left out where they have their defaults: members of a release before, which do not know them, can honour a manifest without."""
+"""The same, left out where they have their defaults: members of a release before, which do not know
+them, can honour a manifest without."""
 SECRET_FILE = "swarm.secret"
 
 
@@ -51,12 +70,17 @@ class Change:
 
     @property
     def overrules(self) -> bool:
-        """Whether it takes away what somebody has set. Peers are added to, and tasks have no order."""
-        reordered = isinstance(self.was, list) and isinstance(self.now, list) and sorted(self.was) == sorted(self.now)
+        """Whether it takes away what somebody has set. Peers are added to, and tasks have no
+        order."""
+        reordered = (
+            isinstance(self.was, list)
+            and isinstance(self.now, list)
+            and sorted(self.was) == sorted(self.now)
+        )
         return self.was_set and self.key != "network.initial_peers" and not reordered
 
 
-# ---- founding -----------------------------------------------------------------------------------------------------------
+# ---- founding ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,20 +105,34 @@ def protocols_of(tasks: Collection[str], options: Collection[str]) -> tuple[str,
 
 
 def spoken(opened: Opened | None, tasks: Collection[str], options: Collection[str]) -> ids.Spoken:
-    """What the swarm of this manifest speaks, or, without one, a swarm with these tasks and training options."""
-    return ids.spoken_in(opened.manifest.protocols if opened is not None else protocols_of(tasks, options))
+    """What the swarm of this manifest speaks, or, without one, a swarm with these tasks and
+    training options."""
+    return ids.spoken_in(
+        opened.manifest.protocols if opened is not None else protocols_of(tasks, options)
+    )
 
 
-def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Terms) -> SwarmManifest:
-    """The manifest of a swarm that does what `config` does. founder: 32-byte public key; models: none means any."""
+def draft(
+    config: Config, founder: bytes, models: Sequence[ModelRef], terms: Terms
+) -> SwarmManifest:
+    """The manifest of a swarm that does what `config` does. founder: 32-byte public key; models:
+    none means any."""
     training = config.training
     size = training.num_generations
-    low, high = terms.completions or (max(limits.MIN_COMPLETIONS, size // 2), min(limits.COMPLETIONS, 2 * size))
+    low, high = terms.completions or (
+        max(limits.MIN_COMPLETIONS, size // 2),
+        min(limits.COMPLETIONS, 2 * size),
+    )
     if not low <= size <= high - (training.advantage == "mc_grpo"):
-        raise ConfigError(f"training.num_generations is {size}, outside the swarm's {low} to {high} (mc_grpo samples one more)")
+        raise ConfigError(
+            f"training.num_generations is {size}, outside the swarm's {low} to {high} (mc_grpo"
+            " samples one more)"
+        )
     if not terms.members and terms.secret is None:
         refuse_environments(config.task.names, "it is founded with --private or --member")
-    said = [key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)]
+    said = [
+        key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)
+    ]
     return SwarmManifest(
         name=config.swarm.name,
         founder=founder,
@@ -103,34 +141,55 @@ def draft(config: Config, founder: bytes, models: Sequence[ModelRef], terms: Ter
         minimum_version=__version__,
         protocols=sorted(protocols_of(config.task.names, training.options)),
         models=list(models),
-        tasks=[TaskEntry(name, task_version(name), settings_text(name)) for name in sorted(config.task.names)],
+        tasks=[
+            TaskEntry(name, task_version(name), settings_text(name))
+            for name in sorted(config.task.names)
+        ],
         rollouts=RolloutRules(
-            min_completions=low, max_completions=high, max_tokens=training.max_completion_length,
-            temperature=training.temperature, top_p=training.top_p, groups_per_second=config.sharing.groups_per_second,
+            min_completions=low,
+            max_completions=high,
+            max_tokens=training.max_completion_length,
+            temperature=training.temperature,
+            top_p=training.top_p,
+            groups_per_second=config.sharing.groups_per_second,
         ),
-        settings=[Setting(key, _told(settings.value(config, key), key)) for key in sorted([*AGREED, *said])],
+        settings=[
+            Setting(key, _told(settings.value(config, key), key))
+            for key in sorted([*AGREED, *said])
+        ],
         bootstrap=list(terms.bootstrap),
-        access=Access(sorted(set(terms.members)), commitment(terms.secret) if terms.secret is not None else b""),
-    )  # fmt: skip
+        access=Access(
+            sorted(set(terms.members)),
+            commitment(terms.secret) if terms.secret is not None else b"",
+        ),
+    )
 
 
 def _told(value: object, key: str) -> str:
     """JSON of a setting. Raises ConfigError for one that a manifest has no room for."""
     text = json.dumps(value, sort_keys=True)
     if len(text.encode()) > limits.SETTING_VALUE_BYTES:
-        raise ConfigError(f"{key} takes {len(text.encode())} bytes in the manifest, of {limits.SETTING_VALUE_BYTES}: make it shorter")
+        raise ConfigError(
+            f"{key} takes {len(text.encode())} bytes in the manifest, of"
+            f" {limits.SETTING_VALUE_BYTES}: make it shorter"
+        )
     return text
 
 
 def refuse_environments(tasks: Collection[str], unless: str) -> None:
-    """Raises ConfigError for the first task that asks a server by URL: strangers' groups would have it asked, and no two need agree."""
+    """Raises ConfigError for the first task that asks a server by URL: strangers' groups would have
+    it asked, and no two need agree."""
     for task in tasks:
         if ENVIRONMENT_NAME.fullmatch(task):
-            raise ConfigError(f"task.names: {task!r} is an environment by URL, which no swarm may have unless {unless}")
+            raise ConfigError(
+                f"task.names: {task!r} is an environment by URL, which no swarm may have unless"
+                f" {unless}"
+            )
 
 
 def commitment(secret: bytes) -> bytes:
-    """What a manifest tells of a swarm's 32-byte secret: enough to know it again. It must be random, since guesses can be tried."""
+    """What a manifest tells of a swarm's 32-byte secret: enough to know it again. It must be
+    random, since guesses can be tried."""
     return hashlib.blake2b(ids.DOMAIN_SECRET + secret, digest_size=limits.SECRET_BYTES).digest()
 
 
@@ -143,27 +202,43 @@ def settings_text(task: str) -> str:
     if spec.environment is not None:
         settings = {"content": spec.environment.content, "extract": spec.extract, **settings}
     if spec.rows is not None:
-        settings = {"source": spec.rows.origin, "rows": spec.rows.rows, "content": spec.rows.content, "extract": spec.extract, **settings}
+        settings = {
+            "source": spec.rows.origin,
+            "rows": spec.rows.rows,
+            "content": spec.rows.content,
+            "extract": spec.extract,
+            **settings,
+        }
     return json.dumps(settings, sort_keys=True)[: limits.SETTING_VALUE_BYTES]
 
 
-# ---- joining ------------------------------------------------------------------------------------------------------------
+# ---- joining -------------------------------------------------------------------------------------
 
 
 def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Config, list[Change]]:
-    """`config` with everything that the swarm agrees on in place of what was set. Call `requirements.can_honour` first.
+    """`config` with everything that the swarm agrees on in place of what was set. Call
+    `requirements.can_honour` first.
 
-    A node's own limits stay where the manifest leaves room: group size and length of completions within the swarm's bounds. A node that
-    does not train takes only what says which swarm this is. Raises ConfigError when a setting of the manifest does not fit.
+    A node's own limits stay where the manifest leaves room: group size and length of completions
+    within the swarm's bounds. A node that does not train takes only what says which swarm this is.
+    Raises ConfigError when a setting of the manifest does not fit.
     """
     manifest = opened.manifest
     known = dict.fromkeys([*config.network.initial_peers, *bootstrap(manifest)])
-    wanted: dict[str, object] = {"swarm.id": opened.swarm.hex(), "swarm.name": manifest.name, "network.initial_peers": list(known)}
+    wanted: dict[str, object] = {
+        "swarm.id": opened.swarm.hex(),
+        "swarm.name": manifest.name,
+        "network.initial_peers": list(known),
+    }
     if trains:
         wanted |= _training_terms(manifest, config.training) | _model_terms(manifest, config.policy)
     changed = settings.replaced(config, wanted, "manifest")
     before = {key: settings.value(config, key) for key in wanted}
-    return changed, [Change(key, before[key], now, settings.is_set(config, key)) for key, now in wanted.items() if before[key] != now]
+    return changed, [
+        Change(key, before[key], now, settings.is_set(config, key))
+        for key, now in wanted.items()
+        if before[key] != now
+    ]
 
 
 def _training_terms(manifest: SwarmManifest, training: TrainingConfig) -> dict[str, object]:
@@ -172,12 +247,15 @@ def _training_terms(manifest: SwarmManifest, training: TrainingConfig) -> dict[s
     unset = own_length == TrainingConfig.model_fields["max_completion_length"].default
     unset_keys = {key: settings.value(Config(), key) for key in AGREED_IF_SET}
     agreed = unset_keys | {setting.key: json.loads(setting.value) for setting in manifest.settings}
-    pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"  # one completion more than is trained on
+    # one completion more than is trained on
+    pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"
     most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)
     return {
         "task.names": [task.id for task in manifest.tasks],
         "training.num_generations": min(max(training.num_generations, rules.min_completions), most),
-        "training.max_completion_length": rules.max_tokens if unset else min(own_length, rules.max_tokens),
+        "training.max_completion_length": (
+            rules.max_tokens if unset else min(own_length, rules.max_tokens)
+        ),
         "training.temperature": rules.temperature,
         "training.top_p": rules.top_p,
         "sharing.groups_per_second": rules.groups_per_second,
@@ -193,7 +271,8 @@ def _model_terms(manifest: SwarmManifest, policy: PolicyConfig) -> dict[str, obj
 
 
 def chosen_model(manifest: SwarmManifest, own: str) -> ModelRef | None:
-    """The model to start from; None when this node's `own` stands: any is allowed, or it is a directory, whose content decides."""
+    """The model to start from; None when this node's `own` stands: any is allowed, or it is a
+    directory, whose content decides."""
     if not manifest.models or _is_directory(own):
         return None
     return next((model for model in manifest.models if model.name == own), manifest.models[0])
@@ -201,13 +280,24 @@ def chosen_model(manifest: SwarmManifest, own: str) -> ModelRef | None:
 
 def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -> None:
     """Raises Refused when a loaded policy (32-byte hashes) is none of the manifest's."""
-    if not manifest.models or any((model.fingerprint, model.tokenizer) == (fingerprint, tokenizer) for model in manifest.models):
+    if not manifest.models or any(
+        (model.fingerprint, model.tokenizer) == (fingerprint, tokenizer)
+        for model in manifest.models
+    ):
         return
     if any(model.fingerprint == fingerprint for model in manifest.models):
-        raise Refused("the model is the swarm's, but its tokenizer is not: fetch the revision that the manifest names")
-    names = " or ".join(f"{model.name} {model.fingerprint.hex()[:16]}…" for model in manifest.models)
+        raise Refused(
+            "the model is the swarm's, but its tokenizer is not: fetch the revision that the"
+            " manifest names"
+        )
+    names = " or ".join(
+        f"{model.name} {model.fingerprint.hex()[:16]}…" for model in manifest.models
+    )
     own = f"{fingerprint.hex()[:16]}…"
-    raise Refused(f"the model loaded has fingerprint {own}; the swarm trains {names}: set policy.model and policy.revision")
+    raise Refused(
+        f"the model loaded has fingerprint {own}; the swarm trains {names}: set policy.model and"
+        " policy.revision"
+    )
 
 
 def shown(manifest: SwarmManifest) -> dict[str, object]:

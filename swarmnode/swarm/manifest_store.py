@@ -1,10 +1,13 @@
-"""The manifests that a node holds, in `<data_dir>/manifest`: its swarm's, the way there, and a successor if one is known.
+"""The manifests that a node holds, in `<data_dir>/manifest`: its swarm's, the way there, and a
+successor if one is known.
 
     <swarm id in hex>.manifest   the envelope, as received
     current                      the swarm id of the one that the node runs by
-    peers                        multiaddrs of the last invite, a line each: the manifest's own may be gone
+    peers                        multiaddrs of the last invite, a line each: the manifest's own may
+    be gone
 
-Everything read here is verified again, so that a damaged or altered file is an error and not another swarm.
+Everything read here is verified again, so that a damaged or altered file is an error and not
+another swarm.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ from swarmnode.wire.manifest import Opened, follows, open_manifest
 CURRENT = "current"
 PEERS = "peers"
 MOST = 256
-"""Manifests read from a directory at most; a node adds one per successor that it moves to, and one that waits."""
+"""Manifests read from a directory at most; a node adds one per successor that it moves to, and one
+that waits."""
 
 
 class ManifestStore:
-    """Raises Unavailable from everything that writes, StateError from everything that reads a damaged file."""
+    """Raises Unavailable from everything that writes, StateError from everything that reads a
+    damaged file."""
 
     def __init__(self, data_dir: Path) -> None:
         self._directory = data_dir / "manifest"
@@ -42,11 +47,15 @@ class ManifestStore:
         except FileNotFoundError:
             return None
         except NotADirectoryError:
-            raise Unavailable(f"data directory {self._directory.parent} cannot be used: it is not a directory") from None
+            raise Unavailable(
+                f"data directory {self._directory.parent} cannot be used: it is not a directory"
+            ) from None
         except OSError as error:
             raise StateError(f"cannot read {self._directory / CURRENT}: {error.strerror}") from None
         except ValueError:
-            raise StateError(f"{self._directory / CURRENT} does not hold a swarm id; join again") from None
+            raise StateError(
+                f"{self._directory / CURRENT} does not hold a swarm id; join again"
+            ) from None
 
     def get(self, swarm: bytes) -> Opened | None:
         """The manifest of `swarm`, None if it is not here."""
@@ -81,7 +90,8 @@ class ManifestStore:
         self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
 
     def peers(self) -> list[str]:
-        """Multiaddrs of the last invite; none when there was none or they cannot be read, which is no reason not to run."""
+        """Multiaddrs of the last invite; none when there was none or they cannot be read, which is
+        no reason not to run."""
         try:
             return list(check_addresses((self._directory / PEERS).read_text().split(), PEERS))
         except (OSError, ValueError, ConfigError):
@@ -93,7 +103,8 @@ class ManifestStore:
         return max(found, key=_rank, default=None)
 
     def add_successor(self, opened: Opened, successor: Opened) -> bool:
-        """Keep a successor of `opened` in place of an older one that nobody chose. True if it was news."""
+        """Keep a successor of `opened` in place of an older one that nobody chose. True if it was
+        news."""
         before = self.successor(opened)
         if before is not None and _rank(before) >= _rank(successor):
             return False
@@ -121,7 +132,8 @@ class ManifestStore:
         return False
 
     def lookup(self, swarm: bytes) -> tuple[bytes, bytes]:
-        """For the manifest protocol: (signed manifest, signed successor), each empty when it is not here. Never raises."""
+        """For the manifest protocol: (signed manifest, signed successor), each empty when it is not
+        here. Never raises."""
         try:
             opened = self.get(swarm)
             successor = self.successor(opened) if opened is not None else None
@@ -131,7 +143,11 @@ class ManifestStore:
 
     def _all(self) -> list[Opened]:
         names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MOST]
-        return [opened for name in names if len(name) == 64 and (opened := self.get(bytes.fromhex(name))) is not None]
+        return [
+            opened
+            for name in names
+            if len(name) == 64 and (opened := self.get(bytes.fromhex(name))) is not None
+        ]
 
     def _write(self, name: str, data: bytes) -> None:
         try:
@@ -146,19 +162,23 @@ def _rank(opened: Opened) -> tuple[int, bytes]:
 
 
 def stored(data_dir: Path) -> Opened | None:
-    """The manifest that was chosen in this data directory; None for a swarm without one. Raises StateError when it is not there."""
+    """The manifest that was chosen in this data directory; None for a swarm without one. Raises
+    StateError when it is not there."""
     store = ManifestStore(data_dir)
     swarm = store.current()
     if swarm is None:
         return None
     opened = store.get(swarm)
     if opened is None:
-        raise StateError(f"the manifest of swarm {swarm.hex()} is not in {data_dir / 'manifest'}: join again")
+        raise StateError(
+            f"the manifest of swarm {swarm.hex()} is not in {data_dir / 'manifest'}: join again"
+        )
     return opened
 
 
 def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
-    """`config` as the stored manifest wants it, and what that changed; as it is when there is none. With a learning rate for the model.
+    """`config` as the stored manifest wants it, and what that changed; as it is when there is none.
+    With a learning rate for the model.
 
     Raises Refused, with every reason, when this node cannot honour the manifest.
     """
@@ -166,10 +186,17 @@ def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[C
     opened = stored(data_dir)
     if opened is None:
         if trains and config.sharing.enabled:
-            manifest.refuse_environments(config.task.names, "it is private (init --private); sharing.enabled = false trains alone")
-        return config.model_copy(update={"training": settings.suited(config.policy, config.training)}), []
+            manifest.refuse_environments(
+                config.task.names,
+                "it is private (init --private); sharing.enabled = false trains alone",
+            )
+        return config.model_copy(
+            update={"training": settings.suited(config.policy, config.training)}
+        ), []
     refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)
     peers = dict.fromkeys([*config.network.initial_peers, *ManifestStore(data_dir).peers()])
     known = settings.replaced(config, {"network.initial_peers": list(peers)}, str(data_dir))
     agreed, changes = manifest.agreed(known, opened, trains=trains)
-    return agreed.model_copy(update={"training": settings.suited(agreed.policy, agreed.training)}), changes
+    return agreed.model_copy(
+        update={"training": settings.suited(agreed.policy, agreed.training)}
+    ), changes

@@ -2,7 +2,8 @@
 
     draft     configuration, manifest before ─ child: hash the model ─▶ manifest
     found     manifest ─▶ signed, stored, chosen ─▶ invite
-    join      invite ─ child: fetch over libp2p ─▶ verify ─ can we honour it? ─▶ stored, chosen ─▶ run
+    join      invite ─ child: fetch over libp2p ─▶ verify ─ can we honour it? ─▶ stored, chosen ─▶
+    run
     prepare   stored manifest ─ can we honour it? ─▶ the configuration to run with
 
 Neither libp2p nor torch is loaded here: both live in children that end before the node starts.
@@ -84,7 +85,8 @@ class Outlook:
 class Membership:
     """This node and its swarm: founding it, joining it, following it, and what to run with.
 
-    trains: the node does; a bootstrap node, which does not, need not have the swarm's tasks and model.
+    trains: the node does; a bootstrap node, which does not, need not have the swarm's tasks and
+    model.
     """
 
     def __init__(self, config: Config, *, trains: bool = True) -> None:
@@ -93,12 +95,14 @@ class Membership:
         self._trains = trains
         self.store = ManifestStore(self._data_dir)
 
-    # ---- founding -------------------------------------------------------------------------------------------------------
+    # ---- founding --------------------------------------------------------------------------------
 
     def draft(self, asked: Founding) -> Draft:
-        """The manifest of a swarm that does what this configuration does; of a successor, what is not said is as it was.
+        """The manifest of a swarm that does what this configuration does; of a successor, what is
+        not said is as it was.
 
-        Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the data directory cannot be had.
+        Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the
+        data directory cannot be had.
         """
         from swarmnode.p2p.identity import load_or_create
         from swarmnode.p2p.listening import addresses_to_tell
@@ -108,49 +112,73 @@ class Membership:
         identity = load_or_create(self._data_dir / "identity.key")
         founder = identity.private_key.public_key().public_bytes_raw()
         _refuse_founding(before, founder, asked)
-        own = [f"{address}/p2p/{identity.peer_id}" for address in addresses_to_tell(self._config.network, self._data_dir)]
+        own = [
+            f"{address}/p2p/{identity.peer_id}"
+            for address in addresses_to_tell(self._config.network, self._data_dir)
+        ]
         own = own[: limits.BOOTSTRAP_ADDRESSES]
         now = int(time.time() * 1000)
         if before is None:
             bootstrap = invites.check_addresses(list(asked.bootstrap) or own, "init: --bootstrap")
             secret = self._own_secret() if asked.private else None
-            terms = Terms(now, asked.completions, bootstrap, _checked_members(asked.members), secret)
+            terms = Terms(
+                now, asked.completions, bootstrap, _checked_members(asked.members), secret
+            )
             models = [] if asked.any_model else [self._describe_model()]
             return Draft(manifest.draft(self._config, founder, models, terms), None)
         present = before.manifest
         if now <= present.created_at:
-            raise ConfigError("init: this machine's clock is behind that of the predecessor's signing: set it")
+            raise ConfigError(
+                "init: this machine's clock is behind that of the predecessor's signing: set it"
+            )
         self._config = self._continued(asked.said, before)
         moved = any(key in asked.said for key in ("network.listen_addrs", "network.announce_addrs"))
-        named = list(asked.bootstrap) or (successor.addresses_of(present, identity.peer_id, own) if moved else present.bootstrap)
+        named = list(asked.bootstrap) or (
+            successor.addresses_of(present, identity.peer_id, own) if moved else present.bootstrap
+        )
         bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
         members = [] if asked.public else list(asked.members) or present.access.members
         terms = Terms(
-            now, asked.completions or bounds, invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
-            _checked_members(members), self._secret_for(asked, present), before.swarm,
-        )  # fmt: skip
-        return Draft(manifest.draft(self._config, founder, self._models_for(asked, present), terms), before)
+            now,
+            asked.completions or bounds,
+            invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
+            _checked_members(members),
+            self._secret_for(asked, present),
+            before.swarm,
+        )
+        return Draft(
+            manifest.draft(self._config, founder, self._models_for(asked, present), terms), before
+        )
 
     def found(self, draft: Draft) -> tuple[Opened, Invite]:
-        """Sign a draft with this node's key, store and choose it. Raises ConfigError for one that cannot be signed, Unavailable."""
+        """Sign a draft with this node's key, store and choose it. Raises ConfigError for one that
+        cannot be signed, Unavailable."""
         from swarmnode.p2p.identity import load_or_create
 
         identity = load_or_create(self._data_dir / "identity.key")
         try:
             opened = seal_manifest(draft.manifest, identity.private_key)
         except BadMessage as error:
-            raise ConfigError(f"init: this configuration does not fit into a manifest: {error}") from None
+            raise ConfigError(
+                f"init: this configuration does not fit into a manifest: {error}"
+            ) from None
         self.store.add(opened)
         self.store.choose(opened.swarm)
         return opened, invite_of(opened)
 
     def _continued(self, said: Collection[str], before: Opened) -> Config:
-        """Our configuration to draft a successor from: what nobody has said is what the manifest `before` says. Raises ConfigError."""
+        """Our configuration to draft a successor from: what nobody has said is what the manifest
+        `before` says. Raises ConfigError."""
         kept, _ = manifest.agreed(self._config, before)
-        return settings.replaced(kept, {key: settings.value(self._config, key) for key in successor.TERMS if key in said}, "init")
+        return settings.replaced(
+            kept,
+            {key: settings.value(self._config, key) for key in successor.TERMS if key in said},
+            "init",
+        )
 
     def _models_for(self, asked: Founding, present: SwarmManifest) -> list[ModelRef]:
-        """Those that members of a successor may start from. Where no model is said now, nothing has to be loaded and hashed again."""
+        """Those that members of a successor may start from. Where no model is said now, nothing has
+        to be loaded and hashed again."""
         where = asked.said.get("policy.model") or asked.said.get("policy.revision")
         kept_only = where == str(settings.kept_file(self._data_dir))
         if asked.any_model or (not present.models and (where is None or kept_only)):
@@ -158,19 +186,28 @@ class Membership:
         return present.models if where is None else [self._describe_model()]
 
     def _secret_for(self, asked: Founding, present: SwarmManifest) -> bytes | None:
-        """A successor's: the present one's, another where --private is said again, none with --public."""
+        """A successor's: the present one's, another where --private is said again, none with
+        --public."""
         if asked.private:
             return self._own_secret()
         if asked.public or not present.access.secret:
             return None
         secret = manifest.swarm_secret(self._data_dir)
         if secret is None or manifest.commitment(secret) != present.access.secret:
-            raise Refused("the secret of this private swarm is not here: put it back, or say --private for another one, or --public")
+            raise Refused(
+                "the secret of this private swarm is not here: put it back, or say --private for"
+                " another one, or --public"
+            )
         return secret
 
     def _describe_model(self) -> ModelRef:
         found = self._child("swarmnode.policy.describe", DESCRIBE_SECONDS)
-        return ModelRef(found["name"], found["revision"], bytes.fromhex(found["fingerprint"]), bytes.fromhex(found["tokenizer"]))
+        return ModelRef(
+            found["name"],
+            found["revision"],
+            bytes.fromhex(found["fingerprint"]),
+            bytes.fromhex(found["tokenizer"]),
+        )
 
     def _own_secret(self) -> bytes:
         """This node's secret, made if there is none."""
@@ -180,18 +217,23 @@ class Membership:
             _write(self._data_dir / manifest.SECRET_FILE, f"{secret.hex()}\n".encode())
         return secret
 
-    # ---- joining --------------------------------------------------------------------------------------------------------
+    # ---- joining ---------------------------------------------------------------------------------
 
     def join(self, invite: Invite) -> Opened:
-        """Fetch the manifest of an invite, or what follows it if this node follows founders; store and choose it.
+        """Fetch the manifest of an invite, or what follows it if this node follows founders; store
+        and choose it.
 
-        Raises Unavailable when no peer was reached, Refused when what they had was wrong or this node cannot honour it; nothing is
-        changed.
+        Raises Unavailable when no peer was reached, Refused when what they had was wrong or this
+        node cannot honour it; nothing is changed.
         """
         store = self.store
         with held_data_dir(self._data_dir):
             before = store.current()
-            if before is not None and not store.descends(before, invite.swarm) and not store.descends(invite.swarm, before):
+            if (
+                before is not None
+                and not store.descends(before, invite.swarm)
+                and not store.descends(invite.swarm, before)
+            ):
                 self._refuse_other_swarm(before)
             opened, successor, peer = self._fetch(invite)
             if successor is not None and self._config.swarm.follow == "founder":
@@ -199,7 +241,11 @@ class Membership:
                 store.add_successor(opened, successor)
                 opened = store.latest(opened.swarm) or opened
             elif successor is not None:
-                log.warning("the founder has signed a successor of this swarm", name=successor.manifest.name, swarm=successor.swarm.hex())
+                log.warning(
+                    "the founder has signed a successor of this swarm",
+                    name=successor.manifest.name,
+                    swarm=successor.swarm.hex(),
+                )
             refuse_if_any(self._problems(opened.manifest, peer), opened)
             store.add(opened)
             store.choose(opened.swarm)
@@ -208,7 +254,8 @@ class Membership:
         return opened
 
     def adopt(self, path: Path) -> Opened:
-        """Store and choose the signed manifest in a file, for a bootstrap node that nobody serves it yet. Raises as `join` does."""
+        """Store and choose the signed manifest in a file, for a bootstrap node that nobody serves
+        it yet. Raises as `join` does."""
         try:
             opened = open_manifest(path.read_bytes()[: limits.MANIFEST_BYTES + 1])
         except OSError as error:
@@ -216,9 +263,16 @@ class Membership:
         except BadMessage as error:
             raise Refused(f"{path} is not a manifest: {error}") from None
         before = manifest_store.stored(self._data_dir)
-        if before is not None and not self.store.descends(before.swarm, opened.swarm) and not follows(opened, before):
+        if (
+            before is not None
+            and not self.store.descends(before.swarm, opened.swarm)
+            and not follows(opened, before)
+        ):
             if opened.manifest.predecessor == before.swarm:
-                raise Refused(f"{path} is a successor that the founder of {before.manifest.name!r} did not sign: get another from them")
+                raise Refused(
+                    f"{path} is a successor that the founder of {before.manifest.name!r} did not"
+                    " sign: get another from them"
+                )
             self._refuse_other_swarm(before.swarm)
         make_data_dir(self._data_dir)
         refuse_if_any(self._problems(opened.manifest), opened)
@@ -227,7 +281,8 @@ class Membership:
         return opened
 
     def follow(self) -> Opened:
-        """Choose the latest successor that is here; a running node moves there. Raises Refused when there is none to be honoured."""
+        """Choose the latest successor that is here; a running node moves there. Raises Refused when
+        there is none to be honoured."""
         opened = manifest_store.stored(self._data_dir)
         latest = self.store.latest(opened.swarm) if opened is not None else None
         if opened is None or latest is None or latest.swarm == opened.swarm:
@@ -237,7 +292,8 @@ class Membership:
         return latest
 
     def keep_secret(self, file: Path) -> None:
-        """Take a swarm's secret into the data directory, 0600. Raises Refused when others can read `file`, ConfigError if it is none."""
+        """Take a swarm's secret into the data directory, 0600. Raises Refused when others can read
+        `file`, ConfigError if it is none."""
         data = read_private(file, "swarm secret", 4096)
         if data is None:
             raise ConfigError(f"--secret-file {file}: no such file")
@@ -253,22 +309,29 @@ class Membership:
         answer = self._child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
         try:
             opened = open_manifest(bytes.fromhex(answer["manifest"]))
-            successor = open_manifest(bytes.fromhex(answer["successor"])) if answer["successor"] else None
+            successor = (
+                open_manifest(bytes.fromhex(answer["successor"])) if answer["successor"] else None
+            )
         except BadMessage as error:
             raise Refused(f"the manifest is not valid: {error}") from None
-        if opened.swarm != invite.swarm or (successor is not None and not follows(successor, opened)):
+        if opened.swarm != invite.swarm or (
+            successor is not None and not follows(successor, opened)
+        ):
             raise Refused("the manifest is not that of the invite")
         return opened, successor, answer["peer"]
 
     def _refuse_other_swarm(self, before: bytes) -> None:
         opened = self.store.get(before)
         name = repr(opened.manifest.name) if opened is not None else before.hex()[:16]
-        raise Refused(f"this data directory is of swarm {name}: join another swarm with another --data-dir")
+        raise Refused(
+            f"this data directory is of swarm {name}: join another swarm with another --data-dir"
+        )
 
-    # ---- running --------------------------------------------------------------------------------------------------------
+    # ---- running ---------------------------------------------------------------------------------
 
     def prepare(self) -> Config:
-        """The configuration to run with: joined by `swarm.invite` if need be, and what the swarm agrees on in it. Logs what that changed.
+        """The configuration to run with: joined by `swarm.invite` if need be, and what the swarm
+        agrees on in it. Logs what that changed.
 
         Raises as `join` does.
         """
@@ -286,24 +349,38 @@ class Membership:
                 told("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
         rate = agreed.training.learning_rate
         if self._trains and rate != self._config.training.learning_rate:
-            log.info("training.learning_rate is not set: this suits the model", value=rate, model=agreed.policy.model)
+            log.info(
+                "training.learning_rate is not set: this suits the model",
+                value=rate,
+                model=agreed.policy.model,
+            )
         return agreed
 
     def _mention_successor(self) -> None:
         """Where one waits for the owner's word, the first lines of a run say so."""
         opened = manifest_store.stored(self._data_dir)
-        waiting = self.store.successor(opened) if opened is not None and self._config.swarm.follow != "never" else None
+        waiting = (
+            self.store.successor(opened)
+            if opened is not None and self._config.swarm.follow != "never"
+            else None
+        )
         if waiting is not None:
-            log.warning("a successor of this swarm waits for your word: `swarmnode manifest follow`", name=waiting.manifest.name)
+            log.warning(
+                "a successor of this swarm waits for your word: `swarmnode manifest follow`",
+                name=waiting.manifest.name,
+            )
 
     def outlook(self) -> Outlook:
-        """What the next start would have, as far as that is known without joining. Raises as `prepare` does, and changes nothing."""
+        """What the next start would have, as far as that is known without joining. Raises as
+        `prepare` does, and changes nothing."""
         opened = manifest_store.stored(self._data_dir)
         secret = manifest.swarm_secret(self._data_dir)
         if opened is None and self._config.swarm.invite:
             invite = invites.parse(self._config.swarm.invite)
             known = dict.fromkeys([*self._config.network.initial_peers, *invite.addresses])
-            config = settings.replaced(self._config, {"network.initial_peers": list(known)}, "swarm.invite")
+            config = settings.replaced(
+                self._config, {"network.initial_peers": list(known)}, "swarm.invite"
+            )
             return Outlook(config, invite.swarm, secret)
         return Outlook(self.refresh(), opened.swarm if opened is not None else b"", secret)
 
@@ -312,15 +389,20 @@ class Membership:
         return manifest_store.honoured(self._config, trains=self._trains)[0]
 
     def _child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
-        """The JSON that a short-lived child printed. Its own errors come out as ours, with their exit code."""
+        """The JSON that a short-lived child printed. Its own errors come out as ours, with their
+        exit code."""
         make_data_dir(self._data_dir)
         config_file = self._data_dir / "run" / f"{module.rpartition('.')[2]}.json"
         _write(config_file, self._config.model_dump_json().encode())
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, "--config", str(config_file), *arguments],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{module} did not finish within {seconds:g} s") from None
         if done.returncode == 0:
@@ -328,14 +410,19 @@ class Membership:
             return printed
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         kinds = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, Unavailable)}
-        raise kinds.get(done.returncode, Unavailable)(last.partition(": ")[2] or done.stderr.strip()[-300:])
+        raise kinds.get(done.returncode, Unavailable)(
+            last.partition(": ")[2] or done.stderr.strip()[-300:]
+        )
 
 
 def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
-    """An invite to the swarm of a manifest. Raises ConfigError when there is no address to join through."""
+    """An invite to the swarm of a manifest. Raises ConfigError when there is no address to join
+    through."""
     where = tuple(addresses) or tuple(manifest.bootstrap(opened.manifest))
     if not where:
-        raise ConfigError("the manifest names no bootstrap peer: an invite needs the address of one")
+        raise ConfigError(
+            "the manifest names no bootstrap peer: an invite needs the address of one"
+        )
     return Invite(where, opened.swarm)
 
 
@@ -348,18 +435,27 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _refuse_founding(before: Opened | None, founder: bytes, asked: Founding) -> None:
-    """before: the manifest that is here. Raises ConfigError or Refused where this key cannot found a swarm here."""
+    """before: the manifest that is here. Raises ConfigError or Refused where this key cannot found
+    a swarm here."""
     if asked.successor and before is None:
         raise ConfigError("init: --successor, but this data directory has no manifest to succeed")
     if asked.public and not asked.successor:
-        raise ConfigError("init: --public is for a --successor; a first manifest is public unless it has a --member or is --private")
+        raise ConfigError(
+            "init: --public is for a --successor; a first manifest is public unless it has a"
+            " --member or is --private"
+        )
     if asked.public and (asked.private or asked.members):
         raise ConfigError("init: --public, and --private or --member: which?")
     if asked.successor and before is not None and before.manifest.founder != founder:
-        raise Refused("only the founder's key can sign a successor; this node joined somebody else's swarm")
+        raise Refused(
+            "only the founder's key can sign a successor; this node joined somebody else's swarm"
+        )
     if before is not None and not asked.successor:
         name = before.manifest.name
-        raise Refused(f"this data directory is of swarm {name!r} already: sign a --successor, or found another in another --data-dir")
+        raise Refused(
+            f"this data directory is of swarm {name!r} already: sign a --successor, or found"
+            " another in another --data-dir"
+        )
 
 
 def _checked_members(members: Sequence[str]) -> list[str]:
@@ -369,5 +465,7 @@ def _checked_members(members: Sequence[str]) -> list[str]:
         try:
             check_peer_id(member)
         except ValueError as error:
-            raise ConfigError(f"init: --member {member[:80]!r}: {error}; `swarmnode key show` prints one") from None
+            raise ConfigError(
+                f"init: --member {member[:80]!r}: {error}; `swarmnode key show` prints one"
+            ) from None
     return list(members)

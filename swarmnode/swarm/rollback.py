@@ -1,10 +1,14 @@
-"""`swarmnode rollback`: which states of the trainer are kept, and going back to one of them. No torch: only headers are read.
+"""`swarmnode rollback`: which states of the trainer are kept, and going back to one of them. No
+torch: only headers are read.
 
     trainer/state.safetensors              the last one
-    trainer/history/<slot>.safetensors     former ones, further and further apart (`trainer.checkpoints`)
-    trainer/history/undone.safetensors     what the last rollback put aside: `swarmnode rollback` to its step takes it back
+    trainer/history/<slot>.safetensors     former ones, further and further apart
+    (`trainer.checkpoints`)
+    trainer/history/undone.safetensors     what the last rollback put aside: `swarmnode rollback` to
+    its step takes it back
 
-Numbers that peers have seen are never used again: a trainer that starts looks for the highest in all of these files.
+Numbers that peers have seen are never used again: a trainer that starts looks for the highest in
+all of these files.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class Kept:
 
 
 def states(trainer: Path) -> list[Kept]:
-    """All states in the trainer's directory that can be read, newest first. What is damaged is left out."""
+    """All states in the trainer's directory that can be read, newest first. What is damaged is left
+    out."""
     found = []
     for path in (trainer / STATE, *(trainer / HISTORY).glob("*.safetensors")):
         try:
@@ -75,7 +80,8 @@ def _numbers(path: Path) -> Numbers:
 
 
 def roll_back(data_dir: Path, step: int) -> Kept:
-    """Make the newest former state of `step` the one that the trainer goes on from. The one it replaces is kept, in place of the last such.
+    """Make the newest former state of `step` the one that the trainer goes on from. The one it
+    replaces is kept, in place of the last such.
 
     Raises Unavailable while a node runs with this directory, or where no such state is kept.
     """
@@ -85,7 +91,10 @@ def roll_back(data_dir: Path, step: int) -> Kept:
         chosen = next((kept for kept in former if kept.numbers.step == step), None)
         if chosen is None:
             known = ", ".join(str(kept.numbers.step) for kept in former) or "none"
-            raise Unavailable(f"no former state of step {step} is kept in {trainer}; of these steps there is one: {known}")
+            raise Unavailable(
+                f"no former state of step {step} is kept in {trainer}; of these steps there is one:"
+                f" {known}"
+            )
         back = trainer / f".{STATE}.back"
         back.unlink(missing_ok=True)
         os.link(chosen.path, back)

@@ -1,5 +1,5 @@
-"""A founder's successor: what the present manifest says, but for what is said anew; how the two differ; and one that waits to be followed.
-"""
+"""A founder's successor: what the present manifest says, but for what is said anew; how the two
+differ; and one that waits to be followed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from swarmnode.swarm.manifest import AGREED
 from swarmnode.wire.messages import ModelRef, SwarmManifest
 
 TERMS = (
-    *AGREED, "policy.model", "policy.revision", "sharing.groups_per_second", "swarm.name", "task.names", "training.max_completion_length",
-    "training.temperature", "training.top_p",
-)  # fmt: skip
+    *AGREED,
+    "policy.model",
+    "policy.revision",
+    "sharing.groups_per_second",
+    "swarm.name",
+    "task.names",
+    "training.max_completion_length",
+    "training.temperature",
+    "training.top_p",
+)
 """Configuration keys that a manifest is drafted from, but for its bounds of the group size."""
 
 
@@ -32,7 +39,8 @@ class SuccessorStatistics(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that a successor says otherwise. `before` is None for what is new, `after` for what is gone."""
+    """One thing that a successor says otherwise. `before` is None for what is new, `after` for what
+    is gone."""
 
     what: str
     before: str | None
@@ -41,30 +49,47 @@ class Difference:
     def __str__(self) -> str:
         if self.before is None:
             return f"+ {self.what}: {self.after}"
-        return f"- {self.what}: {self.before}" if self.after is None else f"~ {self.what}: {self.before} → {self.after}"
+        return (
+            f"- {self.what}: {self.before}"
+            if self.after is None
+            else f"~ {self.what}: {self.before} → {self.after}"
+        )
 
 
 def addresses_of(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
-    """The bootstrap addresses of a manifest, those of the founder `peer` replaced by where it is now, `own`."""
+    """The bootstrap addresses of a manifest, those of the founder `peer` replaced by where it is
+    now, `own`."""
     ours = [address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer]
     others = [address for address in before.bootstrap if address not in ours]
     return [*(own if ours else []), *others]
 
 
 def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]:
-    """What `after` says otherwise, in the order of a manifest's fields; when it was signed and by whom is no difference."""
+    """What `after` says otherwise, in the order of a manifest's fields; when it was signed and by
+    whom is no difference."""
     was, now = _said(before), _said(after)
-    return [Difference(what, was.get(what), now.get(what)) for what in dict.fromkeys([*was, *now]) if was.get(what) != now.get(what)]
+    return [
+        Difference(what, was.get(what), now.get(what))
+        for what in dict.fromkeys([*was, *now])
+        if was.get(what) != now.get(what)
+    ]
 
 
 def _said(said: SwarmManifest) -> Mapping[str, str]:
-    rules = {f"rollouts.{name}": str(value) for name, value in msgspec.to_builtins(said.rollouts).items()}
+    rules = {
+        f"rollouts.{name}": str(value) for name, value in msgspec.to_builtins(said.rollouts).items()
+    }
     return {
         "name": repr(said.name),
         "minimum version": said.minimum_version,
         **{f"protocol {name}": "spoken" for name in said.protocols},
         **({f"model {model.name}": _model(model) for model in said.models} or {"models": "any"}),
-        **{f"task {task.id}": f"version {task.version}{f' {task.settings}' if task.settings != '{}' else ''}" for task in said.tasks},
+        **{
+            f"task {task.id}": (
+                f"version {task.version}{f' {task.settings}' if task.settings != '{}' else ''}"
+            )
+            for task in said.tasks
+        },
         **rules,
         **{setting.key: setting.value for setting in said.settings},
         **{f"bootstrap {address}": "named" for address in said.bootstrap},
@@ -74,4 +99,7 @@ def _said(said: SwarmManifest) -> Mapping[str, str]:
 
 
 def _model(model: ModelRef) -> str:
-    return f"{model.revision[:16] + ' ' if model.revision else ''}{model.fingerprint.hex()[:16]}…, tokenizer {model.tokenizer.hex()[:8]}…"
+    return (
+        f"{model.revision[:16] + ' ' if model.revision else ''}{model.fingerprint.hex()[:16]}…,"
+        f" tokenizer {model.tokenizer.hex()[:8]}…"
+    )

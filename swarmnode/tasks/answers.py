@@ -1,12 +1,14 @@
-"""Where the answer stands in a completion. Runs on strangers' text outside the sandbox: searches, never a pattern that can backtrack.
+"""Where the answer stands in a completion. Runs on strangers' text outside the sandbox: searches,
+never a pattern that can backtrack.
 
-    tag           what the last <answer>…</answer> holds, else the whole text as it is
-    boxed         what the last \\boxed{…} holds, else nothing
-    last_number   the last number of the text's last 4,096 characters, else nothing
-    last_letter   the last capital letter that stands alone there (a choice), else nothing
-    last_line     the last line that is not empty
-    whole         all of it
-    auto          tag, else boxed, else what suits the verifier: last_number, last_letter, or the whole text
+tag           what the last <answer>…</answer> holds, else the whole text as it is
+boxed         what the last \\boxed{…} holds, else nothing
+last_number   the last number of the text's last 4,096 characters, else nothing
+last_letter   the last capital letter that stands alone there (a choice), else nothing
+last_line     the last line that is not empty
+whole         all of it
+auto          tag, else boxed, else what suits the verifier: last_number, last_letter, or the whole
+text
 """
 
 from __future__ import annotations
@@ -18,23 +20,29 @@ Extract = Literal["tag", "boxed", "last_number", "last_letter", "last_line", "wh
 EXTRACTS: tuple[str, ...] = get_args(Extract)
 TAIL = 4096
 """Characters at the end of a text in which a number, a letter or a box is looked for."""
-NUMBER = re.compile(r"[-+\u2212]?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?(?:/\d+)?%?")
-"""A number as people write it: sign, currency, thousands, decimals, exponent, fraction, per cent. No two parts match the same character."""
+NUMBER = re.compile(
+    r"[-+\u2212]?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?(?:/\d+)?%?"
+)
+"""A number as people write it: sign, currency, thousands, decimals, exponent, fraction, per cent.
+No two parts match the same character."""
 _LETTER = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])")
 _BOX = "\\boxed{"
 
 
 def answer_of(text: str) -> str:
-    """The answer in a completion: what the last `<answer>…</answer>` holds, without white space around it, or else the whole text as it is.
+    """The answer in a completion: what the last `<answer>…</answer>` holds, without white space
+    around it, or else the whole text as it is.
 
-    Small policies answer outright; instruction-tuned ones think first and mark the answer, as reasoning-gym's own prompts ask them to.
+    Small policies answer outright; instruction-tuned ones think first and mark the answer, as
+    reasoning-gym's own prompts ask them to.
     """
     tagged = _tag(text)
     return text if tagged is None else tagged
 
 
 def extract(text: str, how: str, fallback: str = "whole") -> str:
-    """The answer in `text`, found as `how` says (see the head of this file); `fallback` is what `auto` ends with."""
+    """The answer in `text`, found as `how` says (see the head of this file); `fallback` is what
+    `auto` ends with."""
     if how == "auto":
         marked = _tag(text)
         if marked is None:
@@ -60,7 +68,8 @@ def _tag(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What the last `\\boxed{…}` holds, braces inside it balanced; None where there is none, or it does not end."""
+    """What the last `\\boxed{…}` holds, braces inside it balanced; None where there is none, or it
+    does not end."""
     start = text.rfind(_BOX)
     if start < 0:
         return None

@@ -1,6 +1,8 @@
-"""`AsyncScorer`: `client.Scorer` for trio. Callers queue their questions; one task carries them to the child, a frame at a time.
+"""`AsyncScorer`: `client.Scorer` for trio. Callers queue their questions; one task carries them to
+the child, a frame at a time.
 
-While a frame is with the child, more questions gather for the next one: the busier it is, the fuller the frames.
+While a frame is with the child, more questions gather for the next one: the busier it is, the
+fuller the frames.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ import trio
 
 from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.environments import Environments, by_url
-from swarmnode.tasks.frames import FRAME_GROUPS, Question, Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
+from swarmnode.tasks.frames import (
+    FRAME_GROUPS,
+    Question,
+    Scored,
+    ScoreError,
+    ScorerFailed,
+    TaskUnknown,
+    prepare,
+)
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
 
@@ -39,13 +49,16 @@ class _Job:
 
 
 class AsyncScorer:
-    """A scorer child for trio. `async with AsyncScorer() as scorer`, or start `run` in a nursery of your own.
+    """A scorer child for trio. `async with AsyncScorer() as scorer`, or start `run` in a nursery of
+    your own.
 
-    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one may use;
-    startup_seconds: until a new child is ready.
+    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one
+    may use; startup_seconds: until a new child is ready.
     """
 
-    def __init__(self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0) -> None:
+    def __init__(
+        self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0
+    ) -> None:
         self._deadline = deadline
         self._cpu_seconds = cpu_seconds
         self._startup_seconds = startup_seconds
@@ -63,12 +76,19 @@ class AsyncScorer:
         await nursery.start(self.run)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._cancel()
-        await self._manager.__aexit__(None, None, None)  # an error of the body leaves as it is, not in an ExceptionGroup
+        # an error of the body leaves as it is, not in an ExceptionGroup
+        await self._manager.__aexit__(None, None, None)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve the queue until cancelled. Started as soon as it takes questions, which may be before the child is ready."""
+        """Serve the queue until cancelled. Started as soon as it takes questions, which may be
+        before the child is ready."""
         self._running = True
         pause = _FIRST_PAUSE
         jobs: list[_Job] = []
@@ -79,7 +99,8 @@ class AsyncScorer:
                 try:
                     await self._serve(jobs)
                     pause = _FIRST_PAUSE
-                except ScorerFailed as error:  # no child to be had: these questions have waited long enough
+                except ScorerFailed as error:
+                    # no child to be had: these questions have waited long enough
                     _settle(jobs, error)
                     await trio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
@@ -94,16 +115,21 @@ class AsyncScorer:
         return (await self.score(ref, [])).prompt
 
     async def score(self, ref: TaskRef, completions: Sequence[str]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises TaskUnknown, ScorerFailed, ValueError."""
+        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises
+        TaskUnknown, ScorerFailed, ValueError."""
         (result,) = await self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
         return result
 
-    async def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]:
-        """The same for many questions at once, in order; what went wrong with one is in its place and costs the others nothing.
+    async def score_many(
+        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+    ) -> list[Scored | ScoreError]:
+        """The same for many questions at once, in order; what went wrong with one is in its place
+        and costs the others nothing.
 
-        Raises ValueError when a question has more than 64 completions. Cancelled, it takes its questions back.
+        Raises ValueError when a question has more than 64 completions. Cancelled, it takes its
+        questions back.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         results: list[Scored | ScoreError | _Job] = []
@@ -120,7 +146,9 @@ class AsyncScorer:
         try:
             if away := [job for job in jobs if by_url(job.question)]:
                 questions = [job.question for job in away]
-                scored = await trio.to_thread.run_sync(self._environments.judge, questions, abandon_on_cancel=True)
+                scored = await trio.to_thread.run_sync(
+                    self._environments.judge, questions, abandon_on_cancel=True
+                )
                 for job, found in zip(away, self._tally.frame(questions, scored), strict=True):
                     job.settle(found)
             for job in jobs:
@@ -147,7 +175,8 @@ class AsyncScorer:
             await self._news.wait()
 
     async def _serve(self, jobs: list[_Job], again: bool = True) -> None:
-        """One frame. When it costs us the child, each of its questions once more, alone: whoever is there the second time too did it.
+        """One frame. When it costs us the child, each of its questions once more, alone: whoever is
+        there the second time too did it.
 
         Raises ScorerFailed when no child can be started.
         """
@@ -174,7 +203,8 @@ class AsyncScorer:
         """The child, a new one if there is none. Raises ScorerFailed."""
         if self._child is None:
             try:
-                self._child = Child(self._cpu_seconds)  # here and not in a worker thread, whose end would be the child's
+                # here and not in a worker thread, whose end would be the child's
+                self._child = Child(self._cpu_seconds)
                 await _hold(self._child.hello(), self._startup_seconds)
             except (OSError, Died) as error:  # TimeoutError is an OSError
                 raise self._tally.failure(error, self._end(), starting=True) from None

@@ -32,19 +32,32 @@ class Died(Exception):
 
 
 class Child:
-    """A running scorer. The kernel kills it when the thread that made it ends: that is how it goes when its client is killed.
+    """A running scorer. The kernel kills it when the thread that made it ends: that is how it goes
+    when its client is killed.
 
-    So never make one in a worker thread, which is where `trio.lowlevel.open_process` makes processes.
+    So never make one in a worker thread, which is where `trio.lowlevel.open_process` makes
+    processes.
     """
 
     def __init__(self, cpu_seconds: int) -> None:
-        """Start it; it is of use after `hello`. Raises OSError when there is no process to be had."""
+        """Start it; it is of use after `hello`. Raises OSError when there is no process to be
+        had."""
         error_read, error_write = os.pipe()
         try:
             os.set_blocking(error_read, False)
             os.set_blocking(error_write, False)  # a child that talks too much loses words, not time
             self._process = subprocess.Popen(
-                [sys.executable, "-E", "-s", "-B", "-m", "swarmnode.tasks.scorer", str(os.getpid()), str(cpu_seconds), own_tasks()],
+                [
+                    sys.executable,
+                    "-E",
+                    "-s",
+                    "-B",
+                    "-m",
+                    "swarmnode.tasks.scorer",
+                    str(os.getpid()),
+                    str(cpu_seconds),
+                    own_tasks(),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=error_write,
@@ -60,7 +73,11 @@ class Child:
             os.close(error_write)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, error_read
+        self._stdin, self._stdout, self._stderr = (
+            self._process.stdin,
+            self._process.stdout,
+            error_read,
+        )
         os.set_blocking(self._stdin.fileno(), False)
         os.set_blocking(self._stdout.fileno(), False)
         self.owner = os.getpid()
@@ -71,7 +88,8 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    # Conversations are generators that yield what they wait for, so that a thread and a trio task can hold the same one.
+    # Conversations are generators that yield what they wait for, so that a thread and a trio task
+    # can hold the same one.
 
     def hello(self) -> Generator[Wait, None, None]:
         """Wait until it has loaded its tasks and locked itself in. Raises Died."""
@@ -127,10 +145,15 @@ class Child:
         return bytes(data)
 
     def end(self) -> str:
-        """Kill and reap it, close its pipes, and return how it ended and its last words. Takes milliseconds; a second call does nothing."""
+        """Kill and reap it, close its pipes, and return how it ended and its last words. Takes
+        milliseconds; a second call does nothing."""
         if self._stderr < 0:
             return ""
-        how = self._reap() if os.getpid() == self.owner else "left to the process that we were forked from"
+        how = (
+            self._reap()
+            if os.getpid() == self.owner
+            else "left to the process that we were forked from"
+        )
         words = self._last_words()
         self._stdin.close()
         self._stdout.close()
@@ -161,14 +184,18 @@ class Child:
 
 
 def own_tasks() -> str:
-    """The owner's tasks and datasets that this process knows of, as JSON. By this alone the child learns of them."""
+    """The owner's tasks and datasets that this process knows of, as JSON. By this alone the child
+    learns of them."""
     brought = [spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None]
-    told = [frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings)) for spec in brought]
+    told = [
+        frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings)) for spec in brought
+    ]
     told += [frames.Brought(task, None, None, settings) for task, settings in adjusted().items()]
     return msgspec.json.encode(told).decode()
 
 
 def _environment() -> dict[str, str]:
-    """What the interpreter needs to start, and nothing a scorer could want: no home, no token, no proxy."""
+    """What the interpreter needs to start, and nothing a scorer could want: no home, no token, no
+    proxy."""
     keep = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **keep}

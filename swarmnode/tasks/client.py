@@ -1,6 +1,8 @@
-"""Regenerate questions and judge answers, in a sandboxed child. `Scorer` blocks (for the trainer); `AsyncScorer` is for trio (the network).
+"""Regenerate questions and judge answers, in a sandboxed child. `Scorer` blocks (for the trainer);
+`AsyncScorer` is for trio (the network).
 
-Both replace their child when it dies or overruns, and ask again, one question at a time, so that only the one that did it goes without.
+Both replace their child when it dies or overruns, and ask again, one question at a time, so that
+only the one that did it goes without.
 """
 
 from __future__ import annotations
@@ -17,24 +19,47 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks.async_client import AsyncScorer
 from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.environments import Environments, by_url
-from swarmnode.tasks.frames import FRAME_GROUPS, Question, Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
+from swarmnode.tasks.frames import (
+    FRAME_GROUPS,
+    Question,
+    Scored,
+    ScoreError,
+    ScorerFailed,
+    TaskUnknown,
+    prepare,
+)
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
 
-__all__ = ["AsyncScorer", "ScoreError", "Scored", "Scorer", "ScorerFailed", "ScorerStatistics", "TaskUnknown", "prove_own"]
+__all__ = [
+    "AsyncScorer",
+    "ScoreError",
+    "Scored",
+    "Scorer",
+    "ScorerFailed",
+    "ScorerStatistics",
+    "TaskUnknown",
+    "prove_own",
+]
 
 T = TypeVar("T")
 
 
 class Scorer:
-    """A scorer child for plain threads. Use it as a context manager; calls from several threads take turns.
+    """A scorer child for plain threads. Use it as a context manager; calls from several threads
+    take turns.
 
-    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one may use;
-    startup_seconds: until a new child is ready; alive: called after every request.
+    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one
+    may use; startup_seconds: until a new child is ready; alive: called after every request.
     """
 
     def __init__(
-        self, *, deadline: float = 10.0, cpu_seconds: int = 2, startup_seconds: float = 60.0, alive: Callable[[], None] = lambda: None
+        self,
+        *,
+        deadline: float = 10.0,
+        cpu_seconds: int = 2,
+        startup_seconds: float = 60.0,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._alive = alive
         self._deadline = deadline
@@ -51,7 +76,12 @@ class Scorer:
             self._start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -64,14 +94,18 @@ class Scorer:
         return self.score(ref, []).prompt
 
     def score(self, ref: TaskRef, completions: Sequence[str]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises TaskUnknown, ScorerFailed, ValueError."""
+        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises
+        TaskUnknown, ScorerFailed, ValueError."""
         (result,) = self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
         return result
 
-    def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]:
-        """The same for many questions at once, in order; what went wrong with one is in its place and costs the others nothing.
+    def score_many(
+        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+    ) -> list[Scored | ScoreError]:
+        """The same for many questions at once, in order; what went wrong with one is in its place
+        and costs the others nothing.
 
         Raises ValueError when a question has more than 64 completions.
         """
@@ -85,12 +119,18 @@ class Scorer:
         with self._lock:
             if away := [(place, question) for place, question in asked if by_url(question)]:
                 questions = [question for _, question in away]
-                for (place, _), result in zip(away, self._tally.frame(questions, self._environments.judge(questions)), strict=True):
+                for (place, _), result in zip(
+                    away,
+                    self._tally.frame(questions, self._environments.judge(questions)),
+                    strict=True,
+                ):
                     results[place] = result
                 asked = [(place, question) for place, question in asked if not by_url(question)]
             for start in range(0, len(asked), FRAME_GROUPS):
                 part = asked[start : start + FRAME_GROUPS]
-                for (place, _), result in zip(part, self._ask([question for _, question in part]), strict=True):
+                for (place, _), result in zip(
+                    part, self._ask([question for _, question in part]), strict=True
+                ):
                     results[place] = result
         return [result for result in results if result is not None]
 
@@ -98,7 +138,8 @@ class Scorer:
         return self._tally.snapshot(self._child, waiting=0)
 
     def _ask(self, questions: list[Question], again: bool = True) -> Sequence[Scored | ScoreError]:
-        """One frame. When it costs us the child, each of its questions once more, alone: whoever is there the second time too did it."""
+        """One frame. When it costs us the child, each of its questions once more, alone: whoever is
+        there the second time too did it."""
         try:
             child = self._start()
         except ScorerFailed as error:
@@ -109,7 +150,9 @@ class Scorer:
             failure = self._tally.failure(error, self._end())
             if not again:
                 return [failure]
-            return [result for question in questions for result in self._ask([question], again=False)]
+            return [
+                result for question in questions for result in self._ask([question], again=False)
+            ]
         except BaseException:
             self._end()  # interrupted in the middle of a frame: what the pipe holds is nobody's
             raise
@@ -139,7 +182,8 @@ class Scorer:
 
     @staticmethod
     def _hold(conversation: Generator[Wait, None, T], seconds: float) -> T:
-        """Hold a conversation to its end. Raises TimeoutError, and Died as the conversation does."""
+        """Hold a conversation to its end. Raises TimeoutError, and Died as the conversation
+        does."""
         end = time.monotonic() + seconds
         try:
             while True:
@@ -153,7 +197,8 @@ class Scorer:
 
 
 def prove_own(modules: Sequence[str]) -> None:
-    """Run the owner's tasks once where they will run, so that what is wrong with them is one line now. Raises ConfigError."""
+    """Run the owner's tasks once where they will run, so that what is wrong with them is one line
+    now. Raises ConfigError."""
     if not modules:
         return
     try:

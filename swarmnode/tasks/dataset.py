@@ -1,16 +1,21 @@
-"""Datasets as tasks: a row is a question with its right answer, a verifier says what an answer is worth. docs/own-task.md is the guide.
+"""Datasets as tasks: a row is a question with its right answer, a verifier says what an answer is
+worth. docs/own-task.md is the guide.
 
-    parents   source ─ read, check, sort by hash ─▶ rows file in the data directory, its hash ─▶ task version
+    parents   source ─ read, check, sort by hash ─▶ rows file in the data directory, its hash ─▶
+    task version
     scorer    rows file ─ hash it again, equal? ─ map into memory ─ lock in ─▶ row by seed
 
-The rows file is what counts: the same questions and answers give the same hash, whatever file or hub they came from and in whatever order.
-Rows are sorted by the hash of their prompt; the first ones are held out and never trained on, so a question that stands twice in a dataset
-is on one side only. A seed addresses a row (`DatasetTask.item`), so nobody can choose the rows that it is asked.
+The rows file is what counts: the same questions and answers give the same hash, whatever file or
+hub they came from and in whatever order. Rows are sorted by the hash of their prompt; the first
+ones are held out and never trained on, so a question that stands twice in a dataset is on one side
+only. A seed addresses a row (`DatasetTask.item`), so nobody can choose the rows that it is asked.
 
-    rows file:  header, a JSON line ─ rows, held out: 2 × u64 ─ [held out, others: 2 × u64 per difficulty] ─ offsets: (rows + 1) × u64
+    rows file:  header, a JSON line ─ rows, held out: 2 × u64 ─ [held out, others: 2 × u64 per
+    difficulty] ─ offsets: (rows + 1) × u64
                 ─ rows: msgpack [prompt, answer, columns]
 
-With a column of difficulties each side is sorted by difficulty first, and of each difficulty a share is held out.
+With a column of difficulties each side is sorted by difficulty first, and of each difficulty a
+share is held out.
 """
 
 from __future__ import annotations
@@ -53,7 +58,8 @@ LEVELS = 16
 """Difficulties of a task, at most."""
 
 Value = str | int | float | bool | None
-"""What further columns hold, which reward functions are given; lists and objects are given as JSON text."""
+"""What further columns hold, which reward functions are given; lists and objects are given as JSON
+text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class Source:
     """For people: a file's name, or a name on the Hub with its revision."""
 
 
-# ---- reading, in the node's processes -----------------------------------------------------------------------------------
+# ---- reading, in the node's processes ------------------------------------------------------------
 
 
 def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
@@ -84,8 +90,15 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     where = f"task.datasets.{task}"
     check_asked(where, config)
     by_taskset = config.source.startswith(taskset.PREFIX)
-    if config.verifier not in VERIFIERS and not by_taskset and not own.NAME.fullmatch(config.verifier):
-        raise ConfigError(f"{where}: verifier is {config.verifier!r}, not one of {', '.join(VERIFIERS)} or <module>:<function>")
+    if (
+        config.verifier not in VERIFIERS
+        and not by_taskset
+        and not own.NAME.fullmatch(config.verifier)
+    ):
+        raise ConfigError(
+            f"{where}: verifier is {config.verifier!r}, not one of {', '.join(VERIFIERS)} or"
+            " <module>:<function>"
+        )
     file = Path(config.source).expanduser()
     local = file.suffix in (".jsonl", ".parquet") or file.exists()
     if local and not file.is_file():
@@ -93,8 +106,13 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     if local and file.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{where}: {file} is neither .jsonl nor .parquet")
     if not local and not by_taskset and config.revision is None:
-        raise ConfigError(f"{where}: {config.source} is a name on the Hub: set revision, so that all nodes have the same rows")
-    hub = f"{config.source}@{config.revision} {config.subset or ''} {config.split}".replace("  ", " ")
+        raise ConfigError(
+            f"{where}: {config.source} is a name on the Hub: set revision, so that all nodes have"
+            " the same rows"
+        )
+    hub = f"{config.source}@{config.revision} {config.subset or ''} {config.split}".replace(
+        "  ", " "
+    )
     origin = file.name if local else config.source if by_taskset else hub
     name = task.partition("/")[2]
     code = taskset.find(config.source).content if by_taskset else ""
@@ -103,15 +121,27 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     if found is not None:
         return found
     with tempfile.TemporaryDirectory() as scratch:
-        lines = file if local and file.suffix == ".jsonl" else _converted(where, config, file if local else None, Path(scratch))
+        lines = (
+            file
+            if local and file.suffix == ".jsonl"
+            else _converted(where, config, file if local else None, Path(scratch))
+        )
         rows = list(_rows(where, config, lines))
     body, count, held_out, levels = _arranged(where, rows, config.held_out)
     content = hashlib.blake2b(body, digest_size=16).hexdigest()
-    header = {"format": FORMAT, "rows": count, "held_out": held_out, "levels": levels, "content": content}
+    header = {
+        "format": FORMAT,
+        "rows": count,
+        "held_out": held_out,
+        "levels": levels,
+        "content": content,
+    }
     try:
         write_atomically(kept, json.dumps(header).encode() + b"\n" + body)
     except OSError as error:
-        raise ConfigError(f"{where}: cannot keep its rows in {directory}: {error.strerror}") from None
+        raise ConfigError(
+            f"{where}: cannot keep its rows in {directory}: {error.strerror}"
+        ) from None
     for former in directory.glob(f"{name}-{'[0-9a-f]' * 16}.rows"):
         if former != kept:
             former.unlink(missing_ok=True)
@@ -121,16 +151,23 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
 def check_asked(where: str, config: DatasetConfig) -> None:
     """Raises ConfigError for a template, or a place of the answer, that cannot be."""
     if config.extract != "auto" and config.extract not in EXTRACTS:
-        raise ConfigError(f"{where}: extract is {config.extract!r}, not one of auto, {', '.join(EXTRACTS)}")
+        raise ConfigError(
+            f"{where}: extract is {config.extract!r}, not one of auto, {', '.join(EXTRACTS)}"
+        )
     if "{prompt}" not in config.template:
-        raise ConfigError(f"{where}: template does not contain {{prompt}}, so that every question would be the same")
+        raise ConfigError(
+            f"{where}: template does not contain {{prompt}}, so that every question would be the"
+            " same"
+        )
 
 
 def _key(config: DatasetConfig, file: Path | None, code: str) -> str:
-    """A name for what was read and how: another file, another key. code: hash of what makes the rows, if something does."""
+    """A name for what was read and how: another file, another key. code: hash of what makes the
+    rows, if something does."""
     seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
     seen += [config.prompt, config.answer, config.difficulty, config.held_out]
-    seen.append(config.verifier)  # it has checked the answers, and decides whether further columns are kept
+    # it has checked the answers, and decides whether further columns are kept
+    seen.append(config.verifier)
     if code:
         seen.append(code)
     if file is not None:
@@ -145,23 +182,45 @@ def _known(path: Path, origin: str) -> Source | None:
             header = json.loads(file.readline(4096))
         if header["format"] != FORMAT:
             return None
-        return Source(str(path), header["content"], header["rows"], header["held_out"], header["levels"], origin)
+        return Source(
+            str(path),
+            header["content"],
+            header["rows"],
+            header["held_out"],
+            header["levels"],
+            origin,
+        )
     except (OSError, ValueError, KeyError):
         return None
 
 
 def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Path) -> Path:
-    """Parquet, a dataset of the Hub or a taskset, as JSON lines: made by a child, because what reads them is large and starts threads."""
+    """Parquet, a dataset of the Hub or a taskset, as JSON lines: made by a child, because what
+    reads them is large and starts threads."""
     lines = scratch / "rows.jsonl"
     request = {
-        "source": str(file) if file is not None else config.source, "local": file is not None, "revision": config.revision,
-        "subset": config.subset, "split": config.split, "out": str(lines), "bytes": 2 * FILE_BYTES,
-    }  # fmt: skip
+        "source": str(file) if file is not None else config.source,
+        "local": file is not None,
+        "revision": config.revision,
+        "subset": config.subset,
+        "split": config.split,
+        "out": str(lines),
+        "bytes": 2 * FILE_BYTES,
+    }
     command = [sys.executable, "-m", "swarmnode.tasks.fetch", json.dumps(request)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False, errors="replace")
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=FETCH_SECONDS,
+            check=False,
+            errors="replace",
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{where}: {config.source} could not be fetched within {FETCH_SECONDS:g} s") from None
+        raise ConfigError(
+            f"{where}: {config.source} could not be fetched within {FETCH_SECONDS:g} s"
+        ) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(f"{where}: cannot read {config.source}: {last[:500]}")
@@ -185,32 +244,52 @@ def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row,
             row = f"{where}: {config.source}, row {number}"
             total += len(line)
             if number > ROWS or total > 2 * FILE_BYTES:
-                raise ConfigError(f"{where}: {config.source} has more than {ROWS} rows or {2 * FILE_BYTES >> 20} MiB: take a part of it")
+                raise ConfigError(
+                    f"{where}: {config.source} has more than {ROWS} rows or {2 * FILE_BYTES >> 20}"
+                    " MiB: take a part of it"
+                )
             try:
                 columns = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{row} is not JSON: {error}") from None
             if not isinstance(columns, dict):
                 raise ConfigError(f"{row} is not a JSON object")
-            for key, name in (("prompt", config.prompt), ("answer", config.answer), ("difficulty", config.difficulty)):
+            for key, name in (
+                ("prompt", config.prompt),
+                ("answer", config.answer),
+                ("difficulty", config.difficulty),
+            ):
                 if name is not None and name not in columns:
                     there = ", ".join(sorted(columns)[:12])
-                    raise ConfigError(f"{row} has no column {name!r}, only {there}: set {key} to the one that is meant")
+                    raise ConfigError(
+                        f"{row} has no column {name!r}, only {there}: set {key} to the one that is"
+                        " meant"
+                    )
             prompt, answer = columns[config.prompt], _text(columns[config.answer])
             if not isinstance(prompt, str) or not prompt.strip():
                 raise ConfigError(f"{row}: column {config.prompt!r} is not a text")
             if len(prompt) > PROMPT_CHARACTERS:
-                raise ConfigError(f"{row}: its prompt has {len(prompt)} characters, more than {PROMPT_CHARACTERS}: leave such rows out")
+                raise ConfigError(
+                    f"{row}: its prompt has {len(prompt)} characters, more than"
+                    f" {PROMPT_CHARACTERS}: leave such rows out"
+                )
             if not _encodable(prompt) or not _encodable(answer):
                 raise ConfigError(f"{row} is not valid Unicode: it holds half of a surrogate pair")
             further: dict[str, Value] = {}
             if verifier is None:
-                further = {str(name): _value(value) for name, value in columns.items() if name not in (config.prompt, config.answer)}
+                further = {
+                    str(name): _value(value)
+                    for name, value in columns.items()
+                    if name not in (config.prompt, config.answer)
+                }
             else:
                 try:
                     verifier.check(answer)
                 except ValueError as error:
-                    raise ConfigError(f"{row}: verifier {config.verifier!r} cannot use the answer {answer[:60]!r}: {error}") from None
+                    raise ConfigError(
+                        f"{row}: verifier {config.verifier!r} cannot use the answer"
+                        f" {answer[:60]!r}: {error}"
+                    ) from None
             yield (prompt, answer, further), _difficulty(row, config.difficulty, columns)
 
 
@@ -219,8 +298,15 @@ def _difficulty(row: str, column: str | None, columns: Mapping[str, object]) -> 
     if column is None:
         return None
     value = columns[column]
-    if isinstance(value, bool) or not isinstance(value, int | float | str) or (isinstance(value, float) and math.isnan(value)):
-        raise ConfigError(f"{row}: column {column!r} is {value!r}, neither a number nor a text: it cannot be a difficulty")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | str)
+        or (isinstance(value, float) and math.isnan(value))
+    ):
+        raise ConfigError(
+            f"{row}: column {column!r} is {value!r}, neither a number nor a text: it cannot be a"
+            " difficulty"
+        )
     return value
 
 
@@ -232,14 +318,22 @@ def _lines(where: str, file: Iterable[bytes]) -> Iterator[bytes]:
             yield line
 
 
-def _arranged(where: str, rows: Sequence[tuple[Row, Value]], share: float) -> tuple[bytes, int, int, int]:
-    """Counts, offsets and rows as the file has them; how many rows, how many of them held out, how many difficulties.
+def _arranged(
+    where: str, rows: Sequence[tuple[Row, Value]], share: float
+) -> tuple[bytes, int, int, int]:
+    """Counts, offsets and rows as the file has them; how many rows, how many of them held out, how
+    many difficulties.
 
     Equal rows are there once. A question that stands at two difficulties is of the easier one.
     """
-    values = sorted({value for _, value in rows} or {None}, key=lambda value: (isinstance(value, str), value))
+    values = sorted(
+        {value for _, value in rows} or {None}, key=lambda value: (isinstance(value, str), value)
+    )
     if len(values) > LEVELS:
-        raise ConfigError(f"{where}: difficulty has {len(values)} different values, more than {LEVELS}: put them into classes")
+        raise ConfigError(
+            f"{where}: difficulty has {len(values)} different values, more than {LEVELS}: put them"
+            " into classes"
+        )
     level_of = {value: level for level, value in enumerate(values)}
     levels: dict[bytes, int] = {}  # by question
     for row, value in rows:
@@ -248,21 +342,34 @@ def _arranged(where: str, rows: Sequence[tuple[Row, Value]], share: float) -> tu
     packed = {msgspec.msgpack.encode(row): _order(row[0]) for row, _ in rows}
     sides: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])
     for level, value in enumerate(values):
-        blobs = sorted((blob for blob, order in packed.items() if levels[order] == level), key=lambda blob: (packed[blob], blob))
+        blobs = sorted(
+            (blob for blob, order in packed.items() if levels[order] == level),
+            key=lambda blob: (packed[blob], blob),
+        )
         held_out = max(1, round(len(blobs) * share))
         while held_out < len(blobs) and packed[blobs[held_out]] == packed[blobs[held_out - 1]]:
             held_out += 1  # the same question with another answer stays on this side
         if held_out >= len(blobs):
             which = "" if value is None else f" of difficulty {value!r}"
-            raise ConfigError(f"{where}: {len(blobs)} different rows{which} are too few to train on some and hold others out")
+            raise ConfigError(
+                f"{where}: {len(blobs)} different rows{which} are too few to train on some and hold"
+                " others out"
+            )
         sides[0].append(blobs[:held_out])
         sides[1].append(blobs[held_out:])
     ordered = [blob for side in sides for blobs in side for blob in blobs]
     offsets = list(itertools.accumulate((len(blob) for blob in ordered), initial=0))
     if offsets[-1] > FILE_BYTES:
-        raise ConfigError(f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: take a part of it")
+        raise ConfigError(
+            f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: take a"
+            " part of it"
+        )
     held_out = sum(map(len, sides[0]))
-    by_level = [len(side[level]) for level in range(len(values)) for side in sides] if len(values) > 1 else []
+    by_level = (
+        [len(side[level]) for level in range(len(values)) for side in sides]
+        if len(values) > 1
+        else []
+    )
     numbers = array.array("Q", [len(ordered), held_out, *by_level, *offsets])
     if sys.byteorder != "little":
         numbers.byteswap()
@@ -274,7 +381,9 @@ def _order(prompt: str) -> bytes:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return (
+        value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+    )
 
 
 def _value(value: object) -> Value:
@@ -289,7 +398,7 @@ def _encodable(text: str) -> bool:
     return True
 
 
-# ---- asking, in the scorer child ----------------------------------------------------------------------------------------
+# ---- asking, in the scorer child -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -306,9 +415,16 @@ class Settings:
 
 
 class DatasetTask:
-    """One dataset in the scorer child. `reward`: a function of its owner's instead of a verifier of ours."""
+    """One dataset in the scorer child. `reward`: a function of its owner's instead of a verifier of
+    ours."""
 
-    def __init__(self, task: str, source: Source, settings: Settings, reward: own.RewardFunction | None = None) -> None:
+    def __init__(
+        self,
+        task: str,
+        source: Source,
+        settings: Settings,
+        reward: own.RewardFunction | None = None,
+    ) -> None:
         """Raises ConfigError when the rows are not what was hashed."""
         self._task = task
         self._template = settings.template
@@ -321,8 +437,14 @@ class DatasetTask:
         except (OSError, ValueError) as error:
             raise ConfigError(f"task.datasets.{task}: {source.path}: {error}") from None
         start = self._rows.find(b"\n") + 1
-        if hashlib.blake2b(memoryview(self._rows)[start:], digest_size=16).hexdigest() != source.content:
-            raise ConfigError(f"task.datasets.{task}: {source.path} has changed since this node started: restart it")
+        if (
+            hashlib.blake2b(memoryview(self._rows)[start:], digest_size=16).hexdigest()
+            != source.content
+        ):
+            raise ConfigError(
+                f"task.datasets.{task}: {source.path} has changed since this node started:"
+                " restart it"
+            )
         self._count = int.from_bytes(self._rows[start : start + 8], "little")
         held_out = int.from_bytes(self._rows[start + 8 : start + 16], "little")
         table = 16 * source.levels if source.levels > 1 else 0
@@ -337,9 +459,11 @@ class DatasetTask:
         self._decode = msgspec.msgpack.Decoder(Row).decode
 
     def item(self, seed: int, index: int, difficulty: int = 0) -> Item:
-        """The question at (seed, index): of the rows that are held out for an evaluation seed, else of the others.
+        """The question at (seed, index): of the rows that are held out for an evaluation seed, else
+        of the others.
 
-        A block of numbers begins at a row that its hash decides and goes on row by row: each is met once before one is met twice.
+        A block of numbers begins at a row that its hash decides and goes on row by row: each is met
+        once before one is met twice.
         """
         rows = (self._held_out if seeds.is_evaluation(seed) else self._trained)[difficulty]
         row = rows[(seed // seeds.INDEX_SPAN + index) % len(rows)]
@@ -347,42 +471,67 @@ class DatasetTask:
         question = self._template.replace("{prompt}", prompt)
         if self._reward is not None:
             reward = self._reward
-            return Item(question, answer, lambda text: own.reward_of(reward, question, text, {"answer": answer, **columns}))
+            return Item(
+                question,
+                answer,
+                lambda text: own.reward_of(reward, question, text, {"answer": answer, **columns}),
+            )
         assert self._verifier is not None
         verifier = self._verifier
         return Item(question, answer, lambda text: verifier.reward(text, answer))
 
     def _row(self, row: int) -> Row:
         at = self._offsets + 8 * row
-        start, end = int.from_bytes(self._rows[at : at + 8], "little"), int.from_bytes(self._rows[at + 8 : at + 16], "little")
+        start, end = (
+            int.from_bytes(self._rows[at : at + 8], "little"),
+            int.from_bytes(self._rows[at + 8 : at + 16], "little"),
+        )
         return self._decode(self._rows[self._first + start : self._first + end])
 
     def prove(self) -> None:
-        """Judge a few rows' own answers, locked in as it will be. Raises ConfigError for what would go wrong later."""
+        """Judge a few rows' own answers, locked in as it will be. Raises ConfigError for what would
+        go wrong later."""
         for row in {0, self._trained[0].start, self._count - 1}:
             prompt, answer, columns = self._row(row)
             try:
                 if self._reward is not None:
-                    own.total(own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns}), self.weights)
+                    own.total(
+                        own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns}),
+                        self.weights,
+                    )
                 elif self._verifier is not None:
                     self._verifier.check(answer)
             except Exception as error:
-                raise ConfigError(f"task.datasets.{self._task}: it does not work: {own.one_line(error)}") from error
+                raise ConfigError(
+                    f"task.datasets.{self._task}: it does not work: {own.one_line(error)}"
+                ) from error
 
 
 def _spans(first: int, counts: Sequence[int]) -> list[range]:
     """The rows of each difficulty, one after the other from `first` on."""
-    return [range(start, end) for start, end in itertools.pairwise(itertools.accumulate(counts, initial=first))]
+    return [
+        range(start, end)
+        for start, end in itertools.pairwise(itertools.accumulate(counts, initial=first))
+    ]
 
 
-def load(tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | None]]) -> dict[str, DatasetTask]:
-    """The datasets of this node's owner in a process that has nothing to lose yet. Raises ConfigError."""
+def load(
+    tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | None]],
+) -> dict[str, DatasetTask]:
+    """The datasets of this node's owner in a process that has nothing to lose yet. Raises
+    ConfigError."""
     rewards = {}
-    functions = {str(arguments["verifier"]): code for _, arguments, code in tasks.values() if code is not None}
+    functions = {
+        str(arguments["verifier"]): code
+        for _, arguments, code in tasks.values()
+        if code is not None
+    }
     if functions:
         with own.importing(", ".join(functions)):
             for name, code in functions.items():
-                rewards[name] = (taskset if name.startswith(taskset.PREFIX) else own).reward_function(name, code)
+                rewards[name] = (
+                    taskset if name.startswith(taskset.PREFIX) else own
+                ).reward_function(name, code)
     loaded = {}
     for task, (source, arguments, _) in tasks.items():
         settings = Settings.of(arguments)

@@ -1,4 +1,5 @@
-"""Questions of environments by URL, asked and judged for a scorer's client: no child can reach their servers, which are the operator's."""
+"""Questions of environments by URL, asked and judged for a scorer's client: no child can reach
+their servers, which are the operator's."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from swarmnode.tasks.frames import ERROR_CHARACTERS, Question, Scored
-from swarmnode.tasks.openenv import SECONDS, Failed, Session, Source, StepRefused, content_of, seed_of
+from swarmnode.tasks.openenv import (
+    SECONDS,
+    Failed,
+    Session,
+    Source,
+    StepRefused,
+    content_of,
+    seed_of,
+)
 from swarmnode.tasks.registry import TASKS
 
 
@@ -17,7 +26,8 @@ def by_url(question: Question) -> bool:
 
 
 class Environments:
-    """What one client knows of the servers: whether they still ask what they asked when this node was configured."""
+    """What one client knows of the servers: whether they still ask what they asked when this node
+    was configured."""
 
     def __init__(self, alive: Callable[[], None] = lambda: None, seconds: float = SECONDS) -> None:
         """alive: called after every answer; seconds: for one."""
@@ -27,12 +37,15 @@ class Environments:
         self._turn = threading.Lock()  # a server has few sessions
 
     def judge(self, questions: Sequence[Question]) -> list[Scored]:
-        """One result for each; where a server fails, a question that could not be made. Never raises for anything that a server does."""
+        """One result for each; where a server fails, a question that could not be made. Never
+        raises for anything that a server does."""
         with self._turn, contextlib.ExitStack() as stack:
             sessions: dict[str, Session | Failed] = {}
             return [self._judged(question, sessions, stack) for question in questions]
 
-    def _judged(self, question: Question, sessions: dict[str, Session | Failed], stack: contextlib.ExitStack) -> Scored:
+    def _judged(
+        self, question: Question, sessions: dict[str, Session | Failed], stack: contextlib.ExitStack
+    ) -> Scored:
         """sessions: by URL, with what is wrong with servers that need not be waited for again."""
         source = TASKS[question.task].environment
         assert source is not None
@@ -41,7 +54,9 @@ class Environments:
             if isinstance(session, Failed):
                 raise session
             if session is None:
-                session = sessions[source.url] = stack.enter_context(Session(source.url, self._seconds, self._alive))
+                session = sessions[source.url] = stack.enter_context(
+                    Session(source.url, self._seconds, self._alive)
+                )
                 self._check(session, source)
             return _scored(session, source, question)
         except (Failed, StepRefused) as error:
@@ -50,11 +65,15 @@ class Environments:
             return Scored("", [0.0] * len(question.answers), 0, str(error)[:ERROR_CHARACTERS])
 
     def _check(self, session: Session, source: Source) -> None:
-        """Once: another environment than the one that was configured asks what nobody else of the swarm asks."""
+        """Once: another environment than the one that was configured asks what nobody else of the
+        swarm asks."""
         if source.url in self._known:
             return
         if content_of(session, source.url, source.observation) != source.content:
-            raise Failed(f"{source.url} asks other questions than before: start the server that it had, or name another URL")
+            raise Failed(
+                f"{source.url} asks other questions than before: start the server that it had, or"
+                " name another URL"
+            )
         self._known.add(source.url)
 
 

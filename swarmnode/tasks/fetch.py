@@ -1,8 +1,9 @@
-"""`python -m swarmnode.tasks.fetch REQUEST`: parquet, a dataset of the Hub, or a taskset of verifiers, as JSON lines. No code of a dataset
-is run; that of a taskset is, which the operator has installed.
+"""`python -m swarmnode.tasks.fetch REQUEST`: parquet, a dataset of the Hub, or a taskset of
+verifiers, as JSON lines. No code of a dataset is run; that of a taskset is, which the operator has
+installed.
 
-A process of its own: what reads parquet starts threads and takes hundreds of megabytes. REQUEST is JSON: source, local, revision, subset,
-split, out (the file to write) and bytes (at most).
+A process of its own: what reads parquet starts threads and takes hundreds of megabytes. REQUEST is
+JSON: source, local, revision, subset, split, out (the file to write) and bytes (at most).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def main(request: str) -> int:
         rows = _read(asked)
     except ModuleNotFoundError as error:
         extra = "data" if error.name == "datasets" else "verifiers"
-        print(f"it needs the package {error.name}: pip install 'swarmnode[{extra}]'", file=sys.stderr)
+        print(
+            f"it needs the package {error.name}: pip install 'swarmnode[{extra}]'", file=sys.stderr
+        )
         return 1
     written = 0
     with open(asked["out"], "w", encoding="utf-8") as out:
@@ -29,7 +32,10 @@ def main(request: str) -> int:
             line = json.dumps(row, ensure_ascii=False, default=str)
             written += len(line)
             if written > asked["bytes"]:
-                print(f"it has more than {asked['bytes'] >> 20} MiB: take a part of it", file=sys.stderr)
+                print(
+                    f"it has more than {asked['bytes'] >> 20} MiB: take a part of it",
+                    file=sys.stderr,
+                )
                 return 1
             out.write(line + "\n")
     return 0
@@ -44,7 +50,9 @@ def _read(asked: Mapping[str, str | None]) -> Iterable[Mapping[str, object]]:
     datasets.disable_progress_bars()
     if asked["local"]:
         return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True)
-    return datasets.load_dataset(source, asked["subset"], split=asked["split"], revision=asked["revision"])
+    return datasets.load_dataset(
+        source, asked["subset"], split=asked["split"], revision=asked["revision"]
+    )
 
 
 if __name__ == "__main__":

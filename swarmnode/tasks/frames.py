@@ -1,7 +1,7 @@
 """What a client and its scorer child say to each other, and what they refuse to say.
 
-A frame is a big-endian u32 length and a msgpack array. One frame carries many groups, because a round trip costs as much as judging
-a few of them.
+A frame is a big-endian u32 length and a msgpack array. One frame carries many groups, because a
+round trip costs as much as judging a few of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ HEADER = struct.Struct(">I")
 
 
 class ScorerFailed(LocalError):
-    """Raised (or put in the place of a result) when the child died or overran its deadline on this question, or could not be started."""
+    """Raised (or put in the place of a result) when the child died or overran its deadline on this
+    question, or could not be started."""
 
 
 class TaskUnknown(SwarmNodeError):
@@ -43,7 +44,8 @@ class TaskUnknown(SwarmNodeError):
 
 
 class QuestionFailed(ScorerFailed):
-    """Put in the place of a result when the owner's code made no question of an address. The child goes on."""
+    """Put in the place of a result when the owner's code made no question of an address. The child
+    goes on."""
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
@@ -54,18 +56,21 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     rewards: list[float]
     """One per completion, in [0, 1], finite."""
     errors: int = 0
-    """Completions whose reward raised an exception, or was no number from 0 to 1: they have the reward 0."""
+    """Completions whose reward raised an exception, or was no number from 0 to 1: they have the
+    reward 0."""
     error: str = ""
     """The last of these in one line, with the line of the owner's file."""
     components: list[dict[str, float]] = []
-    """(G,) what each reward is made of, by name and each in [0, 1]; empty where rewards are single numbers."""
+    """(G,) what each reward is made of, by name and each in [0, 1]; empty where rewards are single
+    numbers."""
 
 
 ScoreError = TaskUnknown | ScorerFailed
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """Client → child: regenerate this, judge these. A `None` answer was too long or unencodable to be sent: its reward is 0."""
+    """Client → child: regenerate this, judge these. A `None` answer was too long or unencodable to
+    be sent: its reward is 0."""
 
     task: str
     seed: int
@@ -75,7 +80,8 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
-    """Client → child, on its command line: a task that the node's owner brings; without code and rows one of ours, and its settings."""
+    """Client → child, on its command line: a task that the node's owner brings; without code and
+    rows one of ours, and its settings."""
 
     task: str
     code: own.Source | None
@@ -101,7 +107,8 @@ decode_ready = msgspec.msgpack.Decoder(Ready).decode
 
 
 def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
-    """A question as the child takes it. Nothing is sent that this node could not regenerate or need not look at.
+    """A question as the child takes it. Nothing is sent that this node could not regenerate or need
+    not look at.
 
     Raises TaskUnknown, and ValueError when there are more than 64 completions.
     """
@@ -109,7 +116,9 @@ def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
     if spec is None:
         raise TaskUnknown("task", repr(ref.id))
     if ref.version != task_version(ref.id):
-        raise TaskUnknown("version", f"{ref.version!r} of {ref.id}, this node has {task_version(ref.id)!r}")
+        raise TaskUnknown(
+            "version", f"{ref.version!r} of {ref.id}, this node has {task_version(ref.id)!r}"
+        )
     if not is_address(ref.seed, ref.index):
         raise TaskUnknown("address", f"seed {ref.seed}, index {ref.index}")
     if not 0 <= ref.difficulty < spec.levels:
@@ -117,12 +126,17 @@ def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
         raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only {known}")
     if len(completions) > COMPLETIONS:
         raise ValueError(f"{len(completions)} completions, more than {COMPLETIONS}")
-    return Question(ref.id, ref.seed, ref.index, [_sendable(text, spec) for text in completions], ref.difficulty)
+    return Question(
+        ref.id, ref.seed, ref.index, [_sendable(text, spec) for text in completions], ref.difficulty
+    )
 
 
 def valid(scored: list[Scored], questions: list[Question]) -> bool:
-    """Whether a response answers the request: the child is ours, but it has been near strangers' text."""
-    return len(scored) == len(questions) and all(_fits(s, q) for s, q in zip(scored, questions, strict=True))
+    """Whether a response answers the request: the child is ours, but it has been near strangers'
+    text."""
+    return len(scored) == len(questions) and all(
+        _fits(s, q) for s, q in zip(scored, questions, strict=True)
+    )
 
 
 def _fits(scored: Scored, question: Question) -> bool:

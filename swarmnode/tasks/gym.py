@@ -1,12 +1,14 @@
 """reasoning-gym datasets as tasks. Imported by the scorer child only.
 
-Only the modules of the allow-listed datasets are loaded. `import reasoning_gym` would load all of its hundred-odd generators, sympy and
-matplotlib (1 s instead of 60 ms), and with them the scorers that execute answers. A package that is in `sys.modules` without having been
-executed gives its submodules a place to be found from, and no more. It is there while they are imported only: whoever else in a process
-says `import reasoning_gym` gets the whole one.
+Only the modules of the allow-listed datasets are loaded. `import reasoning_gym` would load all of
+its hundred-odd generators, sympy and matplotlib (1 s instead of 60 ms), and with them the scorers
+that execute answers. A package that is in `sys.modules` without having been executed gives its
+submodules a place to be found from, and no more. It is there while they are imported only: whoever
+else in a process says `import reasoning_gym` gets the whole one.
 
-Rewards are 1 for an answer that the dataset's `score_answer` gives full marks, else 0. reasoning-gym's partial credit is not used: most of
-it is for text that merely contains the answer, or for any text at all, and a policy learns to collect it (docs/tasks.md).
+Rewards are 1 for an answer that the dataset's `score_answer` gives full marks, else 0.
+reasoning-gym's partial credit is not used: most of it is for text that merely contains the answer,
+or for any text at all, and a policy learns to collect it (docs/tasks.md).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from swarmnode.tasks.registry import TaskSpec
 
 
 class GymTask:
-    """One dataset at one difficulty. Item i with seed s is drawn from Random(s + i) and nothing else, so one object serves every seed."""
+    """One dataset at one difficulty. Item i with seed s is drawn from Random(s + i) and nothing
+    else, so one object serves every seed."""
 
     def __init__(self, spec: TaskSpec) -> None:
         group, name = spec.generator.split(".")
@@ -35,12 +38,17 @@ class GymTask:
         """The question at (seed, index). Costs one item, never a whole dataset."""
         self._dataset.seed = seed
         entry: dict[str, object] = self._dataset[index]
-        return Item(str(entry["question"]), str(entry["answer"]), lambda text: float(self._dataset.score_answer(text, entry) >= 1.0))
+        return Item(
+            str(entry["question"]),
+            str(entry["answer"]),
+            lambda text: float(self._dataset.score_answer(text, entry) >= 1.0),
+        )
 
 
 @contextlib.contextmanager
 def _bare_package(name: str) -> Iterator[None]:
-    """Within it `name` can be imported from without having been executed, unless it has been already."""
+    """Within it `name` can be imported from without having been executed, unless it has been
+    already."""
     if name in sys.modules:
         yield
         return

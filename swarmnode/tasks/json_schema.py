@@ -1,8 +1,10 @@
-"""Whether a JSON value is as a schema says: the part of JSON Schema (2020-12) that needs no pattern and no reference.
+"""Whether a JSON value is as a schema says: the part of JSON Schema (2020-12) that needs no pattern
+and no reference.
 
-The schema is a dataset's, of its owner; the value is a stranger's. Patterns could take exponential time on it, and references would have to
-be fetched: a schema with a keyword that is not here is refused when the dataset is read, never at an answer. Work is bounded by the size of
-the schema times that of the value.
+The schema is a dataset's, of its owner; the value is a stranger's. Patterns could take exponential
+time on it, and references would have to be fetched: a schema with a keyword that is not here is
+refused when the dataset is read, never at an answer. Work is bounded by the size of the schema
+times that of the value.
 """
 
 from __future__ import annotations
@@ -11,31 +13,66 @@ import math
 from collections.abc import Mapping
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-ANNOTATIONS = frozenset({"$schema", "$comment", "$id", "title", "description", "default", "examples", "deprecated"})
-BOUNDS = frozenset({
-    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties",
-    "maxProperties",
-})  # fmt: skip
+ANNOTATIONS = frozenset(
+    {"$schema", "$comment", "$id", "title", "description", "default", "examples", "deprecated"}
+)
+BOUNDS = frozenset(
+    {
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+    }
+)
 COMBINED = ("allOf", "anyOf", "oneOf")
-KNOWN = ANNOTATIONS | BOUNDS | {"type", "enum", "const", "properties", "required", "additionalProperties", "items", "not", *COMBINED}
+KNOWN = (
+    ANNOTATIONS
+    | BOUNDS
+    | {
+        "type",
+        "enum",
+        "const",
+        "properties",
+        "required",
+        "additionalProperties",
+        "items",
+        "not",
+        *COMBINED,
+    }
+)
 
 
 def check(schema: object) -> None:
-    """Raises ValueError, which names the keyword, for a schema that is none, or is one that is not understood here."""
+    """Raises ValueError, which names the keyword, for a schema that is none, or is one that is not
+    understood here."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object")
     for keyword, said in schema.items():
         if keyword not in KNOWN:
-            raise ValueError(f"its schema has {keyword!r}, which is not supported: {', '.join(sorted(KNOWN - ANNOTATIONS))} are")
+            raise ValueError(
+                f"its schema has {keyword!r}, which is not supported:"
+                f" {', '.join(sorted(KNOWN - ANNOTATIONS))} are"
+            )
         if keyword in BOUNDS and (isinstance(said, bool) or not isinstance(said, int | float)):
             raise ValueError(f"{keyword} is not a number")
-        if keyword == "type" and not (said in TYPES or (isinstance(said, list) and said and all(each in TYPES for each in said))):
+        if keyword == "type" and not (
+            said in TYPES
+            or (isinstance(said, list) and said and all(each in TYPES for each in said))
+        ):
             raise ValueError(f"type is {said!r}, not one of {', '.join(TYPES)}")
         if keyword in ("enum", *COMBINED) and not (isinstance(said, list) and said):
             raise ValueError(f"{keyword} is not a list with something in it")
-        if keyword == "required" and not (isinstance(said, list) and all(isinstance(name, str) for name in said)):
+        if keyword == "required" and not (
+            isinstance(said, list) and all(isinstance(name, str) for name in said)
+        ):
             raise ValueError("required is not a list of names")
         if keyword == "properties" and not isinstance(said, dict):
             raise ValueError("properties is not an object")
@@ -76,7 +113,9 @@ def equal(one: object, other: object) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(item, other[name]) for name, item in one.items())
+        return one.keys() == other.keys() and all(
+            equal(item, other[name]) for name, item in one.items()
+        )
     return one == other
 
 
@@ -90,7 +129,9 @@ def _is_of_type(value: object, said: object) -> bool:
         whole = isinstance(value, int) or value.is_integer()
         return "number" in wanted or (whole and "integer" in wanted)
     if isinstance(value, str | list | dict):
-        return ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object") in wanted
+        return (
+            "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+        ) in wanted
     return value is None and "null" in wanted
 
 
@@ -98,11 +139,20 @@ def _within(value: object, schema: Mapping[str, object]) -> bool:
     """Every bound that concerns a value of this type; the others do not say anything of it."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         least, most = _bound(schema, "minimum", -math.inf), _bound(schema, "maximum", math.inf)
-        above, below = _bound(schema, "exclusiveMinimum", -math.inf), _bound(schema, "exclusiveMaximum", math.inf)
-        return least <= value <= most and (value > above or above == -math.inf) and (value < below or below == math.inf)
+        above, below = (
+            _bound(schema, "exclusiveMinimum", -math.inf),
+            _bound(schema, "exclusiveMaximum", math.inf),
+        )
+        return (
+            least <= value <= most
+            and (value > above or above == -math.inf)
+            and (value < below or below == math.inf)
+        )
     if not isinstance(value, str | list | dict):
         return True
-    kind = "Length" if isinstance(value, str) else "Items" if isinstance(value, list) else "Properties"
+    kind = (
+        "Length" if isinstance(value, str) else "Items" if isinstance(value, list) else "Properties"
+    )
     return _bound(schema, f"min{kind}", 0) <= len(value) <= _bound(schema, f"max{kind}", math.inf)
 
 
@@ -113,7 +163,8 @@ def _bound(schema: Mapping[str, object], keyword: str, otherwise: float) -> floa
 
 
 def _parts(value: object, schema: Mapping[str, object]) -> bool:
-    """Items of a list; properties of an object, those that have to be there and those that nobody named."""
+    """Items of a list; properties of an object, those that have to be there and those that nobody
+    named."""
     if isinstance(value, list):
         return "items" not in schema or all(valid(item, schema["items"]) for item in value)
     if not isinstance(value, dict):
@@ -122,4 +173,6 @@ def _parts(value: object, schema: Mapping[str, object]) -> bool:
     assert isinstance(named, dict)
     assert isinstance(required, list)
     others = schema.get("additionalProperties", True)
-    return all(name in value for name in required) and all(valid(item, named.get(name, others)) for name, item in value.items())
+    return all(name in value for name in required) and all(
+        valid(item, named.get(name, others)) for name, item in value.items()
+    )

@@ -1,4 +1,5 @@
-"""How good a model is at tasks' held-out questions: what is asked for, what comes back, and pass@k. No torch: the command line reads it."""
+"""How good a model is at tasks' held-out questions: what is asked for, what comes back, and pass@k.
+No torch: the command line reads it."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that at least one of k answers drawn from `samples` is right, of which `right` are: 1 − C(n − c, k) / C(n, k).
+    """The chance that at least one of k answers drawn from `samples` is right, of which `right`
+    are: 1 − C(n − c, k) / C(n, k).
 
-    Source: Chen et al. (arXiv 2107.03374) §2.1, which shows that 1 − (1 − c/n)^k is biased. Raises ValueError unless 1 ≤ k ≤ n.
+    Source: Chen et al. (arXiv 2107.03374) §2.1, which shows that 1 − (1 − c/n)^k is biased. Raises
+    ValueError unless 1 ≤ k ≤ n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples")

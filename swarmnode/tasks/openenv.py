@@ -1,10 +1,13 @@
-"""Environments by URL: questions and rewards of an OpenEnv server that the operator of this node runs. docs/own-task.md is the guide.
+"""Environments by URL: questions and rewards of an OpenEnv server that the operator of this node
+runs. docs/own-task.md is the guide.
 
-    reset {seed} ─▶ an observation, of which one field is the question          step {field: answer} ─▶ the reward
+    reset {seed} ─▶ an observation, of which one field is the question          step {field: answer}
+    ─▶ the reward
 
-One turn, on a WebSocket of its own for each request (OpenEnv 0.10: one connection, one session). The URL is this configuration's: neither a
-manifest nor a peer can name one, and no redirection is followed. What the server says is bounded in bytes and in seconds; whatever else it
-does is one line and no reward. Every member asks a server of its own, so only a private swarm may have such a task.
+One turn, on a WebSocket of its own for each request (OpenEnv 0.10: one connection, one session).
+The URL is this configuration's: neither a manifest nor a peer can name one, and no redirection is
+followed. What the server says is bounded in bytes and in seconds; whatever else it does is one line
+and no reward. Every member asks a server of its own, so only a private swarm may have such a task.
 """
 
 from __future__ import annotations
@@ -24,7 +27,16 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from wsproto import ConnectionType, WSConnection
-from wsproto.events import AcceptConnection, CloseConnection, Event, Message, Ping, RejectConnection, Request, TextMessage
+from wsproto.events import (
+    AcceptConnection,
+    CloseConnection,
+    Event,
+    Message,
+    Ping,
+    RejectConnection,
+    Request,
+    TextMessage,
+)
 from wsproto.utilities import ProtocolError
 
 from swarmnode.errors import ConfigError, SwarmNodeError
@@ -38,13 +50,15 @@ if TYPE_CHECKING:
 ANSWER_BYTES = 2**20
 """An answer has at most so many, its frames included."""
 SECONDS = 10.0
-"""For a connection, and for each answer. A trainer that says nothing for half a minute is taken for hung."""
+"""For a connection, and for each answer. A trainer that says nothing for half a minute is taken for
+hung."""
 PROBES = 4
 """Questions by which an environment is known again, each asked twice."""
 
 
 class Failed(SwarmNodeError):
-    """Raised when a server cannot be reached, or says what no OpenEnv server says. The connection is of no more use."""
+    """Raised when a server cannot be reached, or says what no OpenEnv server says. The connection
+    is of no more use."""
 
 
 class StepRefused(SwarmNodeError):
@@ -62,13 +76,18 @@ class Source:
     """Field of an action that the answer goes into."""
     template: str
     content: str
-    """32 hex digits over the questions of the first seeds: servers that ask the same are one task."""
+    """32 hex digits over the questions of the first seeds: servers that ask the same are one
+    task."""
 
 
-_UNTRUSTED = "whoever issued it has to be trusted by this machine, or be in the file that SSL_CERT_FILE names"
+_UNTRUSTED = (
+    "whoever issued it has to be trusted by this machine, or be in the file that SSL_CERT_FILE"
+    " names"
+)
 _MISNAMED = "name the server as its certificate does"
 _REMEDIES = {18: _UNTRUSTED, 19: _UNTRUSTED, 20: _UNTRUSTED, 62: _MISNAMED, 64: _MISNAMED}
-"""By OpenSSL's X509_V_ERR: self-signed, by itself and in a chain; no issuer found; another host name; another address."""
+"""By OpenSSL's X509_V_ERR: self-signed, by itself and in a chain; no issuer found; another host
+name; another address."""
 
 
 class _Data(msgspec.Struct):
@@ -88,9 +107,12 @@ _decode = msgspec.json.Decoder(_Reply).decode
 
 
 class Session:
-    """A connection to a server, and one episode after another on it. Every method raises Failed; a context manager."""
+    """A connection to a server, and one episode after another on it. Every method raises Failed; a
+    context manager."""
 
-    def __init__(self, url: str, seconds: float = SECONDS, alive: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, url: str, seconds: float = SECONDS, alive: Callable[[], None] = lambda: None
+    ) -> None:
         """seconds: until it is connected, and for each answer; alive: called after each."""
         self._url, self._seconds, self._alive = url, seconds, alive
         self._until, self._received = time.monotonic() + seconds, 0
@@ -105,7 +127,11 @@ class Session:
             self._send(Request(host=parts.netloc, target=path))
             answer = self._next()
             if not isinstance(answer, AcceptConnection):
-                status = f"HTTP {answer.status_code}" if isinstance(answer, RejectConnection) else type(answer).__name__
+                status = (
+                    f"HTTP {answer.status_code}"
+                    if isinstance(answer, RejectConnection)
+                    else type(answer).__name__
+                )
                 raise Failed(f"{url} does not speak OpenEnv's WebSocket: {status} for {path}")
         except BaseException:
             self._socket.close()
@@ -117,28 +143,41 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def reset(self, seed: int, field: str) -> str:
         """The text of an observation's field at the beginning of an episode. Raises StepRefused."""
         observation = self._ask("reset", {"seed": seed}).observation
         if field not in observation:
-            raise Failed(f"{self._url}: its observation has no field {field!r}, only {', '.join(sorted(observation)[:12])[:200]}")
+            raise Failed(
+                f"{self._url}: its observation has no field {field!r}, only"
+                f" {', '.join(sorted(observation)[:12])[:200]}"
+            )
         raw = bytes(observation[field])
         try:
             text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise self._failed(error) from None
         if not 0 < len(text) <= PROMPT_CHARACTERS:
-            raise Failed(f"{self._url}: a question of {len(text)} characters, not 1 to {PROMPT_CHARACTERS}")
+            raise Failed(
+                f"{self._url}: a question of {len(text)} characters, not 1 to {PROMPT_CHARACTERS}"
+            )
         return text
 
     def step(self, field: str, answer: str) -> float:
-        """The reward of an action, which may be any finite number. Raises StepRefused, also where there is none."""
+        """The reward of an action, which may be any finite number. Raises StepRefused, also where
+        there is none."""
         reward = self._ask("step", {field: answer}).reward
         if reward is None:
-            raise StepRefused("the first step gave no reward: only environments of one turn can be trained on")
+            raise StepRefused(
+                "the first step gave no reward: only environments of one turn can be trained on"
+            )
         return float(reward)
 
     def _ask(self, kind: str, data: dict[str, object]) -> _Data:
@@ -158,7 +197,10 @@ class Session:
         except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
             raise Failed(f"{self._url}: not an answer of OpenEnv: {str(error)[:200]}") from None
         if reply.type == "error":
-            raise StepRefused(f"{kind} was refused: {' '.join(reply.data.message.split())[:200] or 'without a word'}")
+            raise StepRefused(
+                f"{kind} was refused:"
+                f" {' '.join(reply.data.message.split())[:200] or 'without a word'}"
+            )
         if reply.type != "observation":
             raise Failed(f"{self._url}: {reply.type[:40]!r} instead of an observation")
         return reply.data
@@ -173,7 +215,10 @@ class Session:
                     elif isinstance(event, Message | AcceptConnection | RejectConnection):
                         return event
                     elif isinstance(event, CloseConnection):
-                        raise Failed(f"{self._url}: it closed the connection ({event.code} {(event.reason or '')[:80]})")
+                        raise Failed(
+                            f"{self._url}: it closed the connection ({event.code}"
+                            f" {(event.reason or '')[:80]})"
+                        )
                 self._socket.settimeout(self._left())
                 data = self._socket.recv(65536)
                 self._received += len(data)
@@ -198,11 +243,21 @@ class Session:
         return left
 
     def _failed(self, error: Exception) -> Failed:
-        why = f"no answer within {self._seconds:g} s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        why = (
+            f"no answer within {self._seconds:g} s"
+            if isinstance(error, TimeoutError)
+            else str(error) or type(error).__name__
+        )
         if isinstance(error, ssl.SSLCertVerificationError):
-            why = f"its certificate: {error.verify_message[:90]}; {_REMEDIES.get(error.verify_code, 'nobody is asked without a valid one')}"
+            why = (
+                f"its certificate: {error.verify_message[:90]};"
+                f" {_REMEDIES.get(error.verify_code, 'nobody is asked without a valid one')}"
+            )
         elif isinstance(error, ssl.SSLError):
-            why = f"{(error.reason or why)[:120]}: a server without TLS is named with http:// or ws://"
+            why = (
+                f"{(error.reason or why)[:120]}: a server without TLS is named with http:// or"
+                " ws://"
+            )
         return Failed(f"{self._url}: {' '.join(why.split())[:200]}")
 
 
@@ -220,21 +275,27 @@ def _connected(url: SplitResult, seconds: float) -> socket.socket:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed that a server is given for an address: 32 bits, since NumPy's generators take no more, and odd for held-out questions."""
+    """The seed that a server is given for an address: 32 bits, since NumPy's generators take no
+    more, and odd for held-out questions."""
     digest = hashlib.blake2b((seed + index).to_bytes(8, "big"), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1 << 1 | seeds.is_evaluation(seed)
 
 
 def content_of(session: Session, url: str, field: str) -> str:
-    """What an environment asks, as 32 hex digits. Raises Failed, also where the same seed gives two questions, and StepRefused."""
+    """What an environment asks, as 32 hex digits. Raises Failed, also where the same seed gives two
+    questions, and StepRefused."""
     first, second = ([session.reset(seed, field) for seed in range(PROBES)] for _ in range(2))
     if first != second:
-        raise Failed(f"{url}: the same seed gave two questions: reset has to draw everything from the seed that it is given")
+        raise Failed(
+            f"{url}: the same seed gave two questions: reset has to draw everything from the seed"
+            " that it is given"
+        )
     return hashlib.blake2b(json.dumps(first).encode(), digest_size=16).hexdigest()
 
 
 def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
-    """Ask the server of `task` what it asks, or find what it said before: a node starts although its server does not run just now.
+    """Ask the server of `task` what it asks, or find what it said before: a node starts although
+    its server does not run just now.
 
     Raises ConfigError, which names the remedy.
     """
@@ -242,15 +303,28 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     check_asked(where, config)
     unused = sorted(config.model_fields_set - {"source", "prompt", "answer", "template", "extract"})
     if unused:
-        raise ConfigError(f"{where}: {', '.join(unused)}: not of an environment, whose server asks and judges")
+        raise ConfigError(
+            f"{where}: {', '.join(unused)}: not of an environment, whose server asks and judges"
+        )
     try:
         parts = urlsplit(config.source)
-        usable = bool(parts.hostname) and parts.port != 0 and parts.username is None and not parts.query and not parts.fragment
+        usable = (
+            bool(parts.hostname)
+            and parts.port != 0
+            and parts.username is None
+            and not parts.query
+            and not parts.fragment
+        )
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"{where}: {config.source[:120]!r} is not the URL of a server, such as ws://127.0.0.1:8000")
-    key = hashlib.blake2b(json.dumps([config.source, config.prompt]).encode(), digest_size=8).hexdigest()
+        raise ConfigError(
+            f"{where}: {config.source[:120]!r} is not the URL of a server, such as"
+            " ws://127.0.0.1:8000"
+        )
+    key = hashlib.blake2b(
+        json.dumps([config.source, config.prompt]).encode(), digest_size=8
+    ).hexdigest()
     kept = directory / f"{task.partition('/')[2]}-{key}.environment"
     try:
         content = kept.read_text()
@@ -264,5 +338,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
         except (Failed, StepRefused) as error:
             raise ConfigError(f"{where}: {error}") from None
         except OSError as error:
-            raise ConfigError(f"{where}: cannot keep what it asks in {directory}: {error.strerror}") from None
+            raise ConfigError(
+                f"{where}: cannot keep what it asks in {directory}: {error.strerror}"
+            ) from None
     return Source(config.source, config.prompt, config.answer, config.template, content)

@@ -1,15 +1,19 @@
-"""Tasks that the owner of this node brings: `package.module:function`, named in `task.modules`. docs/own-task.md is the guide.
+"""Tasks that the owner of this node brings: `package.module:function`, named in `task.modules`.
+docs/own-task.md is the guide.
 
-    parents   find the file ─ hash what is in it ─▶ task version          nothing of it is imported, or run
+    parents   find the file ─ hash what is in it ─▶ task version          nothing of it is imported,
+    or run
     scorer    find the file ─ hash it again, equal? ─ import ─ lock in ─ try it ─▶ ready
 
-A function takes a `random.Random` and its settings, and returns the prompt and the function that gives an answer its reward, 0 to 1:
+A function takes a `random.Random` and its settings, and returns the prompt and the function that
+gives an answer its reward, 0 to 1:
 
     def reverse(rng, letters=4):
         word = "".join(rng.choice("abcdefgh") for _ in range(letters))
         return f"Spell this backward: {word}", lambda answer: float(answer == word[::-1])
 
-Its code is part of its identity. Nodes with other code have another task version, and so are of another swarm.
+Its code is part of its identity. Nodes with other code have another task version, and so are of
+another swarm.
 """
 
 from __future__ import annotations
@@ -40,19 +44,21 @@ FILES, BYTES = 1024, 16 * 2**20
 HELD_OUT = 16
 """One prompt in so many is held out."""
 DRAWS = 8 * HELD_OUT
-"""Attempts to draw a question of the right side; a task of so few questions that none is found asks one of the other side."""
+"""Attempts to draw a question of the right side; a task of so few questions that none is found asks
+one of the other side."""
 _OURS = str(Path(__file__).parents[1])
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 WEIGHT = "weight."
-"""Settings that begin so are weights of a reward's components, and are not given to the function."""
+"""Settings that begin so are weights of a reward's components, and are not given to the
+function."""
 COMPONENTS = 8
 COMPONENT_CHARACTERS = 32
 
 Generator = Callable[..., tuple[str, Callable[[str], Value]]]
 RewardFunction = Callable[..., Sequence[Value | None]]
-"""TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each completion, or None for no opinion. More
-than TRL's: in place of a number, components by name."""
+"""TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each
+completion, or None for no opinion. More than TRL's: in place of a number, components by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +74,29 @@ class Source:
 
 
 def find(task: str) -> Source:
-    """The source of `package.module:function`, found as an import would find it but without importing anything.
+    """The source of `package.module:function`, found as an import would find it but without
+    importing anything.
 
     Raises ConfigError when it is not so written, not installed, or could stand for something else.
     """
     match = NAME.fullmatch(task)
     if match is None:
-        raise ConfigError(f"task.modules: {task[:80]!r} is not <module>:<function>, such as 'words:reverse'")
+        raise ConfigError(
+            f"task.modules: {task[:80]!r} is not <module>:<function>, such as 'words:reverse'"
+        )
     module = match[1]
     top, *rest = module.split(".")
     if top in sys.stdlib_module_names or top == "swarmnode":
         whose = "swarmnode" if top == "swarmnode" else "Python"
-        raise ConfigError(f"task.modules: {task!r}: {top!r} is a module of {whose} itself; rename yours")
+        raise ConfigError(
+            f"task.modules: {task!r}: {top!r} is a module of {whose} itself; rename yours"
+        )
     spec = _spec(top)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"task.modules: {task!r}: no module {top!r} is installed for {sys.executable}: pip install it there")
+        raise ConfigError(
+            f"task.modules: {task!r}: no module {top!r} is installed for {sys.executable}: pip"
+            " install it there"
+        )
     origin = Path(spec.origin)
     path = origin.parent if spec.submodule_search_locations else origin
     if origin.suffix != ".py" or not origin.is_file():
@@ -93,9 +107,12 @@ def find(task: str) -> Source:
 
 
 def _spec(top: str) -> ModuleSpec | None:
-    """Where a top-level module is. Finders of such look at names and files and run none of them; those of submodules run the package."""
+    """Where a top-level module is. Finders of such look at names and files and run none of them;
+    those of submodules run the package."""
     for finder in sys.meta_path:
-        find_spec: Callable[[str, None], ModuleSpec | None] | None = getattr(finder, "find_spec", None)
+        find_spec: Callable[[str, None], ModuleSpec | None] | None = getattr(
+            finder, "find_spec", None
+        )
         if find_spec is not None and (spec := find_spec(top, None)) is not None:
             return spec
     return None
@@ -103,15 +120,21 @@ def _spec(top: str) -> ModuleSpec | None:
 
 def _is_there(path: Path, rest: list[str]) -> bool:
     inner = path.joinpath(*rest)
-    return path.is_dir() and (inner.with_suffix(".py").is_file() or (inner / "__init__.py").is_file())
+    return path.is_dir() and (
+        inner.with_suffix(".py").is_file() or (inner / "__init__.py").is_file()
+    )
 
 
 def _hash(path: Path, task: str) -> str:
-    """Over names and contents of all files of a package, data included, since a list of words decides questions like code does."""
+    """Over names and contents of all files of a package, data included, since a list of words
+    decides questions like code does."""
     files = [path] if path.is_file() else sorted(_files(path))
     if len(files) > FILES or sum(file.stat().st_size for file in files) > BYTES:
         limits = f"{FILES} files or {BYTES >> 20} MiB"
-        raise ConfigError(f"task.modules: {task!r}: {path} is larger than {limits}: give the task a package of its own")
+        raise ConfigError(
+            f"task.modules: {task!r}: {path} is larger than {limits}: give the task a package of"
+            " its own"
+        )
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         data = file.read_bytes()
@@ -129,12 +152,15 @@ def _files(folder: Path) -> list[Path]:
 
 
 class OwnTask:
-    """One task of its owner's. Imported by the scorer child only: making one runs the owner's code."""
+    """One task of its owner's. Imported by the scorer child only: making one runs the owner's
+    code."""
 
     def __init__(self, task: str, source: Source, settings: Mapping[str, object]) -> None:
         """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
         self._task = task
-        self._settings = {name: value for name, value in settings.items() if not name.startswith(WEIGHT)}
+        self._settings = {
+            name: value for name, value in settings.items() if not name.startswith(WEIGHT)
+        }
         self.weights = weights_of(settings)
         self._generate: Generator = _imported("task.modules", task, source)
         self._splits = "split" in inspect.signature(self._generate).parameters
@@ -142,12 +168,15 @@ class OwnTask:
     def item(self, seed: int, index: int) -> Item:
         """The question at (seed, index): for an evaluation seed one that training never asks.
 
-        A function with a parameter `split` is told "train" or "test" and keeps them apart itself. Of one without, a draw whose prompt is of
-        the other side, by its hash, is drawn again: a sixteenth of all prompts are held out.
+        A function with a parameter `split` is told "train" or "test" and keeps them apart itself.
+        Of one without, a draw whose prompt is of the other side, by its hash, is drawn again: a
+        sixteenth of all prompts are held out.
         """
         held_out = seeds.is_evaluation(seed)
         if self._splits:
-            return self._draw(random.Random(seed + index), {"split": "test" if held_out else "train"})
+            return self._draw(
+                random.Random(seed + index), {"split": "test" if held_out else "train"}
+            )
         item = self._draw(random.Random(seed + index), {})
         for attempt in range(1, DRAWS):
             if _is_held_out(item.prompt) == held_out:
@@ -158,29 +187,45 @@ class OwnTask:
     def _draw(self, rng: random.Random, split: Mapping[str, str]) -> Item:
         prompt, reward = self._generate(rng, **split, **self._settings)
         if not isinstance(prompt, str) or not 0 < len(prompt) <= PROMPT_CHARACTERS:
-            raise TypeError(f"{self._task} made a prompt that is not a text of 1 to {PROMPT_CHARACTERS} characters")
+            raise TypeError(
+                f"{self._task} made a prompt that is not a text of 1 to {PROMPT_CHARACTERS}"
+                " characters"
+            )
         return Item(prompt, "", lambda answer: reward(answer))
 
     def prove(self) -> None:
-        """Make a few questions and judge an answer, locked in as it will be. Raises ConfigError for what would go wrong later."""
+        """Make a few questions and judge an answer, locked in as it will be. Raises ConfigError for
+        what would go wrong later."""
         try:
             for index in range(3):
                 first, second = self.item(0, index), self.item(0, index)
                 reward, _ = total(first.reward(""), self.weights)
                 if first.prompt != second.prompt:
-                    raise ValueError("the same seed gave two questions: draw from the random.Random that it is given, and nothing else")
+                    raise ValueError(
+                        "the same seed gave two questions: draw from the random.Random that it is"
+                        " given, and nothing else"
+                    )
                 if not 0.0 <= reward <= 1.0:
                     raise ValueError(f"its reward for an empty answer is {reward}, not in 0 to 1")
         except Exception as error:
-            raise ConfigError(f"task.modules: {self._task!r} does not work: {one_line(error)}") from error
+            raise ConfigError(
+                f"task.modules: {self._task!r} does not work: {one_line(error)}"
+            ) from error
 
 
 def _is_held_out(prompt: str) -> bool:
-    return int.from_bytes(hashlib.blake2b(prompt.encode(errors="replace"), digest_size=8).digest(), "big") % HELD_OUT == 0
+    return (
+        int.from_bytes(
+            hashlib.blake2b(prompt.encode(errors="replace"), digest_size=8).digest(), "big"
+        )
+        % HELD_OUT
+        == 0
+    )
 
 
 def reward_function(name: str, source: Source) -> RewardFunction:
-    """The owner's reward function `module:function` of a dataset. Runs its code. Raises ConfigError."""
+    """The owner's reward function `module:function` of a dataset. Runs its code. Raises
+    ConfigError."""
     function: RewardFunction = _imported("task.datasets", name, source)
     return function
 
@@ -193,12 +238,18 @@ def check_weights(where: str, settings: Mapping[str, object]) -> None:
 
 
 def weights_of(settings: Mapping[str, object]) -> dict[str, float]:
-    """Weights of a reward's components, by name, among a task's settings; one that is not there weighs 1."""
-    return {name.removeprefix(WEIGHT): float(str(value)) for name, value in settings.items() if name.startswith(WEIGHT)}
+    """Weights of a reward's components, by name, among a task's settings; one that is not there
+    weighs 1."""
+    return {
+        name.removeprefix(WEIGHT): float(str(value))
+        for name, value in settings.items()
+        if name.startswith(WEIGHT)
+    }
 
 
 def total(value: Value, weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """(reward, its components by name) of what an owner's code returned: the mean of the components by their weights, 1 where none is said.
+    """(reward, its components by name) of what an owner's code returned: the mean of the components
+    by their weights, 1 where none is said.
 
     Raises ValueError, and TypeError, for what is not from 0 to 1 each.
     """
@@ -206,13 +257,24 @@ def total(value: Value, weights: Mapping[str, float]) -> tuple[float, dict[str, 
         return _checked(value, ""), {}
     if not 0 < len(value) <= COMPONENTS:
         raise ValueError(f"a reward of {len(value)} components, not 1 to {COMPONENTS}")
-    components = {str(name)[:COMPONENT_CHARACTERS]: _checked(number, f" of {name}") for name, number in value.items()}
+    components = {
+        str(name)[:COMPONENT_CHARACTERS]: _checked(number, f" of {name}")
+        for name, number in value.items()
+    }
     if len(components) < len(value):
-        raise ValueError(f"names of components are the same in their first {COMPONENT_CHARACTERS} characters")
+        raise ValueError(
+            f"names of components are the same in their first {COMPONENT_CHARACTERS} characters"
+        )
     weighed = sum(weights.get(name, 1.0) for name in components)
     if weighed <= 0:
         raise ValueError(f"all components ({', '.join(components)}) have the weight 0")
-    return min(1.0, sum(weights.get(name, 1.0) * number for name, number in components.items()) / weighed), components
+    return (
+        min(
+            1.0,
+            sum(weights.get(name, 1.0) * number for name, number in components.items()) / weighed,
+        ),
+        components,
+    )
 
 
 def _checked(number: float, what: str) -> float:
@@ -222,9 +284,14 @@ def _checked(number: float, what: str) -> float:
     return number
 
 
-def reward_of(function: RewardFunction, prompt: str, completion: str, columns: Mapping[str, object]) -> Value:
-    """What an owner's reward function gives one completion; None is 0. Raises whatever it raises, and ValueError for the wrong count."""
-    rewards = list(function([prompt], [completion], **{name: [value] for name, value in columns.items()}))
+def reward_of(
+    function: RewardFunction, prompt: str, completion: str, columns: Mapping[str, object]
+) -> Value:
+    """What an owner's reward function gives one completion; None is 0. Raises whatever it raises,
+    and ValueError for the wrong count."""
+    rewards = list(
+        function([prompt], [completion], **{name: [value] for name, value in columns.items()})
+    )
     if len(rewards) != 1:
         raise ValueError(f"it returned {len(rewards)} rewards for one completion")
     return 0.0 if rewards[0] is None else rewards[0]
@@ -244,7 +311,8 @@ def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception of somebody's code in one line, with the place in a file that is not ours where it was raised."""
+    """An exception of somebody's code in one line, with the place in a file that is not ours where
+    it was raised."""
     where = ""
     frame = error.__traceback__
     while frame is not None:
@@ -256,17 +324,24 @@ def one_line(error: BaseException) -> str:
 
 
 def imported_from(source: Source, name: str) -> None:
-    """Import exactly the file that was hashed: not another of that name on the path, nor bytecode that lies beside it.
+    """Import exactly the file that was hashed: not another of that name on the path, nor bytecode
+    that lies beside it.
 
-    name: of the task, for people. Raises ConfigError when the file has changed, and whatever it raises.
+    name: of the task, for people. Raises ConfigError when the file has changed, and whatever it
+    raises.
     """
     if _hash(Path(source.path), name) != source.content:
-        raise ConfigError(f"{name!r} has changed in {source.path} since this node started: restart it, or put the file back")
+        raise ConfigError(
+            f"{name!r} has changed in {source.path} since this node started: restart it, or put the"
+            " file back"
+        )
     if source.top in sys.modules:
         return
     folder = Path(source.path)
     file, inside = (folder / "__init__.py", [source.path]) if folder.is_dir() else (folder, None)
-    spec = importlib.util.spec_from_file_location(source.top, file, submodule_search_locations=inside)
+    spec = importlib.util.spec_from_file_location(
+        source.top, file, submodule_search_locations=inside
+    )
     assert spec is not None
     assert spec.loader is not None
     sys.modules[source.top] = module = importlib.util.module_from_spec(spec)
@@ -276,7 +351,8 @@ def imported_from(source: Source, name: str) -> None:
 def load(tasks: Mapping[str, tuple[Source, Mapping[str, object]]]) -> dict[str, OwnTask]:
     """The owner's tasks in a process that has nothing to lose yet. Raises ConfigError.
 
-    A library that starts threads would keep them outside the sandbox's filter, which is a thread's own: so there must be none.
+    A library that starts threads would keep them outside the sandbox's filter, which is a thread's
+    own: so there must be none.
     """
     if not tasks:
         return {}
@@ -286,12 +362,21 @@ def load(tasks: Mapping[str, tuple[Source, Mapping[str, object]]]) -> dict[str, 
 
 @contextlib.contextmanager
 def importing(names: str) -> Iterator[None]:
-    """Around imports of an owner's code in the scorer child. Raises ConfigError when they left a thread behind."""
-    sys.pycache_prefix = os.devnull  # bytecode is found by the time and size of its source; we go by content
+    """Around imports of an owner's code in the scorer child. Raises ConfigError when they left a
+    thread behind."""
+    # bytecode is found by the time and size of its source; we go by content
+    sys.pycache_prefix = os.devnull
     os.environ.update(dict.fromkeys(THREADS, "1"))
     yield
     for name in THREADS:
         del os.environ[name]
     if sys.platform == "linux" and (threads := len(os.listdir("/proc/self/task"))) > 1:
-        remedy = ": name the dataset in task.datasets instead" if {"datasets", "pyarrow", "pandas"} & set(sys.modules) else ""
-        raise ConfigError(f"task.modules: {names}: importing them started {threads - 1} threads, which a sandbox cannot hold{remedy}")
+        remedy = (
+            ": name the dataset in task.datasets instead"
+            if {"datasets", "pyarrow", "pandas"} & set(sys.modules)
+            else ""
+        )
+        raise ConfigError(
+            f"task.modules: {names}: importing them started {threads - 1} threads, which a sandbox"
+            f" cannot hold{remedy}"
+        )

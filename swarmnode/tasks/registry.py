@@ -1,7 +1,9 @@
-"""The tasks a node may train on. A short list on purpose: each scorer on it has been read (docs/tasks.md says what it does with an answer).
+"""The tasks a node may train on. A short list on purpose: each scorer on it has been read
+(docs/tasks.md says what it does with an answer).
 
-This module is imported everywhere and therefore does not import reasoning-gym: only its version is looked up. Nor does it import the tasks
-that the node's owner brings (`install`): their files are hashed.
+This module is imported everywhere and therefore does not import reasoning-gym: only its version is
+looked up. Nor does it import the tasks that the node's owner brings (`install`): their files are
+hashed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from swarmnode.tasks import openenv
 
 ADAPTER_VERSION = "1"
-"""Enters every task version: change it when the adapter (`gym`) or what counts as the answer (`answers.answer_of`) changes."""
+"""Enters every task version: change it when the adapter (`gym`) or what counts as the answer
+(`answers.answer_of`) changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class TaskSpec:
     id: str
     kind: Literal["builtin", "reasoning_gym", "own", "dataset", "environment"]
     generator: str
-    """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as `arithmetic.chain_sum`, `module:function`, a
-    dataset's verifier, `openenv`."""
+    """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as
+    `arithmetic.chain_sum`, `module:function`, a dataset's verifier, `openenv`."""
     settings: Mapping[str, object]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
@@ -57,14 +60,18 @@ class TaskSpec:
 
     @property
     def levels(self) -> int:
-        """Difficulties, 0 the first: as many as a setting has numbers, or a dataset's column values."""
+        """Difficulties, 0 the first: as many as a setting has numbers, or a dataset's column
+        values."""
         if self.rows is not None:
             return self.rows.levels
         return next((len(value) for value in self.settings.values() if isinstance(value, list)), 1)
 
     def at(self, difficulty: int) -> TaskSpec:
         """The same at one difficulty alone, 0 to `levels` − 1."""
-        only = {name: value[difficulty] if isinstance(value, list) else value for name, value in self.settings.items()}
+        only = {
+            name: value[difficulty] if isinstance(value, list) else value
+            for name, value in self.settings.items()
+        }
         return replace(self, settings=MappingProxyType(only))
 
 
@@ -81,24 +88,52 @@ _SPECS = (
     _builtin("sum", terms=2),
     _gym("arithmetic", "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
     _gym(
-        "arithmetic", "basic_arithmetic",
-        min_terms=2, max_terms=2, min_digits=1, max_digits=1, operators=("+", "-", "*"), allow_parentheses=False, allow_negation=False,
+        "arithmetic",
+        "basic_arithmetic",
+        min_terms=2,
+        max_terms=2,
+        min_digits=1,
+        max_digits=1,
+        operators=("+", "-", "*"),
+        allow_parentheses=False,
+        allow_negation=False,
     ),
     _gym("algorithmic", "base_conversion", min_base=2, max_base=3, min_value=0, max_value=15),
     _gym("algorithmic", "spell_backward", min_word_len=3, max_word_len=4),
     _gym("arithmetic", "gcd", min_value=1, max_value=20),
     _gym("arithmetic", "lcm", min_value=1, max_value=9),
     _gym("arithmetic", "count_bits", min_n=1, max_n=63),
-    _gym("arithmetic", "fraction_simplification", min_value=1, max_value=9, min_factor=2, max_factor=4, styles=("plain",)),
+    _gym(
+        "arithmetic",
+        "fraction_simplification",
+        min_value=1,
+        max_value=9,
+        min_factor=2,
+        max_factor=4,
+        styles=("plain",),
+    ),
     _gym("arithmetic", "products", min_digits=1, max_digits=1),
     # those above are small enough for the embedded policy, these are for models that can read
-    _gym("arithmetic", "leg_counting", min_animals=3, max_animals=10, min_instances=1, max_instances=15),
+    _gym(
+        "arithmetic",
+        "leg_counting",
+        min_animals=3,
+        max_animals=10,
+        min_instances=1,
+        max_instances=15,
+    ),
     _gym("algorithmic", "count_primes", min_n=1, max_n=1000),
     _gym("algorithmic", "letter_counting", min_words=5, max_words=15),
     _gym("algorithmic", "caesar_cipher", min_words=3, max_words=8, min_rotation=1, max_rotation=25),
     _gym("algorithmic", "binary_alternation", min_n=10, max_n=30, p_solvable=0.8),
-    _gym("algorithmic", "string_synthesis", min_initial_blocks=0, max_initial_blocks=5, max_iterations=1000),
-)  # fmt: skip
+    _gym(
+        "algorithmic",
+        "string_synthesis",
+        min_initial_blocks=0,
+        max_initial_blocks=5,
+        max_iterations=1000,
+    ),
+)
 _OURS = {spec.id: spec for spec in _SPECS}
 _TASKS = dict(_OURS)
 TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
@@ -113,29 +148,38 @@ ENVIRONMENT_NAME = re.compile(r"env/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 _EVAL = "its scorer passes the answer to eval()"
 _SYMPY = "its scorer passes the answer to sympy.parse_expr(), which is eval()"
-REFUSED: Mapping[str, str] = MappingProxyType({
-    "rg/binary_matrix": _EVAL,
-    "rg/countdown": _SYMPY,
-    "rg/intermediate_integration": _SYMPY,
-    "rg/n_queens": _EVAL,
-    "rg/polynomial_multiplication": _SYMPY,
-    "rg/puzzle24": _SYMPY,
-    "rg/simple_integration": _SYMPY,
-    "rg/spiral_matrix": _EVAL,
-    "rg/string_insertion": _EVAL,
-})  # fmt: skip
-"""reasoning-gym datasets (0.1.25) known to execute answer text, and how. The others that are not in TASKS are refused as unread."""
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "rg/binary_matrix": _EVAL,
+        "rg/countdown": _SYMPY,
+        "rg/intermediate_integration": _SYMPY,
+        "rg/n_queens": _EVAL,
+        "rg/polynomial_multiplication": _SYMPY,
+        "rg/puzzle24": _SYMPY,
+        "rg/simple_integration": _SYMPY,
+        "rg/spiral_matrix": _EVAL,
+        "rg/string_insertion": _EVAL,
+    }
+)
+"""reasoning-gym datasets (0.1.25) known to execute answer text, and how. The others that are not in
+TASKS are refused as unread."""
 
 
 @functools.cache
 def task_version(task_id: str) -> str:
-    """16 hex digits over everything that decides a question and its reward: nodes with equal versions regenerate equal questions.
+    """16 hex digits over everything that decides a question and its reward: nodes with equal
+    versions regenerate equal questions.
 
-    Raises KeyError for a task that is not on the list, Unavailable when reasoning-gym is not installed.
+    Raises KeyError for a task that is not on the list, Unavailable when reasoning-gym is not
+    installed.
     """
     spec = TASKS[task_id]
     if spec.rows is not None:
-        judge = ["own", spec.source.content] if spec.source is not None else ["swarmnode", verifiers.VERSION]
+        judge = (
+            ["own", spec.source.content]
+            if spec.source is not None
+            else ["swarmnode", verifiers.VERSION]
+        )
         source = ["dataset", spec.rows.content, spec.extract, *judge]
     elif spec.environment is not None:
         source = ["openenv", spec.environment.content, spec.extract]
@@ -147,10 +191,22 @@ def task_version(task_id: str) -> str:
         try:
             source = ["reasoning-gym", importlib.metadata.version("reasoning-gym")]
         except importlib.metadata.PackageNotFoundError:
-            raise Unavailable(f"task {task_id} needs reasoning-gym, which is not installed") from None
+            raise Unavailable(
+                f"task {task_id} needs reasoning-gym, which is not installed"
+            ) from None
     if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
         source = [*source, spec.extract]
-    canonical = json.dumps([ADAPTER_VERSION, spec.id, source, spec.generator, dict(spec.settings), spec.max_answer_bytes], sort_keys=True)
+    canonical = json.dumps(
+        [
+            ADAPTER_VERSION,
+            spec.id,
+            source,
+            spec.generator,
+            dict(spec.settings),
+            spec.max_answer_bytes,
+        ],
+        sort_keys=True,
+    )
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
@@ -161,50 +217,76 @@ def task_weights(task_id: str) -> dict[str, float]:
 
 
 def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> None:
-    """Add the tasks that this node's owner names (`task.modules`, `task.settings`) to the list, for this process. None of them is run.
+    """Add the tasks that this node's owner names (`task.modules`, `task.settings`) to the list, for
+    this process. None of them is run.
 
-    No name in a manifest, which is a stranger's, gets here. Raises ConfigError when one cannot be found.
+    No name in a manifest, which is a stranger's, gets here. Raises ConfigError when one cannot be
+    found.
     """
     for task in modules:
         if len(task) > TASK_ID_BYTES:
             raise ConfigError(f"task.modules: {task!r} is longer than {TASK_ID_BYTES} characters")
         arguments = MappingProxyType(dict(settings.get(task, {})))
         if any(isinstance(value, list) for value in arguments.values()):
-            raise ConfigError(f"task.settings.{task}: a list is for difficulties, which only the tasks of reasoning-gym have")
+            raise ConfigError(
+                f"task.settings.{task}: a list is for difficulties, which only the tasks of"
+                " reasoning-gym have"
+            )
         own.check_weights(f"task.settings.{task}", arguments)
         _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, own.find(task))
     for task, given in settings.items():
         if task in _OURS:
             _TASKS[task] = _adjusted(_OURS[task], given)
         elif task not in modules:
-            raise ConfigError(f"task.settings: {task!r} is neither in task.modules nor a task of ours; a dataset has its own settings")
+            raise ConfigError(
+                f"task.settings: {task!r} is neither in task.modules nor a task of ours; a dataset"
+                " has its own settings"
+            )
     task_version.cache_clear()
 
 
 def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
-    """One of our tasks as this node's owner wants it: other numbers for its generator, and where the answer stands. Raises ConfigError.
+    """One of our tasks as this node's owner wants it: other numbers for its generator, and where
+    the answer stands. Raises ConfigError.
 
-    A list has a number for each difficulty. Only numbers: what else a generator can be told, such as operators, was chosen so that no
-    scorer runs an answer.
+    A list has a number for each difficulty. Only numbers: what else a generator can be told, such
+    as operators, was chosen so that no scorer runs an answer.
     """
-    where, numbers = f"task.settings.{spec.id}", [name for name, value in spec.settings.items() if type(value) in (int, float)]
+    where, numbers = (
+        f"task.settings.{spec.id}",
+        [name for name, value in spec.settings.items() if type(value) in (int, float)],
+    )
     extract, settings = spec.extract, dict(spec.settings)
     for name, value in given.items():
         if name == "extract":
             if value not in (*EXTRACTS, "auto"):
-                raise ConfigError(f"{where}: extract is {value!r}, not one of auto, {', '.join(EXTRACTS)}")
+                raise ConfigError(
+                    f"{where}: extract is {value!r}, not one of auto, {', '.join(EXTRACTS)}"
+                )
             extract = str(value)
         elif spec.kind != "reasoning_gym" or name not in numbers:
             known = ", ".join(["extract", *(numbers if spec.kind == "reasoning_gym" else [])])
             raise ConfigError(f"{where}: {name!r} cannot be set; there are {known}")
-        elif not all(_is_number(each, settings[name]) for each in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{where}: {name} is {value!r}, not a number from 0 to {LARGEST_SETTING} such as {settings[name]}")
+        elif not all(
+            _is_number(each, settings[name])
+            for each in (value if isinstance(value, list) else [value])
+        ):
+            raise ConfigError(
+                f"{where}: {name} is {value!r}, not a number from 0 to {LARGEST_SETTING} such as"
+                f" {settings[name]}"
+            )
         else:
             settings[name] = value
     lists = {name: value for name, value in settings.items() if isinstance(value, list)}
-    if any(not 2 <= len(value) <= dataset.LEVELS or len(value) != len(next(iter(lists.values()))) for value in lists.values()):
+    if any(
+        not 2 <= len(value) <= dataset.LEVELS or len(value) != len(next(iter(lists.values())))
+        for value in lists.values()
+    ):
         told = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
-        raise ConfigError(f"{where}: a list has a number for each difficulty, 2 to {dataset.LEVELS} and in all lists as many; here {told}")
+        raise ConfigError(
+            f"{where}: a list has a number for each difficulty, 2 to {dataset.LEVELS} and in all"
+            f" lists as many; here {told}"
+        )
     return replace(spec, settings=MappingProxyType(settings), extract=extract)
 
 
@@ -213,13 +295,20 @@ def _is_number(value: object, before: object) -> bool:
 
 
 def adjusted() -> dict[str, dict[str, object]]:
-    """Generators' settings of those of our tasks whose settings this process was told of by `install`, by task."""
-    return {name: {key: value for key, value in TASKS[name].settings.items() if value != spec.settings[key]}
-            for name, spec in _OURS.items() if TASKS[name].settings != spec.settings}  # fmt: skip
+    """Generators' settings of those of our tasks whose settings this process was told of by
+    `install`, by task."""
+    return {
+        name: {
+            key: value for key, value in TASKS[name].settings.items() if value != spec.settings[key]
+        }
+        for name, spec in _OURS.items()
+        if TASKS[name].settings != spec.settings
+    }
 
 
 def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> None:
-    """Add the datasets of this node's configuration (`task.datasets`) to the list, for this process; their rows are kept in `directory`.
+    """Add the datasets of this node's configuration (`task.datasets`) to the list, for this
+    process; their rows are kept in `directory`.
 
     Raises ConfigError when one cannot be read, or has a row that cannot be used.
     """
@@ -232,31 +321,59 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             raise ConfigError(f"task.datasets: {task!r} is not data/<name>: {allowed}")
         by_taskset = config.source.startswith(taskset.PREFIX)
         if by_taskset:  # it judges what it asks
-            if said := sorted(config.model_fields_set & {"verifier", "prompt", "answer", "weights", "revision", "subset", "split"}):
-                raise ConfigError(f"task.datasets.{task}: {', '.join(said)}: a taskset of verifiers says that itself")
+            if said := sorted(
+                config.model_fields_set
+                & {"verifier", "prompt", "answer", "weights", "revision", "subset", "split"}
+            ):
+                raise ConfigError(
+                    f"task.datasets.{task}: {', '.join(said)}: a taskset of verifiers says that"
+                    " itself"
+                )
             config = config.model_copy(update={"verifier": config.source})
         known = verifiers.VERIFIERS.get(config.verifier)
         rows = dataset.prepare(task, config, directory)
-        code = taskset.find(config.source) if by_taskset else own.find(config.verifier) if known is None else None
+        code = (
+            taskset.find(config.source)
+            if by_taskset
+            else own.find(config.verifier)
+            if known is None
+            else None
+        )
         arguments: dict[str, object] = {"verifier": config.verifier, "template": config.template}
         arguments |= {"verifiers": taskset.release()} if by_taskset else {}
         arguments |= {own.WEIGHT + name: weight for name, weight in sorted(config.weights.items())}
         own.check_weights(f"task.datasets.{task}", arguments)
         if config.weights and known is not None:
-            raise ConfigError(f"task.datasets.{task}: weights are of components, which only a reward function of yours returns")
+            raise ConfigError(
+                f"task.datasets.{task}: weights are of components, which only a reward function of"
+                " yours returns"
+            )
         _TASKS[task] = TaskSpec(
-            task, "dataset", config.verifier, MappingProxyType(arguments),
-            dataset.ANSWER_BYTES if known is not None else TEXT_BYTES, code, rows,
-            "whole" if known is None and config.extract == "auto" else config.extract, known.fallback if known is not None else "whole",
-        )  # fmt: skip
+            task,
+            "dataset",
+            config.verifier,
+            MappingProxyType(arguments),
+            dataset.ANSWER_BYTES if known is not None else TEXT_BYTES,
+            code,
+            rows,
+            "whole" if known is None and config.extract == "auto" else config.extract,
+            known.fallback if known is not None else "whole",
+        )
     task_version.cache_clear()
 
 
 def _is_environment(task: str, source: str) -> bool:
-    """Raises ConfigError where name and source disagree: by the name alone others know what a manifest asks of them."""
-    named, by_url = bool(ENVIRONMENT_NAME.fullmatch(task)) and len(task) <= TASK_ID_BYTES, bool(re.match("(ws|http)s?://", source))
+    """Raises ConfigError where name and source disagree: by the name alone others know what a
+    manifest asks of them."""
+    named, by_url = (
+        bool(ENVIRONMENT_NAME.fullmatch(task)) and len(task) <= TASK_ID_BYTES,
+        bool(re.match("(ws|http)s?://", source)),
+    )
     if named != by_url:
-        raise ConfigError(f"task.datasets: {task!r}: what has a URL for its source is named env/<name>, and nothing else is")
+        raise ConfigError(
+            f"task.datasets: {task!r}: what has a URL for its source is named env/<name>, and"
+            " nothing else is"
+        )
     return named
 
 
@@ -264,26 +381,48 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
     from swarmnode.tasks import openenv
 
     found = openenv.prepare(task, config, directory)
-    settings = {"observation": found.observation, "action": found.action, "template": found.template}
+    settings = {
+        "observation": found.observation,
+        "action": found.action,
+        "template": found.template,
+    }
     return TaskSpec(
-        task, "environment", "openenv", MappingProxyType(settings), TEXT_BYTES, environment=found,
+        task,
+        "environment",
+        "openenv",
+        MappingProxyType(settings),
+        TEXT_BYTES,
+        environment=found,
         extract="whole" if config.extract == "auto" else config.extract,
-    )  # fmt: skip
+    )
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ConfigError for the first name that is not a task of this node, saying why and what is nearest."""
+    """Raises ConfigError for the first name that is not a task of this node, saying why and what is
+    nearest."""
     seen: set[str] = set()
     for name in names:
         if name in REFUSED:
-            raise ConfigError(f"task.names: {name!r} is refused because {REFUSED[name]}: a peer could run code on this machine")
+            raise ConfigError(
+                f"task.names: {name!r} is refused because {REFUSED[name]}: a peer could run code on"
+                " this machine"
+            )
         if name not in TASKS:
             if DATASET_NAME.fullmatch(name) or ENVIRONMENT_NAME.fullmatch(name):
-                raise ConfigError(f"task.names: {name!r} is not in task.datasets, which says where it is")
+                raise ConfigError(
+                    f"task.names: {name!r} is not in task.datasets, which says where it is"
+                )
             if own.NAME.fullmatch(name):
-                raise ConfigError(f"task.names: {name!r} is not in task.modules, which names the modules that this node may load")
+                raise ConfigError(
+                    f"task.names: {name!r} is not in task.modules, which names the modules that"
+                    " this node may load"
+                )
             close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75)
-            hint = f"; the nearest that is: {close[0]!r}" if close else ", which docs/tasks.md has; a dataset is named in task.datasets"
+            hint = (
+                f"; the nearest that is: {close[0]!r}"
+                if close
+                else ", which docs/tasks.md has; a dataset is named in task.datasets"
+            )
             raise ConfigError(f"task.names: {name!r} is not on the allow-list{hint}")
         if name in seen:
             raise ConfigError(f"task.names: {name!r} is there twice")

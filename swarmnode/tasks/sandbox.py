@@ -1,16 +1,21 @@
-"""Locks the process that runs it in, for good: what the scorer child does once its tasks are loaded, before it sees a byte of text.
+"""Locks the process that runs it in, for good: what the scorer child does once its tasks are
+loaded, before it sees a byte of text.
 
 Every layer assumes that the others have failed. From the outside in:
 
     env          nothing inherited but what the interpreter needs (the client starts the child so)
     fds          only stdin, stdout and stderr are open
-    rlimits      address space, CPU seconds, file size 0, no core dump, no more processes, no more descriptors
+    rlimits      address space, CPU seconds, file size 0, no core dump, no more processes, no more
+    descriptors
     no_new_privs set-uid programs gain nothing
     parent_death killed by the kernel when the thread that started it ends
-    namespaces   own user, network and IPC namespaces: no interface, not even loopback (where the kernel lets us)
+    namespaces   own user, network and IPC namespaces: no interface, not even loopback (where the
+    kernel lets us)
     no_caps      no capability in the new user namespace
-    seccomp      the kernel refuses every system call but the few that computing and answering need (Linux on x86-64 and arm64)
-    audit        the interpreter refuses files, sockets, processes, ctypes, and also compile() and exec()
+    seccomp      the kernel refuses every system call but the few that computing and answering need
+    (Linux on x86-64 and arm64)
+    audit        the interpreter refuses files, sockets, processes, ctypes, and also compile() and
+    exec()
 
 `enter()` returns the layers that it could put up; a client shows them in its `statistics()`.
 """
@@ -26,7 +31,17 @@ import sys
 
 from swarmnode.tasks import seccomp
 
-LAYERS = ("env", "fds", "rlimits", "no_new_privs", "parent_death", "namespaces", "no_caps", "seccomp", "audit")
+LAYERS = (
+    "env",
+    "fds",
+    "rlimits",
+    "no_new_privs",
+    "parent_death",
+    "namespaces",
+    "no_caps",
+    "seccomp",
+    "audit",
+)
 
 MEMORY_BYTES = 768 * 2**20
 """Address space. The child needs about 50 MiB."""
@@ -37,17 +52,28 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
-# What goes on without the outside world. Everything else is refused, events of later Python versions included.
-_ALLOWED_EVENTS = frozenset({
-    "resource.setrlimit", "sys._getframe", "sys.unraisablehook", "sys.excepthook", "object.__getattr__", "builtins.id", "gc.get_objects",
-})  # fmt: skip
+# What goes on without the outside world. Everything else is refused, events of later Python
+# versions included.
+_ALLOWED_EVENTS = frozenset(
+    {
+        "resource.setrlimit",
+        "sys._getframe",
+        "sys.unraisablehook",
+        "sys.excepthook",
+        "object.__getattr__",
+        "builtins.id",
+        "gc.get_objects",
+    }
+)
 _ENVIRONMENT = frozenset({"PATH", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONHASHSEED"})
 
 
 def enter(parent: int) -> list[str]:
-    """Put up every layer that this machine has. `parent`: the pid that must still be our parent (else we are orphaned, and exit).
+    """Put up every layer that this machine has. `parent`: the pid that must still be our parent
+    (else we are orphaned, and exit).
 
-    Call it once, with no other thread running, after every import and every file that will ever be needed.
+    Call it once, with no other thread running, after every import and every file that will ever be
+    needed.
     """
     layers = []
     if set(os.environ) <= _ENVIRONMENT:
@@ -58,7 +84,8 @@ def enter(parent: int) -> list[str]:
     on_linux = sys.platform == "linux"
     if on_linux and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
         layers.append("namespaces")
-    if on_linux and libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:  # after unshare(), which clears it
+    # after unshare(), which clears it
+    if on_linux and libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0:
         layers.append("parent_death")
     if os.getppid() != parent:
         os._exit(0)
@@ -85,10 +112,13 @@ def enter(parent: int) -> list[str]:
 
 
 def allow_cpu(seconds: int) -> None:
-    """Let this process use at most `seconds` more of CPU time (rounded up to a whole second); beyond it the kernel kills it."""
+    """Let this process use at most `seconds` more of CPU time (rounded up to a whole second);
+    beyond it the kernel kills it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, hard)
+    )
 
 
 def _refuse(event: str, args: tuple[object, ...]) -> None:

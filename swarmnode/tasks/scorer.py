@@ -1,7 +1,9 @@
-"""The scorer child: `python -m swarmnode.tasks.scorer`. Regenerates questions and judges answers, for peers' groups and our own alike.
+"""The scorer child: `python -m swarmnode.tasks.scorer`. Regenerates questions and judges answers,
+for peers' groups and our own alike.
 
-It loads its tasks, locks itself in (`sandbox`), says so, and then answers requests on stdin with responses on stdout until stdin ends. It
-holds no key, no weight, no socket and no file, and it forgets every request. A request it cannot parse ends it: its client starts another.
+It loads its tasks, locks itself in (`sandbox`), says so, and then answers requests on stdin with
+responses on stdout until stdin ends. It holds no key, no weight, no socket and no file, and it
+forgets every request. A request it cannot parse ends it: its client starts another.
 """
 
 from __future__ import annotations
@@ -23,18 +25,27 @@ _STDIN, _STDOUT = 0, 1
 class Judge:
     """All tasks, ready to be asked."""
 
-    def __init__(self, tasks: Mapping[str, own.OwnTask | dataset.DatasetTask] | None = None) -> None:
+    def __init__(
+        self, tasks: Mapping[str, own.OwnTask | dataset.DatasetTask] | None = None
+    ) -> None:
         """`tasks`: those that the node's owner brings, datasets included."""
         self._own = tasks or {}
         gym = [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]
-        self._gym = {spec.id: [_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)] for spec in gym}
+        self._gym = {
+            spec.id: [_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)]
+            for spec in gym
+        }
 
     def item(self, task_id: str, seed: int, index: int, difficulty: int = 0) -> builtin.Item:
         """The question at an address. Raises KeyError for a task that is not on the allow-list."""
         if task_id in self._gym:
             return self._gym[task_id][difficulty].item(seed, index)
         if (brought := self._own.get(task_id)) is not None:
-            return brought.item(seed, index, difficulty) if isinstance(brought, dataset.DatasetTask) else brought.item(seed, index)
+            return (
+                brought.item(seed, index, difficulty)
+                if isinstance(brought, dataset.DatasetTask)
+                else brought.item(seed, index)
+            )
         spec = TASKS[task_id]
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
@@ -44,11 +55,14 @@ class Judge:
 
 
 def _gym_task(spec: TaskSpec) -> GymTask:
-    """One of reasoning-gym's, as it is set. Raises ConfigError for settings that it does not take."""
+    """One of reasoning-gym's, as it is set. Raises ConfigError for settings that it does not
+    take."""
     try:
         return GymTask(spec)
     except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"task.settings.{spec.id}: reasoning-gym does not take these settings: {error}") from None
+        raise ConfigError(
+            f"task.settings.{spec.id}: reasoning-gym does not take these settings: {error}"
+        ) from None
 
 
 def _prove_settings(judge: Judge) -> None:
@@ -59,13 +73,18 @@ def _prove_settings(judge: Judge) -> None:
                 for difficulty in range(TASKS[task].levels):
                     judge.item(task, 0, index, difficulty)
             except Exception as error:  # reasoning-gym's, for settings that it does not check
-                raise ConfigError(f"task.settings.{task}: no question with these settings: {own.one_line(error)}") from error
+                raise ConfigError(
+                    f"task.settings.{task}: no question with these settings: {own.one_line(error)}"
+                ) from error
 
 
 def judge(
-    question: frames.Question, item_at: Callable[[str, int, int, int], builtin.Item], weights: Mapping[str, float] = MappingProxyType({})
+    question: frames.Question,
+    item_at: Callable[[str, int, int, int], builtin.Item],
+    weights: Mapping[str, float] = MappingProxyType({}),
 ) -> frames.Scored:
-    """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not accepted the answer."""
+    """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not
+    accepted the answer."""
     try:
         item = item_at(question.task, question.seed, question.index, question.difficulty)
     except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
@@ -73,9 +92,13 @@ def judge(
     rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
     for answer in question.answers:
         try:
-            reward, made_of = (0.0, {}) if answer is None else own.total(item.reward(answer), weights)
+            reward, made_of = (
+                (0.0, {}) if answer is None else own.total(item.reward(answer), weights)
+            )
             if made_of and any(each and each.keys() != made_of.keys() for each in components):
-                raise ValueError(f"components {', '.join(made_of)}, others of this question have others")
+                raise ValueError(
+                    f"components {', '.join(made_of)}, others of this question have others"
+                )
         except (Exception, SystemExit) as error:
             reward, made_of, errors, last = 0.0, {}, errors + 1, own.one_line(error)
         rewards.append(reward)
@@ -84,8 +107,8 @@ def judge(
 
 
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
-    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request may use; `told`: the owner's tasks and
-    datasets as JSON, see `child.own_tasks`."""
+    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request
+    may use; `told`: the owner's tasks and datasets as JSON, see `child.own_tasks`."""
     try:
         tasks = _load(frames.decode_brought(told))
         judge = Judge(tasks)
@@ -104,9 +127,20 @@ def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
 
 def _load(brought: list[frames.Brought]) -> dict[str, own.OwnTask | dataset.DatasetTask]:
     """The owner's tasks and datasets. Runs the owner's code. Raises ConfigError."""
-    install([], {each.task: each.settings for each in brought if each.rows is None and each.code is None})
-    datasets = {each.task: (each.rows, each.settings, each.code) for each in brought if each.rows is not None}
-    modules = {each.task: (each.code, each.settings) for each in brought if each.rows is None and each.code is not None}
+    install(
+        [],
+        {each.task: each.settings for each in brought if each.rows is None and each.code is None},
+    )
+    datasets = {
+        each.task: (each.rows, each.settings, each.code)
+        for each in brought
+        if each.rows is not None
+    }
+    modules = {
+        each.task: (each.code, each.settings)
+        for each in brought
+        if each.rows is None and each.code is not None
+    }
     return {**own.load(modules), **dataset.load(datasets)}
 
 

@@ -1,7 +1,9 @@
-"""A kernel filter over the system calls of this process: the few that computing and answering need, and EPERM for every other one.
+"""A kernel filter over the system calls of this process: the few that computing and answering need,
+and EPERM for every other one.
 
-Written as classic BPF by hand, because the filter is forty instructions and libseccomp would be a dependency. A refused call returns EPERM
-instead of killing, so that Python code sees an ordinary PermissionError.
+Written as classic BPF by hand, because the filter is forty instructions and libseccomp would be a
+dependency. A refused call returns EPERM instead of killing, so that Python code sees an ordinary
+PermissionError.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16  # in struct seccomp_data, both machines being little-endian
+# in struct seccomp_data, both machines being little-endian
+_NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 
 # name: number on x86-64, number on arm64 (None where it has no such call)
 _CALLS: dict[str, tuple[int, int | None]] = {
@@ -55,7 +58,8 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def program(machine: str) -> bytes:
-    """The filter for `machine`, as an array of struct sock_filter (8 bytes each). Raises KeyError for a machine it has no numbers for."""
+    """The filter for `machine`, as an array of struct sock_filter (8 bytes each). Raises KeyError
+    for a machine it has no numbers for."""
     column, arch = _ARCHITECTURES[machine]
     numbers = [call[column] for call in _CALLS.values() if call[column] is not None]
     code = [
@@ -74,7 +78,8 @@ def program(machine: str) -> bytes:
 
 
 def install(libc: ctypes.CDLL) -> bool:
-    """Filter this thread's system calls from now on. Needs no_new_privs. False where the kernel or the machine has no such thing."""
+    """Filter this thread's system calls from now on. Needs no_new_privs. False where the kernel or
+    the machine has no such thing."""
     if sys.platform != "linux" or platform.machine() not in _ARCHITECTURES or sys.maxsize < 2**32:
         return False
     code = program(platform.machine())

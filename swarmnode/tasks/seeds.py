@@ -1,16 +1,18 @@
-"""Which question comes next. Every node has its own stream, nobody can choose its questions, and nobody meets the exam early.
+"""Which question comes next. Every node has its own stream, nobody can choose its questions, and
+nobody meets the exam early.
 
-A question's address is (seed, index), and reasoning-gym draws item i of a dataset from `Random(seed + i)`: two datasets whose seeds are
-close are the same stream, shifted. So a seed is the start of a block of 2**20 items and always a multiple of 2**20, and two different
-blocks share no item. A seed has 63 bits:
+A question's address is (seed, index), and reasoning-gym draws item i of a dataset from `Random(seed
++ i)`: two datasets whose seeds are close are the same stream, shifted. So a seed is the start of a
+block of 2**20 items and always a multiple of 2**20, and two different blocks share no item. A seed
+has 63 bits:
 
     bit 62        1 for evaluation, 0 for training
     bits 20..61   block: 42 bits of a hash
     bits 0..19    zero: room for the index
 
-A training block follows from (swarm, peer, sequence >> 20), so a receiver can check it. Blocks are drawn, not assigned: of n blocks in use,
-two coincide with probability about n**2 / 2**43 (a thousand nodes with a million groups each: 1e-7), and then two nodes merely meet the
-same questions.
+A training block follows from (swarm, peer, sequence >> 20), so a receiver can check it. Blocks are
+drawn, not assigned: of n blocks in use, two coincide with probability about n**2 / 2**43 (a
+thousand nodes with a million groups each: 1e-7), and then two nodes merely meet the same questions.
 """
 
 from __future__ import annotations
@@ -33,15 +35,18 @@ SEQUENCE_LIMIT = 2 ** (64 + INDEX_BITS)
 def task_seed(swarm: bytes, peer: str, sequence: int) -> tuple[int, int]:
     """The address (seed, index) of a node's question number `sequence`.
 
-    swarm: 32-byte swarm id; peer: base58 peer id; sequence: the node's own counter, 0 <= sequence < 2**84.
-    Raises ValueError when one of them is outside its range.
+    swarm: 32-byte swarm id; peer: base58 peer id; sequence: the node's own counter, 0 <= sequence <
+    2**84. Raises ValueError when one of them is outside its range.
     """
     return _address(DOMAIN_SEED, swarm, peer, sequence, b"")
 
 
-def bucket_seed(swarm: bytes, peer: str, sequence: int, task: str, difficulty: int) -> tuple[int, int]:
-    """The same where a node chooses task and difficulty itself: the question follows from that choice as well, so that it cannot look for
-    a choice under which a question that it has seen is an easy one.
+def bucket_seed(
+    swarm: bytes, peer: str, sequence: int, task: str, difficulty: int
+) -> tuple[int, int]:
+    """The same where a node chooses task and difficulty itself: the question follows from that
+    choice as well, so that it cannot look for a choice under which a question that it has seen is
+    an easy one.
 
     Raises ValueError as `task_seed`, and for a difficulty that is not in 0 to 255.
     """
@@ -50,35 +55,55 @@ def bucket_seed(swarm: bytes, peer: str, sequence: int, task: str, difficulty: i
     return _address(DOMAIN_BUCKET_SEED, swarm, peer, sequence, bytes([difficulty]) + task.encode())
 
 
-def _address(domain: bytes, swarm: bytes, peer: str, sequence: int, choice: bytes) -> tuple[int, int]:
+def _address(
+    domain: bytes, swarm: bytes, peer: str, sequence: int, choice: bytes
+) -> tuple[int, int]:
     if len(swarm) != 32:
         raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
     if not 0 <= sequence < SEQUENCE_LIMIT:
         raise ValueError("sequence is outside 0 to 2**84 - 1")
-    digest = hashlib.blake2b(domain + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big") + choice, digest_size=32).digest()
+    digest = hashlib.blake2b(
+        domain + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big") + choice,
+        digest_size=32,
+    ).digest()
     return _block(digest) << INDEX_BITS, sequence & (INDEX_SPAN - 1)
 
 
-def check_seed(swarm: bytes, peer: str, sequence: int, seed: int, index: int, chosen: tuple[str, int] | None = None) -> bool:
-    """Whether (seed, index) is what `peer` had to ask at `sequence`. Never raises: all of it may come from a peer.
+def check_seed(
+    swarm: bytes,
+    peer: str,
+    sequence: int,
+    seed: int,
+    index: int,
+    chosen: tuple[str, int] | None = None,
+) -> bool:
+    """Whether (seed, index) is what `peer` had to ask at `sequence`. Never raises: all of it may
+    come from a peer.
 
     chosen: task and difficulty that it chose, in a swarm where it may.
     """
     try:
-        address = task_seed(swarm, peer, sequence) if chosen is None else bucket_seed(swarm, peer, sequence, *chosen)
+        address = (
+            task_seed(swarm, peer, sequence)
+            if chosen is None
+            else bucket_seed(swarm, peer, sequence, *chosen)
+        )
         return address == (seed, index)
     except ValueError:  # a length or range that nobody honest sends; UnicodeEncodeError is one too
         return False
 
 
 def evaluation_seed(task_id: str, block: int = 0) -> int:
-    """First seed of a block of held-out questions: the same for every node and swarm, so that held-out rewards compare.
+    """First seed of a block of held-out questions: the same for every node and swarm, so that
+    held-out rewards compare.
 
     Raises ValueError when `block` is not in 0 to 2**64 - 1.
     """
     if not 0 <= block < 2**64:
         raise ValueError("block is outside 0 to 2**64 - 1")
-    digest = hashlib.blake2b(DOMAIN_EVALUATION + task_id.encode() + b"\0" + block.to_bytes(8, "big"), digest_size=32).digest()
+    digest = hashlib.blake2b(
+        DOMAIN_EVALUATION + task_id.encode() + b"\0" + block.to_bytes(8, "big"), digest_size=32
+    ).digest()
     return EVALUATION_BIT | (_block(digest) << INDEX_BITS)
 
 
@@ -88,16 +113,20 @@ def is_evaluation(seed: int) -> bool:
 
 
 def is_address(seed: int, index: int) -> bool:
-    """Whether (seed, index) can be a question's address at all: seed a multiple of 2**20 in 0 to 2**63 - 1, index in 0 to 2**20 - 1."""
+    """Whether (seed, index) can be a question's address at all: seed a multiple of 2**20 in 0 to
+    2**63 - 1, index in 0 to 2**20 - 1."""
     return 0 <= seed < SEED_LIMIT and seed % INDEX_SPAN == 0 and 0 <= index < INDEX_SPAN
 
 
 def choose_task(names: Sequence[str], seed: int, index: int) -> str:
-    """The task of a question: uniform over the distinct `names`, in whatever order they are given. Raises ValueError when there is none."""
+    """The task of a question: uniform over the distinct `names`, in whatever order they are given.
+    Raises ValueError when there is none."""
     distinct = sorted(set(names))
     if not distinct:
         raise ValueError("no task to choose from")
-    digest = hashlib.blake2b(DOMAIN_TASK + seed.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        DOMAIN_TASK + seed.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8
+    ).digest()
     return distinct[int.from_bytes(digest, "big") % len(distinct)]
 
 

@@ -7,7 +7,14 @@ from collections import Counter
 import msgspec
 
 from swarmnode.tasks.child import Child
-from swarmnode.tasks.frames import Question, QuestionFailed, Scored, ScoreError, ScorerFailed, TaskUnknown
+from swarmnode.tasks.frames import (
+    Question,
+    QuestionFailed,
+    Scored,
+    ScoreError,
+    ScorerFailed,
+    TaskUnknown,
+)
 
 
 class ScorerStatistics(msgspec.Struct, frozen=True):
@@ -32,7 +39,8 @@ class ScorerStatistics(msgspec.Struct, frozen=True):
     """Questions in the queue."""
     last_failure: str = ""
     reward_errors: dict[str, int] = {}
-    """By task: completions whose reward raised an exception or was no number from 0 to 1, and questions that could not be made."""
+    """By task: completions whose reward raised an exception or was no number from 0 to 1, and
+    questions that could not be made."""
     last_reward_error: str = ""
     """The last of these in one line, the task first."""
 
@@ -41,13 +49,16 @@ class Tally:
     """Mutable counters behind ScorerStatistics."""
 
     def __init__(self) -> None:
-        self._frames = self._groups = self._completions = self._not_looked_at = self._unknown = self._starts = self._failures = 0
+        self._frames = self._groups = self._completions = self._not_looked_at = self._unknown = (
+            self._starts
+        ) = self._failures = 0
         self._last_failure = ""
         self._reward_errors: Counter[str] = Counter()
         self._last_reward_error = ""
 
     def frame(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
-        """Count a frame; its results, with QuestionFailed in the place of a question that could not be made."""
+        """Count a frame; its results, with QuestionFailed in the place of a question that could not
+        be made."""
         self._frames += 1
         self._groups += len(questions)
         results: list[Scored | ScoreError] = []
@@ -57,7 +68,11 @@ class Tally:
             if result.error:
                 self._reward_errors[question.task] += result.errors or 1
                 self._last_reward_error = f"{question.task}: {result.error}"
-            results.append(result if result.prompt else QuestionFailed(f"{question.task} made no question: {result.error}"))
+            results.append(
+                result
+                if result.prompt
+                else QuestionFailed(f"{question.task} made no question: {result.error}")
+            )
         return results
 
     def unknown(self, error: TaskUnknown) -> TaskUnknown:
@@ -68,9 +83,13 @@ class Tally:
         self._starts += 1
 
     def failure(self, error: Exception, ending: str, *, starting: bool = False) -> ScorerFailed:
-        """Count it and say it in one line: what we saw, then how the child ended and its last words."""
+        """Count it and say it in one line: what we saw, then how the child ended and its last
+        words."""
         self._failures += 1
-        self._last_failure = f"the scorer {'did not start' if starting else 'was replaced'}: {error}{'; ' + ending if ending else ''}"
+        self._last_failure = (
+            f"the scorer {'did not start' if starting else 'was replaced'}:"
+            f" {error}{'; ' + ending if ending else ''}"
+        )
         return ScorerFailed(self._last_failure)
 
     def snapshot(self, child: Child | None, waiting: int) -> ScorerStatistics:

@@ -1,6 +1,8 @@
-"""Tasksets of verifiers (v1): their data as rows of a dataset, their rewards in the scorer's child. docs/tasks.md says what works of them.
+"""Tasksets of verifiers (v1): their data as rows of a dataset, their rewards in the scorer's child.
+docs/tasks.md says what works of them.
 
-verifiers is imported in two places alone: the child that makes rows (`fetch`), and the scorer child before it locks itself in.
+verifiers is imported in two places alone: the child that makes rows (`fetch`), and the scorer child
+before it locks itself in.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PREFIX = "verifiers:"
-"""What a dataset's source, and then its verifier, begins with; the id of an installed taskset follows."""
+"""What a dataset's source, and then its verifier, begins with; the id of an installed taskset
+follows."""
 
 
 def find(source: str) -> own.Source:
@@ -32,7 +35,9 @@ def release() -> str:
     try:
         return importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError("task.datasets: a taskset needs verifiers: pip install 'swarmnode[verifiers]'") from None
+        raise ConfigError(
+            "task.datasets: a taskset needs verifiers: pip install 'swarmnode[verifiers]'"
+        ) from None
 
 
 def _module(source: str) -> str:
@@ -41,8 +46,10 @@ def _module(source: str) -> str:
 
 
 def rows(source: str) -> Iterator[dict[str, str]]:
-    """Every task of a taskset: its prompt, and all of its data. Runs its code. Raises ValueError for what cannot be trained on."""
-    sys.pycache_prefix = os.devnull  # what is imported is what was hashed, and not bytecode that lies beside it
+    """Every task of a taskset: its prompt, and all of its data. Runs its code. Raises ValueError
+    for what cannot be trained on."""
+    # what is imported is what was hashed, and not bytecode that lies beside it
+    sys.pycache_prefix = os.devnull
     _verifiers()
     own.imported_from(find(source), source)
     from verifiers.v1.utils import loaders
@@ -50,19 +57,27 @@ def rows(source: str) -> Iterator[dict[str, str]]:
     name = source.removeprefix(PREFIX)
     taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name))
     if not taskset.bounded:
-        raise ValueError(f"{name} is infinite: make a finite taskset of it, for example with take(n)")
+        raise ValueError(
+            f"{name} is infinite: make a finite taskset of it, for example with take(n)"
+        )
     if taskset.task_type().NEEDS_CONTAINER:
-        raise ValueError(f"{name} needs a container: only rewards that read nothing but the answer can be judged in the sandbox")
+        raise ValueError(
+            f"{name} needs a container: only rewards that read nothing but the answer can be judged"
+            " in the sandbox"
+        )
     for task in taskset:
         prompt, system = task.data.prompt, task.data.system_prompt
         if not isinstance(prompt, str) and any(message.role != "user" for message in prompt or []):
-            raise ValueError(f"{name}: a prompt of several roles: only what a user says in one turn can be asked")
+            raise ValueError(
+                f"{name}: a prompt of several roles: only what a user says in one turn can be asked"
+            )
         text = f"{system}\n\n{task.data.prompt_text}" if system else task.data.prompt_text
         yield {"prompt": text, "answer": "", "data": task.data.model_dump_json()}
 
 
 def reward_function(source: str, code: own.Source) -> own.RewardFunction:
-    """What a taskset gives an answer: its rewards by their weights, divided by the weights where these are more than 1 together.
+    """What a taskset gives an answer: its rewards by their weights, divided by the weights where
+    these are more than 1 together.
 
     Rewards that need a runtime are left out, as by verifiers itself. Raises ConfigError.
     """
@@ -82,9 +97,15 @@ def reward_function(source: str, code: own.Source) -> own.RewardFunction:
         if task.plugged_judges():
             raise ValueError("a judge is a model, which the sandbox does not have")
         said = [vf.MessageNode(message=vf.UserMessage(content=data.prompt_text))]
-        said.append(vf.MessageNode(parent=0, message=vf.AssistantMessage(content=text), sampled=True))
+        said.append(
+            vf.MessageNode(parent=0, message=vf.AssistantMessage(content=text), sampled=True)
+        )
         trace = vf.Trace(
-            id="", verifiers=build, task=vf.TraceTask(type=task_type.__name__, data=data), agent=vf.AgentInfo.model_construct(), nodes=said
+            id="",
+            verifiers=build,
+            task=vf.TraceTask(type=task_type.__name__, data=data),
+            agent=vf.AgentInfo.model_construct(),
+            nodes=said,
         )
         total = weights = 0.0
         for function in task.hooks("reward"):
@@ -99,11 +120,14 @@ def reward_function(source: str, code: own.Source) -> own.RewardFunction:
             raise ValueError("it has no reward that does without a runtime")
         return total / max(1.0, weights)
 
-    return lambda prompts, completions, data, **_: [scored(text, row) for text, row in zip(completions, data, strict=True)]
+    return lambda prompts, completions, data, **_: [
+        scored(text, row) for text, row in zip(completions, data, strict=True)
+    ]
 
 
 def _verifiers() -> ModuleType:
-    """The package, from its bytecode where there is some: it takes seconds otherwise, and nobody's task version hangs on its bytes."""
+    """The package, from its bytecode where there is some: it takes seconds otherwise, and nobody's
+    task version hangs on its bytes."""
     prefix, sys.pycache_prefix = sys.pycache_prefix, None
     try:
         import verifiers.v1 as vf
@@ -112,8 +136,11 @@ def _verifiers() -> ModuleType:
     return vf
 
 
-def _finished(coroutine: Coroutine[object, None, float | Mapping[str, float]]) -> float | Mapping[str, float]:
-    """Its result. There is no event loop in the sandbox, nor anything to wait for: raises TypeError where it waits."""
+def _finished(
+    coroutine: Coroutine[object, None, float | Mapping[str, float]],
+) -> float | Mapping[str, float]:
+    """Its result. There is no event loop in the sandbox, nor anything to wait for: raises TypeError
+    where it waits."""
     try:
         coroutine.send(None)
     except StopIteration as stop:

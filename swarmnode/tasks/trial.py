@@ -1,4 +1,5 @@
-"""What `swarmnode task try` shows: some questions of a task, and what answers to them are worth, judged where they will be judged."""
+"""What `swarmnode task try` shows: some questions of a task, and what answers to them are worth,
+judged where they will be judged."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from swarmnode.wire.messages import TaskRef
 
 QUESTIONS = 10
 _SWARM, _PEER = bytes(32), "nobody"
-"""Whose questions are tried: nobody's, so that nothing of a swarm is looked at before it is asked."""
+"""Whose questions are tried: nobody's, so that nothing of a swarm is looked at before it is
+asked."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,11 @@ class Tried:
     """What went wrong in the task's own code, with file and line."""
 
 
-def try_task(task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None, count: int = QUESTIONS) -> list[Tried]:
-    """Ask `count` questions of `task`, half of them held out, and judge an empty answer to each and what `sample` answers.
+def try_task(
+    task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None, count: int = QUESTIONS
+) -> list[Tried]:
+    """Ask `count` questions of `task`, half of them held out, and judge an empty answer to each and
+    what `sample` answers.
 
     Raises TaskUnknown, ScorerFailed.
     """
@@ -50,7 +55,12 @@ def try_task(task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None,
         prompts = [result.prompt for result in asked if isinstance(result, Scored)]
         answers = iter(sample(prompts) if sample is not None and prompts else [])
         sampled = [next(answers, None) if isinstance(result, Scored) else None for result in asked]
-        judged = scorer.score_many([(ref, ["", text] if text is not None else [""]) for ref, text in zip(refs, sampled, strict=True)])
+        judged = scorer.score_many(
+            [
+                (ref, ["", text] if text is not None else [""])
+                for ref, text in zip(refs, sampled, strict=True)
+            ]
+        )
     tried = []
     for number, (question, text, result) in enumerate(zip(asked, sampled, judged, strict=True)):
         prompt = question.prompt if isinstance(question, Scored) else ""
@@ -59,5 +69,7 @@ def try_task(task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None,
             continue
         answer = extract(text, spec.extract, spec.fallback) if text is not None else None
         reward = result.rewards[1] if text is not None else None
-        tried.append(Tried(prompt, bool(number % 2), text, answer, reward, result.rewards[0], result.error))
+        tried.append(
+            Tried(prompt, bool(number % 2), text, answer, reward, result.rewards[0], result.error)
+        )
     return tried

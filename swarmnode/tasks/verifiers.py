@@ -1,8 +1,10 @@
-"""What an answer is worth, given the right one: `VERIFIERS[name](answer, gold)` is 1.0 or 0.0. Nothing of an answer is ever executed.
+"""What an answer is worth, given the right one: `VERIFIERS[name](answer, gold)` is 1.0 or 0.0.
+Nothing of an answer is ever executed.
 
-An answer is a stranger's text of at most 4 KiB and arrives here in the scorer's sandbox. Every function is linear in it, and raises nothing
-but ValueError, LookupError, ArithmeticError or RecursionError, which are 0 like a wrong answer. A dataset's own gold answers go through
-`check` before anything is trained on them.
+An answer is a stranger's text of at most 4 KiB and arrives here in the scorer's sandbox. Every
+function is linear in it, and raises nothing but ValueError, LookupError, ArithmeticError or
+RecursionError, which are 0 like a wrong answer. A dataset's own gold answers go through `check`
+before anything is trained on them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from swarmnode.tasks import json_schema
 from swarmnode.tasks.answers import NUMBER
 
 RELATIVE_TOLERANCE = Decimal("1e-6")
-"""How far two numbers that are not both whole may be apart: 1/3 and 0.333333 are equal, 1000000 and 1000001 are not."""
+"""How far two numbers that are not both whole may be apart: 1/3 and 0.333333 are equal, 1000000 and
+1000001 are not."""
 DIGITS = 100
 """A longer number is not looked at."""
 NESTING = 32
@@ -26,7 +29,21 @@ _TRAPS = [decimal.InvalidOperation, decimal.DivisionByZero, decimal.Overflow]
 _CONTEXT = decimal.Context(prec=DIGITS + 10, Emax=9999, Emin=-9999, traps=_TRAPS)
 _CHOICE = re.compile(r"[\s(\[]*([A-Za-z])[\s)\].:]*")
 _FRACTION = re.compile(r"\\frac\{(\d{1,20})\}\{(\d{1,20})\}")
-_LATEX_NOISE = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "$", "\\%", "%", "\\text", "\\mathrm", "^\\circ", "^{\\circ}")
+_LATEX_NOISE = (
+    "\\left",
+    "\\right",
+    "\\!",
+    "\\,",
+    "\\;",
+    "\\ ",
+    "$",
+    "\\%",
+    "%",
+    "\\text",
+    "\\mathrm",
+    "^\\circ",
+    "^{\\circ}",
+)
 
 
 def exact(answer: str, gold: str) -> bool:
@@ -35,14 +52,17 @@ def exact(answer: str, gold: str) -> bool:
 
 
 def numeric(answer: str, gold: str) -> bool:
-    """The same number: thousands separators, currency, fractions and per cent are read; a unit counts where both have one."""
+    """The same number: thousands separators, currency, fractions and per cent are read; a unit
+    counts where both have one."""
     value, unit = quantity(answer)
     wanted, wanted_unit = quantity(gold)
     if unit and wanted_unit and unit != wanted_unit:
         return False
     if value == value.to_integral_value() and wanted == wanted.to_integral_value():
         return value == wanted
-    return _CONTEXT.abs(_CONTEXT.subtract(value, wanted)) <= RELATIVE_TOLERANCE * max(abs(value), abs(wanted))
+    return _CONTEXT.abs(_CONTEXT.subtract(value, wanted)) <= RELATIVE_TOLERANCE * max(
+        abs(value), abs(wanted)
+    )
 
 
 def choice(answer: str, gold: str) -> bool:
@@ -51,12 +71,14 @@ def choice(answer: str, gold: str) -> bool:
 
 
 def members(answer: str, gold: str) -> bool:
-    """The same set of things, separated by commas, semicolons or lines, or a JSON list; order and case do not count."""
+    """The same set of things, separated by commas, semicolons or lines, or a JSON list; order and
+    case do not count."""
     return _members(answer) == _members(gold)
 
 
 def boxed(answer: str, gold: str) -> bool:
-    """The same mathematics as far as spelling goes: equal after LaTeX's spacing and sizing are removed, or equal as numbers."""
+    """The same mathematics as far as spelling goes: equal after LaTeX's spacing and sizing are
+    removed, or equal as numbers."""
     if _bare(answer) == _bare(gold):
         return True
     try:
@@ -82,7 +104,8 @@ def check_schema(gold: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """`verdict(answer, gold)`; `fallback`: where an answer stands when nothing marks it (`answers.extract`)."""
+    """`verdict(answer, gold)`; `fallback`: where an answer stands when nothing marks it
+    (`answers.extract`)."""
 
     verdict: Callable[[str, str], bool]
     fallback: str = "whole"
@@ -97,7 +120,8 @@ class Verifier:
             return 0.0
 
     def check(self, gold: str) -> None:
-        """Raises ValueError when nothing could be right by `gold`: as an answer it does not even match itself, or it is no schema."""
+        """Raises ValueError when nothing could be right by `gold`: as an answer it does not even
+        match itself, or it is no schema."""
         try:
             if self.check_gold is not None:
                 self.check_gold(gold)
@@ -123,7 +147,8 @@ VERSION = "1"
 
 
 def quantity(text: str) -> tuple[Decimal, str]:
-    """The last number in a text and the unit behind it, "" if none. Raises ValueError without a number, or with one that is too long."""
+    """The last number in a text and the unit behind it, "" if none. Raises ValueError without a
+    number, or with one that is too long."""
     text = text.rpartition("####")[2].strip()  # how GSM8K marks the result of a worked solution
     matches = list(NUMBER.finditer(text))
     if not matches:
@@ -133,7 +158,9 @@ def quantity(text: str) -> tuple[Decimal, str]:
     unit = behind.rstrip(".").casefold()
     if "%" in number:
         unit = "%"
-    plain = number.replace(",", "").replace("$", "").replace(" ", "").replace("\u2212", "-").rstrip("%")
+    plain = (
+        number.replace(",", "").replace("$", "").replace(" ", "").replace("\u2212", "-").rstrip("%")
+    )
     if len(plain) > DIGITS:
         raise ValueError("its number is too long")
     top, _, bottom = plain.partition("/")
@@ -168,7 +195,9 @@ def _members(text: str) -> frozenset[str]:
 def _bare(text: str) -> str:
     for noise in _LATEX_NOISE:
         text = text.replace(noise, "")
-    text = "".join(text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").split()).rstrip(".")
+    text = "".join(text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").split()).rstrip(
+        "."
+    )
     return _FRACTION.sub(r"\1/\2", text)
 
 

@@ -1,1 +1,2 @@
-"""For tests of code that is built on swarmnode: an in-memory network, a scorer in this process, a tiny policy. docs/testing.md."""
+"""For tests of code that is built on swarmnode: an in-memory network, a scorer in this process, a
+tiny policy. docs/testing.md."""

@@ -1,12 +1,16 @@
-"""An in-memory network: an `api.Network` without sockets, without libp2p, without delay unless one is asked for.
+"""An in-memory network: an `api.Network` without sockets, without libp2p, without delay unless one
+is asked for.
 
     swarm = MemorySwarm()
     a, b, c = (swarm.join(peer) for peer in "abc")      # all connected with all
-    swarm.cut("a", "c")                                 # a and c now hear of each other through b only
+    swarm.cut("a", "c")                                 # a and c now hear of each other through b
+    only
 
-It keeps the promises of swarmnode/p2p/api.py, on which code above the network relies; tests/unit/p2p/test_api.py holds it and the real one
-to the same ones: a validator sees a message once, with its forwarder; what it accepts is forwarded and delivered; a message above 64 KB is
-refused; a request raises PeerTimeout, Incompatible, BadMessage("oversize") or PeerError and nothing else.
+It keeps the promises of swarmnode/p2p/api.py, on which code above the network relies;
+tests/unit/p2p/test_api.py holds it and the real one to the same ones: a validator sees a message
+once, with its forwarder; what it accepts is forwarded and delivered; a message above 64 KB is
+refused; a request raises PeerTimeout, Incompatible, BadMessage("oversize") or PeerError and nothing
+else.
 """
 
 from __future__ import annotations
@@ -63,7 +67,11 @@ class MemorySwarm:
         """Peer ids of the nodes that a node is connected with."""
         if peer_id not in self.nodes:
             return []
-        return [other for other in self.nodes if other != peer_id and frozenset((peer_id, other)) not in self._cut]
+        return [
+            other
+            for other in self.nodes
+            if other != peer_id and frozenset((peer_id, other)) not in self._cut
+        ]
 
     def _notify(self) -> None:
         for node in self.nodes.values():
@@ -157,7 +165,13 @@ class MemoryGossip:
         await trio.lowlevel.checkpoint()
 
     async def join(
-        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+        self,
+        topic: str,
+        validator: Validator,
+        *,
+        messages: int = QUEUE_MESSAGES,
+        size: int = QUEUE_BYTES,
+        rate: float = 0.0,
     ) -> Topic:
         if topic in self._topics:
             raise ValueError(f"{topic} is joined already")
@@ -177,11 +191,17 @@ class MemoryGossip:
             for peer in self._swarm.neighbours(forwarder):
                 if peer not in seen:
                     seen.add(peer)
-                    if self._swarm.nodes[peer].gossip.receive(topic, data, forwarder, own=forwarder == self._network.peer_id):
+                    if self._swarm.nodes[peer].gossip.receive(
+                        topic, data, forwarder, own=forwarder == self._network.peer_id
+                    ):
                         forwarders.append(peer)
 
     def peers(self, topic: str) -> list[str]:
-        return [peer for peer in self._network.connected() if self._swarm.nodes[peer].gossip.has_joined(topic)]
+        return [
+            peer
+            for peer in self._network.connected()
+            if self._swarm.nodes[peer].gossip.has_joined(topic)
+        ]
 
     def has_joined(self, topic: str) -> bool:
         return topic in self._topics
@@ -236,30 +256,46 @@ class MemoryRequests:
         deadline: float = 30.0,
     ) -> None:
         most = per_peer or max(1, concurrent // 4)
-        self._services[protocol] = _Service(handler, max_request_bytes, max_response_bytes, concurrent, most, deadline)
+        self._services[protocol] = _Service(
+            handler, max_request_bytes, max_response_bytes, concurrent, most, deadline
+        )
 
     async def request(
-        self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int, urgent: bool = False
+        self,
+        peer: str,
+        protocol: str,
+        data: bytes,
+        *,
+        deadline: float,
+        max_response_bytes: int,
+        urgent: bool = False,
     ) -> bytes:
         with trio.move_on_after(deadline):
             await trio.sleep(self._swarm.latency)
             if peer not in self._network.connected():
                 raise PeerError(f"{peer} is not connected")
-            response = await self._swarm.nodes[peer].requests.answer(self._network.peer_id, protocol, data)
+            response = await self._swarm.nodes[peer].requests.answer(
+                self._network.peer_id, protocol, data
+            )
             await trio.sleep(self._swarm.latency)
             self.heard[peer] = trio.current_time()
             if len(response) > max_response_bytes:
-                raise BadMessage("oversize", f"{len(response)} bytes announced, {max_response_bytes} allowed")
+                raise BadMessage(
+                    "oversize", f"{len(response)} bytes announced, {max_response_bytes} allowed"
+                )
             return response
         raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
 
     async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
-        """What the handler makes of a request of `peer`. Raises PeerError, which is all that the peer learns of a refusal."""
+        """What the handler makes of a request of `peer`. Raises PeerError, which is all that the
+        peer learns of a refusal."""
         self.heard[peer] = trio.current_time()
         service = self._services.get(protocol)
         if service is None:
             raise Incompatible(f"{protocol} is not spoken here")
-        busy = service.active.total() >= service.concurrent or service.active[peer] >= service.per_peer
+        busy = (
+            service.active.total() >= service.concurrent or service.active[peer] >= service.per_peer
+        )
         if busy or len(data) > service.max_request_bytes or not self._network.welcome(peer):
             raise PeerError("the stream was reset")
         service.active[peer] += 1
@@ -269,7 +305,9 @@ class MemoryRequests:
                 if len(response) <= service.max_response_bytes:
                     return response
         except PeerError:
-            pass  # a refusal looks like everything else that the responder does not want: its stream is reset
+            # a refusal looks like everything else that the responder does not want: its stream is
+            # reset
+            pass
         finally:
             service.active[peer] -= 1
         raise PeerError("the stream was reset")

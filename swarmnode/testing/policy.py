@@ -1,4 +1,5 @@
-"""A policy for tests: a random model of 100,000 parameters and its tokenizer, made in a tenth of a second, downloaded from nowhere."""
+"""A policy for tests: a random model of 100,000 parameters and its tokenizer, made in a tenth of a
+second, downloaded from nowhere."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from swarmnode.policy.load import Policy, load_policy
 
 
 def write_tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -> Path:
-    """Writes what `policy.model` can point at, a directory as `transformers` reads it. `phrases`: each is one token of its own, beside
-    printable ASCII character by character; a short prompt makes a quick test. Equal arguments make equal files."""
+    """Writes what `policy.model` can point at, a directory as `transformers` reads it. `phrases`:
+    each is one token of its own, beside printable ASCII character by character; a short prompt
+    makes a quick test. Equal arguments make equal files."""
     tokenizer = build_tokenizer(set(phrases))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
@@ -24,5 +26,8 @@ def write_tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int 
 
 
 def tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -> Policy:
-    """The same, loaded on the CPU as a node loads it: `policy.generate.generate` samples from it, and the trainer can train it."""
-    return load_policy(PolicyConfig(model=str(write_tiny_policy(directory, phrases, seed)), device="cpu"))
+    """The same, loaded on the CPU as a node loads it: `policy.generate.generate` samples from it,
+    and the trainer can train it."""
+    return load_policy(
+        PolicyConfig(model=str(write_tiny_policy(directory, phrases, seed)), device="cpu")
+    )

@@ -1,4 +1,5 @@
-"""A scorer in this process: no child, no sandbox, so only for text that a test wrote. It judges as the child does, your own tasks too."""
+"""A scorer in this process: no child, no sandbox, so only for text that a test wrote. It judges as
+the child does, your own tasks too."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ Items = Callable[[int, int], builtin.Item]
 
 
 class InProcessScorer:
-    """Has the `score_many` of `tasks.async_client.AsyncScorer`, for every task of the allow-list and those that were installed on it.
+    """Has the `score_many` of `tasks.async_client.AsyncScorer`, for every task of the allow-list
+    and those that were installed on it.
 
-    poison: a completion that contains it fails its group as a killed child would. seconds: how long a call takes. `calls` counts them.
+    poison: a completion that contains it fails its group as a killed child would. seconds: how long
+    a call takes. `calls` counts them.
     """
 
     def __init__(self, poison: str = "\N{SKULL}", seconds: float = 0.0) -> None:
@@ -29,8 +32,11 @@ class InProcessScorer:
         self.calls = 0
         self._tasks: dict[tuple[str, int], Items] = {}
 
-    async def score_many(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored | ScoreError]:
-        """A result for each of `items`, (question, completions); what cannot be scored has the error in its place."""
+    async def score_many(
+        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+    ) -> list[Scored | ScoreError]:
+        """A result for each of `items`, (question, completions); what cannot be scored has the
+        error in its place."""
         self.calls += 1
         await trio.sleep(self.seconds)
         return [self._score(ref, texts) for ref, texts in items]
@@ -54,7 +60,9 @@ def _items(spec: TaskSpec, difficulty: int) -> Items:
     """The questions of a task at one difficulty. Runs the code of a task of your own."""
     if spec.rows is not None:
         settings = dataset.Settings.of(spec.settings)
-        reward = own.reward_function(settings.verifier, spec.source) if spec.source is not None else None
+        reward = (
+            own.reward_function(settings.verifier, spec.source) if spec.source is not None else None
+        )
         rows = dataset.DatasetTask(spec.id, spec.rows, settings, reward)
         return lambda seed, index: rows.item(seed, index, difficulty)
     if spec.source is not None:

@@ -26,7 +26,12 @@ BULK_SECONDS = 10.0
 class MemoryStream:
     """One end; see `api.PeerStream`."""
 
-    def __init__(self, peer: str, out: trio.MemorySendChannel[bytes], arrivals: trio.MemoryReceiveChannel[bytes]) -> None:
+    def __init__(
+        self,
+        peer: str,
+        out: trio.MemorySendChannel[bytes],
+        arrivals: trio.MemoryReceiveChannel[bytes],
+    ) -> None:
         self.peer = peer
         self.sent = 0
         self.received = 0
@@ -123,12 +128,16 @@ class MemoryStreams:
             return self._swarm.nodes[peer].streams.take(self._network, protocol)
         raise PeerTimeout(f"{peer} opened no {protocol} within {deadline:g} s")
 
-    def serve(self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int) -> None:
+    def serve(
+        self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int
+    ) -> None:
         self._served[protocol] = _Served(accept, concurrent, per_peer)
 
     def drop(self, connected: Collection[str]) -> None:
         """Ends the streams of peers that are not connected any more."""
-        for stream in [each for each in self._open if each.closed.is_set() or each.peer not in connected]:
+        for stream in [
+            each for each in self._open if each.closed.is_set() or each.peer not in connected
+        ]:
             stream.reset("the connection is gone")
             self._open.discard(stream)
 
@@ -144,7 +153,11 @@ class MemoryStreams:
         theirs, ours = stream_pair(peer, self._network.peer_id)
         self.drop(self._network.connected())
         active = Counter(each.peer for each in self._open)
-        if active.total() >= served.concurrent or active[peer] >= served.per_peer or not self._network.welcome(peer):
+        if (
+            active.total() >= served.concurrent
+            or active[peer] >= served.per_peer
+            or not self._network.welcome(peer)
+        ):
             ours.reset()
             return theirs
         self.keep(ours)
@@ -154,20 +167,30 @@ class MemoryStreams:
 
 
 class MemoryBulk:
-    """Chunks are copied from the source into the sink, and verified as they are on a real network."""
+    """Chunks are copied from the source into the sink, and verified as they are on a real
+    network."""
 
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
         self._network = network
         self._swarm = swarm
         self._offers: dict[bytes, tuple[BulkSource, frozenset[str] | None]] = {}
 
-    def offer(self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None) -> None:
+    def offer(
+        self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None
+    ) -> None:
         self._offers[transfer] = source, None if audience is None else frozenset(audience)
 
     def withdraw(self, transfer: bytes) -> None:
         self._offers.pop(transfer, None)
 
-    async def manifest(self, peer: str, transfer: bytes, *, deadline: float = BULK_SECONDS, root: bytes | None = None) -> BulkManifest:
+    async def manifest(
+        self,
+        peer: str,
+        transfer: bytes,
+        *,
+        deadline: float = BULK_SECONDS,
+        root: bytes | None = None,
+    ) -> BulkManifest:
         with trio.move_on_after(deadline):
             await trio.sleep(self._swarm.latency)
             manifest = self._source(peer, transfer).manifest(transfer)
@@ -177,7 +200,14 @@ class MemoryBulk:
         raise PeerTimeout(f"no manifest of {peer} within {deadline:g} s")
 
     async def fetch(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, *, deadline: float, path: BulkPath | None = None
+        self,
+        peer: str,
+        transfer: bytes,
+        manifest: BulkManifest,
+        sink: BulkSink,
+        *,
+        deadline: float,
+        path: BulkPath | None = None,
     ) -> None:
         if sink.size != manifest.size:
             raise ValueError(f"the sink is for {sink.size} bytes, the manifest of {manifest.size}")
@@ -211,4 +241,8 @@ class MemoryBulk:
     def offered_to(self, peer: str, transfer: bytes) -> BulkSource | None:
         """What we offer under this id, as far as `peer` may know."""
         source, audience = self._offers.get(transfer, (None, None))
-        return source if (audience is None or peer in audience) and self._network.welcome(peer) else None
+        return (
+            source
+            if (audience is None or peer in audience) and self._network.welcome(peer)
+            else None
+        )

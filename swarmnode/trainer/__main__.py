@@ -1,4 +1,5 @@
-"""`python -m swarmnode.trainer --config FILE`: what the supervisor starts. torch and transformers are loaded here and nowhere else."""
+"""`python -m swarmnode.trainer --config FILE`: what the supervisor starts. torch and transformers
+are loaded here and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """From groups to rows: what one training step learns from, own and external side by side.
 
-    own group        ids and log-probabilities as sampled here     ratio 1, each token corrected for how far the sampler is
-    external group   what `judge` has made of a peer's             ratio 1, weight in [0, 1] by how far the peer's policy is
-    either, again    the same, some steps later (`replay`)         ratio against what was recorded, and clipped by it
+    own group        ids and log-probabilities as sampled here     ratio 1, each token corrected for
+    how far the sampler is
+    external group   what `judge` has made of a peer's             ratio 1, weight in [0, 1] by how
+    far the peer's policy is
+    either, again    the same, some steps later (`replay`)         ratio against what was recorded,
+    and clipped by it
 
 Ratio 1, since one step is taken on a batch: the old policy is the one that the step begins with.
 """
@@ -29,8 +32,11 @@ class Parts:
     """(R,), their sum is 1."""
 
 
-def parts_of(components: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> Parts | None:
-    """`components` (G,) as the scorer returned them and their weights by name, 1 where none is said; None where there are none.
+def parts_of(
+    components: Sequence[Mapping[str, float]], weights: Mapping[str, float]
+) -> Parts | None:
+    """`components` (G,) as the scorer returned them and their weights by name, 1 where none is
+    said; None where there are none.
 
     A completion that lacks one, e.g. because its reward failed, has 0 there.
     """
@@ -38,7 +44,10 @@ def parts_of(components: Sequence[Mapping[str, float]], weights: Mapping[str, fl
     weighed = [weights.get(name, 1.0) for name in names]
     if not names or sum(weighed) <= 0:
         return None
-    return Parts([[each.get(name, 0.0) for name in names] for each in components], [weight / sum(weighed) for weight in weighed])
+    return Parts(
+        [[each.get(name, 0.0) for name in names] for each in components],
+        [weight / sum(weighed) for weight in weighed],
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class TrainingGroup:
     was_cut: list[bool] = field(default_factory=list)
     """(G,) whether it ended at the length limit; empty: none did."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
-    """(G, T_i) as recorded when it was sampled here; empty for a peer's, whose correction is in its weights."""
+    """(G, T_i) as recorded when it was sampled here; empty for a peer's, whose correction is in its
+    weights."""
     parts: Parts | None = None
     """What the rewards are made of; None where they are single numbers."""
 
@@ -87,7 +97,8 @@ class Rows:
         return bool(self.sampler_logprobs and self.sampler_logprobs[i])
 
     def recorded(self, i: int) -> list[float]:
-        """(T_i,) its sampler's log-probabilities where they are known, else what the ratio is against."""
+        """(T_i,) its sampler's log-probabilities where they are known, else what the ratio is
+        against."""
         return self.sampler_logprobs[i] if self.is_sampled(i) else self.old_logprobs[i]
 
     def informative(self, external: bool) -> list[int]:
@@ -96,12 +107,22 @@ class Rows:
         return [i for i, is_live in enumerate(live) if is_live and self.external[i] == external]
 
 
-def own_group(sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None) -> TrainingGroup:
+def own_group(
+    sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None
+) -> TrainingGroup:
     """A group sampled here, with the rewards of the scorer."""
     rows = [(sample.prompt_ids, completion.ids) for completion in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
     logprobs = [c.logprobs for c in sample.completions]
-    return TrainingGroup(rows, logprobs, list(rewards), [1.0] * len(rows), was_cut=was_cut, sampler_logprobs=logprobs, parts=parts)
+    return TrainingGroup(
+        rows,
+        logprobs,
+        list(rewards),
+        [1.0] * len(rows),
+        was_cut=was_cut,
+        sampler_logprobs=logprobs,
+        parts=parts,
+    )
 
 
 def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
@@ -111,7 +132,8 @@ def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
 
 
 def components(group: TrainingGroup, shape_to: int) -> Parts:
-    """What each completion earned: its reward or what that is made of, and with `shape_to` what its length costs.
+    """What each completion earned: its reward or what that is made of, and with `shape_to` what its
+    length costs.
 
     The same for own groups and for peers', whose sender cannot say how long they are.
     """
@@ -120,19 +142,27 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
         return earned
     cut = group.was_cut or [False] * len(group.rows)
     lengths = [len(completion) for _, completion in group.rows]
-    values = [[*r, -overlong_penalty(n, c, shape_to)] for r, n, c in zip(earned.values, lengths, cut, strict=True)]
+    values = [
+        [*r, -overlong_penalty(n, c, shape_to)]
+        for r, n, c in zip(earned.values, lengths, cut, strict=True)
+    ]
     return Parts(values, [*earned.weights, 1.0])
 
 
-def assemble(groups: Sequence[TrainingGroup], estimator: str, *, shape_to: int = 0, mask_cut: bool = False) -> Rows:
+def assemble(
+    groups: Sequence[TrainingGroup], estimator: str, *, shape_to: int = 0, mask_cut: bool = False
+) -> Rows:
     """Advantages of every group, and all rows one after the other. Groups may have different G.
 
-    shape_to: the longest completion, where being long costs reward; 0 is off. mask_cut: completions that were cut teach nothing.
-    A reward's components and length are apart: `gdpo` normalises each by itself, the other estimators add them up by their weights.
+    shape_to: the longest completion, where being long costs reward; 0 is off. mask_cut: completions
+    that were cut teach nothing. A reward's components and length are apart: `gdpo` normalises each
+    by itself, the other estimators add them up by their weights.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
     earned = [components(g, shape_to) for g in groups]
-    kinds = [(len(g.rewards), tuple(parts.weights)) for g, parts in zip(groups, earned, strict=True)]
+    kinds = [
+        (len(g.rewards), tuple(parts.weights)) for g, parts in zip(groups, earned, strict=True)
+    ]
     for kind in sorted(set(kinds)):
         which = [i for i, each in enumerate(kinds) if each == kind]
         rewards, weights = torch.tensor([earned[i].values for i in which]), kind[1]
@@ -149,6 +179,8 @@ def assemble(groups: Sequence[TrainingGroup], estimator: str, *, shape_to: int =
         weights=torch.tensor([w for g in groups for w in g.weights]) * keeps,
         groups=[i for i, g in enumerate(groups) for _ in g.rows],
         external=[bool(g.peer) for g in groups for _ in g.rows],
-        sampler_logprobs=[sampler for g in groups for sampler in g.sampler_logprobs or [[]] * len(g.rows)],
+        sampler_logprobs=[
+            sampler for g in groups for sampler in g.sampler_logprobs or [[]] * len(g.rows)
+        ],
         masked=masked,
     )

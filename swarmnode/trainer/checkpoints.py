@@ -1,11 +1,14 @@
 """When the state is saved, off the training's path, and which older states are kept to go back to.
 
-    main thread      in time, between two steps: hold the optimizer's lock ─▶ go on with the next step
-    saver's thread   copy to host memory, let go of the lock ─▶ write, sync, rename ─▶ now and then keep a former state
+    main thread      in time, between two steps: hold the optimizer's lock ─▶ go on with the next
+    step
+    saver's thread   copy to host memory, let go of the lock ─▶ write, sync, rename ─▶ now and then
+    keep a former state
 
-Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is as long as copying memory takes.
-A crash loses what came after the last state that is *on disk*, so one is taken a step and a write before `save_every` seconds are over.
-A large state is saved more seldom: all that is written has a bound by the day, or it would wear the disk out within weeks.
+Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is
+as long as copying memory takes. A crash loses what came after the last state that is *on disk*, so
+one is taken a step and a write before `save_every` seconds are over. A large state is saved more
+seldom: all that is written has a bound by the day, or it would wear the disk out within weeks.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ LONGEST_WRITE_SECONDS = 1800.0
 HISTORY_SECONDS = 900.0
 """Between two former states that are kept."""
 SLOTS, SPACING = 3, 4
-"""Former states that are kept at most, and how many times older each is than the one before: up to 15 minutes, an hour, four hours."""
+"""Former states that are kept at most, and how many times older each is than the one before: up to
+15 minutes, an hour, four hours."""
 BYTES_PER_DAY = 10**12
-"""A state is saved less often than asked for beyond that. A disk is made for some 600 TB in all; 3 B weights with their
-moments, every minute, are 52 TB a day."""
+"""A state is saved less often than asked for beyond that. A disk is made for some 600 TB in all; 3
+B weights with their moments, every minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
-"""Seconds. What may be written in the latter may be written at once: a small state never notices the bound."""
+"""Seconds. What may be written in the latter may be written at once: a small state never notices
+the bound."""
 
 
 class Saver:
@@ -75,7 +80,8 @@ class Saver:
             return self._snapshot is None
 
     def wait(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until it is idle. `alive` is called now and then; not for ever, because a disk may hang."""
+        """Wait until it is idle. `alive` is called now and then; not for ever, because a disk may
+        hang."""
         late = time.monotonic() + LONGEST_WRITE_SECONDS
         with self._condition:
             while not self._condition.wait_for(lambda: self._snapshot is None, ALIVE_SECONDS):
@@ -107,7 +113,8 @@ class Saver:
                 state.write(self._directory, snapshot, self._keep)
                 self.saved_step, self.error = snapshot.counters.step, None
                 self.written += (self._directory / state.FILE).stat().st_size
-            except (OSError, RuntimeError, MemoryError) as error:  # torch raises the last two for want of memory to copy into
+            except (OSError, RuntimeError, MemoryError) as error:
+                # torch raises the last two for want of memory to copy into
                 self.error = str(error)
                 if "No space left" in self.error:
                     self._forget()
@@ -117,13 +124,16 @@ class Saver:
                 self._condition.notify_all()
 
     def _keep(self) -> None:
-        """Keep the state that is about to be replaced, if the last one kept is old enough. Costs a name, not a copy."""
+        """Keep the state that is about to be replaced, if the last one kept is old enough. Costs a
+        name, not a copy."""
         now = time.monotonic()
         if now - self._kept_at < self._history_seconds:
             return
         self._kept += 1
         self._kept_at = now
-        slot = next(slot for slot in range(SLOTS) if slot == SLOTS - 1 or self._kept % SPACING ** (slot + 1))
+        slot = next(
+            slot for slot in range(SLOTS) if slot == SLOTS - 1 or self._kept % SPACING ** (slot + 1)
+        )
         history = self._directory / HISTORY
         try:
             history.mkdir(exist_ok=True, mode=0o700)
@@ -131,11 +141,14 @@ class Saver:
             kept.unlink(missing_ok=True)
             os.link(self._directory / state.FILE, kept)
             sync_directory(history)
-        except OSError as error:  # a file system without a second name for a file, say: the state itself is saved all the same
+        except OSError as error:
+            # a file system without a second name for a file, say: the state itself is saved all the
+            # same
             log.warning("no former state kept", error=str(error))
 
     def _forget(self) -> None:
-        """Give the room of former states to the next attempt: the present one counts for more than any of them."""
+        """Give the room of former states to the next attempt: the present one counts for more than
+        any of them."""
         for kept in (self._directory / HISTORY).glob("*.safetensors"):
             kept.unlink(missing_ok=True)
 
@@ -150,9 +163,14 @@ class Checkpoints:
     """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk."""
 
     def __init__(
-        self, directory: Path, save_every: float, source: Snapshots, rng: torch.Generator, counters: Counters,
+        self,
+        directory: Path,
+        save_every: float,
+        source: Snapshots,
+        rng: torch.Generator,
+        counters: Counters,
         bytes_per_day: float = BYTES_PER_DAY,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._saver = Saver(directory, max(HISTORY_SECONDS, save_every))
         self._save_every = save_every
         self._bytes_per_second = bytes_per_day / DAY
@@ -167,7 +185,12 @@ class Checkpoints:
         self._saver.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._saver.close()
 
     @property
@@ -180,17 +203,20 @@ class Checkpoints:
         return self._saver.idle
 
     def finish(self, alive: Callable[[], None]) -> None:
-        """Save once more, and wait until that is on disk. `alive` is called now and then meanwhile."""
+        """Save once more, and wait until that is on disk. `alive` is called now and then
+        meanwhile."""
         self._saver.wait(alive)
         self.save(last=True)
         self._saver.wait(alive)
 
     def save(self, last: bool = False) -> None:
-        """Have the state saved, if that is due and the disk is not busy with an earlier one. last: in any case.
+        """Have the state saved, if that is due and the disk is not busy with an earlier one. last:
+        in any case.
 
-        It is due by time, and before the numbers of groups that a restart skips are used up. By time: where the next chance, a step from
-        now, and a write would make it too late; but not before half of `save_every`, however slow the disk is, and not while more has
-        been written than `bytes_per_day` allows.
+        It is due by time, and before the numbers of groups that a restart skips are used up. By
+        time: where the next chance, a step from now, and a write would make it too late; but not
+        before half of `save_every`, however slow the disk is, and not while more has been written
+        than `bytes_per_day` allows.
         """
         now = time.monotonic()
         ahead = min(now - self._asked_at + self._saver.seconds, self._save_every / 2)

@@ -1,7 +1,9 @@
-"""What the loop trains, wherever its weights are: a policy that can be sampled, scored, taught, averaged and kept.
+"""What the loop trains, wherever its weights are: a policy that can be sampled, scored, taught,
+averaged and kept.
 
-    WholePolicy             all of it on this machine: policy, optimizer and replica         here
-    CrewPolicy              in stages on several, of which this node holds the first         trainer/crew/policy.py
+WholePolicy             all of it on this machine: policy, optimizer and replica         here
+CrewPolicy              in stages on several, of which this node holds the first
+trainer/crew/policy.py
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, footprint, host_bytes, micro_batch, tokens_under_way
+from swarmnode.policy.footprint import (
+    OPTIMIZER_BYTES,
+    Method,
+    Optim,
+    footprint,
+    host_bytes,
+    micro_batch,
+    tokens_under_way,
+)
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import LORA_MODULES, Policy, load_policy
@@ -45,12 +55,13 @@ from swarmnode.wire.messages import SwarmManifest
 QUESTION_TOKENS = 512
 """Completions under way leave room for a question of so many."""
 CPU_TOKENS = 4096
-"""Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few hundred, and with more a layer only
-takes longer until it says that it goes on."""
+"""Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few
+hundred, and with more a layer only takes longer until it says that it goes on."""
 
 
 class EngineGone(Exception):
-    """Raised by an engine that this node does not train any more, as when another has become the head of its crew. Not an error."""
+    """Raised by an engine that this node does not train any more, as when another has become the
+    head of its crew. Not an error."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +79,34 @@ class EngineStatistics:
 
 
 class Engine(Protocol):
-    """Calls block, from one thread, one at a time. None of them ever waits without an end; what waits may raise EngineGone."""
+    """Calls block, from one thread, one at a time. None of them ever waits without an end; what
+    waits may raise EngineGone."""
 
     @property
     def text(self) -> PolicyText: ...
 
     def statistics(self) -> EngineStatistics: ...
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def random_generator(self, seed: int) -> torch.Generator:
         """What `generate` draws with."""
         ...
 
-    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+    def generate(
+        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample]:
         """Completions of each prompt, in order."""
         ...
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        """What answers training's questions, where they may go on from one update to the next; there is one at a time."""
+        """What answers training's questions, where they may go on from one update to the next;
+        there is one at a time."""
         ...
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        """(log-probabilities, entropies) at the completion tokens of each of somebody else's rows, without gradient.
+        """(log-probabilities, entropies) at the completion tokens of each of somebody else's rows,
+        without gradient.
 
         Raises DeviceError when one does not fit into memory: that is no shortage of ours.
         """
@@ -100,10 +116,11 @@ class Engine(Protocol):
         """Learn from `rows`, at the learning rate `rate`; None is the configured one."""
         ...
 
-    # ---- between steps --------------------------------------------------------------------------------------------------
+    # ---- between steps ---------------------------------------------------------------------------
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
-        """Whatever is due with other replicas; see `Replica.between_steps`. Whether the policy has changed."""
+        """Whatever is due with other replicas; see `Replica.between_steps`. Whether the policy has
+        changed."""
         ...
 
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
@@ -124,10 +141,11 @@ class Engine(Protocol):
         """See `Replica.wait_for_state`; at once where nothing will ever be adopted."""
         ...
 
-    # ---- across restarts ------------------------------------------------------------------------------------------------
+    # ---- across restarts -------------------------------------------------------------------------
 
     def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
-        """Take back what `snapshot` gave, as far as it is the engine's to keep. Raises StateError."""
+        """Take back what `snapshot` gave, as far as it is the engine's to keep. Raises
+        StateError."""
         ...
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
@@ -135,8 +153,11 @@ class Engine(Protocol):
         ...
 
 
-def open_policy(cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: bool, log: Callable[[str], None]) -> Policy:
-    """The whole policy. shared_a: of an adapter, A is frozen where all nodes have it. `log` gets a line per stage.
+def open_policy(
+    cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: bool, log: Callable[[str], None]
+) -> Policy:
+    """The whole policy. shared_a: of an adapter, A is frozen where all nodes have it. `log` gets a
+    line per stage.
 
     Raises LocalError: it does not exist or fit, or is not the swarm's.
     """
@@ -149,61 +170,92 @@ def open_policy(cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: boo
 
 
 def make_whole_policy(
-    config: Config, policy: Policy, counters: Counters, send: Callable[[local.FromTrainer], None], alive: Callable[[], None] = lambda: None
+    config: Config,
+    policy: Policy,
+    counters: Counters,
+    send: Callable[[local.FromTrainer], None],
+    alive: Callable[[], None] = lambda: None,
 ) -> WholePolicy:
-    """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called all the while that it computes.
+    """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called
+    all the while that it computes.
 
-    counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the network process, from any thread.
-    Raises DeviceError where the machine's memory is too small for averaging and saving.
+    counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the
+    network process, from any thread. Raises DeviceError where the machine's memory is too small for
+    averaging and saving.
     """
-    check_host_memory(config.policy, config.weights, sum(p.numel() for p in policy.trainable_parameters()), policy.device)
+    check_host_memory(
+        config.policy,
+        config.weights,
+        sum(p.numel() for p in policy.trainable_parameters()),
+        policy.device,
+    )
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
     optim = config.policy.optim
     tokens = affordable(policy, training.per_device_train_tokens, optim)
-    memory = Memory.of(tokens, max(tokens, under_way(policy, training.max_completion_length, optim)), policy.device.type, alive)
+    memory = Memory.of(
+        tokens,
+        max(tokens, under_way(policy, training.max_completion_length, optim)),
+        policy.device.type,
+        alive,
+    )
     reference = policy.reference() if training.beta > 0 else None
     updater = Updater(policy, training, memory.training, reference, memory.external, optim)
     report_layers(policy.base, alive)
     replica, probe, cfg = None, None, config.weights
-    if cfg.rule != "off":  # before a state is restored: the base weights are what the codec is relative to
+    # before a state is restored: the base weights are what the codec is relative to
+    if cfg.rule != "off":
         trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         tensors = AveragedTensors(trained, cfg.codec, cfg.fragments, updater.lock)
         probe = LossProbe(policy, memory.training, training.temperature, tensors)
         adapter = adapter_shape(config.policy.lora, shared_a)
-        replica = Replica(tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter)
+        replica = Replica(
+            tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter
+        )
     owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
     return WholePolicy(policy, updater, memory, replica, probe, owner, training.options)
 
 
-def check_host_memory(cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device) -> None:
-    """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free of the machine's memory, on a CPU beside
-    gradients and moments. The kernel would end the process in the midst of it, again and again."""
+def check_host_memory(
+    cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device
+) -> None:
+    """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free
+    of the machine's memory, on a CPU beside gradients and moments. The kernel would end the process
+    in the midst of it, again and again."""
     optim, free = cfg.optim, free_bytes(torch.device("cpu"))
     always, more = host_bytes(trained, weights.fragments if weights.rule != "off" else 0, optim)
     here = (4 + OPTIMIZER_BYTES[optim]) * trained if device.type == "cpu" else 0
     need = here + always + more
     if free is None or need <= free:
         return
-    remedies = [*(["weights.rule to off"] if always else []), *(["policy.lora.r to 16", "stages.mode to always"] if not cfg.lora.r else [])]
-    parts = f"{here / 1e9:.1f} GB to train, " * bool(here) + f"{always / 1e9:.1f} GB to average, " * bool(always)
+    remedies = [
+        *(["weights.rule to off"] if always else []),
+        *(["policy.lora.r to 16", "stages.mode to always"] if not cfg.lora.r else []),
+    ]
+    parts = f"{here / 1e9:.1f} GB to train, " * bool(
+        here
+    ) + f"{always / 1e9:.1f} GB to average, " * bool(always)
     raise DeviceError(
-        f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory ({parts}{more / 1e9:.1f} GB while an "
-        f"average is made or the state is saved), and {free / 1e9:.1f} GB are free: set {' or '.join(remedies) or 'policy.model smaller'}; "
-        f"`swarmnode plan` says what each takes"
+        f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory"
+        f" ({parts}{more / 1e9:.1f} GB while an average is made or the state is saved), and"
+        f" {free / 1e9:.1f} GB are free: set {' or '.join(remedies) or 'policy.model smaller'};"
+        " `swarmnode plan` says what each takes"
     )
 
 
 def affordable(policy: Policy, configured: int, optim: Optim) -> int:
-    """Tokens of a micro-batch: as configured, or what fits beside the weights with gradients and moments, by the plan.
+    """Tokens of a micro-batch: as configured, or what fits beside the weights with gradients and
+    moments, by the plan.
 
-    A GPU that runs out of memory says so, and the micro-batch is halved; a machine that does kills the process.
+    A GPU that runs out of memory says so, and the micro-batch is halved; a machine that does kills
+    the process.
     """
     spare, shape = spare_bytes(policy.device), shape_of(policy.base)
     if spare is None or shape is None or policy.device.type != "cpu":
         return configured
     method = method_of(policy, optim)
     here = footprint(shape, method, 1)
-    fits = micro_batch(shape, method, SPARE_SHARE * spare + here.weights + here.runtime)  # weights and torch are there already
+    # weights and torch are there already
+    fits = micro_batch(shape, method, SPARE_SHARE * spare + here.weights + here.runtime)
     return min(configured, max(64, fits))
 
 
@@ -214,14 +266,17 @@ def method_of(policy: Policy, optim: Optim) -> Method:
 
 
 def under_way(policy: Policy, longest: int, optim: Optim) -> int:
-    """Tokens of completions of at most `longest` that a GPU has room to sample at once, beside what trains; 0 where nobody can say.
+    """Tokens of completions of at most `longest` that a GPU has room to sample at once, beside what
+    trains; 0 where nobody can say.
 
     A decoding step reads all weights, however few completions are under way.
     """
     spare, shape = spare_bytes(policy.device), shape_of(policy.base)
     if policy.device.type != "cuda" or spare is None or shape is None or policy.is_spread:
         return 0
-    return tokens_under_way(shape, method_of(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare)
+    return tokens_under_way(
+        shape, method_of(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare
+    )
 
 
 @dataclass(frozen=True)
@@ -237,16 +292,25 @@ class Memory:
     def of(cls, tokens: int, sampled: int, device: str, alive: Callable[[], None]) -> Memory:
         """Micro-batches have so many `tokens`, completions under way so many `sampled` at most."""
         scored = min(tokens, CPU_TOKENS) if device == "cpu" else tokens
-        return cls(MicroBatcher(scored, alive), MicroBatcher(sampled, alive), MicroBatcher(scored, alive))
+        return cls(
+            MicroBatcher(scored, alive), MicroBatcher(sampled, alive), MicroBatcher(scored, alive)
+        )
 
 
 class WholePolicy:
-    """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see `state.owner`. options: training's."""
+    """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see
+    `state.owner`. options: training's."""
 
     def __init__(
-        self, policy: Policy, updater: Updater, memory: Memory, replica: Replica | None, probe: LossProbe | None, owner: str,
+        self,
+        policy: Policy,
+        updater: Updater,
+        memory: Memory,
+        replica: Replica | None,
+        probe: LossProbe | None,
+        owner: str,
         options: Collection[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._policy = policy
         self._updater = updater
         self._memory = memory
@@ -263,27 +327,41 @@ class WholePolicy:
     def statistics(self) -> EngineStatistics:
         policy, memory = self._policy.statistics(), self._memory
         training, generation = memory.training.statistics(), memory.generation.statistics()
-        retries = training.oom_retries + generation.oom_retries + memory.external.statistics().oom_retries
+        retries = (
+            training.oom_retries + generation.oom_retries + memory.external.statistics().oom_retries
+        )
         rebuilds = self._generation.rebuilds if self._generation is not None else 0
         return EngineStatistics(
-            policy.device, policy.dtype, policy.device_memory_bytes, training.tokens, generation.tokens, retries, rebuilds
-        )  # fmt: skip
+            policy.device,
+            policy.dtype,
+            policy.device_memory_bytes,
+            training.tokens,
+            generation.tokens,
+            retries,
+            rebuilds,
+        )
 
     def random_generator(self, seed: int) -> torch.Generator:
         return self._policy.random_generator(seed)
 
-    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+    def generate(
+        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample]:
         batcher = self._memory.generation
         if self._generation is not None and self._generation.choice.kind == "continuous":
             return answered(Continuous(self._policy, batcher, sampling, rng), prompts)
         return batcher.generate(self._policy, prompts, sampling, rng)
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        self._generation = keeper(self._policy, self._memory.generation, self._options, sampling, rng)
+        self._generation = keeper(
+            self._policy, self._memory.generation, self._options, sampling, rng
+        )
         return self._generation
 
     def _weights_move(self) -> contextlib.AbstractContextManager[None]:
-        return self._generation.pause() if self._generation is not None else contextlib.nullcontext()
+        return (
+            self._generation.pause() if self._generation is not None else contextlib.nullcontext()
+        )
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
@@ -322,21 +400,36 @@ class WholePolicy:
 
     def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
         outer: dict[str, torch.Tensor] = {}
-        counters = state.restore(directory, self._policy.model, self._updater.optimizer, rng, self._owner, outer.update)
+        counters = state.restore(
+            directory, self._policy.model, self._updater.optimizer, rng, self._owner, outer.update
+        )
         if counters is None:
             return None
         if self._replica is not None:
             self._replica.set_counters(counters)
             self._replica.restore(outer)
         memory = self._memory
-        for batcher, learnt in ((memory.training, counters.micro_batch_tokens), (memory.generation, counters.generation_tokens)):
+        for batcher, learnt in (
+            (memory.training, counters.micro_batch_tokens),
+            (memory.generation, counters.generation_tokens),
+        ):
             if learnt:  # from running out of memory
                 batcher.tokens = min(batcher.tokens, learnt)
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
-        outer: Mapping[str, torch.Tensor] | None = self._replica.tensors() if self._replica is not None else None
-        return state.take(self._policy.model, self._updater.optimizer, rng, counters, self._owner, outer, self._updater.lock)
+        outer: Mapping[str, torch.Tensor] | None = (
+            self._replica.tensors() if self._replica is not None else None
+        )
+        return state.take(
+            self._policy.model,
+            self._updater.optimizer,
+            rng,
+            counters,
+            self._owner,
+            outer,
+            self._updater.lock,
+        )
 
 
 def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:

@@ -1,4 +1,5 @@
-"""Held-out reward: the same questions for every node and every time, from seeds that training refuses to draw."""
+"""Held-out reward: the same questions for every node and every time, from seeds that training
+refuses to draw."""
 
 from __future__ import annotations
 
@@ -12,24 +13,35 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
 COMPLETIONS = 4
-"""Completions of each question: the mean of four is a steadier number than four times the questions are a cheaper one."""
+"""Completions of each question: the mean of four is a steadier number than four times the questions
+are a cheaper one."""
 GENERATOR_SEED = 20_260
 
 
 def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
-    """Whether it is time for another evaluation, and those so far have left room in the budget of sampled tokens."""
+    """Whether it is time for another evaluation, and those so far have left room in the budget of
+    sampled tokens."""
     spent, budget = counters.evaluation_tokens_total, cfg.eval_budget
-    return counters.step % cfg.eval_every == 0 and (budget == 1 or spent <= budget * counters.tokens_total)
+    return counters.step % cfg.eval_every == 0 and (
+        budget == 1 or spent <= budget * counters.tokens_total
+    )
 
 
 class Evaluation:
-    """Questions, of a task's difficulties in turn, are regenerated once; every evaluation samples them with the same random numbers."""
+    """Questions, of a task's difficulties in turn, are regenerated once; every evaluation samples
+    them with the same random numbers."""
 
     def __init__(self, tasks: TaskConfig, training: TrainingConfig, scorer: Scorer) -> None:
         self._training = training
         self._scorer = scorer
         self._refs = [
-            TaskRef(name, task_version(name), evaluation_seed(name), index // TASKS[name].levels, index % TASKS[name].levels)
+            TaskRef(
+                name,
+                task_version(name),
+                evaluation_seed(name),
+                index // TASKS[name].levels,
+                index % TASKS[name].levels,
+            )
             for name in tasks.names
             for index in range(tasks.held_out_per_task)
         ]
@@ -37,18 +49,35 @@ class Evaluation:
         self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
 
     def __call__(self, engine: Engine, counters: Counters) -> float | None:
-        """Mean reward at the training temperature over all questions; None when nothing could be scored. Tokens are counted."""
-        asked = [(ref, prompt) for ref, prompt in zip(self._refs, self._prompts, strict=True) if prompt is not None]
+        """Mean reward at the training temperature over all questions; None when nothing could be
+        scored. Tokens are counted."""
+        asked = [
+            (ref, prompt)
+            for ref, prompt in zip(self._refs, self._prompts, strict=True)
+            if prompt is not None
+        ]
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)
         prompts = [prompt for _, prompt in asked]
-        groups = engine.generate(prompts, Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p), generator)
-        engine.remember([], [(group.prompt_ids, c.ids) for group in groups for c in group.completions])  # a newcomer has no others yet
+        groups = engine.generate(
+            prompts,
+            Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p),
+            generator,
+        )
+        # a newcomer has no others yet
+        engine.remember(
+            [], [(group.prompt_ids, c.ids) for group in groups for c in group.completions]
+        )
         tokens = sum(len(c.ids) for group in groups for c in group.completions)
         counters.tokens_total += tokens
         counters.evaluation_tokens_total += tokens
         scored = self._scorer.score_many(
-            [(ref, [c.text for c in group.completions]) for (ref, _), group in zip(asked, groups, strict=True)]
+            [
+                (ref, [c.text for c in group.completions])
+                for (ref, _), group in zip(asked, groups, strict=True)
+            ]
         )
-        rewards = [reward for result in scored if isinstance(result, Scored) for reward in result.rewards]
+        rewards = [
+            reward for result in scored if isinstance(result, Scored) for reward in result.rewards
+        ]
         return sum(rewards) / len(rewards) if rewards else None

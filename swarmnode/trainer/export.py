@@ -1,10 +1,12 @@
-"""`python -m swarmnode.trainer.export DIR [--merge]`, configuration on stdin: what `swarmnode export` starts.
+"""`python -m swarmnode.trainer.export DIR [--merge]`, configuration on stdin: what `swarmnode
+export` starts.
 
     base weights + trainer/state.safetensors ─▶ model ─▶ DIR.partial ─▶ DIR
-    trainer/shadows/<crew>/stage-*.safetensors ─▶ a shard each ─▶ DIR.partial ─▶ DIR       where the policy is held in stages
+    trainer/shadows/<crew>/stage-*.safetensors ─▶ a shard each ─▶ DIR.partial ─▶ DIR       where the
+    policy is held in stages
 
-On the CPU and in float32, whatever the trainer uses, so that nothing is lost and a running trainer keeps its device. What was saved last
-counts, where a node has trained both ways.
+On the CPU and in float32, whatever the trainer uses, so that nothing is lost and a running trainer
+keeps its device. What was saved last counts, where a node has trained both ways.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from swarmnode.errors import LocalError, StateError, Unavailable
 from swarmnode.files import sync_directory
 from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
-from swarmnode.policy.load import add_adapter, load_model, local_directory, lora_settings, overwrite, trainable
+from swarmnode.policy.load import (
+    add_adapter,
+    load_model,
+    local_directory,
+    lora_settings,
+    overwrite,
+    trainable,
+)
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import CrewCopies, adapter_of, find_copies, write_shards
 
@@ -60,12 +69,15 @@ class Exported:
 
 
 def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool) -> Exported:
-    """See `swarmnode.swarm.export.export`. trainer: its directory; shared_a: see `averaging.lora.shares_a`."""
+    """See `swarmnode.swarm.export.export`. trainer: its directory; shared_a: see
+    `averaging.lora.shares_a`."""
     disable_progress_bar()
     cfg = cfg.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})
     partial = target.with_name(f".{target.name}.partial")
     with local_directory(cfg, fits=False) as directory:
-        base = Base(cfg, directory, shared_a, state.owner(fingerprint(directory), cfg.lora.r, shared_a))
+        base = Base(
+            cfg, directory, shared_a, state.owner(fingerprint(directory), cfg.lora.r, shared_a)
+        )
         crew = find_copies(trainer)
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -75,14 +87,18 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
             else:
                 exported = _write_whole(base, trainer, partial, merge)
             exported = replace(exported, base=cfg.model, base_fingerprint=base.owner.split("/")[0])
-            AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(partial)
+            AutoTokenizer.from_pretrained(directory, trust_remote_code=False).save_pretrained(
+                partial
+            )
             (partial / "swarmnode.json").write_text(json.dumps(asdict(exported), indent=1) + "\n")
             if target.exists():
                 target.rmdir()  # empty, or somebody else has just filled it
             os.replace(partial, target)
             sync_directory(target.parent)
         except (OSError, SafetensorError) as error:
-            raise Unavailable(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
+            raise Unavailable(
+                f"cannot write {target}: {getattr(error, 'strerror', None) or error}"
+            ) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return exported
@@ -101,8 +117,11 @@ class Base:
     """See `state.owner`."""
 
     def trained(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel | PeftModel:
-        """The base with the trained tensors in it. Raises StateError when they are not this model's."""
-        base = load_model(self.cfg, self.directory, Placement(torch.device("cpu"), torch.float32, ""))
+        """The base with the trained tensors in it. Raises StateError when they are not this
+        model's."""
+        base = load_model(
+            self.cfg, self.directory, Placement(torch.device("cpu"), torch.float32, "")
+        )
         model = add_adapter(self.cfg, base) if self.cfg.lora.r else base
         if self.shared_a:
             freeze_a(dict(model.named_parameters()), A_SEED)
@@ -117,18 +136,28 @@ def _written(path: Path) -> float:
 def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Exported:
     found = state.read(trainer, base.owner)
     if found is None:
-        raise Unavailable(f"nothing to export: {trainer.parent} has no trained state yet; run the node first")
+        raise Unavailable(
+            f"nothing to export: {trainer.parent} has no trained state yet; run the node first"
+        )
     counters, tensors = found
     kind = _save(base, state.weights(tensors), partial, merge)
     return Exported(
-        kind, counters.step, counters.policy_version, counters.reward_held_out, swarm=counters.swarm,
-        own_groups=counters.own_groups_total, external_groups=counters.external_groups_total,
-    )  # fmt: skip
+        kind,
+        counters.step,
+        counters.policy_version,
+        counters.reward_held_out,
+        swarm=counters.swarm,
+        own_groups=counters.own_groups_total,
+        external_groups=counters.external_groups_total,
+    )
 
 
 def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exported:
     if crew.about.owner != base.owner:
-        raise StateError("the copies of the crew's stages are of another model; set policy.model and policy.lora as they were")
+        raise StateError(
+            "the copies of the crew's stages are of another model; set policy.model and policy.lora"
+            " as they were"
+        )
     adapter = lora_settings(base.cfg) if base.cfg.lora.r else None
     if adapter is not None:
         weights, steps = adapter_of(crew, adapter, base.shared_a, base.directory)
@@ -147,7 +176,9 @@ def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bo
         merged = model.merge_and_unload()
         merged.save_pretrained(partial)
     else:
-        model.peft_config["default"].base_model_name_or_path = str(base.directory) if base.cfg.model == "embedded" else base.cfg.model
+        model.peft_config["default"].base_model_name_or_path = (
+            str(base.directory) if base.cfg.model == "embedded" else base.cfg.model
+        )
         model.save_pretrained(str(partial))
         return "adapter"
     return "weights"
@@ -157,7 +188,13 @@ def main() -> int:
     config = Config.model_validate_json(sys.stdin.buffer.read())
     try:
         shared_a = shares_a(config.policy.lora, config.weights)
-        exported = export(config.policy, config.node.data_dir / "trainer", shared_a, Path(sys.argv[1]), "--merge" in sys.argv[2:])
+        exported = export(
+            config.policy,
+            config.node.data_dir / "trainer",
+            shared_a,
+            Path(sys.argv[1]),
+            "--merge" in sys.argv[2:],
+        )
         print(json.dumps(asdict(exported)))
         return 0
     except LocalError as error:

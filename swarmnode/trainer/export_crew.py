@@ -1,10 +1,11 @@
-"""The policy of a crew, from the copies of its stages on this node's disk (`stages.recovery.snapshots`): what `trainer.export` reads where
-the policy is held in stages.
+"""The policy of a crew, from the copies of its stages on this node's disk
+(`stages.recovery.snapshots`): what `trainer.export` reads where the policy is held in stages.
 
     trainer/shadows/<crew>/ran                      which layers each stage has, of what
     trainer/shadows/<crew>/stage-<i>.safetensors    stage i after some step
 
-Whole weights are written a stage after the other, each a file of the export, so that no more than one is in memory.
+Whole weights are written a stage after the other, each a file of the export, so that no more than
+one is in memory.
 """
 
 from __future__ import annotations
@@ -49,18 +50,27 @@ class CrewCopies:
     @property
     def missing(self) -> list[int]:
         """Stages of which there is no copy here."""
-        return [stage for stage in range(len(self.about.layers)) if not copy_file(self.directory, stage).exists()]
+        return [
+            stage
+            for stage in range(len(self.about.layers))
+            if not copy_file(self.directory, stage).exists()
+        ]
 
 
 def find_copies(trainer: Path) -> CrewCopies | None:
-    """The copies of the last crew that took a step with this node, in its trainer's directory; None where there was none."""
+    """The copies of the last crew that took a step with this node, in its trainer's directory; None
+    where there was none."""
     found = []
     for ran in (trainer / SNAPSHOTS).glob(f"*/{RAN}"):
         try:
             about = msgspec.json.decode(ran.read_bytes(), type=About)
         except (OSError, msgspec.MsgspecError):
             continue  # of an older version
-        copies = [path.stat().st_mtime for stage in range(len(about.layers)) if (path := copy_file(ran.parent, stage)).exists()]
+        copies = [
+            path.stat().st_mtime
+            for stage in range(len(about.layers))
+            if (path := copy_file(ran.parent, stage)).exists()
+        ]
         found.append(CrewCopies(ran.parent, about, max(copies, default=0.0)))
     return max(found, key=lambda crew: crew.written, default=None)
 
@@ -68,38 +78,51 @@ def find_copies(trainer: Path) -> CrewCopies | None:
 def read_stages(
     crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
-    """(stage, tensors by their names in the whole model, committed steps) of one stage after the other; a snapshot in bfloat16 as such.
+    """(stage, tensors by their names in the whole model, committed steps) of one stage after the
+    other; a snapshot in bfloat16 as such.
 
-    adapter: if one was trained; shared_a: its A is that which all nodes have, and not in the copies.
-    Raises Unavailable where a stage is missing, StateError where a copy is damaged.
+    adapter: if one was trained; shared_a: its A is that which all nodes have, and not in the
+    copies. Raises Unavailable where a stage is missing, StateError where a copy is damaged.
     """
     if crew.missing:
         raise Unavailable(
-            f"of {len(crew.about.layers)} stages this node has no copy of {', '.join(map(str, crew.missing))}: it keeps its own and its "
-            "neighbours'. Run it with stages.keep_policy = disk until the crew has copied its stages, then export again"
+            f"of {len(crew.about.layers)} stages this node has no copy of"
+            f" {', '.join(map(str, crew.missing))}: it keeps its own and its neighbours'. Run it"
+            " with stages.keep_policy = disk until the crew has copied its stages, then export"
+            " again"
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)
     layouts = stage_layouts(hf, specs, adapter)
     if shared_a:
-        layouts = tuple(tuple(tensor for tensor in layout if A_MARK not in tensor.name) for layout in layouts)
+        layouts = tuple(
+            tuple(tensor for tensor in layout if A_MARK not in tensor.name) for layout in layouts
+        )
     for spec, layout in zip(specs, layouts, strict=True):
         snapshot, body = read_copy(crew.directory, spec.index)
         try:
-            state = decode_state(body, layout, snapshot.form, snapshot.step, snapshot.squared_norm, snapshot.factor)
+            state = decode_state(
+                body, layout, snapshot.form, snapshot.step, snapshot.squared_norm, snapshot.factor
+            )
         except BadMessage as error:
             raise StateError(f"{copy_file(crew.directory, spec.index)}: {error}") from None
         dtype = torch.float32 if snapshot.form == "exact" else torch.bfloat16
-        yield spec.index, {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}, snapshot.step
+        yield (
+            spec.index,
+            {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()},
+            snapshot.step,
+        )
 
 
 def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
-    """The weights and their configuration into `target`; each stage's committed steps. Raises as `read_stages` does, and OSError."""
+    """The weights and their configuration into `target`; each stage's committed steps. Raises as
+    `read_stages` does, and OSError."""
     where: dict[str, str] = {}
     steps, size, dtypes = [], 0, set()
     count = len(crew.about.layers)
     for stage, tensors, step in read_stages(crew, base):
-        new = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in where}  # a tied embedding is at both ends
+        # a tied embedding is at both ends
+        new = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in where}
         file = f"model-{stage + 1:05d}-of-{count:05d}.safetensors"
         save_file(new, target / file, metadata={"format": "pt"})
         where |= dict.fromkeys(new, file)
@@ -116,7 +139,9 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
     return steps
 
 
-def adapter_of(crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
+def adapter_of(
+    crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     """(what is trained under LoRA, each stage's committed steps). Raises as `read_stages` does."""
     weights: dict[str, torch.Tensor] = {}
     steps = []

@@ -1,4 +1,5 @@
-"""Other nodes' groups of a step: asked for and taken when sampling has ended, so that they are the newest; judged."""
+"""Other nodes' groups of a step: asked for and taken when sampling has ended, so that they are the
+newest; judged."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.trainer.plan import StepPlan
 
 ANSWER_SECONDS = 0.2
-"""How long a step waits at most for what the network process hands over, once or twice: it answers in milliseconds, unless it is busy; what
-comes later is for the next step."""
+"""How long a step waits at most for what the network process hands over, once or twice: it answers
+in milliseconds, unless it is busy; what comes later is for the next step."""
 
 
 class ExternalGroups:
     """The trainer's side of sharing. Groups that a step has no room for wait for the next one."""
 
-    def __init__(self, link: Link, engine: Engine, plan: StepPlan, sharing: SharingConfig, temperature: float) -> None:
+    def __init__(
+        self, link: Link, engine: Engine, plan: StepPlan, sharing: SharingConfig, temperature: float
+    ) -> None:
         self._link = link
         self._engine = engine
         self._plan = plan
@@ -30,9 +33,11 @@ class ExternalGroups:
         self._backlog: list[ExternalGroup] = []
 
     def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
-        """Publish what the step has sampled, and judge what others have by now, until the step's room is full. `learnt` follows."""
+        """Publish what the step has sampled, and judge what others have by now, until the step's
+        room is full. `learnt` follows."""
         room = self._plan.external_room
-        missing = room + reserve(room) - len(self._backlog)  # some in place of those that will be refused, less those that wait
+        # some in place of those that will be refused, less those that wait
+        missing = room + reserve(room) - len(self._backlog)
         ask = lambda count: self._link.request_external(count, policy_version, most_per_peer(room))
         if missing > 0:
             ask(missing)
@@ -53,7 +58,8 @@ class ExternalGroups:
         return judge(groups, self._engine.text, self._engine.score, self._temperature)
 
     def learnt(self, judgement: Judgement, too_large: Collection[int]) -> list[TrainingGroup]:
-        """Send each group's outcome to the network process; too_large: which of the accepted did not fit. Those that were learnt from."""
+        """Send each group's outcome to the network process; too_large: which of the accepted did
+        not fit. Those that were learnt from."""
         used = iter(range(len(judgement.accepted)))
         for group, outcome in judgement.outcomes:
             fits = outcome != "used" or next(used) not in too_large

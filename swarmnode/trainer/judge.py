@@ -1,13 +1,18 @@
 """Whether a peer's group may be what a policy near ours has sampled, and what it then weighs.
 
-    read      its ids, or its text in our tokens               `forged_ids`, `no_ids`, `special_ids`, `untokenizable`, `temperature`
+    read      its ids, or its text in our tokens               `forged_ids`, `no_ids`,
+    `special_ids`, `untokenizable`, `temperature`
     score     one forward pass of our policy
-    believe   surprise of the group and of each completion under our policy, at our temperature        `surprise`
-              what the sender says of its log-probabilities against ours                               `spot_check`
-    weigh     the correction for how far the peer's policy is, times what each completion's worst stretch leaves of it
+    believe   surprise of the group and of each completion under our policy, at our temperature
+    `surprise`
+              what the sender says of its log-probabilities against ours
+              `spot_check`
+    weigh     the correction for how far the peer's policy is, times what each completion's worst
+    stretch leaves of it
 
-One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more credible. What decides whether a text
-was sampled is our own policy alone; every claim is one more thing that can be wrong. Nothing that a peer sent can raise from here.
+One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
+credible. What decides whether a text was sampled is our own policy alone; every claim is one more
+thing that can be wrong. Nothing that a peer sent can raise from here.
 """
 
 from __future__ import annotations
@@ -22,7 +27,14 @@ import torch
 from swarmnode.errors import DeviceError, Incompatible
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import PolicyText
-from swarmnode.rl.corrections import burst_slack, burst_weight, excess_surprise, sequence_correction, spot_check, surprise_check
+from swarmnode.rl.corrections import (
+    burst_slack,
+    burst_weight,
+    excess_surprise,
+    sequence_correction,
+    spot_check,
+    surprise_check,
+)
 from swarmnode.rollouts.groups import ExternalGroup, Outcome
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
@@ -38,16 +50,21 @@ Score = Callable[[Sequence[Row], float], list[Scored]]
 
 @dataclass(frozen=True)
 class ExternalChecks:
-    """How far a peer's group may be from what our policy would have sampled. Chosen by `benchmarks.tolerance`."""
+    """How far a peer's group may be from what our policy would have sampled. Chosen by
+    `benchmarks.tolerance`."""
 
     spot_check_tolerance: float = 3.0
-    """Median |difference of log-probability| per token, nats, above which a group is not trained on."""
+    """Median |difference of log-probability| per token, nats, above which a group is not trained
+    on."""
     surprise_tolerance: float = 4.0
-    """Mean excess of surprise over our policy's entropy per token of a group, nats, above which nobody sampled it."""
+    """Mean excess of surprise over our policy's entropy per token of a group, nats, above which
+    nobody sampled it."""
     burst_slack: float | None = None
-    """Nats of excess that a completion's worst stretch may have; None is `corrections.burst_slack` of the vocabulary."""
+    """Nats of excess that a completion's worst stretch may have; None is `corrections.burst_slack`
+    of the vocabulary."""
     temperature_factor: float = 2.0
-    """A sender's temperature is at most this factor from ours: beyond it the log-probabilities that it gives say nothing."""
+    """A sender's temperature is at most this factor from ours: beyond it the log-probabilities that
+    it gives say nothing."""
 
 
 CHECKS = ExternalChecks()
@@ -70,7 +87,11 @@ class Unreadable(Exception):
 
 
 def judge(
-    groups: Sequence[ExternalGroup], policy: PolicyText, score: Score, temperature: float, checks: ExternalChecks = CHECKS
+    groups: Sequence[ExternalGroup],
+    policy: PolicyText,
+    score: Score,
+    temperature: float,
+    checks: ExternalChecks = CHECKS,
 ) -> Judgement:
     """Check drawn groups by one forward pass of the local policy, and weigh what passes."""
     judgement = Judgement()
@@ -80,39 +101,51 @@ def judge(
             readable.append((group, rows_of(group, policy, temperature, checks)))
         except Unreadable as error:
             judgement.outcomes.append((group, error.outcome))
-    for (group, rows), scored in zip(readable, _scored(score, [rows for _, rows in readable], temperature), strict=True):
+    for (group, rows), scored in zip(
+        readable, _scored(score, [rows for _, rows in readable], temperature), strict=True
+    ):
         if scored is None:
             judgement.outcomes.append((group, "too_large"))
             continue
         outcome, weights = believe(group.rewards, scored, policy, checks)
         if outcome == "used":
-            theirs = group.group.sampling.temperature  # what the peer says is of its policy at its temperature
+            # what the peer says is of its policy at its temperature
+            theirs = group.group.sampling.temperature
             comparable = scored if theirs == temperature else _scored(score, [rows], theirs)[0]
             local = [chosen for chosen, _ in comparable or []]
-            outcome, correction = compare(group, local, policy, checks) if local else ("too_large", [])
+            outcome, correction = (
+                compare(group, local, policy, checks) if local else ("too_large", [])
+            )
         judgement.outcomes.append((group, outcome))
         if outcome == "used":
             weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
             was_cut = [completion.finish == "length" for completion in group.group.completions]
             ours = [chosen for chosen, _ in scored]
             parts = parts_of(group.components, task_weights(group.group.task.id))
-            judgement.accepted.append(TrainingGroup(rows, ours, group.rewards, weights, group.peer, was_cut, parts=parts))
+            judgement.accepted.append(
+                TrainingGroup(rows, ours, group.rewards, weights, group.peer, was_cut, parts=parts)
+            )
     return judgement
 
 
 def judge_until_full(
-    groups: Sequence[ExternalGroup], room: int, judged: Callable[[Sequence[ExternalGroup]], Judgement],
+    groups: Sequence[ExternalGroup],
+    room: int,
+    judged: Callable[[Sequence[ExternalGroup]], Judgement],
     more: Callable[[int], list[ExternalGroup]] = lambda count: [],
-) -> tuple[Judgement, list[ExternalGroup]]:  # fmt: skip
-    """Judge from the front until `room` groups are accepted, at most half of them one peer's. Also the groups that were not looked at.
+) -> tuple[Judgement, list[ExternalGroup]]:
+    """Judge from the front until `room` groups are accepted, at most half of them one peer's. Also
+    the groups that were not looked at.
 
-    What is refused leaves its place to the next one, so that refused groups take no place from others. more: asked once for so many others
-    in their place, where there are not enough.
+    What is refused leaves its place to the next one, so that refused groups take no place from
+    others. more: asked once for so many others in their place, where there are not enough.
     """
     total, left, asked = Judgement(), list(groups), False
     while True:
         lacking = room - len(total.accepted)
-        some, left = _first(left, lacking, most_per_peer(room), Counter(group.peer for group in total.accepted))
+        some, left = _first(
+            left, lacking, most_per_peer(room), Counter(group.peer for group in total.accepted)
+        )
         if some:
             judgement = judged(some)
             total.accepted += judgement.accepted
@@ -125,8 +158,9 @@ def judge_until_full(
 
 def _first(
     groups: list[ExternalGroup], most: int, per_peer: int, taken: Counter[str]
-) -> tuple[list[ExternalGroup], list[ExternalGroup]]:  # fmt: skip
-    """The first `most` of groups, with those `taken` at most `per_peer` of one peer; and the others."""
+) -> tuple[list[ExternalGroup], list[ExternalGroup]]:
+    """The first `most` of groups, with those `taken` at most `per_peer` of one peer; and the
+    others."""
     first: list[ExternalGroup] = []
     others: list[ExternalGroup] = []
     for group in groups:
@@ -141,16 +175,27 @@ def reserve(room: int) -> int:
     return -(-room // 2)
 
 
-def rows_of(group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks) -> list[Row]:
+def rows_of(
+    group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks
+) -> list[Row]:
     """(prompt ids, completion ids) of each completion, (G,). Raises Unreadable."""
     theirs = group.group.sampling.temperature
-    if not temperature / checks.temperature_factor <= theirs <= temperature * checks.temperature_factor:
+    if (
+        not temperature / checks.temperature_factor
+        <= theirs
+        <= temperature * checks.temperature_factor
+    ):
         raise Unreadable("temperature")
-    if _is_ours(group, policy) and not all(c.token_ids and c.logprobs for c in group.group.completions):
+    if _is_ours(group, policy) and not all(
+        c.token_ids and c.logprobs for c in group.group.completions
+    ):
         raise Unreadable("no_ids")
     try:
         prompt = policy.encode_prompt(group.prompt)
-        return [(prompt, completion_ids(policy, group, completion)) for completion in group.group.completions]
+        return [
+            (prompt, completion_ids(policy, group, completion))
+            for completion in group.group.completions
+        ]
     except Incompatible:
         raise Unreadable("untokenizable") from None
 
@@ -158,14 +203,18 @@ def rows_of(group: ExternalGroup, policy: PolicyText, temperature: float, checks
 def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Completion) -> list[int]:
     """Ids to train on: the sender's where it has our tokenizer, else its text in our tokens.
 
-    Raises Incompatible when the text has no tokens here; Unreadable when ids and text disagree (the text earned the reward, and the ids
-    would be trained on), or the ids hold what no text shows.
+    Raises Incompatible when the text has no tokens here; Unreadable when ids and text disagree (the
+    text earned the reward, and the ids would be trained on), or the ids hold what no text shows.
     """
     if not completion.token_ids or group.group.tokenizer != policy.tokenizer_hash:
         return policy.tokenize_completion(completion.text, completion.finish)
     ids = policy.check_ids(unpack_ids(completion.token_ids).tolist())
     ends = ids[-1] in policy.eos_ids
-    if ends != (completion.finish == "eos") or any(i in policy.eos_ids for i in ids[:-1]) or policy.decode(ids) != completion.text:
+    if (
+        ends != (completion.finish == "eos")
+        or any(i in policy.eos_ids for i in ids[:-1])
+        or policy.decode(ids) != completion.text
+    ):
         raise Unreadable("forged_ids")
     if policy.hides(ids):
         raise Unreadable("special_ids")
@@ -175,55 +224,82 @@ def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Complet
 def believe(
     rewards: Sequence[float], scored: Sequence[Scored], policy: PolicyText, checks: ExternalChecks
 ) -> tuple[Outcome, list[float]]:
-    """Whether our policy, or one near it, may have sampled this group, and what each completion's worst stretch leaves of its weight.
+    """Whether our policy, or one near it, may have sampled this group, and what each completion's
+    worst stretch leaves of its weight.
 
-    rewards (G,); scored (G,): at our temperature. Refused as a whole when the mean is too surprising, or no best completion is left.
+    rewards (G,); scored (G,): at our temperature. Refused as a whole when the mean is too
+    surprising, or no best completion is left.
     """
-    excess = [excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored]
+    excess = [
+        excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored
+    ]
     if not surprise_check(torch.cat(excess), checks.surprise_tolerance):
         return "surprise", []
     slack = burst_slack(policy.vocab_size) if checks.burst_slack is None else checks.burst_slack
     weights = [burst_weight(each, slack) for each in excess]
     best = max(rewards)
-    if not any(weight > 0 for weight, reward in zip(weights, rewards, strict=True) if reward == best):
+    if not any(
+        weight > 0 for weight, reward in zip(weights, rewards, strict=True) if reward == best
+    ):
         return "surprise", []
     return "used", weights
 
 
 def compare(
-    group: ExternalGroup, local: Sequence[Sequence[float]], policy: PolicyText, checks: ExternalChecks
+    group: ExternalGroup,
+    local: Sequence[Sequence[float]],
+    policy: PolicyText,
+    checks: ExternalChecks,
 ) -> tuple[Outcome, list[float]]:
-    """What the sender says of its log-probabilities against ours at its temperature, `local` (G, T_i): the correction of each completion.
+    """What the sender says of its log-probabilities against ours at its temperature, `local` (G,
+    T_i): the correction of each completion.
 
-    Sums are compared whoever sent them, since text is text in any tokenizer; tokens as well where the sender has our policy.
+    Sums are compared whoever sent them, since text is text in any tokenizer; tokens as well where
+    the sender has our policy.
     """
     completions = group.group.completions
     tokens = torch.tensor([float(max(len(row), 1)) for row in local])
     ours = torch.tensor([sum(row) for row in local])
     theirs = torch.tensor([c.logprob for c in completions])
-    if not statistics.median(((ours - theirs).abs() / tokens).tolist()) <= checks.spot_check_tolerance:
+    if (
+        not statistics.median(((ours - theirs).abs() / tokens).tolist())
+        <= checks.spot_check_tolerance
+    ):
         return "spot_check", []
     if _is_ours(group, policy):
         packed = [x for c in completions for x in unpack_logprobs(c.logprobs).tolist()]
-        if not spot_check(torch.tensor([x for row in local for x in row]), torch.tensor(packed), checks.spot_check_tolerance):
+        if not spot_check(
+            torch.tensor([x for row in local for x in row]),
+            torch.tensor(packed),
+            checks.spot_check_tolerance,
+        ):
             return "spot_check", []
     # per token of each side: with another tokenizer the same text has another length
     sent = torch.tensor([float(max(c.tokens, 1)) for c in completions])
     weights = sequence_correction(ours / tokens, theirs / sent, torch.ones(len(local))).tolist()
     best = max(group.rewards)
-    if not any(weight > 0 for weight, reward in zip(weights, group.rewards, strict=True) if reward == best):
+    if not any(
+        weight > 0 for weight, reward in zip(weights, group.rewards, strict=True) if reward == best
+    ):
         return "spot_check", []  # nothing to learn from is left
     return "used", weights
 
 
 def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:
-    return group.group.model == policy.fingerprint and group.group.tokenizer == policy.tokenizer_hash
+    return (
+        group.group.model == policy.fingerprint and group.group.tokenizer == policy.tokenizer_hash
+    )
 
 
 def _scored(score: Score, groups: list[list[Row]], temperature: float) -> list[list[Scored] | None]:
-    """All groups in one pass; where one of them does not fit into memory, each by itself, and None for those that do not."""
+    """All groups in one pass; where one of them does not fit into memory, each by itself, and None
+    for those that do not."""
     try:
         flat = iter(score([row for rows in groups for row in rows], temperature))
         return [[next(flat) for _ in rows] for rows in groups]
     except DeviceError:
-        return [None] if len(groups) == 1 else [_scored(score, [rows], temperature)[0] for rows in groups]
+        return (
+            [None]
+            if len(groups) == 1
+            else [_scored(score, [rows], temperature)[0] for rows in groups]
+        )

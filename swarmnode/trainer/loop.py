@@ -1,10 +1,13 @@
-"""The trainer process: sample, share, learn, save; one step after the other, whatever the network does.
+"""The trainer process: sample, share, learn, save; one step after the other, whatever the network
+does.
 
-    plan → sample I groups, score, publish → ask the network for J groups, judge them → one update → average → save → report
+    plan → sample I groups, score, publish → ask the network for J groups, judge them → one update →
+    average → save → report
 
-The network process is asked when sampling has ended, so that its groups are the newest, and waited for a fifth of a second at most; once
-more where too much of what it gave is refused. What arrives late is there for the next step. Where useful groups are few, some of the last
-steps are trained on again (replay.py).
+The network process is asked when sampling has ended, so that its groups are the newest, and waited
+for a fifth of a second at most; once more where too much of what it gave is refused. What arrives
+late is there for the next step. Where useful groups are few, some of the last steps are trained on
+again (replay.py).
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ HEAD = "head"
 
 
 class Trainer:
-    """A whole policy and everything that changes it. `run` returns when `stop` was called or `max_steps` are done."""
+    """A whole policy and everything that changes it. `run` returns when `stop` was called or
+    `max_steps` are done."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self._config = config
@@ -78,13 +82,19 @@ class Trainer:
         config = self._config
         opened = stored(config.node.data_dir)
         shared_a = shares_a(config.policy.lora, config.weights)
-        policy = open_policy(config.policy, opened.manifest if opened is not None else None, shared_a, self._loading)
+        policy = open_policy(
+            config.policy, opened.manifest if opened is not None else None, shared_a, self._loading
+        )
         counters = Counters()
-        engine = make_whole_policy(config, policy, counters, lambda message: link.send(message), self._progress.alive)
+        engine = make_whole_policy(
+            config, policy, counters, lambda message: link.send(message), self._progress.alive
+        )
         link = Link(config.node.data_dir, lambda: loop.hello(), engine.receive)
         directory = config.node.data_dir / "trainer"
         with Scorer(alive=self._progress.alive) as scorer:
-            loop = Loop(config, engine, link, scorer, counters, directory, self._progress, self._stop)
+            loop = Loop(
+                config, engine, link, scorer, counters, directory, self._progress, self._stop
+            )
             with link:
                 loop.run(config.weights.join_seconds)
 
@@ -94,12 +104,20 @@ class Trainer:
 
 
 class Loop:
-    """Sample, share, learn, save, with an engine. Goes on from what is in `directory`, if anything is; `counters` if nothing is."""
+    """Sample, share, learn, save, with an engine. Goes on from what is in `directory`, if anything
+    is; `counters` if nothing is."""
 
     def __init__(
-        self, config: Config, engine: Engine, link: Link, scorer: Scorer, counters: Counters, directory: Path, progress: Progress,
+        self,
+        config: Config,
+        engine: Engine,
+        link: Link,
+        scorer: Scorer,
+        counters: Counters,
+        directory: Path,
+        progress: Progress,
         stop: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises StateError where that is another model's, or damaged."""
         training, sharing = config.training, config.sharing
         rng = engine.random_generator(training.seed)
@@ -117,15 +135,22 @@ class Loop:
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
         speaks = spoken(stored(config.node.data_dir), config.task.names, training.options)
-        self._questions = Questions(config.task.names, counters, speaks, "curriculum" in training.options)
+        self._questions = Questions(
+            config.task.names, counters, speaks, "curriculum" in training.options
+        )
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters)
         self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
         told = flat(config.model_dump(include={"policy", "training", "weights"}))
-        self._records = Records(config.node.data_dir, Trackers(config.log.trackers, config.node.data_dir, config.node.name, told))
-        self._pauses = Pauses(config.node.quiet_hours, Told(config.node.data_dir), training.step_interval, stop)
+        self._records = Records(
+            config.node.data_dir,
+            Trackers(config.log.trackers, config.node.data_dir, config.node.name, told),
+        )
+        self._pauses = Pauses(
+            config.node.quiet_hours, Told(config.node.data_dir), training.step_interval, stop
+        )
 
     def run(self, join_seconds: float) -> None:
         """Train until `stop` or `max_steps`. The link has been entered. Raises EngineGone.
@@ -147,7 +172,9 @@ class Loop:
 
     def _train(self, join_seconds: float) -> None:
         self._rest()
-        if (self._fresh or self._counters.reward_held_out_start is None) and not self._pauses.stop.is_set():
+        if (
+            self._fresh or self._counters.reward_held_out_start is None
+        ) and not self._pauses.stop.is_set():
             self._evaluate()
         self._join(join_seconds)
         while not self._finished() and self._rest():
@@ -162,7 +189,8 @@ class Loop:
             self._pauses.until_next_step(started, self._reporter)
 
     def _rest(self) -> bool:
-        """Wait while there is a reason to; what was learnt is on disk before long. False when the trainer is to stop."""
+        """Wait while there is a reason to; what was learnt is on disk before long. False when the
+        trainer is to stop."""
         rested = False
         while not self._pauses.stop.is_set() and (reasons := self._pauses.reasons()):
             rested = True
@@ -176,14 +204,19 @@ class Loop:
     def hello(self) -> Hello:
         text = self._engine.text
         return Hello(
-            model=text.fingerprint, tokenizer=text.tokenizer_hash, policy_version=self._counters.policy_version,
-            tokens_per_text_byte=text.tokens_per_text_byte, pid=os.getpid(), replica=self._engine.facts(self._fresh),
-        )  # fmt: skip
+            model=text.fingerprint,
+            tokenizer=text.tokenizer_hash,
+            policy_version=self._counters.policy_version,
+            tokens_per_text_byte=text.tokens_per_text_byte,
+            pid=os.getpid(),
+            replica=self._engine.facts(self._fresh),
+        )
 
-    # ---- start --------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def _wait_for_identity(self) -> bool:
-        """Our questions follow from the node's peer id, which the network process holds. Known from an earlier run, nobody waits."""
+        """Our questions follow from the node's peer id, which the network process holds. Known from
+        an earlier run, nobody waits."""
         while not self._identity.adopt(IDENTITY_SECONDS):
             if self._counters.peer:
                 return True
@@ -193,7 +226,8 @@ class Loop:
         return True
 
     def _join(self, seconds: float) -> None:
-        """A node that has learnt nothing yet would rather start where its neighbours are; for a state on its way it waits longer."""
+        """A node that has learnt nothing yet would rather start where its neighbours are; for a
+        state on its way it waits longer."""
         if not self._fresh:
             return
         late = time.monotonic() + seconds
@@ -210,7 +244,7 @@ class Loop:
     def _finished(self) -> bool:
         return bool(self._training.max_steps) and self._counters.step >= self._training.max_steps
 
-    # ---- one step -----------------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
 
     def _step(self) -> None:
         started = time.monotonic()
@@ -232,11 +266,15 @@ class Loop:
         rows = assemble(
             [*fresh, *again],
             training.advantage,
-            shape_to=training.max_completion_length if "overlong_shaping" in training.options else 0,
+            shape_to=training.max_completion_length
+            if "overlong_shaping" in training.options
+            else 0,
             mask_cut="mask_truncated" in training.options,
         )
         result = self._engine.update(rows, rate)
-        external = self._external.learnt(judgement, {group - len(experience.trained) for group in result.too_large})
+        external = self._external.learnt(
+            judgement, {group - len(experience.trained) for group in result.too_large}
+        )
         self._plan.learnt([*experience.trained, *external], experience.groups)
         self._count(experience.tokens, experience.groups, external, result)
         self._measure(experience.groups, external, result, rate)
@@ -267,18 +305,31 @@ class Loop:
         for sample in peers_samples(now, last.step, judgement):
             self._records.sample(sample)
         if experience.messages:
-            self._records.sample(own_sample(now, last.step, experience.prompts[0], experience.messages[0]))
+            self._records.sample(
+                own_sample(now, last.step, experience.prompts[0], experience.messages[0])
+            )
 
     def _log_step(self, by_task: dict[str, float]) -> None:
         """One line for people, whatever else they watch."""
         last = self._reporter.last
         log.info(
-            "step", step=last.step, policy_version=last.policy_version, seconds=_rounded(last.step_seconds, 2),
-            reward=_rounded(last.reward_own, 3), own=last.own_groups, external=last.external_groups,
+            "step",
+            step=last.step,
+            policy_version=last.policy_version,
+            seconds=_rounded(last.step_seconds, 2),
+            reward=_rounded(last.reward_own, 3),
+            own=last.own_groups,
+            external=last.external_groups,
             by_task={task: round(reward, 3) for task, reward in sorted(by_task.items())},
-        )  # fmt: skip
+        )
 
-    def _count(self, tokens: int, own: list[TrainingGroup], external: list[TrainingGroup], result: UpdateStatistics) -> None:
+    def _count(
+        self,
+        tokens: int,
+        own: list[TrainingGroup],
+        external: list[TrainingGroup],
+        result: UpdateStatistics,
+    ) -> None:
         c = self._counters
         c.step += 1
         c.policy_version += int(result.stepped)
@@ -289,11 +340,18 @@ class Loop:
             c.note_use(group.peer)
         now = self._engine.statistics()
         most = self._training.per_device_train_tokens
-        c.micro_batch_tokens = now.micro_batch_tokens if now.micro_batch_tokens < most else 0  # a larger setting counts after a restart
+        # a larger setting counts after a restart
+        c.micro_batch_tokens = now.micro_batch_tokens if now.micro_batch_tokens < most else 0
         c.generation_tokens = now.generation_tokens if now.generation_tokens < most else 0
         c.oom_retries_total = self._oom_before + now.oom_retries
 
-    def _measure(self, own: list[TrainingGroup], external: list[TrainingGroup], result: UpdateStatistics, rate: float) -> None:
+    def _measure(
+        self,
+        own: list[TrainingGroup],
+        external: list[TrainingGroup],
+        result: UpdateStatistics,
+        rate: float,
+    ) -> None:
         total = len(own) + len(external)
         share = len(external) / total if total else None
         reward_own = _mean([r for g in own for r in g.rewards])
@@ -318,11 +376,14 @@ class Loop:
             gradient_agreement=result.agreement,
         )
 
-    # ---- between steps ------------------------------------------------------------------------------------------------
+    # ---- between steps ---------------------------------------------------------------------------
 
     def _average(self, stepped: bool = True) -> bool:
-        """Outer steps, and whatever the network process has said about them. Whether the policy has changed."""
-        return self._engine.average(self._reporter.connected, self._reporter.last.step_seconds or 0.0, stepped)
+        """Outer steps, and whatever the network process has said about them. Whether the policy has
+        changed."""
+        return self._engine.average(
+            self._reporter.connected, self._reporter.last.step_seconds or 0.0, stepped
+        )
 
     def _evaluate(self) -> None:
         self._reporter.enter("evaluating")
@@ -339,17 +400,30 @@ class Loop:
 
 
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:
-    """Go on behind every number that this node may have used: whole, as a head and beside a stage it is one peer with one series."""
-    known = [kept.numbers for directory in (trainer, trainer / HEAD) for kept in rollback.states(directory)]
+    """Go on behind every number that this node may have used: whole, as a head and beside a stage
+    it is one peer with one series."""
+    known = [
+        kept.numbers
+        for directory in (trainer, trainer / HEAD)
+        for kept in rollback.states(directory)
+    ]
     if known:
-        counters.sequence = max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN
-        counters.policy_version = max([counters.policy_version, *(numbers.policy_version for numbers in known)])
+        counters.sequence = (
+            max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN
+        )
+        counters.policy_version = max(
+            [counters.policy_version, *(numbers.policy_version for numbers in known)]
+        )
 
 
 def best_rows(group: TrainingGroup) -> list[Row]:
     """Completions that earned more than others of their group."""
     best = max(group.rewards)
-    return [row for row, reward in zip(group.rows, group.rewards, strict=True) if reward == best] if best > min(group.rewards) else []
+    return (
+        [row for row, reward in zip(group.rows, group.rewards, strict=True) if reward == best]
+        if best > min(group.rewards)
+        else []
+    )
 
 
 def reward_by_task(groups: Sequence[OwnGroup]) -> dict[str, float]:
@@ -369,7 +443,8 @@ def _mean(values: list[float]) -> float | None:
 
 
 class Identity:
-    """Who this node is, as the network process says: its questions follow from the peer id and the swarm's. swarm: the configured id."""
+    """Who this node is, as the network process says: its questions follow from the peer id and the
+    swarm's. swarm: the configured id."""
 
     def __init__(self, link: Link, counters: Counters, swarm: str) -> None:
         self._link = link
@@ -377,20 +452,30 @@ class Identity:
         self._swarm = swarm
 
     def adopt(self, seconds: float = 0.0) -> bool:
-        """Take what the network process has said, waiting up to `seconds`; whether it has. Raises LocalError for another swarm."""
+        """Take what the network process has said, waiting up to `seconds`; whether it has. Raises
+        LocalError for another swarm."""
         welcome = self._link.welcome(seconds)
         if welcome is None:
             return False
         if self._swarm and welcome.swarm.hex() != self._swarm:
-            raise LocalError("the node has moved to another swarm; starting again with its manifest")
+            raise LocalError(
+                "the node has moved to another swarm; starting again with its manifest"
+            )
         self._counters.peer, self._counters.swarm = welcome.peer, welcome.swarm.hex()
         return True
 
 
 class Pauses:
-    """When the trainer rests though it could go on. told(): of `pauses.REASONS`, those that hold."""
+    """When the trainer rests though it could go on. told(): of `pauses.REASONS`, those that
+    hold."""
 
-    def __init__(self, quiet_hours: str, told: Callable[[], Sequence[str]], step_interval: float, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        quiet_hours: str,
+        told: Callable[[], Sequence[str]],
+        step_interval: float,
+        stop: threading.Event,
+    ) -> None:
         self.stop = stop
         self._quiet_hours = quiet_hours
         self._told = told
@@ -412,6 +497,9 @@ class Pauses:
 
     def until_next_step(self, started: float, reporter: Reporter) -> None:
         """Wait until the interval since the step `started` is over."""
-        while not self.stop.is_set() and (left := started + self._step_interval - time.monotonic()) > 0:
+        while (
+            not self.stop.is_set()
+            and (left := started + self._step_interval - time.monotonic()) > 0
+        ):
             self.stop.wait(min(left, 5.0))
             reporter.alive("paused")

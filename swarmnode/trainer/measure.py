@@ -1,9 +1,11 @@
-"""`python -m swarmnode.trainer.measure`, a request as JSON on stdin: how good a model is at tasks' held-out questions.
+"""`python -m swarmnode.trainer.measure`, a request as JSON on stdin: how good a model is at tasks'
+held-out questions.
 
 What `swarmnode eval` starts, so that the command line does not load torch.
 
     greedy    one answer of temperature 0 to each question: mean reward
-    pass@k    n sampled answers to each: the chance that at least one of k is right, without bias; right is a reward of 1
+    pass@k    n sampled answers to each: the chance that at least one of k is right, without bias;
+    right is a reward of 1
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ QUESTIONS_AT_ONCE = 16
 
 
 def open_model(cfg: PolicyConfig) -> Policy:
-    """The model of `cfg`; where that is a directory with an adapter, as `swarmnode export` writes it, its base with the adapter.
+    """The model of `cfg`; where that is a directory with an adapter, as `swarmnode export` writes
+    it, its base with the adapter.
 
     Raises LocalError.
     """
@@ -45,7 +48,10 @@ def open_model(cfg: PolicyConfig) -> Policy:
     if not about.is_file():
         return load_policy(cfg)
     if not (directory / "adapter_model.safetensors").is_file():
-        raise Unavailable(f"{directory} holds an adapter without adapter_model.safetensors, and nothing else is read")
+        raise Unavailable(
+            f"{directory} holds an adapter without adapter_model.safetensors, and nothing else is"
+            " read"
+        )
     from peft import PeftModel
 
     base = json.loads(about.read_text())["base_model_name_or_path"]
@@ -54,15 +60,22 @@ def open_model(cfg: PolicyConfig) -> Policy:
 
 
 @torch.no_grad()
-def measure(policy: Policy, scorer: Scorer, task: str, request: Request, training: TrainingConfig) -> Measured:
-    """Ask the first held-out questions of `task`. Raises Unavailable when none of them can be asked."""
+def measure(
+    policy: Policy, scorer: Scorer, task: str, request: Request, training: TrainingConfig
+) -> Measured:
+    """Ask the first held-out questions of `task`. Raises Unavailable when none of them can be
+    asked."""
     batches = MicroBatcher(training.per_device_train_tokens)
     version, levels = registry.task_version(task), registry.TASKS[task].levels
-    refs = [TaskRef(task, version, evaluation_seed(task), index // levels, index % levels) for index in range(request.questions)]
+    refs = [
+        TaskRef(task, version, evaluation_seed(task), index // levels, index % levels)
+        for index in range(request.questions)
+    ]
     asked = [
-        (ref, result.prompt) for ref, result in zip(refs, scorer.score_many([(ref, []) for ref in refs]), strict=True)
+        (ref, result.prompt)
+        for ref, result in zip(refs, scorer.score_many([(ref, []) for ref in refs]), strict=True)
         if isinstance(result, Scored) and result.prompt
-    ]  # fmt: skip
+    ]
     if not asked:
         raise Unavailable(f"{task}: none of its questions could be made")
     generator = policy.random_generator(SEED)
@@ -70,14 +83,31 @@ def measure(policy: Policy, scorer: Scorer, task: str, request: Request, trainin
     for start in range(0, len(asked), QUESTIONS_AT_ONCE):
         part = asked[start : start + QUESTIONS_AT_ONCE]
         prompts = [prompt for _, prompt in part]
-        certain = batches.generate(policy, prompts, Sampling(1, training.max_completion_length, 0.0), generator)
-        drawn = batches.generate(
-            policy, prompts, Sampling(request.samples, training.max_completion_length, training.temperature, training.top_p), generator
+        certain = batches.generate(
+            policy, prompts, Sampling(1, training.max_completion_length, 0.0), generator
         )
-        answers = [[c.text for group in pair for c in group.completions] for pair in zip(certain, drawn, strict=True)]
-        judged = scorer.score_many([(ref, texts) for (ref, _), texts in zip(part, answers, strict=True)])
+        drawn = batches.generate(
+            policy,
+            prompts,
+            Sampling(
+                request.samples,
+                training.max_completion_length,
+                training.temperature,
+                training.top_p,
+            ),
+            generator,
+        )
+        answers = [
+            [c.text for group in pair for c in group.completions]
+            for pair in zip(certain, drawn, strict=True)
+        ]
+        judged = scorer.score_many(
+            [(ref, texts) for (ref, _), texts in zip(part, answers, strict=True)]
+        )
         for group, result in zip(drawn, judged, strict=True):
-            rewards = result.rewards if isinstance(result, Scored) else [0.0] * (request.samples + 1)
+            rewards = (
+                result.rewards if isinstance(result, Scored) else [0.0] * (request.samples + 1)
+            )
             greedy.append(rewards[0])
             sampled.append(rewards[1:])
             lengths += [len(c.ids) for c in group.completions]
@@ -85,10 +115,15 @@ def measure(policy: Policy, scorer: Scorer, task: str, request: Request, trainin
     right = [sum(reward >= RIGHT for reward in rewards) for rewards in sampled]
     passed = {k: [pass_at_k(request.samples, count, k) for count in right] for k in request.k}
     return Measured(
-        task, len(asked), _mean(greedy), _mean([reward for rewards in sampled for reward in rewards]),
-        {k: _mean(chances) for k, chances in passed.items()}, {k: _error(chances) for k, chances in passed.items()},
-        _mean(lengths), cut / len(lengths),
-    )  # fmt: skip
+        task,
+        len(asked),
+        _mean(greedy),
+        _mean([reward for rewards in sampled for reward in rewards]),
+        {k: _mean(chances) for k, chances in passed.items()},
+        {k: _error(chances) for k, chances in passed.items()},
+        _mean(lengths),
+        cut / len(lengths),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -99,7 +134,9 @@ def _error(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return math.sqrt(
+        math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+    )
 
 
 def main() -> int:
@@ -111,7 +148,12 @@ def main() -> int:
     policy = open_model(config.policy)
     with Scorer() as scorer:
         for task in request.tasks:
-            print(msgspec.json.encode(measure(policy, scorer, task, request, config.training)).decode(), flush=True)
+            print(
+                msgspec.json.encode(
+                    measure(policy, scorer, task, request, config.training)
+                ).decode(),
+                flush=True,
+            )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""How many groups a step holds on a machine of this speed, and how many of them a node samples itself.
+"""How many groups a step holds on a machine of this speed, and how many of them a node samples
+itself.
 
-A slow node is never waited for, but its own steps should not take so long that its policy is old before it has changed: with a target it
-takes smaller batches. What a step costs besides its groups need not be known, since the next step is measured again.
+A slow node is never waited for, but its own steps should not take so long that its policy is old
+before it has changed: with a target it takes smaller batches. What a step costs besides its groups
+need not be known, since the next step is measured again.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ SMALLEST_SHARE = 1 / 8
 CLOSE_ENOUGH = 0.1
 """Relative distance from the target within which nothing changes."""
 LARGEST_FACTOR = 2.0
-"""A step changes the number by this factor at most: one slow step may be somebody else's compile job."""
+"""A step changes the number by this factor at most: one slow step may be somebody else's compile
+job."""
 
 
 def fitted(groups: float, seconds: float, target: float, configured: int) -> float:
-    """The groups to take after a step of `groups` took `seconds`, not rounded; `target` seconds, 0 is off.
+    """The groups to take after a step of `groups` took `seconds`, not rounded; `target` seconds, 0
+    is off.
 
-    Half of the distance on a logarithmic scale, so that noise does not swing it. Always within 1 … `configured`.
+    Half of the distance on a logarithmic scale, so that noise does not swing it. Always within 1 …
+    `configured`.
     """
     smallest = max(1, math.ceil(configured * SMALLEST_SHARE))
     if target <= 0:
@@ -45,18 +50,29 @@ def fitted(groups: float, seconds: float, target: float, configured: int) -> flo
 
 
 class StepPlan:
-    """Own and external groups of the next step. What it has learnt is kept in the counters, and so survives a restart."""
+    """Own and external groups of the next step. What it has learnt is kept in the counters, and so
+    survives a restart."""
 
-    def __init__(self, training: TrainingConfig, sharing: SharingConfig, counters: Counters) -> None:
+    def __init__(
+        self, training: TrainingConfig, sharing: SharingConfig, counters: Counters
+    ) -> None:
         self._target = training.target_step_seconds
         self._configured = training.groups_per_step
         self._shares = sharing.enabled
         self._counters = counters
-        counters.groups_per_step = fitted(counters.groups_per_step or self._configured, 0.0, self._target, self._configured)
-        self._split = AdaptiveSplit(self._configured, counters.useful_per_step, counters.external_scale)
+        counters.groups_per_step = fitted(
+            counters.groups_per_step or self._configured, 0.0, self._target, self._configured
+        )
+        self._split = AdaptiveSplit(
+            self._configured, counters.useful_per_step, counters.external_scale
+        )
         self._split.resize(self.groups)
         self._guard = UtilityGuard(counters.external_scale)
-        again = self._shares and training.loss_type in CLIPS_TOKENS and "train_once" not in training.options
+        again = (
+            self._shares
+            and training.loss_type in CLIPS_TOKENS
+            and "train_once" not in training.options
+        )
         self._replay = ReplayBuffer(USES if again else 0)
 
     @property
@@ -75,19 +91,24 @@ class StepPlan:
         return self._split.external_room if self._shares else 0
 
     def stepped(self, seconds: float) -> None:
-        """Take fewer groups where a step took longer than it should, more where it need not be so few."""
-        self._counters.groups_per_step = fitted(self._counters.groups_per_step, seconds, self._target, self._configured)
+        """Take fewer groups where a step took longer than it should, more where it need not be so
+        few."""
+        self._counters.groups_per_step = fitted(
+            self._counters.groups_per_step, seconds, self._target, self._configured
+        )
         if self.groups != self._split.batch:
             log.info("groups per step", groups=self.groups, step_seconds=round(seconds, 2))
             self._split.resize(self.groups)
 
     def again(self, fresh: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-        """Useful groups of the last steps, as many as the step's own and external ones lack of a batch."""
+        """Useful groups of the last steps, as many as the step's own and external ones lack of a
+        batch."""
         return self._replay.take(lacking(self.groups, fresh))
 
     def learnt(self, fresh: Sequence[TrainingGroup], sampled: Sequence[TrainingGroup]) -> None:
-        """Take what the step, the `Counters.step`th, has learnt from for the first time. The next steps sample fewer by what came of peers,
-        and while useful groups are rare among those that were sampled, by what can be trained on again."""
+        """Take what the step, the `Counters.step`th, has learnt from for the first time. The next
+        steps sample fewer by what came of peers, and while useful groups are rare among those that
+        were sampled, by what can be trained on again."""
         self._split.observe(sum(bool(group.peer) and is_useful(group.rewards) for group in fresh))
         self._counters.useful_per_step = self._split.smoothed
         self._replay.sampled(sampled)
@@ -95,9 +116,16 @@ class StepPlan:
         self._split.replayable = self._replay.spares
 
     def measured(
-        self, reward_own: float | None, agreement: float | None, external_share: float, reward_held_out: float | None = None
+        self,
+        reward_own: float | None,
+        agreement: float | None,
+        external_share: float,
+        reward_held_out: float | None = None,
     ) -> None:
-        """Leave less room for external groups while they go together with getting worse; see `UtilityGuard.observe`."""
+        """Leave less room for external groups while they go together with getting worse; see
+        `UtilityGuard.observe`."""
         if self._shares:
-            self._split.external_scale = self._guard.observe(reward_own, agreement, external_share, reward_held_out)
+            self._split.external_scale = self._guard.observe(
+                reward_own, agreement, external_share, reward_held_out
+            )
             self._counters.external_scale = self._split.external_scale

@@ -16,18 +16,36 @@ from swarmnode.wire.messages import TaskRef
 
 
 class Questions:
-    """The series of them. Where the swarm lets its members choose, all buckets alike or by the curriculum.
+    """The series of them. Where the swarm lets its members choose, all buckets alike or by the
+    curriculum.
 
-    In a swarm that does not, a curriculum chooses among the tasks, at the difficulty 0. What it knows is not saved: a few steps teach it.
+    In a swarm that does not, a curriculum chooses among the tasks, at the difficulty 0. What it
+    knows is not saved: a few steps teach it.
     """
 
-    def __init__(self, tasks: Sequence[str], counters: Counters, spoken: Spoken = Spoken(), curriculum: bool = False) -> None:  # noqa: B008 - immutable
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        counters: Counters,
+        spoken: Spoken = Spoken(),  # noqa: B008 - immutable
+        curriculum: bool = False,
+    ) -> None:
         self._tasks = tasks
         self._chooses = spoken.chooses
         self._alike = not curriculum
         self._counters = counters
-        buckets = [Bucket(task, difficulty) for task in tasks for difficulty in range(TASKS[task].levels if spoken.chooses else 1)]
-        self._curriculum = Curriculum(buckets) if curriculum else Curriculum(buckets, explore=1.0) if spoken.chooses else None
+        buckets = [
+            Bucket(task, difficulty)
+            for task in tasks
+            for difficulty in range(TASKS[task].levels if spoken.chooses else 1)
+        ]
+        self._curriculum = (
+            Curriculum(buckets)
+            if curriculum
+            else Curriculum(buckets, explore=1.0)
+            if spoken.chooses
+            else None
+        )
 
     def next(self) -> tuple[int, TaskRef]:
         """The next number and what is asked at it."""
@@ -40,20 +58,32 @@ class Questions:
             name = choose_task(self._tasks, seed, index)
             return sequence, TaskRef(name, task_version(name), seed, index)
         name, difficulty = self._curriculum.choose(random.Random(f"{c.swarm}/{c.peer}/{sequence}"))
-        seed, index = bucket_seed(swarm, c.peer, sequence, name, difficulty) if self._chooses else task_seed(swarm, c.peer, sequence)
+        seed, index = (
+            bucket_seed(swarm, c.peer, sequence, name, difficulty)
+            if self._chooses
+            else task_seed(swarm, c.peer, sequence)
+        )
         return sequence, TaskRef(name, task_version(name), seed, index, difficulty)
 
     def signals(self) -> dict[str, float]:
-        """The share of groups with a signal that is expected of each task at each difficulty; empty without a curriculum."""
+        """The share of groups with a signal that is expected of each task at each difficulty; empty
+        without a curriculum."""
         if self._curriculum is None:
             return {}
-        return {f"{task} {difficulty}": share for (task, difficulty), share in self._curriculum.expected().items()}
+        return {
+            f"{task} {difficulty}": share
+            for (task, difficulty), share in self._curriculum.expected().items()
+        }
 
     def evidence(self) -> dict[str, tuple[float, float]]:
-        """What that rests on, by the same names: own groups, and what peers' groups count of such. Empty where nothing is chosen by it."""
+        """What that rests on, by the same names: own groups, and what peers' groups count of such.
+        Empty where nothing is chosen by it."""
         if self._curriculum is None or self._alike:
             return {}
-        return {f"{task} {difficulty}": known for (task, difficulty), known in self._curriculum.evidence().items()}
+        return {
+            f"{task} {difficulty}": known
+            for (task, difficulty), known in self._curriculum.evidence().items()
+        }
 
     def answered(self, ref: TaskRef, rewards: list[float]) -> None:
         """What an own group earned. rewards: (G,)."""
@@ -66,5 +96,9 @@ class Questions:
             return
         for group, outcome in judgement.outcomes:
             if outcome == "used":
-                self._curriculum.hint(group.peer, Bucket(group.group.task.id, group.group.task.difficulty), group.rewards)
+                self._curriculum.hint(
+                    group.peer,
+                    Bucket(group.group.task.id, group.group.task.difficulty),
+                    group.rewards,
+                )
         self._curriculum.step()

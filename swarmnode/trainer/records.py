@@ -1,9 +1,12 @@
-"""What a person reads afterwards, in `<data_dir>/log`: a line of JSON per step, and what the policy answered in it.
+"""What a person reads afterwards, in `<data_dir>/log`: a line of JSON per step, and what the policy
+answered in it.
 
     steps.jsonl      every measurement of a step, as the status page has it, with reward by task
-    samples.jsonl    one own group of the step, one of peers' that was learnt from and one that was refused (`observe.samples`)
+    samples.jsonl    one own group of the step, one of peers' that was learnt from and one that was
+    refused (`observe.samples`)
 
-Bounded: a file that is full is put aside as `.jsonl.1`, and the one put aside before it is gone. A full disk costs lines, nothing else.
+Bounded: a file that is full is put aside as `.jsonl.1`, and the one put aside before it is gone. A
+full disk costs lines, nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ LEFT_OUT = ("peers_used", "weights", "reward_errors", "last_reward_error", "phas
 
 
 class Records:
-    """Writes both files, and tells trackers of steps. Nothing here raises for what the disk does, or a tracker."""
+    """Writes both files, and tells trackers of steps. Nothing here raises for what the disk does,
+    or a tracker."""
 
     def __init__(self, data_dir: Path, trackers: Trackers | None = None) -> None:
         self._trackers = trackers
@@ -40,7 +44,11 @@ class Records:
 
     def step(self, at: float, report: Report) -> None:
         """A step has ended. `at`: Unix seconds."""
-        measured = {name: value for name, value in msgspec.to_builtins(report).items() if name not in (*LEFT_OUT, "type")}
+        measured = {
+            name: value
+            for name, value in msgspec.to_builtins(report).items()
+            if name not in (*LEFT_OUT, "type")
+        }
         _write(self._steps, {"at": round(at, 3), **measured})
         if self._trackers is not None:
             self._trackers.step(report.step, measured)
@@ -57,14 +65,18 @@ class Records:
 
 
 def own_sample(at: float, step: int, prompt: str, group: OwnGroup) -> Sample:
-    """What the policy answered to one question of a step. The first completions, not the best: what it does, not what it can."""
+    """What the policy answered to one question of a step. The first completions, not the best: what
+    it does, not what it can."""
     surprise = [-completion.logprob / max(completion.tokens, 1) for completion in group.completions]
     answers = _answers(group.completions, group.rewards, group.components, surprise)
-    return Sample(round(at, 3), step, group.policy_version, group.task.id, shortened(prompt), answers)
+    return Sample(
+        round(at, 3), step, group.policy_version, group.task.id, shortened(prompt), answers
+    )
 
 
 def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
-    """The first of a step's groups from peers that was learnt from and the first that was refused, if there are such."""
+    """The first of a step's groups from peers that was learnt from and the first that was refused,
+    if there are such."""
     found: dict[bool, Sample] = {}
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
@@ -75,25 +87,45 @@ def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
     return list(found.values())
 
 
-def _peers_sample(at: float, step: int, group: ExternalGroup, outcome: str, surprise: Sequence[float]) -> Sample:
+def _peers_sample(
+    at: float, step: int, group: ExternalGroup, outcome: str, surprise: Sequence[float]
+) -> Sample:
     answers = _answers(group.group.completions, group.rewards, group.components, surprise)
     sampled = group.group
     return Sample(
-        round(at, 3), step, sampled.policy_version, sampled.task.id, shortened(group.prompt), answers, peer=group.peer, outcome=outcome
+        round(at, 3),
+        step,
+        sampled.policy_version,
+        sampled.task.id,
+        shortened(group.prompt),
+        answers,
+        peer=group.peer,
+        outcome=outcome,
     )
 
 
 def _answers(
-    completions: Sequence[Completion], rewards: Sequence[float], components: Sequence[dict[str, float]], surprise: Sequence[float]
+    completions: Sequence[Completion],
+    rewards: Sequence[float],
+    components: Sequence[dict[str, float]],
+    surprise: Sequence[float],
 ) -> list[Answer]:
-    rewarded, made_of, surprising = dict(enumerate(rewards)), dict(enumerate(components)), dict(enumerate(surprise))
+    rewarded, made_of, surprising = (
+        dict(enumerate(rewards)),
+        dict(enumerate(components)),
+        dict(enumerate(surprise)),
+    )
     return [
         Answer(
-            shortened(completion.text), completion.tokens, completion.finish, rewarded.get(number), made_of.get(number, {}),
+            shortened(completion.text),
+            completion.tokens,
+            completion.finish,
+            rewarded.get(number),
+            made_of.get(number, {}),
             surprising.get(number),
         )
         for number, completion in enumerate(completions[:COMPLETIONS])
-    ]  # fmt: skip
+    ]
 
 
 def _file(data_dir: Path, name: str, most: int) -> FileHandler | None:

@@ -1,9 +1,11 @@
 """Experience replay: a batch that lacks useful groups is filled with those of the last steps.
 
-Where nearly everything that is sampled fails, a group that says something is dear. It still says it a few updates later: its ratios are
-against what was recorded when it was sampled, so that the objective's clip ends what has moved far enough. Without that the same
-completions are pushed on and on, and a policy learns less for good. While useful groups are rare, what can be trained on again leaves room
-for sampling less (`rl.split`). All of it was measured: benchmarks/RESULTS.md, "sapo: groups that are trained on again".
+Where nearly everything that is sampled fails, a group that says something is dear. It still says it
+a few updates later: its ratios are against what was recorded when it was sampled, so that the
+objective's clip ends what has moved far enough. Without that the same completions are pushed on and
+on, and a policy learns less for good. While useful groups are rare, what can be trained on again
+leaves room for sampling less (`rl.split`). All of it was measured: benchmarks/RESULTS.md, "sapo:
+groups that are trained on again".
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from swarmnode.trainer.batch import TrainingGroup
 USES = 4
 """How often a group is trained on again, at most. More were not tried."""
 STEPS = 8
-"""How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under corrections: 0.2 where tokens are corrected."""
+"""How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under
+corrections: 0.2 where tokens are corrected."""
 RARE = 0.35
-"""Useful share of sampled groups from which on they are not rare: no fewer are sampled until the trainer is started anew."""
+"""Useful share of sampled groups from which on they are not rare: no fewer are sampled until the
+trainer is started anew."""
 SMOOTHING = 0.05
 """Weight of the newest sampled group in that share."""
 TOKENS = 1_000_000
-"""Tokens of completions that are kept, some 70 bytes each: beyond that the oldest groups go first."""
+"""Tokens of completions that are kept, some 70 bytes each: beyond that the oldest groups go
+first."""
 
 
 @dataclass
@@ -34,7 +39,8 @@ class Kept:
 
 
 class ReplayBuffer:
-    """Useful groups of the last steps. It is not saved: after a restart the first steps fill it again."""
+    """Useful groups of the last steps. It is not saved: after a restart the first steps fill it
+    again."""
 
     def __init__(self, uses: int = USES) -> None:
         """uses: 0 keeps nothing."""
@@ -53,8 +59,9 @@ class ReplayBuffer:
         return len(self._kept) if self._rare else 0
 
     def take(self, count: int) -> list[TrainingGroup]:
-        """At most `count` groups for the present step, those that were used least and the newest first. Their ratios are against what was
-        recorded, a group's own sampler included: it is no sample of the present policy any more."""
+        """At most `count` groups for the present step, those that were used least and the newest
+        first. Their ratios are against what was recorded, a group's own sampler included: it is no
+        sample of the present policy any more."""
         taken = sorted(self._kept, key=lambda kept: (kept.uses, -kept.step))[: max(0, count)]
         for kept in taken:
             kept.uses += 1
@@ -67,10 +74,13 @@ class ReplayBuffer:
         self._rare = self._rare and self._useful < RARE
 
     def keep(self, groups: Sequence[TrainingGroup], step: int) -> None:
-        """After a step: what it has learnt from for the first time; and nothing that cannot be used at the next."""
+        """After a step: what it has learnt from for the first time; and nothing that cannot be used
+        at the next."""
         if not self._uses:
             return
-        self._kept = [kept for kept in self._kept if kept.uses < self._uses and step + 1 - kept.step <= STEPS]
+        self._kept = [
+            kept for kept in self._kept if kept.uses < self._uses and step + 1 - kept.step <= STEPS
+        ]
         self._kept += [Kept(group, step) for group in groups if is_useful(group.rewards)]
         room = TOKENS
         for number in reversed(range(len(self._kept))):

@@ -1,4 +1,5 @@
-"""What the trainer says of itself: to its supervisor that it goes on, to the network process where it is and what it has measured."""
+"""What the trainer says of itself: to its supervisor that it goes on, to the network process where
+it is and what it has measured."""
 
 from __future__ import annotations
 
@@ -18,8 +19,14 @@ class Reporter:
     """Sends reports that are always whole: the last measurements, and totals as they are."""
 
     def __init__(
-        self, progress: Progress, link: Link, engine: Engine, scorer: Scorer, checkpoints: Checkpoints, counters: Counters
-    ) -> None:  # fmt: skip
+        self,
+        progress: Progress,
+        link: Link,
+        engine: Engine,
+        scorer: Scorer,
+        checkpoints: Checkpoints,
+        counters: Counters,
+    ) -> None:
         self.last = Report(phase="loading")
         """Measurements are put in here; they go out with the next phase."""
         self._progress = progress
@@ -30,9 +37,14 @@ class Reporter:
         self._counters = counters
 
     def enter(self, phase: str, step_seconds: float | None = None) -> None:
-        """Report the phase, the step's measurements and all totals. step_seconds: of a step that has just ended."""
+        """Report the phase, the step's measurements and all totals. step_seconds: of a step that
+        has just ended."""
         self._progress(phase, step_seconds)
-        counters, statistics, scorer = self._counters, self._engine.statistics(), self._scorer.statistics()
+        counters, statistics, scorer = (
+            self._counters,
+            self._engine.statistics(),
+            self._scorer.statistics(),
+        )
         self.last = msgspec.structs.replace(
             self.last,
             phase=phase,

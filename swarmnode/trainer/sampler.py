@@ -1,4 +1,5 @@
-"""A node's own experience: its next questions, its policy's answers, their rewards, and the messages that publish it."""
+"""A node's own experience: its next questions, its policy's answers, their rewards, and the
+messages that publish it."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ log = structlog.get_logger("swarmnode.trainer")
 
 
 DYNAMIC_FACTOR = 4
-"""With dynamic sampling, groups sampled for one that carries a signal, at most. Where not even one in four does, a step on what there is
-costs less than the search, and peers' groups are the better source."""
+"""With dynamic sampling, groups sampled for one that carries a signal, at most. Where not even one
+in four does, a step on what there is costs less than the search, and peers' groups are the better
+source."""
 
 
 MAX_LAG = 4
-"""Updates that may pass between a group's first token and the step that learns from it: a step waits for whatever would become older, and
-throws nothing away, which would be the long answers. `benchmarks.corrections` has the bias at that lag: 0.10 with `OWN_CORRECTION`."""
+"""Updates that may pass between a group's first token and the step that learns from it: a step
+waits for whatever would become older, and throws nothing away, which would be the long answers.
+`benchmarks.corrections` has the bias at that lag: 0.10 with `OWN_CORRECTION`."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,12 @@ class Asked:
 
 
 def first_version(sample: GroupSample, now: int) -> int:
-    """The policy version of its first token. now: the present one, which is that of whatever does not say."""
-    return min((completion.versions[0] for completion in sample.completions if completion.versions), default=now)
+    """The policy version of its first token. now: the present one, which is that of whatever does
+    not say."""
+    return min(
+        (completion.versions[0] for completion in sample.completions if completion.versions),
+        default=now,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Experience:
     """What was asked in each of `messages`."""
     tokens: int
     trained: list[TrainingGroup]
-    """Those that the step learns from: all of them, or with dynamic sampling those that carry a signal."""
+    """Those that the step learns from: all of them, or with dynamic sampling those that carry a
+    signal."""
     lags: list[int] = field(default_factory=list)
     """Policy versions between each group's first token and now."""
     rows: float | None = None
@@ -70,25 +78,36 @@ class Experience:
 class Sampler:
     """Draws groups. The random generator and the counters belong to the trainer's saved state.
 
-    An engine with requests that come and go is always given some more than a step takes; they go on under the next policy version.
+    An engine with requests that come and go is always given some more than a step takes; they go on
+    under the next policy version.
     """
 
     def __init__(
-        self, cfg: TrainingConfig, questions: Questions, engine: Engine, scorer: Scorer, rng: torch.Generator, counters: Counters
+        self,
+        cfg: TrainingConfig,
+        questions: Questions,
+        engine: Engine,
+        scorer: Scorer,
+        rng: torch.Generator,
+        counters: Counters,
     ) -> None:
         self._cfg = cfg
         self._questions = questions
         self._engine = engine
         self._scorer = scorer
         self._counters = counters
-        pivot = cfg.advantage == "mc_grpo"  # sampled and not trained on; a group of 64 is all that peers and scorers take
+        # sampled and not trained on; a group of 64 is all that peers and scorers take
+        pivot = cfg.advantage == "mc_grpo"
         size = min(cfg.num_generations + pivot, COMPLETIONS)
-        self._generation = engine.generation(Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), rng)
+        self._generation = engine.generation(
+            Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), rng
+        )
         self._asked: dict[int, Asked] = {}
         self._ready: list[Finished] = []
 
     def __call__(self, count: int) -> Experience:
-        """Sample `count` groups at the present policy version; with dynamic sampling on until as many carry a signal, or the cap is met.
+        """Sample `count` groups at the present policy version; with dynamic sampling on until as
+        many carry a signal, or the cap is met.
 
         Source: DAPO (arXiv 2503.14476) §3.2, with a cap. A group that cannot be scored is left out.
         """
@@ -104,10 +123,14 @@ class Sampler:
             asked += more
             parts.append(self._sample(more))
         return Experience(
-            [g for part in parts for g in part.groups], [m for part in parts for m in part.messages],
-            [prompt for part in parts for prompt in part.prompts], sum(p.tokens for p in parts), useful,
-            [lag for part in parts for lag in part.lags], self._rows_since(before),
-        )  # fmt: skip
+            [g for part in parts for g in part.groups],
+            [m for part in parts for m in part.messages],
+            [prompt for part in parts for prompt in part.prompts],
+            sum(p.tokens for p in parts),
+            useful,
+            [lag for part in parts for lag in part.lags],
+            self._rows_since(before),
+        )
 
     def _rows_since(self, before: GenerationStatistics) -> float | None:
         now = self._generation.statistics()
@@ -116,10 +139,16 @@ class Sampler:
 
     def _sample(self, count: int) -> Experience:
         finished = self._gather(count)
-        asked, samples = [self._asked.pop(one.number) for one in finished], [one.sample for one in finished]
+        asked, samples = (
+            [self._asked.pop(one.number) for one in finished],
+            [one.sample for one in finished],
+        )
         version = self._counters.policy_version
         scored = self._scorer.score_many(
-            [(each.ref, [c.text for c in sample.completions]) for each, sample in zip(asked, samples, strict=True)]
+            [
+                (each.ref, [c.text for c in sample.completions])
+                for each, sample in zip(asked, samples, strict=True)
+            ]
         )
         groups, messages, prompts, lags, unclean = [], [], [], [], 0
         for each, sample, result in zip(asked, samples, scored, strict=True):
@@ -128,28 +157,51 @@ class Sampler:
                 continue
             clean = [not has_unwanted_characters(c.text) for c in sample.completions]
             unclean += clean.count(False)
-            rewards = [reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)]
-            made_of = [parts if fine else {} for parts, fine in zip(result.components, clean, strict=True)] if result.components else []
+            rewards = [
+                reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)
+            ]
+            made_of = (
+                [
+                    parts if fine else {}
+                    for parts, fine in zip(result.components, clean, strict=True)
+                ]
+                if result.components
+                else []
+            )
             self._questions.answered(each.ref, rewards)
             groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
             first = first_version(sample, version)
             lags.append(version - first)
-            if any(self._engine.text.hides(c.ids) for c in sample.completions):  # text that says less than its ids: nobody takes it
+            # text that says less than its ids: nobody takes it
+            if any(self._engine.text.hides(c.ids) for c in sample.completions):
                 continue
             if all(clean):
                 messages.append(self._message(each, first, sample, rewards, made_of))
                 prompts.append(each.prompt)
             elif sum(clean) > 1:
                 shared = replace(sample, completions=list(compress(sample.completions, clean)))
-                messages.append(self._message(each, first, shared, list(compress(rewards, clean)), list(compress(made_of, clean))))
+                messages.append(
+                    self._message(
+                        each,
+                        first,
+                        shared,
+                        list(compress(rewards, clean)),
+                        list(compress(made_of, clean)),
+                    )
+                )
                 prompts.append(each.prompt)
         if unclean:
-            log.warning("completions with control characters: each earns 0 and is left out of what is shared", completions=unclean)
+            log.warning(
+                "completions with control characters: each earns 0 and is left out of what is"
+                " shared",
+                completions=unclean,
+            )
         tokens = sum(len(c.ids) for sample in samples for c in sample.completions)
         return Experience(groups, messages, prompts, tokens, groups, lags)
 
     def _gather(self, count: int) -> list[Finished]:
-        """`count` groups, those that were finished first; fewer where questions could not be made."""
+        """`count` groups, those that were finished first; fewer where questions could not be
+        made."""
         version, begun = self._counters.policy_version, 0
         while len(self._ready) < count or self._too_old(version):
             missing = count + self._generation.ahead(count) - len(self._asked)
@@ -177,12 +229,24 @@ class Sampler:
                 self._generation.submit(Request(sequence, question.prompt))
 
     def _message(
-        self, asked: Asked, version: int, sample: GroupSample, rewards: list[float], made_of: list[dict[str, float]]
+        self,
+        asked: Asked,
+        version: int,
+        sample: GroupSample,
+        rewards: list[float],
+        made_of: list[dict[str, float]],
     ) -> OwnGroup:
         """version: of its first token, so that a receiver takes none of it for newer than it is."""
         cfg = self._cfg
         completions = [
-            Completion(c.text, len(c.ids), min(0.0, math.fsum(c.logprobs)), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
+            Completion(
+                c.text,
+                len(c.ids),
+                min(0.0, math.fsum(c.logprobs)),
+                c.finish,
+                pack_ids(c.ids),
+                pack_logprobs(c.logprobs),
+            )
             for c in sample.completions
         ]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)

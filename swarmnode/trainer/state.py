@@ -3,8 +3,10 @@
     weights.<name>      the trainable parameters
     first.<name>        AdamW's first moment      second.<name>   its second moment
     optimizer.<k>.<name>  what another optimizer keeps of a parameter under its key k, as it is
-    outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where replicas are averaged
-    outer.undo.<…>      what these and the weights were before the latest exchanges, until a held-out reward has shown that they were good
+    outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where
+    replicas are averaged
+    outer.undo.<…>      what these and the weights were before the latest exchanges, until a
+    held-out reward has shown that they were good
     rng                 state of the sampling generator, u8
     metadata            counters and fingerprint, JSON
 
@@ -37,7 +39,8 @@ FILE = rollback.STATE
 
 
 PEERS_USED = 256
-"""Peers of which a trainer remembers how many groups it trained on: it saves them with its state, and reports them at every step."""
+"""Peers of which a trainer remembers how many groups it trained on: it saves them with its state,
+and reports them at every step."""
 
 
 class Counters(msgspec.Struct):
@@ -81,14 +84,16 @@ class Counters(msgspec.Struct):
     """policy.model; empty in states of before it was kept."""
 
     def note_use(self, peer: str) -> None:
-        """Count a group of `peer` that was trained on; the peer that was used longest ago makes room."""
+        """Count a group of `peer` that was trained on; the peer that was used longest ago makes
+        room."""
         self.peers_used[peer] = self.peers_used.pop(peer, 0) + 1
         while len(self.peers_used) > PEERS_USED:
             del self.peers_used[next(iter(self.peers_used))]
 
 
 SEQUENCE_MARGIN = 4096
-"""A restart skips so many numbers: groups of the lost step may already be with peers, who take each number once."""
+"""A restart skips so many numbers: groups of the lost step may already be with peers, who take each
+number once."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,25 @@ WEIGHTS, OUTER, OPTIMIZER = "weights.", "outer.", "optimizer."
 
 
 def take(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, counters: Counters, owner: str,
-    outer: Mapping[str, torch.Tensor] | None = None, lock: threading.Lock | None = None,
-) -> Snapshot:  # fmt: skip
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rng: torch.Generator,
+    counters: Counters,
+    owner: str,
+    outer: Mapping[str, torch.Tensor] | None = None,
+    lock: threading.Lock | None = None,
+) -> Snapshot:
     """Everything as it is between two steps, to be copied to host memory.
 
-    With the lock under which the weights move, that is left to whoever calls `Snapshot.tensors`: the lock is taken here and let go there,
-    so that no step comes in between. Without one it is done at once.
-    outer: the outer step's tensors, which never change once they are made, so they are not copied.
+    With the lock under which the weights move, that is left to whoever calls `Snapshot.tensors`:
+    the lock is taken here and let go there, so that no step comes in between. Without one it is
+    done at once. outer: the outer step's tensors, which never change once they are made, so they
+    are not copied.
     """
-    tensors = {"rng": rng.get_state().clone(), **{f"{OUTER}{name}": tensor for name, tensor in (outer or {}).items()}}
+    tensors = {
+        "rng": rng.get_state().clone(),
+        **{f"{OUTER}{name}": tensor for name, tensor in (outer or {}).items()},
+    }
     numbers = copy.deepcopy(counters)
 
     def copied() -> dict[str, torch.Tensor]:
@@ -137,9 +151,12 @@ def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     for name, parameter in trainable(model).items():
         tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
         moments = optimizer.state.get(parameter)
-        if moments and "exp_avg" not in moments:  # bitsandbytes: blocks of 8 bits with their scales, and a plain number of steps
+        # bitsandbytes: blocks of 8 bits with their scales, and a plain number of steps
+        if moments and "exp_avg" not in moments:
             for key, value in moments.items():
-                tensors[f"{OPTIMIZER}{key}.{name}"] = _host_copy(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+                tensors[f"{OPTIMIZER}{key}.{name}"] = (
+                    _host_copy(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+                )
         elif moments:
             tensors[f"first.{name}"] = _host_copy(moments["exp_avg"])
             tensors[f"second.{name}"] = _host_copy(moments["exp_avg_sq"])
@@ -158,9 +175,13 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lambda: None) -> None:
-    """Write to a temporary name, sync, rename; `before` the old file is replaced. Raises OSError; the old file is then untouched."""
+    """Write to a temporary name, sync, rename; `before` the old file is replaced. Raises OSError;
+    the old file is then untouched."""
     temporary = directory / f".{FILE}.tmp"
-    metadata = {"counters": msgspec.json.encode(snapshot.counters).decode(), "fingerprint": snapshot.owner}
+    metadata = {
+        "counters": msgspec.json.encode(snapshot.counters).decode(),
+        "fingerprint": snapshot.owner,
+    }
     tensors = snapshot.tensors()
     try:
         save_file(tensors, temporary, metadata=metadata)
@@ -170,13 +191,15 @@ def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lamb
             before()
         os.replace(temporary, directory / FILE)
     except (SafetensorError, OSError) as error:
-        temporary.unlink(missing_ok=True)  # on a full disk, half a state would take the room of what is small
+        # on a full disk, half a state would take the room of what is small
+        temporary.unlink(missing_ok=True)
         raise OSError(str(error)) from None
     sync_directory(directory)
 
 
 def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
-    """Whose state it is: the base and the kind of weights that are trained on it. shared_a: of the adapters, only B is."""
+    """Whose state it is: the base and the kind of weights that are trained on it. shared_a: of the
+    adapters, only B is."""
     return f"{fingerprint.hex()}/lora{lora_rank}" + "/b" * shared_a
 
 
@@ -195,9 +218,14 @@ def read(directory: Path, owner: str) -> tuple[Counters, dict[str, torch.Tensor]
             counters = msgspec.json.decode(metadata["counters"], type=Counters)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, KeyError, ValueError, msgspec.MsgspecError) as error:
-        raise StateError(f"{path} is damaged ({error}); move it away to start from the base policy") from None
+        raise StateError(
+            f"{path} is damaged ({error}); move it away to start from the base policy"
+        ) from None
     if metadata.get("fingerprint") != owner:
-        raise StateError(f"{path} belongs to another model{_as_it_was(counters, metadata.get('fingerprint', ''))}, or move it away")
+        raise StateError(
+            f"{path} belongs to another"
+            f" model{_as_it_was(counters, metadata.get('fingerprint', ''))}, or move it away"
+        )
     return counters, tensors
 
 
@@ -206,22 +234,35 @@ def _as_it_was(counters: Counters, owner: str) -> str:
     rank = re.search(r"/lora(\d+)", owner)
     if not counters.model or rank is None:
         return "; set policy.model and policy.lora as they were"
-    return f", saved with policy.model = {counters.model}, policy.lora.r = {rank[1]}; set them so (`swarmnode config set`)"
+    return (
+        f", saved with policy.model = {counters.model}, policy.lora.r = {rank[1]}; set them so"
+        " (`swarmnode config set`)"
+    )
 
 
 def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The trainable parameters in what `read` gave, by their names in the model."""
-    return {name.removeprefix(WEIGHTS): tensor for name, tensor in tensors.items() if name.startswith(WEIGHTS)}
+    return {
+        name.removeprefix(WEIGHTS): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(WEIGHTS)
+    }
 
 
 def restore(
-    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator, owner: str,
+    directory: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rng: torch.Generator,
+    owner: str,
     outer: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
-) -> Counters | None:  # fmt: skip
-    """Put the last written state into model, optimizer and generator; None when there is none. `outer` is handed what `take` was.
+) -> Counters | None:
+    """Put the last written state into model, optimizer and generator; None when there is none.
+    `outer` is handed what `take` was.
 
     Raises:
-        StateError: the file is damaged, or belongs to another policy. Nothing has been changed then.
+        StateError: the file is damaged, or belongs to another policy. Nothing has been changed
+        then.
     """
     found = read(directory, owner)
     if found is None:
@@ -231,15 +272,25 @@ def restore(
     try:
         check_shapes(parameters, weights(tensors))
     except StateError as error:
-        raise StateError(f"{directory / FILE}: {error}; move it away to start from the base policy") from None
-    outer({name.removeprefix(OUTER): t for name, t in tensors.items() if name.startswith(OUTER)})  # may refuse: first
+        raise StateError(
+            f"{directory / FILE}: {error}; move it away to start from the base policy"
+        ) from None
+    # may refuse: first
+    outer({name.removeprefix(OUTER): t for name, t in tensors.items() if name.startswith(OUTER)})
     overwrite(parameters, weights(tensors))
-    plain, keys = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), _keys(tensors)  # of the other kind, moments begin anew
+    # of the other kind, moments begin anew
+    plain, keys = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), _keys(tensors)
     for name, parameter in parameters.items():
         if not plain:
-            kept = {key: tensors[f"{OPTIMIZER}{key}.{name}"] for key in keys if f"{OPTIMIZER}{key}.{name}" in tensors}
+            kept = {
+                key: tensors[f"{OPTIMIZER}{key}.{name}"]
+                for key in keys
+                if f"{OPTIMIZER}{key}.{name}" in tensors
+            }
             if kept:
-                optimizer.state[parameter] = {k: t.to(parameter.device) if t.ndim else int(t) for k, t in kept.items()}
+                optimizer.state[parameter] = {
+                    k: t.to(parameter.device) if t.ndim else int(t) for k, t in kept.items()
+                }
         elif f"first.{name}" in tensors:
             step = tensors[f"steps.{name}"].reshape(())
             optimizer.state[parameter] = {
@@ -257,8 +308,11 @@ def _keys(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
 
 
 def set_generator(rng: torch.Generator, state: torch.Tensor) -> None:
-    """Continue where `state` (bytes) was taken; that of another kind of device cannot be continued and becomes a seed."""
+    """Continue where `state` (bytes) was taken; that of another kind of device cannot be continued
+    and becomes a seed."""
     if state.shape == rng.get_state().shape:
         rng.set_state(state)
     else:
-        rng.manual_seed(int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big") >> 1)
+        rng.manual_seed(
+            int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big") >> 1
+        )

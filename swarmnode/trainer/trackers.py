@@ -1,7 +1,9 @@
-"""Measurements of steps to TensorBoard, W&B or trackio, through accelerate's trackers: `log.trackers`.
+"""Measurements of steps to TensorBoard, W&B or trackio, through accelerate's trackers:
+`log.trackers`.
 
-What they are told is what a line of steps.jsonl has, and the settings that decide how it is trained; no address, no peer and no text.
-A tracker that fails, at the start or later, is a line in the log and is done without: training goes on.
+What they are told is what a line of steps.jsonl has, and the settings that decide how it is
+trained; no address, no peer and no text. A tracker that fails, at the start or later, is a line in
+the log and is done without: training goes on.
 """
 
 from __future__ import annotations
@@ -17,17 +19,24 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 log = structlog.get_logger("swarmnode.trainer")
 PROJECT = "swarmnode"
 WANDB_LEAVES_OUT = {
-    "console": "off", "disable_code": True, "disable_git": True, "host": "", "x_disable_meta": True, "x_disable_stats": True,
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "host": "",
+    "x_disable_meta": True,
+    "x_disable_stats": True,
     "x_save_requirements": False,
-}  # fmt: skip
-"""What W&B takes by itself is more than anybody was told: all that is printed (a log with addresses and peers), the machine, its packages,
-the repository of the working directory."""
+}
+"""What W&B takes by itself is more than anybody was told: all that is printed (a log with addresses
+and peers), the machine, its packages, the repository of the working directory."""
 
 
 class Trackers:
     """All that are set. name: the node's, for the run; told: settings by their keys."""
 
-    def __init__(self, names: Sequence[str], data_dir: Path, name: str, told: Mapping[str, object]) -> None:
+    def __init__(
+        self, names: Sequence[str], data_dir: Path, name: str, told: Mapping[str, object]
+    ) -> None:
         self._open: dict[str, GeneralTracker] = {}
         for each in names:
             self._try(each, functools.partial(self._start, each, data_dir, name, told))
@@ -67,7 +76,8 @@ class Trackers:
 
 
 def flat(measured: Mapping[str, object], prefix: str = "") -> dict[str, float]:
-    """Numbers by name; what is in a table has the table's name in front, e.g. reward_by_task/rg/gcd."""
+    """Numbers by name; what is in a table has the table's name in front, e.g.
+    reward_by_task/rg/gcd."""
     found: dict[str, float] = {}
     for name, value in measured.items():
         if isinstance(value, Mapping):

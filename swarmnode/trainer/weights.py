@@ -1,11 +1,15 @@
-"""The trainer's half of averaging, in the trainer's own thread: it alone moves weights, φ and δ, and only between two steps.
+"""The trainer's half of averaging, in the trainer's own thread: it alone moves weights, φ and δ,
+and only between two steps.
 
     link's thread      `receive`: queues, or forgets a dropped exchange; returns at once
-    worker's thread    everything slow (`weights_worker`): copy, encode, write; read, decode, gate; the outer step
-    trainer's thread   everything else, here: probe, which needs the model ─▶ commit, all at once      nothing waits for the network
+    worker's thread    everything slow (`weights_worker`): copy, encode, write; read, decode, gate;
+    the outer step
+    trainer's thread   everything else, here: probe, which needs the model ─▶ commit, all at once
+    nothing waits for the network
 
-What travels is in `weights.local`. Until a commit no weight has moved, so an exchange that ends for whatever reason leaves the policy as
-it was, bit by bit; the commit itself is part of the same state file as everything else, so a kill at any time loses it whole or not at all.
+What travels is in `weights.local`. Until a commit no weight has moved, so an exchange that ends for
+whatever reason leaves the policy as it was, bit by bit; the commit itself is part of the same state
+file as everything else, so a kill at any time loses it whole or not at all.
 """
 
 from __future__ import annotations
@@ -53,8 +57,9 @@ from swarmnode.weights.schedule import OuterSchedule
 log = logging.getLogger(__name__)
 
 UNLEARNT = 6.0
-"""Nats per token by which our own completions may be less likely under a neighbour's state. That of a policy that had learnt for 25 outer
-steps made them 1.7 less likely; weights that are no policy of a vocabulary of 100,000 make it 10 and more."""
+"""Nats per token by which our own completions may be less likely under a neighbour's state. That of
+a policy that had learnt for 25 outer steps made them 1.7 less likely; weights that are no policy of
+a vocabulary of 100,000 make it 10 and more."""
 
 MET = 64
 """Partners whose claims say whether our outer steps are right: those met last."""
@@ -74,13 +79,21 @@ class Adoption:
 class Replica:
     """This node's replica among others.
 
-    send: to the network process, from any thread. probe: judges averages. adapter: its shape, if one is trained.
+    send: to the network process, from any thread. probe: judges averages. adapter: its shape, if
+    one is trained.
     """
 
     def __init__(
-        self, tensors: AveragedTensors, cfg: WeightsConfig, counters: Counters, data_dir: Path, *,
-        send: Callable[[local.FromTrainer], None], probe: Probe, adapter: LoraShape | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tensors: AveragedTensors,
+        cfg: WeightsConfig,
+        counters: Counters,
+        data_dir: Path,
+        *,
+        send: Callable[[local.FromTrainer], None],
+        probe: Probe,
+        adapter: LoraShape | None = None,
+    ) -> None:
         if cfg.rule == "off":
             raise ValueError("nothing is averaged")
         self._rule = cfg.rule
@@ -89,7 +102,14 @@ class Replica:
         self._probe = probe
         outer = OuterState(tensors.parameters, make_rule(cfg.rule))
         schedule = OuterSchedule(cfg.sync_every, len(tensors.parts))
-        self._parts = ReplicaParts(tensors, outer, counters, ExchangeTable(), AveragingGate(grows=adapter is not None), schedule)
+        self._parts = ReplicaParts(
+            tensors,
+            outer,
+            counters,
+            ExchangeTable(),
+            AveragingGate(grows=adapter is not None),
+            schedule,
+        )
         self._lags: OrderedDict[str, int] = OrderedDict()
         """By how many outer steps the partners met lately were behind us, as they claimed."""
         self._adoption: Adoption | None = None
@@ -99,9 +119,11 @@ class Replica:
         self._stalled = 0.0
         self.set_counters(counters)
         trains_a = adapter is not None and adapter.a_seed is None
-        self._worker = AveragingWorker(self._parts, PayloadFiles(data_dir / local.DIRECTORY), trains_a, send)
+        self._worker = AveragingWorker(
+            self._parts, PayloadFiles(data_dir / local.DIRECTORY), trains_a, send
+        )
 
-    # ---- start --------------------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def set_counters(self, counters: Counters) -> None:
         """Keep the numbers that must survive this process in `counters`."""
@@ -111,31 +133,41 @@ class Replica:
             counters.outer_clocks = [max(counters.outer_clocks, default=0)] * count
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `tensors` gave; a state without it has φ = θ and δ = 0. Raises StateError for another policy's."""
+        """Take back what `tensors` gave; a state without it has φ = θ and δ = 0. Raises StateError
+        for another policy's."""
         if not tensors:
             tensors = unmoved(host_copy(self._parts.tensors.parameters))
         self._parts.outer.load(tensors)
 
     def tensors(self) -> Tensors:
-        """φ and δ for the state file, with what a revert needs, not copied: they never change under a writer."""
+        """φ and δ for the state file, with what a revert needs, not copied: they never change under
+        a writer."""
         return self._parts.outer.tensors() | self._parts.outer.undo_tensors()
 
     def facts(self, fresh: bool) -> local.ReplicaFacts:
         tensors = self._parts.tensors
         return local.ReplicaFacts(
-            tensors.layout, tensors.codec, len(tensors.parts), list(self._parts.counters.outer_clocks), fresh, self._adapter
-        )  # fmt: skip
+            tensors.layout,
+            tensors.codec,
+            len(tensors.parts),
+            list(self._parts.counters.outer_clocks),
+            fresh,
+            self._adapter,
+        )
 
     def wait_for_state(self, seconds: float, late: float = math.inf) -> bool:
-        """Wait `seconds` at most. Whether the wait is over: it is known what there is to adopt, or it is `late` (monotonic), a neighbour
-        would have written its state since, and none is on its way."""
+        """Wait `seconds` at most. Whether the wait is over: it is known what there is to adopt, or
+        it is `late` (monotonic), a neighbour would have written its state since, and none is on its
+        way."""
         too_late = late + writing_seconds(self._parts.tensors.layout)
-        return self._settled.wait(seconds) or (time.monotonic() >= too_late and not self._coming.is_set())
+        return self._settled.wait(seconds) or (
+            time.monotonic() >= too_late and not self._coming.is_set()
+        )
 
     def close(self) -> None:
         self._worker.close()
 
-    # ---- link's thread --------------------------------------------------------------------------------------------------------------
+    # ---- link's thread ---------------------------------------------------------------------------
 
     def receive(self, message: local.ToTrainer) -> None:
         """Take what the network process says."""
@@ -149,12 +181,14 @@ class Replica:
             case _:
                 self._worker.submit(message)
 
-    # ---- trainer's thread, between two steps ----------------------------------------------------------------------------------------
+    # ---- trainer's thread, between two steps -----------------------------------------------------
 
     def between_steps(self, connected: bool, step_seconds: float, stepped: bool = True) -> bool:
-        """Do whatever has arrived; then say when an outer step is due. Whether the policy's weights have changed.
+        """Do whatever has arrived; then say when an outer step is due. Whether the policy's weights
+        have changed.
 
-        stepped: a training step was taken since the last call. connected: there is a network process to find a partner.
+        stepped: a training step was taken since the last call. connected: there is a network
+        process to find a partner.
         """
         started = time.monotonic()
         changed = False
@@ -163,7 +197,11 @@ class Replica:
         if stepped and (due := self._parts.schedule.due(self._parts.counters.step)) is not None:
             if connected and self._parts.tensors.parts[due]:
                 left = fragments.blocks_of(self._parts.schedule.left(due))
-                self._send(local.OuterStepDue(due, self._parts.counters.outer_clocks[due], step_seconds, left))
+                self._send(
+                    local.OuterStepDue(
+                        due, self._parts.counters.outer_clocks[due], step_seconds, left
+                    )
+                )
             else:
                 self._worker.submit(local.SoloStep(due))
         self._parts.counters.policy_version += int(changed)
@@ -185,7 +223,7 @@ class Replica:
                 return self._adopt(arrival)
         return False
 
-    # ---- an exchange ----------------------------------------------------------------------------------------------------------------
+    # ---- an exchange -----------------------------------------------------------------------------
 
     def _judge(self, examined: PayloadExamined) -> None:
         exchange = self._parts.exchanges.get(examined.session)
@@ -194,9 +232,13 @@ class Replica:
             self._end(None, examined.session, "local")
         elif found is None:
             self._parts.gate.refused(examined.outcome)
-            if examined.outcome == "lagging":  # it has more to gain from us than we from it: it gets ours, and we step as if alone
+            # it has more to gain from us than we from it: it gets ours, and we step as if alone
+            if examined.outcome == "lagging":
                 self._note_claim(exchange)
-                alone = {name: exchange.snapshot[name] for name in self._parts.schedule.takes(exchange.fragment, exchange.snapshot)}
+                alone = {
+                    name: exchange.snapshot[name]
+                    for name in self._parts.schedule.takes(exchange.fragment, exchange.snapshot)
+                }
                 self._go_on(exchange, "lagging", alone)
             else:
                 self._end(exchange, exchange.session, examined.outcome)
@@ -205,11 +247,19 @@ class Replica:
         else:
             self._note_claim(exchange)
             taken = self._parts.schedule.takes(exchange.fragment, found.mean)
-            mine, mean = {name: found.mine[name] for name in taken}, {name: found.mean[name] for name in taken}
+            mine, mean = (
+                {name: found.mine[name] for name in taken},
+                {name: found.mean[name] for name in taken},
+            )
             found = dataclasses.replace(found, mine=mine, mean=mean)
-            answer = lambda losses: self._worker.arrived.append(AverageMeasured(exchange.session, found, losses))
+            answer = lambda losses: self._worker.arrived.append(
+                AverageMeasured(exchange.session, found, losses)
+            )
             if not self._probe.measure(mine, mean, answer):
-                log.info("weights of %s are not taken: there is nothing of our own yet to judge them by", exchange.peer)
+                log.info(
+                    "weights of %s are not taken: there is nothing of our own yet to judge them by",
+                    exchange.peer,
+                )
                 self._end(exchange, exchange.session, "local")
 
     def _note_claim(self, exchange: Exchange) -> None:
@@ -221,7 +271,11 @@ class Replica:
         wrong = excess(lags.values())
         if wrong:
             believed = [max(0, clock - wrong) for clock in counters.outer_clocks]
-            log.warning("nearly everybody is far behind us: our outer steps are %s, not %s", believed, counters.outer_clocks)
+            log.warning(
+                "nearly everybody is far behind us: our outer steps are %s, not %s",
+                believed,
+                counters.outer_clocks,
+            )
             with self._parts.tensors.lock:
                 counters.outer_clocks = believed
             self._lags = OrderedDict((peer, lag - wrong) for peer, lag in lags.items())
@@ -236,7 +290,12 @@ class Replica:
     def _conclude(self, exchange: Exchange, found: Examination, losses: Losses | None) -> None:
         decision = self._parts.gate.conclude(found, losses)
         if decision.outcome == "probe" and losses is not None:
-            log.info("weights of %s would make us worse: %.3f nats, not %.3f", exchange.peer, losses.after, losses.before)
+            log.info(
+                "weights of %s would make us worse: %.3f nats, not %.3f",
+                exchange.peer,
+                losses.after,
+                losses.before,
+            )
         if decision.mean is None:
             self._end(exchange, exchange.session, decision.outcome)
         else:
@@ -247,12 +306,15 @@ class Replica:
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
             leaves = self._parts.schedule.leaves(exchange.fragment, mean)
-            self._worker.submit(PrepareStep(exchange, mean if leaves else {**exchange.snapshot, **mean}))
+            self._worker.submit(
+                PrepareStep(exchange, mean if leaves else {**exchange.snapshot, **mean})
+            )
         else:
             self._end(None, exchange.session, "local")
 
     def _commit(self, exchange: Exchange) -> bool:
-        """Take the outer step with what a partner sent, unless the exchange was dropped or overtaken. Whether it was taken."""
+        """Take the outer step with what a partner sent, unless the exchange was dropped or
+        overtaken. Whether it was taken."""
         if self._parts.exchanges.pop(exchange.session) is None or not self._step(exchange):
             self._end(None, exchange.session, "local")
             return False
@@ -263,19 +325,36 @@ class Replica:
             counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
-        self._send(local.ExchangeEnded(exchange.session, exchange.fragment, exchange.peer, exchange.outcome, True, outer_step))
+        self._send(
+            local.ExchangeEnded(
+                exchange.session,
+                exchange.fragment,
+                exchange.peer,
+                exchange.outcome,
+                True,
+                outer_step,
+            )
+        )
         return True
 
     def _end(self, exchange: Exchange | None, session: bytes, outcome: str) -> None:
         """Without effect. exchange: None where it is not known any more."""
         self._parts.exchanges.pop(session)
         fragment, peer = (exchange.fragment, exchange.peer) if exchange is not None else (0, "")
-        self._send(local.ExchangeEnded(session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]))
+        self._send(
+            local.ExchangeEnded(
+                session, fragment, peer, outcome, False, self._parts.counters.outer_clocks[fragment]
+            )
+        )
 
     def _commit_solo(self, exchange: Exchange) -> bool:
-        while not self._step(exchange):  # an exchange, a revert or a neighbour's state came in between: once more, from where we are now
+        # an exchange, a revert or a neighbour's state came in between: once more, from where we are
+        # now
+        while not self._step(exchange):
             exchange = self._parts.copy(b"", exchange.fragment)
-            exchange = dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot))
+            exchange = dataclasses.replace(
+                exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot)
+            )
         if not exchange.snapshot:  # of a stage without any of the fragment's layers
             return False
         self._parts.counters.solo_steps_total += 1
@@ -283,9 +362,15 @@ class Replica:
         return True
 
     def _step(self, exchange: Exchange) -> bool:
-        """Take the outer step that was prepared: of an exchange all of it, alone what is left to take. False where φ has moved since the
-        copy was made, or where something that the exchange leaves has become due meanwhile."""
-        parts, clocks, fragment, prepared = self._parts, self._parts.counters.outer_clocks, exchange.fragment, exchange.prepared
+        """Take the outer step that was prepared: of an exchange all of it, alone what is left to
+        take. False where φ has moved since the copy was made, or where something that the exchange
+        leaves has become due meanwhile."""
+        parts, clocks, fragment, prepared = (
+            self._parts,
+            self._parts.counters.outer_clocks,
+            exchange.fragment,
+            exchange.prepared,
+        )
         held = parts.tensors.names(fragment)
         if prepared is None:
             return False
@@ -298,18 +383,28 @@ class Replica:
         with parts.tensors.lock:
             if not parts.outer.take(prepared, rest=rest, alone=alone):
                 return False
-            parts.outer.commit(parts.tensors.parameters, {name: exchange.snapshot[name] for name in prepared.phi})
-            clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(rest)
+            parts.outer.commit(
+                parts.tensors.parameters, {name: exchange.snapshot[name] for name in prepared.phi}
+            )
+            clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(
+                rest
+            )
             parts.exchanges.drop_fragment(fragment)
             parts.schedule.stepped(fragment, prepared.phi, held, parts.counters.step)
         return True
 
-    # ---- a neighbour's state --------------------------------------------------------------------------------------------------------
+    # ---- a neighbour's state ---------------------------------------------------------------------
 
     def _adopt(self, read: StateRead) -> bool:
         parts, outcome = self._parts, read.outcome
         if not outcome:
-            outcome = self._replace(read, SlowWeights(read.tensors, {name: torch.zeros_like(phi) for name, phi in read.tensors.items()}))
+            outcome = self._replace(
+                read,
+                SlowWeights(
+                    read.tensors,
+                    {name: torch.zeros_like(phi) for name, phi in read.tensors.items()},
+                ),
+            )
         self._send(local.StateAdopted(read.peer, outcome, list(parts.counters.outer_clocks)))
         if outcome == "adopted":
             log.info("took the state of %s, %d outer steps", read.peer, read.outer_step)
@@ -329,7 +424,9 @@ class Replica:
         if read.outer_step > LARGEST_OUTER_STEP or not self._is_plausible(slow.phi):
             return "worse"
         own_slow = parts.outer.slow(list(parts.tensors.parameters))
-        before = Adoption(read.peer, counters.reward_held_out, own_slow, list(counters.outer_clocks))
+        before = Adoption(
+            read.peer, counters.reward_held_out, own_slow, list(counters.outer_clocks)
+        )
         try:
             with parts.tensors.lock:
                 parts.outer.adopt(parts.tensors.parameters, slow)
@@ -343,21 +440,30 @@ class Replica:
         return "adopted"
 
     def _is_plausible(self, phi: Tensors) -> bool:
-        """Whether our own completions are still likely under a neighbour's weights: of a policy that has learnt for long they are less so,
-        of none at all hardly."""
+        """Whether our own completions are still likely under a neighbour's weights: of a policy
+        that has learnt for long they are less so, of none at all hardly."""
         verdicts: list[Losses | None] = []
         mine = host_copy(self._parts.tensors.parameters)
-        if not self._probe.measure(mine, phi, verdicts.append) or not verdicts or verdicts[0] is None:
-            log.warning("a neighbour's state is not taken: there is nothing of our own to judge it by")
+        if (
+            not self._probe.measure(mine, phi, verdicts.append)
+            or not verdicts
+            or verdicts[0] is None
+        ):
+            log.warning(
+                "a neighbour's state is not taken: there is nothing of our own to judge it by"
+            )
             return False
         worse = verdicts[0].after - verdicts[0].before
-        log.info("a neighbour's state makes our own completions %.2f nats per token less likely", worse)
+        log.info(
+            "a neighbour's state makes our own completions %.2f nats per token less likely", worse
+        )
         return worse <= UNLEARNT
 
-    # ---- held-out reward ------------------------------------------------------------------------------------------------------------
+    # ---- held-out reward -------------------------------------------------------------------------
 
     def observe(self, reward: float) -> bool:
-        """A held-out reward was measured. Whether an exchange or a state was taken back because of it."""
+        """A held-out reward was measured. Whether an exchange or a state was taken back because of
+        it."""
         adoption, self._adoption = self._adoption, None
         counters = self._parts.counters
         if adoption is not None and counters.revert.fell(reward, adoption.reward):
@@ -370,11 +476,17 @@ class Replica:
         return self._revert(blamed)
 
     def keep(self) -> None:
-        """No reward is seen here that could take back what came so far: nothing is remembered for it."""
+        """No reward is seen here that could take back what came so far: nothing is remembered for
+        it."""
         self._parts.outer.keep()
 
     def _give_up(self, adoption: Adoption, reward: float) -> None:
-        log.warning("the state of %s is worse than what we had: %.3f, not %.3f", adoption.peer, reward, adoption.reward)
+        log.warning(
+            "the state of %s is worse than what we had: %.3f, not %.3f",
+            adoption.peer,
+            reward,
+            adoption.reward,
+        )
         parts = self._parts
         with parts.tensors.lock:
             parts.outer.adopt(parts.tensors.parameters, adoption.slow)
@@ -396,14 +508,26 @@ class Replica:
                 self._send(local.ExchangeReverted(peer))
         return reverted
 
-    # ---- for whoever watches ----------------------------------------------------------------------------------------------------------
+    # ---- for whoever watches ---------------------------------------------------------------------
 
     def report(self) -> WeightsReport:
-        gate, outer, counters = self._parts.gate.statistics(), self._parts.outer.statistics(), self._parts.counters
+        gate, outer, counters = (
+            self._parts.gate.statistics(),
+            self._parts.outer.statistics(),
+            self._parts.counters,
+        )
         return WeightsReport(
-            rule=self._rule, fragments=len(counters.outer_clocks), outer_step=min(counters.outer_clocks),
-            exchanges_total=counters.exchanges_total, solo_steps_total=counters.solo_steps_total, reverts_total=outer.reverts,
-            distance=self._distance, clip_ratio=gate.clip_ratio, lag=self._worker.lag, momentum_norm=outer.momentum_norm,
-            probation=counters.probation, outcomes=gate.outcomes,
+            rule=self._rule,
+            fragments=len(counters.outer_clocks),
+            outer_step=min(counters.outer_clocks),
+            exchanges_total=counters.exchanges_total,
+            solo_steps_total=counters.solo_steps_total,
+            reverts_total=outer.reverts,
+            distance=self._distance,
+            clip_ratio=gate.clip_ratio,
+            lag=self._worker.lag,
+            momentum_norm=outer.momentum_norm,
+            probation=counters.probation,
+            outcomes=gate.outcomes,
             stall_seconds_total=self._stalled + self._worker.copy_seconds,
-        )  # fmt: skip
+        )

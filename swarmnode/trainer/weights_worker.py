@@ -1,9 +1,11 @@
-"""The slow half of averaging in the trainer, in a thread of its own: copies, encodes, writes; reads, decodes, examines, prepares.
+"""The slow half of averaging in the trainer, in a thread of its own: copies, encodes, writes;
+reads, decodes, examines, prepares.
 
-    link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread, between two steps
+    link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread, between two
+    steps
 
-The worker moves no weight. It copies them while it holds the lock of whoever does, reads φ and δ, which are replaced and never changed,
-and leaves what it has found to the trainer's thread.
+The worker moves no weight. It copies them while it holds the lock of whoever does, reads φ and δ,
+which are replaced and never changed, and leaves what it has found to the trainer's thread.
 """
 
 from __future__ import annotations
@@ -59,21 +61,37 @@ class ReplicaParts:
     """The trainer's thread; what is left while it holds `tensors.lock`."""
 
     def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
-        """A new exchange of `fragment`, in the table where it has a session. Waits for the optimizer, which is nearly always at rest.
+        """A new exchange of `fragment`, in the table where it has a session. Waits for the
+        optimizer, which is nearly always at rest.
 
         blocks: what the partner holds, packed; None where there is none.
         """
         with self.tensors.lock:
-            slow, snapshot = self.outer.slow(self.tensors.names(fragment)), self.tensors.copy(fragment)
-            shared = snapshot if blocks is None else {name: snapshot[name] for name in self.tensors.shared(fragment, blocks)}
-            rest = self.schedule.is_rest(fragment, self.schedule.takes(fragment, shared))  # of the outer step that was counted already
-            exchange = Exchange(session, fragment, snapshot, shared, slow, max(0, self.counters.outer_clocks[fragment] - int(rest)))
+            slow, snapshot = (
+                self.outer.slow(self.tensors.names(fragment)),
+                self.tensors.copy(fragment),
+            )
+            shared = (
+                snapshot
+                if blocks is None
+                else {name: snapshot[name] for name in self.tensors.shared(fragment, blocks)}
+            )
+            # of the outer step that was counted already
+            rest = self.schedule.is_rest(fragment, self.schedule.takes(fragment, shared))
+            exchange = Exchange(
+                session,
+                fragment,
+                snapshot,
+                shared,
+                slow,
+                max(0, self.counters.outer_clocks[fragment] - int(rest)),
+            )
             if session:
                 self.exchanges.put(exchange)
         return exchange
 
 
-# ---- jobs: messages of the network process, and these of our own ------------------------------------------------------------------
+# ---- jobs: messages of the network process, and these of our own ---------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,10 +109,18 @@ class PublishSnapshot:
     exchange: Exchange
 
 
-Job = local.TakeSnapshot | local.ApplyPayload | local.SoloStep | local.WriteState | local.AdoptState | PrepareStep | PublishSnapshot
+Job = (
+    local.TakeSnapshot
+    | local.ApplyPayload
+    | local.SoloStep
+    | local.WriteState
+    | local.AdoptState
+    | PrepareStep
+    | PublishSnapshot
+)
 
 
-# ---- what the trainer's thread gets, in `arrived` ----------------------------------------------------------------------------------
+# ---- what the trainer's thread gets, in `arrived` ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,9 +167,16 @@ Arrival = PayloadExamined | AverageMeasured | StepPrepared | StateRead | WorkerF
 
 
 class AveragingWorker:
-    """trains_a: adapters are averaged with their A. send: to the network process, from any thread."""
+    """trains_a: adapters are averaged with their A. send: to the network process, from any
+    thread."""
 
-    def __init__(self, parts: ReplicaParts, files: PayloadFiles, trains_a: bool, send: Callable[[local.FromTrainer], None]) -> None:
+    def __init__(
+        self,
+        parts: ReplicaParts,
+        files: PayloadFiles,
+        trains_a: bool,
+        send: Callable[[local.FromTrainer], None],
+    ) -> None:
         self.arrived: deque[Arrival] = deque()
         """What the trainer's thread has to look at, in this order."""
         self.lag: float | None = None
@@ -159,25 +192,29 @@ class AveragingWorker:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Have it done, soon, unless it is of an exchange that is dropped before its turn; from any thread."""
+        """Have it done, soon, unless it is of an exchange that is dropped before its turn; from any
+        thread."""
         self._jobs.put(job)
 
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join(timeout=5.0)
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 self._do(job)
-            except Exception as error:  # it would end this thread unseen: the trainer is to fail of it, at its next step
+            except Exception as error:
+                # it would end this thread unseen: the trainer is to fail of it, at its next step
                 self.arrived.append(WorkerFailed(error))
 
     def _do(self, job: Job) -> None:
         match job:
-            case (local.TakeSnapshot(session) | local.ApplyPayload(session)) if self._parts.exchanges.is_dropped(session):
+            case local.TakeSnapshot(session) | local.ApplyPayload(session) if (
+                self._parts.exchanges.is_dropped(session)
+            ):
                 pass  # nobody waits for it
             case local.TakeSnapshot(session, fragment, blocks):
                 if self._is_ours(fragment):
@@ -210,26 +247,39 @@ class AveragingWorker:
         return exchange
 
     def _prepared(self, exchange: Exchange, mean: Tensors) -> Exchange:
-        return dataclasses.replace(exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, mean))
+        return dataclasses.replace(
+            exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, mean)
+        )
 
     def _publish(self, exchange: Exchange) -> None:
         data = self._parts.tensors.encode(exchange.fragment, exchange.shared)
         if self._parts.exchanges.is_dropped(exchange.session):
             return
         path, blocks = self._files.write([data]), blocks_of(exchange.shared)
-        self._send(local.SnapshotWritten(exchange.session, exchange.fragment, path, exchange.outer_step, blocks))
+        self._send(
+            local.SnapshotWritten(
+                exchange.session, exchange.fragment, path, exchange.outer_step, blocks
+            )
+        )
 
     def _examine(self, message: local.ApplyPayload) -> PayloadExamined:
-        """Read a partner's payload and do all of the gate but the probe, which is for between two steps."""
+        """Read a partner's payload and do all of the gate but the probe, which is for between two
+        steps."""
         session = message.session
         exchange = self._parts.exchanges.get(session)
-        if exchange is None:  # a one-sided pull, our side of which starts now; or we gave it up meanwhile, and start afresh
+        # a one-sided pull, our side of which starts now; or we gave it up meanwhile, and start
+        # afresh
+        if exchange is None:
             exchange = self._copy(session, message.fragment, message.blocks)
-        exchange = dataclasses.replace(exchange, peer=message.peer, their_outer_step=message.outer_step)
+        exchange = dataclasses.replace(
+            exchange, peer=message.peer, their_outer_step=message.outer_step
+        )
         if not self._parts.exchanges.update(exchange):
             return PayloadExamined(session, None, "local")
         try:
-            theirs = self._parts.tensors.decode(exchange.fragment, mapped(message.path), exchange.shared)
+            theirs = self._parts.tensors.decode(
+                exchange.fragment, mapped(message.path), exchange.shared
+            )
         except BadMessage as bad:
             log.warning("weights of %s: %s", message.peer, bad)
             return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
@@ -242,9 +292,13 @@ class AveragingWorker:
         if self._trains_a and not lora.residual(exchange.shared, theirs).allowed:
             return PayloadExamined(session, None, "lora_residual")
         found = self._parts.gate.examine(
-            exchange.peer, exchange.shared, theirs, weight=mixing_weight(self.lag),
-            moved=norm(exchange.shared, minus=exchange.slow.phi), probation=self._parts.counters.probation,
-        )  # fmt: skip
+            exchange.peer,
+            exchange.shared,
+            theirs,
+            weight=mixing_weight(self.lag),
+            moved=norm(exchange.shared, minus=exchange.slow.phi),
+            probation=self._parts.counters.probation,
+        )
         return PayloadExamined(session, found)
 
     def _write_state(self) -> None:
@@ -252,7 +306,13 @@ class AveragingWorker:
         with self._parts.tensors.lock:
             phi, outer_step = dict(self._parts.outer.phi), min(self._parts.counters.outer_clocks)
         path = self._files.write(codecs.encoded(phi, layout, STATE_CODEC))
-        self._send(local.StateWritten(path, outer_step, [TensorHash(spec.name, _hash_of(phi[spec.name])) for spec in layout]))
+        self._send(
+            local.StateWritten(
+                path,
+                outer_step,
+                [TensorHash(spec.name, _hash_of(phi[spec.name])) for spec in layout],
+            )
+        )
 
 
 def read_state(message: local.AdoptState, layout: Layout) -> StateRead:

@@ -12,7 +12,8 @@ Args = TypeVarTuple("Args")
 
 
 class Background:
-    """A nursery that outlives every event. What is started before `run` or after its end is not done."""
+    """A nursery that outlives every event. What is started before `run` or after its end is not
+    done."""
 
     def __init__(self) -> None:
         self._nursery: trio.Nursery | None = None
@@ -24,7 +25,9 @@ class Background:
             await trio.sleep_forever()
 
     def start(self, work: Callable[[*Args], Awaitable[None]], *args: *Args) -> None:
-        """Start `work`; not when the service is ending, which the trainer may learn a moment later than we do."""
-        with contextlib.suppress(RuntimeError):  # closed to new arrivals: trio has no way to ask first
+        """Start `work`; not when the service is ending, which the trainer may learn a moment later
+        than we do."""
+        # closed to new arrivals: trio has no way to ask first
+        with contextlib.suppress(RuntimeError):
             if self._nursery is not None:
                 self._nursery.start_soon(work, *args)

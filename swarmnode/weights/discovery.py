@@ -1,7 +1,9 @@
-"""Who could be a partner: connected peers that average the same policy, as they claim, and how far they are.
+"""Who could be a partner: connected peers that average the same policy, as they claim, and how far
+they are.
 
-A peer claims it over a connection that proves who it is. The claim decides only whether it is asked; the fingerprint is compared again in
-every proposal, and everything that follows is judged by the gate.
+A peer claims it over a connection that proves who it is. The claim decides only whether it is
+asked; the fingerprint is compared again in every proposal, and everything that follows is judged by
+the gate.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Claims:
-    """What peers claim to average, the newest MAX_PEERS of them. Pure; `now` is any monotonic time in seconds."""
+    """What peers claim to average, the newest MAX_PEERS of them. Pure; `now` is any monotonic time
+    in seconds."""
 
     def __init__(self) -> None:
         self._claims: OrderedDict[str, Claim] = OrderedDict()
@@ -53,9 +56,16 @@ class Claims:
 
     def asked(self, peer: str, now: float) -> None:
         """`peer` is asked: until it answers, what it last claimed stands."""
-        self._keep(peer, msgspec.structs.replace(self._claims.get(peer, Claim(b"", 0, b"", now, now)), asked=now))
+        self._keep(
+            peer,
+            msgspec.structs.replace(
+                self._claims.get(peer, Claim(b"", 0, b"", now, now)), asked=now
+            ),
+        )
 
-    def received(self, peer: str, fingerprint: bytes, outer_step: int, now: float, blocks: bytes = b"") -> None:
+    def received(
+        self, peer: str, fingerprint: bytes, outer_step: int, now: float, blocks: bytes = b""
+    ) -> None:
         """`peer` averages this, and claims so many outer steps."""
         self._keep(peer, Claim(fingerprint, outer_step, blocks, now, now))
 
@@ -70,14 +80,20 @@ class Claims:
 
     def to_ask(self, connected: Iterable[str], now: float) -> list[str]:
         """Connected peers that have claimed nothing lately, and were not asked."""
-        return [peer for peer in connected if (claim := self._claims.get(peer)) is None or now - claim.asked >= ASK_SECONDS]
+        return [
+            peer
+            for peer in connected
+            if (claim := self._claims.get(peer)) is None or now - claim.asked >= ASK_SECONDS
+        ]
 
     def candidates(self, connected: Iterable[str], fingerprint: bytes, now: float) -> list[str]:
         """Connected peers that have claimed our fingerprint lately."""
         return [
             peer
             for peer in connected
-            if (claim := self._claims.get(peer)) is not None and claim.fingerprint == fingerprint and now - claim.at < FRESH_SECONDS
+            if (claim := self._claims.get(peer)) is not None
+            and claim.fingerprint == fingerprint
+            and now - claim.at < FRESH_SECONDS
         ]
 
     def blocks(self, peer: str, fingerprint: bytes) -> bytes:
@@ -92,11 +108,17 @@ class Claims:
 
 
 class Discovery:
-    """Asks connected peers what they average, and orders those that average what we do. swarm: 32-byte id. unix_time: in seconds."""
+    """Asks connected peers what they average, and orders those that average what we do. swarm:
+    32-byte id. unix_time: in seconds."""
 
     def __init__(
-        self, network: Network, requests: PeerRequests, replica: LocalReplica, swarm: bytes, unix_time: Callable[[], float]
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        requests: PeerRequests,
+        replica: LocalReplica,
+        swarm: bytes,
+        unix_time: Callable[[], float],
+    ) -> None:
         self._network = network
         self._requests = requests
         self._replica = replica
@@ -109,7 +131,11 @@ class Discovery:
         async with trio.open_nursery() as nursery:
             while True:
                 now = trio.current_time()
-                for peer in self._claims.to_ask(self._network.connected(), now) if self._replica.facts is not None else ():
+                for peer in (
+                    self._claims.to_ask(self._network.connected(), now)
+                    if self._replica.facts is not None
+                    else ()
+                ):
                     self._claims.asked(peer, now)
                     if self._network.welcome(peer):
                         nursery.start_soon(self._ask, peer)
@@ -124,18 +150,28 @@ class Discovery:
         return Here(self._replica.fingerprint, self._replica.least_outer_step, self._replica.blocks)
 
     def received(self, peer: str, claim: Here | Propose | Accept) -> None:
-        """`peer` claims to average this, and to have taken so many outer steps. Who accepts means our fingerprint."""
+        """`peer` claims to average this, and to have taken so many outer steps. Who accepts means
+        our fingerprint."""
         fingerprint = self._replica.fingerprint if isinstance(claim, Accept) else claim.fingerprint
-        self._claims.received(peer, fingerprint, claim.outer_step, trio.current_time(), claim.blocks)
+        self._claims.received(
+            peer, fingerprint, claim.outer_step, trio.current_time(), claim.blocks
+        )
 
     def candidates(self) -> list[str]:
-        """Connected peers of our fingerprint that hold something that we hold, with a recent claim, in good standing."""
-        peers = self._claims.candidates(self._network.connected(), self._replica.fingerprint, trio.current_time())
+        """Connected peers of our fingerprint that hold something that we hold, with a recent claim,
+        in good standing."""
+        peers = self._claims.candidates(
+            self._network.connected(), self._replica.fingerprint, trio.current_time()
+        )
         return [peer for peer in peers if self._network.welcome(peer) and self.shared(peer)]
 
     def alike(self) -> list[str]:
         """Candidates that hold exactly what we hold."""
-        return [peer for peer in self.candidates() if self._claims.blocks(peer, self._replica.fingerprint) == self._replica.blocks]
+        return [
+            peer
+            for peer in self.candidates()
+            if self._claims.blocks(peer, self._replica.fingerprint) == self._replica.blocks
+        ]
 
     def shared(self, peer: str) -> bytes:
         """What `peer`, as it claims, and we hold, packed."""
@@ -145,16 +181,23 @@ class Discovery:
         """Whether there is something in `fragment` that `peer`, as it claims, and we hold."""
         return bool(self._replica.within(self.shared(peer), fragment))
 
-    def partners(self, fragment: int, outer_step: int, blocks: bytes = b"") -> tuple[tuple[str, ...], int]:
-        """Candidates for `fragment`, or for these `blocks` of it (packed), in the order in which they are asked; those far from
-        `outer_step` last, and before them those that lack some of it: with these there is less to gain. And how many of the first are
-        worth as much as the first."""
+    def partners(
+        self, fragment: int, outer_step: int, blocks: bytes = b""
+    ) -> tuple[tuple[str, ...], int]:
+        """Candidates for `fragment`, or for these `blocks` of it (packed), in the order in which
+        they are asked; those far from `outer_step` last, and before them those that lack some of
+        it: with these there is less to gain. And how many of the first are worth as much as the
+        first."""
         due = blocks or self._replica.within(self._replica.blocks, fragment)
         has = {peer: some for peer in self.candidates() if (some := common(self.shared(peer), due))}
-        order = partner_order(self._network.peer_id, list(has), epoch_bucket(self._unix_time()), self._swarm)
+        order = partner_order(
+            self._network.peer_id, list(has), epoch_bucket(self._unix_time()), self._swarm
+        )
         far = lambda peer: too_far_behind(abs(self._claims.outer_step(peer) - outer_step))
         worth = {peer: (far(peer), has[peer] != due) for peer in order}
-        return tuple(sorted(order, key=worth.__getitem__)), Counter(worth.values())[min(worth.values(), default=(False, False))]
+        return tuple(sorted(order, key=worth.__getitem__)), Counter(worth.values())[
+            min(worth.values(), default=(False, False))
+        ]
 
     async def _ask(self, peer: str) -> None:
         try:

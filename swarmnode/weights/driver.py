@@ -1,11 +1,15 @@
-"""Drives `pairing`: hands it what happens, and carries out every action that it asks for. trio; the decisions are the machine's.
+"""Drives `pairing`: hands it what happens, and carries out every action that it asks for. trio; the
+decisions are the machine's.
 
-    trainer ─ OuterStepDue ─▶ pairing ─ PROPOSE ─▶ peer     both: TakeSnapshot ─▶ trainer ─ SnapshotWritten ─▶ offered, READY ─▶ peer
-                                 ◀─ ACCEPT, BUSY ─          both: READY arrives ─▶ fetch ─▶ ApplyPayload ─▶ trainer ─ ExchangeEnded ─▶ idle
+    trainer ─ OuterStepDue ─▶ pairing ─ PROPOSE ─▶ peer     both: TakeSnapshot ─▶ trainer ─
+    SnapshotWritten ─▶ offered, READY ─▶ peer
+                                 ◀─ ACCEPT, BUSY ─          both: READY arrives ─▶ fetch ─▶
+                                 ApplyPayload ─▶ trainer ─ ExchangeEnded ─▶ idle
     trainer ◀─ SoloStep ─ nobody found
 
-Tensors are files on this side: fetched with every chunk's hash checked, opened by the trainer. Nothing a peer does ends a task here, holds
-a lock or keeps the trainer waiting; it ends an exchange, which is counted by cause, and costs whoever lied its standing.
+Tensors are files on this side: fetched with every chunk's hash checked, opened by the trainer.
+Nothing a peer does ends a task here, holds a lock or keeps the trainer waiting; it ends an
+exchange, which is counted by cause, and costs whoever lied its standing.
 """
 
 from __future__ import annotations
@@ -48,16 +52,30 @@ SLOWER: Final = 4.0
 AVOID_SECONDS: Final = 300.0
 """A peer that lied is neither asked nor accepted for so long at least."""
 MEET_SHARE: Final = 0.4
-"""`PairingSettings.meet_seconds` in units of the time between two outer steps. Who proposes once in that time meets each of n partners once
-in n / 2; at 0.6 two nodes would refuse each other every second time."""
+"""`PairingSettings.meet_seconds` in units of the time between two outer steps. Who proposes once in
+that time meets each of n partners once in n / 2; at 0.6 two nodes would refuse each other every
+second time."""
 REST_SHARE: Final = 0.25
-"""Share of the time between two outer steps for which, after an exchange, nobody else is accepted."""
+"""Share of the time between two outer steps for which, after an exchange, nobody else is
+accepted."""
 BACKOFF_SECONDS: Final = 2.0
 BACKOFF_SHARE: Final = 0.125
-"""Longest moment between two tries, also in units of the time between two outer steps: three have to fit into it, and a pull."""
+"""Longest moment between two tries, also in units of the time between two outer steps: three have
+to fit into it, and a pull."""
 SHORT_SECONDS: Final = 5.0
-"""As `PairingSettings.short_seconds`; never more than the time between two outer steps, of which being left alone should cost few."""
-FAILURES: Final = ("timeout", "declined", "malformed", "hash", "failed", "size", "local", "no_trainer", "snapshot")
+"""As `PairingSettings.short_seconds`; never more than the time between two outer steps, of which
+being left alone should cost few."""
+FAILURES: Final = (
+    "timeout",
+    "declined",
+    "malformed",
+    "hash",
+    "failed",
+    "size",
+    "local",
+    "no_trainer",
+    "snapshot",
+)
 """Why an exchange failed on our side, where pairing only knows that it did."""
 BLAMELESS: Final = ("local", "no_trainer", "snapshot", "declined")
 """Those that a partner can do nothing about: for ours, and for having published nothing."""
@@ -111,9 +129,16 @@ class ExchangeDriver:
     """sync_every: training steps between two outer steps of a fragment."""
 
     def __init__(
-        self, network: Network, requests: PeerRequests, replica: LocalReplica, discovery: Discovery, store: PayloadStore,
-        send_to_trainer: SendToTrainer, background: Background, sync_every: int,
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        requests: PeerRequests,
+        replica: LocalReplica,
+        discovery: Discovery,
+        store: PayloadStore,
+        send_to_trainer: SendToTrainer,
+        background: Background,
+        sync_every: int,
+    ) -> None:
         self.totals = ExchangeTotals()
         self._network = network
         self._requests = requests
@@ -123,7 +148,9 @@ class ExchangeDriver:
         self._send_to_trainer = send_to_trainer
         self._sync_every = sync_every
         self._background = background
-        self._pairing = pairing.Pairing(pairing.PairingSettings(network.peer_id, b"", avoid_seconds=AVOID_SECONDS))
+        self._pairing = pairing.Pairing(
+            pairing.PairingSettings(network.peer_id, b"", avoid_seconds=AVOID_SECONDS)
+        )
         self._session: ExchangeSession | None = None
         self._early: OrderedDict[tuple[str, bytes], Ready] = OrderedDict()
         self._wake = trio.Event()
@@ -132,7 +159,9 @@ class ExchangeDriver:
         """Tell the machine of the time, until cancelled."""
         while True:
             self._wake = trio.Event()
-            with trio.move_on_at(min(self._pairing.deadline, trio.current_time() + EXPIRY_INTERVAL)):
+            with trio.move_on_at(
+                min(self._pairing.deadline, trio.current_time() + EXPIRY_INTERVAL)
+            ):
                 await self._wake.wait()
             if trio.current_time() >= self._pairing.deadline:
                 self._expired()
@@ -140,7 +169,12 @@ class ExchangeDriver:
 
     def _expired(self) -> None:
         session = self._session
-        if session is not None and self._pairing.state.phase is Phase.PAIRED and session.mine is None and session.theirs is not None:
+        if (
+            session is not None
+            and self._pairing.state.phase is Phase.PAIRED
+            and session.mine is None
+            and session.theirs is not None
+        ):
             self._fail(session.id, "snapshot")  # ours alone is late
         else:
             self._handle(pairing.Tick())
@@ -148,7 +182,7 @@ class ExchangeDriver:
     def statistics(self) -> pairing.PairingStatistics:
         return self._pairing.statistics()
 
-    # ---- what the trainer sends -----------------------------------------------------------------------------------------------------
+    # ---- what the trainer sends ------------------------------------------------------------------
 
     def trainer_left(self) -> None:
         """What it was doing is over."""
@@ -165,16 +199,33 @@ class ExchangeDriver:
         step = max(0.0, due.step_seconds)
         interval = self._sync_every * step / max(1, len(self._replica.limits))
         self._settings(
-            open_seconds=self._open_seconds(step), apply_seconds=360 + 8 * step, rest_seconds=REST_SHARE * interval,
-            backoff_seconds=min(BACKOFF_SECONDS, BACKOFF_SHARE * interval), short_seconds=min(SHORT_SECONDS, interval),
+            open_seconds=self._open_seconds(step),
+            apply_seconds=360 + 8 * step,
+            rest_seconds=REST_SHARE * interval,
+            backoff_seconds=min(BACKOFF_SECONDS, BACKOFF_SHARE * interval),
+            short_seconds=min(SHORT_SECONDS, interval),
             meet_seconds=MEET_SHARE * interval,
-        )  # fmt: skip
-        partners, best = self._discovery.partners(due.fragment, due.outer_step, due.blocks) if propose else ((), 0)
+        )
+        partners, best = (
+            self._discovery.partners(due.fragment, due.outer_step, due.blocks)
+            if propose
+            else ((), 0)
+        )
         lease = self._lease(partners[0] if partners else "", due.fragment)
-        self._handle(pairing.Due(due.fragment, due.outer_step, partners, secrets.token_bytes(NONCE_BYTES), lease, best))
+        self._handle(
+            pairing.Due(
+                due.fragment,
+                due.outer_step,
+                partners,
+                secrets.token_bytes(NONCE_BYTES),
+                lease,
+                best,
+            )
+        )
 
     def snapshot_written(self, snapshot: local.SnapshotWritten) -> None:
-        """The trainer has written a copy: for this session's partner, and for whoever comes to pull one."""
+        """The trainer has written a copy: for this session's partner, and for whoever comes to pull
+        one."""
         self._background.start(self._offer, snapshot)
 
     def exchange_ended(self, ended: local.ExchangeEnded) -> None:
@@ -185,17 +236,29 @@ class ExchangeDriver:
             self._session.mixed = ended.outcome != "lagging"
         self._handle(pairing.Applied(ended.session, ended.outcome != "lagging"))
 
-    # ---- what peers send ------------------------------------------------------------------------------------------------------------
+    # ---- what peers send -------------------------------------------------------------------------
 
     def proposed(self, peer: str, message: Propose) -> Accept | Busy:
         """The answer to a proposal. Raises PeerError."""
-        if not self._discovery.shares(peer, message.fragment):  # another fingerprint, or other layers
+        # another fingerprint, or other layers
+        if not self._discovery.shares(peer, message.fragment):
             return Busy(message.nonce, "other_policy")
-        outer_step, lease = self._replica.outer_steps[message.fragment], self._lease(peer, message.fragment)
+        outer_step, lease = (
+            self._replica.outer_steps[message.fragment],
+            self._lease(peer, message.fragment),
+        )
         for action in self._handle(pairing.Received(peer, message, outer_step, lease)):
-            if isinstance(action, pairing.Send) and isinstance(action.message, Accept | Busy) and action.message.nonce == message.nonce:
+            if (
+                isinstance(action, pairing.Send)
+                and isinstance(action.message, Accept | Busy)
+                and action.message.nonce == message.nonce
+            ):
                 answer = action.message
-                return msgspec.structs.replace(answer, blocks=self._replica.blocks) if isinstance(answer, Accept) else answer
+                return (
+                    msgspec.structs.replace(answer, blocks=self._replica.blocks)
+                    if isinstance(answer, Accept)
+                    else answer
+                )
         raise PeerError("no answer")
 
     def released(self, peer: str, message: Release) -> None:
@@ -214,7 +277,8 @@ class ExchangeDriver:
                 self._early.popitem(last=False)
 
     def lied(self, peer: str, reason: str, cost: float = PROOF) -> None:
-        """`peer` has shown that an exchange with it is wasted: none for a while, whatever its standing is otherwise."""
+        """`peer` has shown that an exchange with it is wasted: none for a while, whatever its
+        standing is otherwise."""
         self._network.rejected(peer, reason, cost)
         self._handle(pairing.Lied(peer))
 
@@ -222,13 +286,15 @@ class ExchangeDriver:
         """Exchanges with `peer`, among others, were taken back."""
         self._handle(pairing.Reverted(peer))
 
-    # ---- the machine ----------------------------------------------------------------------------------------------------------------
+    # ---- the machine -----------------------------------------------------------------------------
 
     def _handle(self, event: pairing.Event) -> tuple[pairing.Action, ...]:
         """Hand the machine one event, and start everything that follows from it."""
         actions = self._pairing.handle(event, trio.current_time())
         state = self._pairing.state
-        if state.phase is Phase.PAIRED and (self._session is None or self._session.id != state.session):
+        if state.phase is Phase.PAIRED and (
+            self._session is None or self._session.id != state.session
+        ):
             self._begin(state)
         for action in actions:
             self._perform(action)
@@ -243,11 +309,24 @@ class ExchangeDriver:
             case pairing.Send(peer, Release() as message):
                 self._background.start(self._requests.notify, peer, message)
             case pairing.Pull(peer, name, fragment):
-                self._session = ExchangeSession(name, peer, fragment, self._pairing.state.lease_seconds, self._discovery.shared(peer))
+                self._session = ExchangeSession(
+                    name,
+                    peer,
+                    fragment,
+                    self._pairing.state.lease_seconds,
+                    self._discovery.shared(peer),
+                )
                 self._background.start(self._pull, self._session)
-            case pairing.Apply(name) if session is not None and session.theirs is not None and session.path is not None:
+            case pairing.Apply(name) if (
+                session is not None and session.theirs is not None and session.path is not None
+            ):
                 theirs, path = session.theirs.outer_step, str(session.path)
-                self._send_or_fail(session, local.ApplyPayload(name, session.fragment, session.peer, theirs, path, session.blocks))
+                self._send_or_fail(
+                    session,
+                    local.ApplyPayload(
+                        name, session.fragment, session.peer, theirs, path, session.blocks
+                    ),
+                )
             case pairing.Close(name, serve):
                 self._send_to_trainer(local.DropExchange(name))
                 if session is not None and session.id == name:
@@ -258,7 +337,8 @@ class ExchangeDriver:
                 self._count(peer, outcome, session)
 
     def _count(self, peer: str, outcome: str, session: ExchangeSession | None) -> None:
-        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) >= 2:  # once is what a crash looks like
+        # once is what a crash looks like
+        if outcome == "vanished" and pairing.vanished(self._pairing.state, peer) >= 2:
             self._network.rejected(peer, "weights_vanished", VANISHED)
         if outcome in ("applied", "pulled") and session is not None:
             if session.mixed:
@@ -273,10 +353,14 @@ class ExchangeDriver:
         if self._session is not None:
             self._end(self._session, keep=True)
         shared = self._discovery.shared(state.peer)
-        self._session = session = ExchangeSession(state.session, state.peer, state.fragment, state.lease_seconds, shared)
+        self._session = session = ExchangeSession(
+            state.session, state.peer, state.fragment, state.lease_seconds, shared
+        )
         session.theirs = self._early.pop((session.peer, session.id), None)
         if self._replica.within(shared, session.fragment):
-            self._send_or_fail(session, local.TakeSnapshot(session.id, session.fragment, session.blocks))
+            self._send_or_fail(
+                session, local.TakeSnapshot(session.id, session.fragment, session.blocks)
+            )
         else:  # both have proposed, and it claims other blocks than when we did
             self._background.start(self._fail_soon, session.id, "declined")
 
@@ -307,19 +391,26 @@ class ExchangeDriver:
         self._pairing.settings = msgspec.structs.replace(self._pairing.settings, **changes)
 
     def _open_seconds(self, step: float) -> float:
-        return min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1]) + max(self._replica.limits, default=0) / ENCODED_BYTES
+        return (
+            min(OPEN_SECONDS[0] + 2 * step, OPEN_SECONDS[1])
+            + max(self._replica.limits, default=0) / ENCODED_BYTES
+        )
 
     def _lease(self, peer: str, fragment: int) -> float:
         """Seconds that a payload may take, both ways at once."""
         size, bulk = self._replica.limits[fragment], self._network.bulk
         return 2 * min(bulk.deadline(peer, size), SLOWER * bulk.deadline("", size))
 
-    # ---- work -----------------------------------------------------------------------------------------------------------------------
+    # ---- work ------------------------------------------------------------------------------------
 
     async def _propose(self, peer: str, message: Propose) -> None:
         try:
             blocks = self._replica.blocks
-            answer = await self._requests.ask(peer, msgspec.structs.replace(message, blocks=blocks), self._pairing.settings.propose_seconds)
+            answer = await self._requests.ask(
+                peer,
+                msgspec.structs.replace(message, blocks=blocks),
+                self._pairing.settings.propose_seconds,
+            )
         except PeerTimeout:
             return  # the machine's own deadline
         except PeerError as error:
@@ -335,14 +426,20 @@ class ExchangeDriver:
                 answer = None
         if isinstance(answer, Accept | Busy) and answer.nonce == message.nonce:
             lease = self._lease(peer, message.fragment)
-            self._handle(pairing.Received(peer, answer, self._replica.outer_steps[message.fragment], lease))
+            self._handle(
+                pairing.Received(peer, answer, self._replica.outer_steps[message.fragment], lease)
+            )
         else:
             self._requests.malformed(peer)
             self._handle(pairing.Unreachable(peer, message.nonce))
 
     async def _offer(self, snapshot: local.SnapshotWritten) -> None:
         payload = await self._store.open(snapshot.path)
-        session = self._session if self._session is not None and self._session.id == snapshot.session else None
+        session = (
+            self._session
+            if self._session is not None and self._session.id == snapshot.session
+            else None
+        )
         if payload is None:
             if session is not None:
                 self._fail(session.id, "snapshot")
@@ -350,7 +447,9 @@ class ExchangeDriver:
         self._store.publish(payload, snapshot.fragment, snapshot.outer_step, snapshot.blocks)
         if session is not None and self._pairing.state.phase is Phase.PAIRED:
             # as long as we would need for theirs says nothing about how long they need for ours
-            fetched = max(session.lease_seconds + LINGER_SECONDS, offer_seconds(payload.source.size))
+            fetched = max(
+                session.lease_seconds + LINGER_SECONDS, offer_seconds(payload.source.size)
+            )
             until = trio.current_time() + self._pairing.settings.open_seconds + fetched
             session.mine = mine = self._store.offer(payload, until, [session.peer])
             ready = Ready(session.id, mine.transfer, mine.root, mine.size, snapshot.outer_step)
@@ -359,13 +458,19 @@ class ExchangeDriver:
 
     def _fetch_when_offered(self, session: ExchangeSession) -> None:
         """Both copies are there: fetch the partner's."""
-        if session.mine is None or session.theirs is None or self._pairing.state.phase is not Phase.PAIRED:
+        if (
+            session.mine is None
+            or session.theirs is None
+            or self._pairing.state.phase is not Phase.PAIRED
+        ):
             return
         if session.theirs.size > self._replica.limits[session.fragment]:
             self.lied(session.peer, "weights_size")
             self._fail(session.id, "size")
             return
-        self._handle(pairing.CopiesOffered(session.id, self._network.bulk.deadline("", session.theirs.size)))
+        self._handle(
+            pairing.CopiesOffered(session.id, self._network.bulk.deadline("", session.theirs.size))
+        )
         if self._pairing.state.phase is Phase.TRANSFER and self._session is session:
             self._background.start(self._fetch, session, session.theirs)
 
@@ -373,7 +478,8 @@ class ExchangeDriver:
         """Fetch what a busy peer published; it need not take part."""
         try:
             latest = Latest(self._replica.fingerprint, session.fragment, session.blocks)
-            answer = await self._requests.ask(session.peer, latest) if session.blocks else None  # none: it averages something else by now
+            # none: it averages something else by now
+            answer = await self._requests.ask(session.peer, latest) if session.blocks else None
         except PeerError:
             answer = None
         if isinstance(answer, Ready) and answer.size <= self._replica.limits[session.fragment]:
@@ -389,7 +495,9 @@ class ExchangeDriver:
         cause = ""
         with session.scope:
             try:
-                await self._store.fetch(remote, path, self._replica.limits[session.fragment], deadline)
+                await self._store.fetch(
+                    remote, path, self._replica.limits[session.fragment], deadline
+                )
             except BadMessage as bad:
                 cause = "hash" if bad.reason == "hash" else "malformed"
                 self.lied(session.peer, f"weights_{cause}")

@@ -1,8 +1,10 @@
 """Which block a tensor belongs to, and which blocks are averaged together. No torch.
 
-A *block* is a layer, or what comes before or after all layers. Its number follows from a tensor's name in the whole model, so whoever holds
-it means the same by it, however its crew is cut. A fragment is a set of blocks: strided layers, as in Streaming DiLoCo (arXiv 2501.18512):
-fragment f has layers f, f + P, f + 2P, …, so that each holds early and late ones. Two partners average what of a fragment both hold.
+A *block* is a layer, or what comes before or after all layers. Its number follows from a tensor's
+name in the whole model, so whoever holds it means the same by it, however its crew is cut. A
+fragment is a set of blocks: strided layers, as in Streaming DiLoCo (arXiv 2501.18512): fragment f
+has layers f, f + P, f + 2P, …, so that each holds early and late ones. Two partners average what of
+a fragment both hold.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ BLOCKS: Final = 1024
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the layer that a parameter belongs to: the first number in its dotted name; None for the rest."""
+    """Number of the layer that a parameter belongs to: the first number in its dotted name; None
+    for the rest."""
     match = _LAYER.search(name)
     return int(match.group(1)) if match else None
 
@@ -43,7 +46,8 @@ def fragment_of(block: int, fragments: int) -> int:
 
 
 def pack(blocks: Iterable[int]) -> bytes:
-    """A set of blocks as it travels: block b is bit b mod 8 of byte b // 8, and the last byte is not 0; empty for none."""
+    """A set of blocks as it travels: block b is bit b mod 8 of byte b // 8, and the last byte is
+    not 0; empty for none."""
     return _shortest(sum(1 << block for block in set(blocks)))
 
 
@@ -52,7 +56,9 @@ def _shortest(bits: int) -> bytes:
 
 
 def unpack(packed: bytes) -> frozenset[int]:
-    return frozenset(block for block in range(8 * len(packed)) if packed[block // 8] >> block % 8 & 1)
+    return frozenset(
+        block for block in range(8 * len(packed)) if packed[block // 8] >> block % 8 & 1
+    )
 
 
 def blocks_of(names: Iterable[str]) -> bytes:
@@ -71,15 +77,16 @@ def within(blocks: bytes, fragment: int, fragments: int) -> bytes:
 
 
 def count(layout: Layout, wanted: int, layers: int | None = None) -> int:
-    """How many fragments a policy is cut into: `wanted`, but never more than it has layers. layers: of the whole model, where not all of
-    them are in `layout`."""
+    """How many fragments a policy is cut into: `wanted`, but never more than it has layers. layers:
+    of the whole model, where not all of them are in `layout`."""
     if layers is None:
         layers = len({layer for spec in layout if (layer := layer_of(spec.name)) is not None})
     return max(1, min(wanted, layers))
 
 
 def cut(layout: Layout, fragments: int) -> tuple[Layout, ...]:
-    """`fragments` layouts that together are `layout`, each sorted by name; of a stage, one without any of its layers is empty."""
+    """`fragments` layouts that together are `layout`, each sorted by name; of a stage, one without
+    any of its layers is empty."""
     if fragments < 1:
         raise ValueError("there is at least one fragment")
     parts: list[list[TensorSpec]] = [[] for _ in range(fragments)]
@@ -97,8 +104,9 @@ def check_schedule(sync_every: int, fragments: int) -> None:
 def due(step: int, sync_every: int, fragments: int) -> int | None:
     """The fragment whose outer step is due after inner step `step` (1, 2, …), or None.
 
-    Each comes up once in `sync_every` steps, evenly staggered, the last one at the multiples of `sync_every`: bandwidth is used all
-    the time instead of in bursts, and no step is stalled by more than a fragment.
+    Each comes up once in `sync_every` steps, evenly staggered, the last one at the multiples of
+    `sync_every`: bandwidth is used all the time instead of in bursts, and no step is stalled by
+    more than a fragment.
     """
     phase = (step - 1) % sync_every + 1  # 1 … sync_every
     fragment = -(-phase * fragments // sync_every) - 1

@@ -1,4 +1,5 @@
-"""Which tensors are averaged: name, shape, dtype, in one order that everybody derives alike. No torch."""
+"""Which tensors are averaged: name, shape, dtype, in one order that everybody derives alike. No
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ RELATIVE: Final[frozenset[Codec]] = frozenset({"int8", "int4"})
 BLOCK: Final = 256
 """Elements that share one scale in the int8 codec."""
 SMALL_BLOCK: Final = 64
-"""Likewise in int4, whose steps are coarser: a block's largest element decides them for fewer others."""
+"""Likewise in int4, whose steps are coarser: a block's largest element decides them for fewer
+others."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -33,8 +35,14 @@ Layout = tuple[TensorSpec, ...]
 
 
 def make_layout(tensors: Iterable[tuple[str, Iterable[int], str]]) -> Layout:
-    """(name, shape, dtype) of every averaged tensor → their layout. Raises ValueError when a name is there twice or a tensor is empty."""
-    layout = tuple(sorted((TensorSpec(name, tuple(map(int, shape)), dtype) for name, shape, dtype in tensors), key=lambda s: s.name))
+    """(name, shape, dtype) of every averaged tensor → their layout. Raises ValueError when a name
+    is there twice or a tensor is empty."""
+    layout = tuple(
+        sorted(
+            (TensorSpec(name, tuple(map(int, shape)), dtype) for name, shape, dtype in tensors),
+            key=lambda s: s.name,
+        )
+    )
     if len({spec.name for spec in layout}) != len(layout):
         raise ValueError("two tensors have one name")
     if any(spec.elements < 1 for spec in layout):
@@ -63,5 +71,6 @@ def header_limit(layout: Layout) -> int:
 
 
 def payload_limit(layout: Layout, codec: Codec) -> int:
-    """No honest payload of `layout` is longer, bytes: what may be received before anything is looked at."""
+    """No honest payload of `layout` is longer, bytes: what may be received before anything is
+    looked at."""
     return 4 + header_limit(layout) + sum(body_bytes(spec, codec) for spec in layout)

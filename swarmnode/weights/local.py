@@ -1,19 +1,22 @@
-"""What the trainer and the network process tell each other about averaging. Tensors go by file, in the data directory. No torch.
+"""What the trainer and the network process tell each other about averaging. Tensors go by file, in
+the data directory. No torch.
 
     trainer                                        network process
     OuterStepDue                                ─▶ pairing
                  copy, encode, write            ◀─ TakeSnapshot    a partner was found
     SnapshotWritten                             ─▶ offered to the partner; the partner's is fetched
-                 gate, probe, commit            ◀─ ApplyPayload    all of it is here, hashes verified
+                 gate, probe, commit            ◀─ ApplyPayload    all of it is here, hashes
+                 verified
     ExchangeEnded: committed, or refused and why ─▶ pairing
-                 forget it                      ◀─ DropExchange    any time before: it must not be applied any more
+                 forget it                      ◀─ DropExchange    any time before: it must not be
+                 applied any more
                  outer step without partner     ◀─ SoloStep
 
     WriteState ◀─ a neighbour wants φ              StateWritten ─▶ signed and offered
     AdoptState ◀─ a neighbour's φ                  StateAdopted ─▶
 
-Five messages at most for an exchange. Either side may be replaced at any moment: an exchange that one of them does not know is forgotten
-by the other.
+Five messages at most for an exchange. Either side may be replaced at any moment: an exchange that
+one of them does not know is forgotten by the other.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ from swarmnode.weights.layout import Codec, Layout, payload_limit
 from swarmnode.weights.manifest import TensorHash
 
 DIRECTORY = "weights"
-"""Name of the folder below the data directory; everything in it may be deleted while the node is down."""
+"""Name of the folder below the data directory; everything in it may be deleted while the node is
+down."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
-    """What is averaged, from which everything that partners must agree on follows. Part of the trainer's Hello."""
+    """What is averaged, from which everything that partners must agree on follows. Part of the
+    trainer's Hello."""
 
     layout: Layout
     codec: Codec
@@ -51,18 +56,22 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
 
     def fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
         """32 bytes; equal on two nodes that may average."""
-        return fingerprint.fingerprint(swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora)
+        return fingerprint.fingerprint(
+            swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora
+        )
 
     def state_fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
         """32 bytes; equal on two nodes of which one may take the other's state."""
-        return fingerprint.state_fingerprint(swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora)
+        return fingerprint.state_fingerprint(
+            swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora
+        )
 
     def limits(self) -> list[int]:
         """Longest payload of each fragment, bytes."""
         return [payload_limit(part, self.codec) for part in self.parts()]
 
 
-# ---- trainer → network ----------------------------------------------------------------------------------------------------------
+# ---- trainer → network ---------------------------------------------------------------------------
 
 
 class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
@@ -120,7 +129,7 @@ class StateAdopted(msgspec.Struct, frozen=True, tag="weights_adopted"):
     outer_steps: list[int]
 
 
-# ---- network → trainer ----------------------------------------------------------------------------------------------------------
+# ---- network → trainer ---------------------------------------------------------------------------
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
@@ -159,10 +168,13 @@ class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
     peer: str
     """Empty: there is nothing to adopt; start as you are."""
     path: str
-    """Empty: it is on its way, and worth waiting for; said again when more of it is here. Whatever comes of it, another message follows."""
+    """Empty: it is on its way, and worth waiting for; said again when more of it is here. Whatever
+    comes of it, another message follows."""
     outer_step: int
     tensors: list[TensorHash]
 
 
-FromTrainer = OuterStepDue | SnapshotWritten | ExchangeEnded | ExchangeReverted | StateWritten | StateAdopted
+FromTrainer = (
+    OuterStepDue | SnapshotWritten | ExchangeEnded | ExchangeReverted | StateWritten | StateAdopted
+)
 ToTrainer = TakeSnapshot | ApplyPayload | DropExchange | SoloStep | WriteState | AdoptState

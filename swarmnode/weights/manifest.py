@@ -1,8 +1,11 @@
-"""Catching up: which neighbour's state a node without one takes. Pure, no torch; signing is `wire.envelope`'s.
+"""Catching up: which neighbour's state a node without one takes. Pure, no torch; signing is
+`wire.envelope`'s.
 
-Replicas of a gossip swarm are never equal, so neighbours cannot agree on hashes. What they can agree on is how far the swarm has come: the
-second highest of the claimed outer steps is one that at least two claim to have reached, and a single liar cannot raise it. The state then
-comes from the neighbour that claims just that, is held to the hashes of that neighbour's own manifest, and stays on probation in the gate.
+Replicas of a gossip swarm are never equal, so neighbours cannot agree on hashes. What they can
+agree on is how far the swarm has come: the second highest of the claimed outer steps is one that at
+least two claim to have reached, and a single liar cannot raise it. The state then comes from the
+neighbour that claims just that, is held to the hashes of that neighbour's own manifest, and stays
+on probation in the gate.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ ASK = 3
 AGREE = 2
 HASH_BYTES = 32
 STATE_CODEC: Final[Codec] = "bfloat16"
-"""What slow weights travel in to a newcomer: it errs by about what late replicas differ by. δ is not sent: it has grown again after a few
-outer steps."""
+"""What slow weights travel in to a newcomer: it errs by about what late replicas differ by. δ is
+not sent: it has grown again after a few outer steps."""
 
 WRITTEN_PER_SECOND: Final = 1e8
 """Bytes of slow weights that a trainer rounds, hashes and writes beside its work, at least."""
 
 
 def writing_seconds(layout: Layout) -> float:
-    """How much longer than that of a small policy a neighbour's answer may take, because it has to be written first."""
+    """How much longer than that of a small policy a neighbour's answer may take, because it has to
+    be written first."""
     return payload_limit(layout, STATE_CODEC) / WRITTEN_PER_SECOND
 
 
@@ -53,7 +57,8 @@ class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 def check_manifest(manifest: StateManifest, names: list[str]) -> None:
-    """Raises BadMessage("bounds") unless `manifest` speaks of exactly our tensors, sorted, with whole hashes and a counter in range."""
+    """Raises BadMessage("bounds") unless `manifest` speaks of exactly our tensors, sorted, with
+    whole hashes and a counter in range."""
     check_length("fingerprint", manifest.fingerprint, HASH_BYTES)
     if [tensor.name for tensor in manifest.tensors] != sorted(names):
         raise BadMessage("bounds", "tensors")
@@ -63,12 +68,19 @@ def check_manifest(manifest: StateManifest, names: list[str]) -> None:
     check_counter("created_at", manifest.created_at)
 
 
-def agreed_source(manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE) -> str | None:
-    """The peer to take the state from, or None where fewer than `agree` compatible neighbours made a plausible claim.
+def agreed_source(
+    manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE
+) -> str | None:
+    """The peer to take the state from, or None where fewer than `agree` compatible neighbours made
+    a plausible claim.
 
     Among several at the agreed step the lowest peer id; who is asked is the caller's random choice.
     """
-    plausible = {peer: m for peer, m in manifests.items() if m.fingerprint == fingerprint and m.outer_step <= LARGEST_OUTER_STEP}
+    plausible = {
+        peer: m
+        for peer, m in manifests.items()
+        if m.fingerprint == fingerprint and m.outer_step <= LARGEST_OUTER_STEP
+    }
     claims = sorted(((m.outer_step, peer) for peer, m in plausible.items()), reverse=True)
     if len(claims) < agree:
         return None

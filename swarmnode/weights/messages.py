@@ -66,7 +66,8 @@ class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """My weights of `session` can be fetched, as protocol/05-bulk.md says. Not answered. Also the answer to `latest`."""
+    """My weights of `session` can be fetched, as protocol/05-bulk.md says. Not answered. Also the
+    answer to `latest`."""
 
     session: bytes
     """All zero in an answer to `latest`."""
@@ -80,7 +81,8 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
 
 
 class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="latest"):
-    """Which weights of `fragment` can be had without you taking part? Answered by `ready`, or not at all."""
+    """Which weights of `fragment` can be had without you taking part? Answered by `ready`, or not
+    at all."""
 
     fingerprint: bytes
     fragment: int
@@ -106,10 +108,19 @@ class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     size: int
 
 
-_LENGTHS: Final = {"nonce": NONCE_BYTES, "session": NONCE_BYTES, "fingerprint": HASH_BYTES, "transfer": HASH_BYTES, "root": HASH_BYTES}
+_LENGTHS: Final = {
+    "nonce": NONCE_BYTES,
+    "session": NONCE_BYTES,
+    "fingerprint": HASH_BYTES,
+    "transfer": HASH_BYTES,
+    "root": HASH_BYTES,
+}
 _RANGES: Final = {
-    "outer_step": ANY_COUNTER, "size": (1, COUNTER), "fragment": (0, FRAGMENTS - 1), "retry_seconds": (0, RETRY_SECONDS),
-}  # fmt: skip
+    "outer_step": ANY_COUNTER,
+    "size": (1, COUNTER),
+    "fragment": (0, FRAGMENTS - 1),
+    "retry_seconds": (0, RETRY_SECONDS),
+}
 
 
 def encode_message(message: Message | StateRequest | StateResponse) -> bytes:
@@ -128,6 +139,8 @@ def decode_message(data: bytes) -> Message:
 
 def decode_state(data: bytes) -> StateRequest | StateResponse:
     """Raises BadMessage as `decode_message` does."""
-    message: StateRequest | StateResponse = strict.decode(data, StateRequest | StateResponse, STATE_BYTES)
+    message: StateRequest | StateResponse = strict.decode(
+        data, StateRequest | StateResponse, STATE_BYTES
+    )
     check_fields(message, _LENGTHS, _RANGES)
     return message

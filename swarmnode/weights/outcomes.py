@@ -1,8 +1,11 @@
-"""What can become of an exchange, by name: closed sets, so that each can be a metric's label. No torch.
+"""What can become of an exchange, by name: closed sets, so that each can be a metric's label. No
+torch.
 
-How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's weights is here, with what that costs
-the partner's standing (`p2p.reputation`): a payload that is not what was agreed on proves a lie. What an honest node can cause costs
-none, but time: weights that make us worse, or are far away, are those of a node that learned something else, until they prove otherwise.
+How a try or an exchange ended on the wire is `pairing.OUTCOMES`. What our gate made of a partner's
+weights is here, with what that costs the partner's standing (`p2p.reputation`): a payload that is
+not what was agreed on proves a lie. What an honest node can cause costs none, but time: weights
+that make us worse, or are far away, are those of a node that learned something else, until they
+prove otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from swarmnode.p2p.reputation import COST
 
 PROOF: Final = COST
 VANISHED: Final = 2.0
-"""Cost of a proposal after which nothing came, from the second in a row on: once is what a crash looks like."""
+"""Cost of a proposal after which nothing came, from the second in a row on: once is what a crash
+looks like."""
 
 OUTCOMES: Final[dict[str, float]] = {
     "accepted": 0.0,
@@ -37,7 +41,8 @@ OUTCOMES: Final[dict[str, float]] = {
 """Every outcome of an exchange, with its cost."""
 
 OURS: Final = frozenset(("own_not_finite", "local"))
-"""Outcomes that are nobody else's fault. For all others without a commit the partner is left alone for a while (`pairing`)."""
+"""Outcomes that are nobody else's fault. For all others without a commit the partner is left alone
+for a while (`pairing`)."""
 TAKEN: Final = frozenset(("accepted", "clipped"))
 """Outcomes after which a partner's weights are in ours."""
 

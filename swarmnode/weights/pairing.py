@@ -1,13 +1,18 @@
-"""How a node finds its partner and what becomes of the exchange: (state, event, now) → (state, actions). No clock, no I/O, no torch.
+"""How a node finds its partner and what becomes of the exchange: (state, event, now) → (state,
+actions). No clock, no I/O, no torch.
 
-    IDLE ──due──▶ PROPOSED ──ACCEPT──▶ PAIRED ──both copies──▶ TRANSFER ──bytes──▶ APPLY ──commit──▶ IDLE
-      ▲              │ BUSY, silence: back to IDLE for a moment, next candidate; after three a one-sided pull (TRANSFER), then a solo step
+    IDLE ──due──▶ PROPOSED ──ACCEPT──▶ PAIRED ──both copies──▶ TRANSFER ──bytes──▶ APPLY ──commit──▶
+    IDLE
+      ▲              │ BUSY, silence: back to IDLE for a moment, next candidate; after three a
+      one-sided pull (TRANSFER), then a solo step
       └──PROPOSE: ACCEPT, straight to PAIRED
 
-A PROPOSE is answered the moment it arrives, whatever we are doing: ACCEPT when idle, BUSY otherwise, and ACCEPT when we have proposed
-to the same peer ourselves (then both know, and the session is that of the lower peer id). Nothing is queued and nobody waits for somebody
-who waits, so there are no cycles to wait in; every state but IDLE has a deadline, so lost messages cost time and nothing else. The moment
-in IDLE, random and up to `backoff_seconds`, is for others to find us: a node that always proposes can never be proposed to.
+A PROPOSE is answered the moment it arrives, whatever we are doing: ACCEPT when idle, BUSY
+otherwise, and ACCEPT when we have proposed to the same peer ourselves (then both know, and the
+session is that of the lower peer id). Nothing is queued and nobody waits for somebody who waits, so
+there are no cycles to wait in; every state but IDLE has a deadline, so lost messages cost time and
+nothing else. The moment in IDLE, random and up to `backoff_seconds`, is for others to find us: a
+node that always proposes can never be proposed to.
 
 `Pairing` keeps the state and counts; `advance` is the machine.
 """
@@ -32,20 +37,33 @@ MET: Final = 256
 RESTING: Final = 32
 AVOID_FACTOR: Final = 5
 WASTED: Final = 4.0
-"""A peer whose exchange with us came to nothing is left alone for so many times as long as it took, AVOID_FACTOR times as long when it
-happens again before one has gone well, and so on. (Without it four in sixteen that proposed all the time and sent as slowly as they might
-kept the others from averaging at all.)"""
+"""A peer whose exchange with us came to nothing is left alone for so many times as long as it took,
+AVOID_FACTOR times as long when it happens again before one has gone well, and so on. (Without it
+four in sixteen that proposed all the time and sent as slowly as they might kept the others from
+averaging at all.)"""
 LONGEST_AVOIDED: Final = 86400.0
 MOST_TIMES: Final = 8.0
 """After so many it is LONGEST_AVOIDED."""
 DELIVERED_TIMES: Final = 3.0
-"""Whose copy has come, and was refused, slow or of long ago, is left alone for no longer than if that had happened so often: an honest
-node can have learnt something else, and will not always have."""
+"""Whose copy has come, and was refused, slow or of long ago, is left alone for no longer than if
+that had happened so often: an honest node can have learnt something else, and will not always
+have."""
 OUTCOMES: Final = (
-    "applied", "pulled", "solo",  # how an outer step ended
-    "busy", "other_policy", "unreachable", "propose_timeout", "released", "open_timeout", "vanished",  # how a try ended
-    "transfer_timeout", "apply_timeout", "failed",  # how an exchange ended without effect
-)  # fmt: skip
+    "applied",
+    "pulled",
+    "solo",  # how an outer step ended
+    # how a try ended
+    "busy",
+    "other_policy",
+    "unreachable",
+    "propose_timeout",
+    "released",
+    "open_timeout",
+    "vanished",
+    "transfer_timeout",
+    "apply_timeout",
+    "failed",  # how an exchange ended without effect
+)
 
 
 class Phase(enum.Enum):
@@ -72,18 +90,22 @@ class PairingSettings(msgspec.Struct, frozen=True):
     backoff_seconds: float = 2.0
     """Longest moment in IDLE between two tries."""
     rest_seconds: float = 0.0
-    """Others' proposals are refused for so long after an exchange, so that eager peers do not set our sync interval."""
+    """Others' proposals are refused for so long after an exchange, so that eager peers do not set
+    our sync interval."""
     short_seconds: float = 5.0
-    """What was over as soon as this does not count as having come to nothing, once: acceptances that come late are taken back, among honest
-    nodes, too. The next counts as having taken so long."""
+    """What was over as soon as this does not count as having come to nothing, once: acceptances
+    that come late are taken back, among honest nodes, too. The next counts as having taken so
+    long."""
     meet_seconds: float = 0.0
-    """Whom we have averaged with is not accepted again for so long times the number of those whom we could as well average with: whoever
-    proposes all the time would take all our exchanges otherwise."""
+    """Whom we have averaged with is not accepted again for so long times the number of those whom
+    we could as well average with: whoever proposes all the time would take all our exchanges
+    otherwise."""
     avoid_seconds: float = 300.0
-    """Refuse and skip a peer whose lie was proved, for so long at least, and AVOID_FACTOR times as long with each further one."""
+    """Refuse and skip a peer whose lie was proved, for so long at least, and AVOID_FACTOR times as
+    long with each further one."""
 
 
-# ---- events -------------------------------------------------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------
 
 
 class Due(msgspec.Struct, frozen=True):
@@ -102,7 +124,8 @@ class Due(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """`message` came from `peer`, whose id the transport has authenticated and whose standing is good."""
+    """`message` came from `peer`, whose id the transport has authenticated and whose standing is
+    good."""
 
     peer: str
     message: PairingMessage
@@ -142,7 +165,8 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The transfer broke, the bytes were bad, the gate refused them, or the trainer is gone. The cause is counted where it is known."""
+    """The transfer broke, the bytes were bad, the gate refused them, or the trainer is gone. The
+    cause is counted where it is known."""
 
     session: bytes
     blameless: bool = False
@@ -165,10 +189,21 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed; send one at `Pairing.deadline`."""
 
 
-Event = Due | Received | Unreachable | CopiesOffered | Transferred | Applied | Failed | Lied | Reverted | Tick
+Event = (
+    Due
+    | Received
+    | Unreachable
+    | CopiesOffered
+    | Transferred
+    | Applied
+    | Failed
+    | Lied
+    | Reverted
+    | Tick
+)
 
 
-# ---- actions ------------------------------------------------------------------------------------------------------------------
+# ---- actions -------------------------------------------------------------------------------------
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -193,7 +228,8 @@ class Apply(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Drop what was fetched for `session`, and any commit not yet made of it: its weights must not be applied after this."""
+    """Drop what was fetched for `session`, and any commit not yet made of it: its weights must not
+    be applied after this."""
 
     session: bytes
     serve: bool = False
@@ -216,7 +252,7 @@ class Ended(msgspec.Struct, frozen=True):
 Action = Send | Pull | Apply | Close | Solo | Ended
 
 
-# ---- state --------------------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 class OuterStep(msgspec.Struct, frozen=True):
@@ -233,16 +269,19 @@ class OuterStep(msgspec.Struct, frozen=True):
     """Peers that said BUSY: alive, so worth a pull."""
     pulled: bool = False
     next_try: float = -math.inf
-    """Not before this; no session that somebody else began and that came to nothing makes it later."""
+    """Not before this; no session that somebody else began and that came to nothing makes it
+    later."""
 
 
 class Avoided(msgspec.Struct, frozen=True):
-    """A peer that is neither asked nor accepted for a while, as long as there is another one (`_left_alone`)."""
+    """A peer that is neither asked nor accepted for a while, as long as there is another one
+    (`_left_alone`)."""
 
     peer: str
     until: float
     times: float
-    """How often it has held us up in vain or lied; half of that after each exchange with it that went well."""
+    """How often it has held us up in vain or lied; half of that after each exchange with it that
+    went well."""
     lied: bool = False
     """Whether a lie was proved since the last exchange with it that went well."""
 
@@ -303,7 +342,8 @@ _Result = tuple[PairingState, tuple[Action, ...]]
 
 
 def advance(state: PairingState, event: Event, now: float, settings: PairingSettings) -> _Result:
-    """One transition. Events of a session that is not the present one change nothing, whoever sends them and however often."""
+    """One transition. Events of a session that is not the present one change nothing, whoever sends
+    them and however often."""
     if isinstance(event, Received):
         return _received(state, event, now, settings)
     if isinstance(event, Due):
@@ -314,12 +354,17 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
         return _avoid_longer(state, Avoided(event.peer, now + seconds, 1 + times, lied=True)), ()
     if isinstance(event, Reverted):
         times = 1 + vanished(state, event.peer)
-        seconds = WASTED * settings.short_seconds * AVOID_FACTOR ** (min(times, DELIVERED_TIMES) - 1)
+        seconds = (
+            WASTED * settings.short_seconds * AVOID_FACTOR ** (min(times, DELIVERED_TIMES) - 1)
+        )
         return _avoid_longer(state, Avoided(event.peer, now + seconds, times)), ()
     if isinstance(event, Tick):
         return _timeout(state, now, settings) if now >= state.deadline else (state, ())
     if isinstance(event, Unreachable):
-        if state.phase is Phase.PROPOSED and (event.peer, event.nonce) == (state.peer, state.session):
+        if state.phase is Phase.PROPOSED and (event.peer, event.nonce) == (
+            state.peer,
+            state.session,
+        ):
             return _next_try(state, now, settings, "unreachable")
         return state, ()
     if event.session != state.session or state.phase in (Phase.IDLE, Phase.PROPOSED):
@@ -327,18 +372,32 @@ def advance(state: PairingState, event: Event, now: float, settings: PairingSett
     return _session_event(state, event, now, settings)
 
 
-def _session_event(state: PairingState, event: Event, now: float, settings: PairingSettings) -> _Result:
+def _session_event(
+    state: PairingState, event: Event, now: float, settings: PairingSettings
+) -> _Result:
     if isinstance(event, Failed):
-        return _abort(state if event.blameless else _in_vain(state, now, settings), now, settings, "failed")
+        return _abort(
+            state if event.blameless else _in_vain(state, now, settings), now, settings, "failed"
+        )
     if isinstance(event, CopiesOffered) and state.phase is Phase.PAIRED:
-        return _replace(state, phase=Phase.TRANSFER, deadline=now + state.lease_seconds, usual_seconds=event.usual_seconds), ()
+        return _replace(
+            state,
+            phase=Phase.TRANSFER,
+            deadline=now + state.lease_seconds,
+            usual_seconds=event.usual_seconds,
+        ), ()
     if isinstance(event, Transferred) and state.phase is Phase.TRANSFER:
-        slow = now - (state.deadline - state.lease_seconds) > max(state.usual_seconds, settings.short_seconds)
-        return _replace(state, phase=Phase.APPLY, deadline=now + settings.apply_seconds, slow=slow), (Apply(state.session),)
+        slow = now - (state.deadline - state.lease_seconds) > max(
+            state.usual_seconds, settings.short_seconds
+        )
+        return _replace(
+            state, phase=Phase.APPLY, deadline=now + settings.apply_seconds, slow=slow
+        ), (Apply(state.session),)
     if isinstance(event, Applied) and state.phase is Phase.APPLY:
         ended = Ended(state.peer, "pulled" if state.one_sided else "applied")
         due = state.due
-        if due is not None and due.fragment == state.fragment:  # also when the partner proposed: our step was taken early
+        # also when the partner proposed: our step was taken early
+        if due is not None and due.fragment == state.fragment:
             due = None
         if not event.mixed or state.slow:
             state = _in_vain(state, now, settings)
@@ -349,23 +408,34 @@ def _session_event(state: PairingState, event: Event, now: float, settings: Pair
     return state, ()
 
 
-# ---- our own proposals ----------------------------------------------------------------------------------------------------------
+# ---- our own proposals ---------------------------------------------------------------------------
 
 
 def _due(state: PairingState, event: Due, now: float, settings: PairingSettings) -> _Result:
     actions: tuple[Action, ...] = ()
     served = state.phase not in (Phase.IDLE, Phase.PROPOSED) and not state.one_sided
     if state.due is not None and not (served and state.fragment == state.due.fragment):
-        # training does not wait: what is still not exchanged by now is stepped alone, and the try made for it dropped
+        # training does not wait: what is still not exchanged by now is stepped alone, and the try
+        # made for it dropped
         actions = (Solo(state.due.fragment), Ended("", "solo"))
         if not served and state.phase is not Phase.IDLE:
             state, more = _drop(state)
             actions = more + actions
-    due = OuterStep(event.fragment, event.outer_step, event.seed, event.lease_seconds, event.candidates)
+    due = OuterStep(
+        event.fragment, event.outer_step, event.seed, event.lease_seconds, event.candidates
+    )
     best = len(event.candidates) if event.best is None else event.best
-    state = _remember(state, candidates=tuple(peer for peer in event.candidates if peer != settings.own), best=best)
-    state = _replace(state, due=due, deadline=math.inf if state.phase is Phase.IDLE else state.deadline)
-    return _with(actions, _go_on(state, now, settings) if state.phase is Phase.IDLE else (state, ()))
+    state = _remember(
+        state,
+        candidates=tuple(peer for peer in event.candidates if peer != settings.own),
+        best=best,
+    )
+    state = _replace(
+        state, due=due, deadline=math.inf if state.phase is Phase.IDLE else state.deadline
+    )
+    return _with(
+        actions, _go_on(state, now, settings) if state.phase is Phase.IDLE else (state, ())
+    )
 
 
 def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Result:
@@ -373,34 +443,66 @@ def _go_on(state: PairingState, now: float, settings: PairingSettings) -> _Resul
     due = state.due
     if due is None:
         return state, ()
-    alone, resting = _left_alone(state, now), {entry.peer for entry in state.remembered.resting if entry.until > now}
-    best, met = set(state.remembered.candidates[: state.remembered.best]), _met_lately(state, now, settings)
+    alone, resting = (
+        _left_alone(state, now),
+        {entry.peer for entry in state.remembered.resting if entry.until > now},
+    )
+    best, met = (
+        set(state.remembered.candidates[: state.remembered.best]),
+        _met_lately(state, now, settings),
+    )
     later = lambda peer: (peer in resting, peer not in best, peer in met)
-    left = sorted((peer for peer in due.untried if peer not in alone and peer != settings.own), key=later)
+    left = sorted(
+        (peer for peer in due.untried if peer not in alone and peer != settings.own), key=later
+    )
     if due.tried < settings.tries and left:
         peer, nonce = left[0], _nonce(due.seed, due.tried)
-        due = msgspec.structs.replace(due, untried=tuple(p for p in due.untried if p != peer), tried=due.tried + 1)
-        state = _replace(state, phase=Phase.PROPOSED, peer=peer, session=nonce, deadline=now + settings.propose_seconds, due=due)
-        return state, (Send(peer, Propose(nonce, settings.fingerprint, due.fragment, due.outer_step)),)
+        due = msgspec.structs.replace(
+            due, untried=tuple(p for p in due.untried if p != peer), tried=due.tried + 1
+        )
+        state = _replace(
+            state,
+            phase=Phase.PROPOSED,
+            peer=peer,
+            session=nonce,
+            deadline=now + settings.propose_seconds,
+            due=due,
+        )
+        return state, (
+            Send(peer, Propose(nonce, settings.fingerprint, due.fragment, due.outer_step)),
+        )
     if due.answered and not due.pulled:
         peer, session = due.answered[0], _nonce(due.seed, 255)
         state = _replace(
-            state, phase=Phase.TRANSFER, peer=peer, session=session, fragment=due.fragment, one_sided=True, lease_seconds=due.lease_seconds,
-            deadline=now + due.lease_seconds, began=now, due=msgspec.structs.replace(due, pulled=True),
-        )  # fmt: skip
+            state,
+            phase=Phase.TRANSFER,
+            peer=peer,
+            session=session,
+            fragment=due.fragment,
+            one_sided=True,
+            lease_seconds=due.lease_seconds,
+            deadline=now + due.lease_seconds,
+            began=now,
+            due=msgspec.structs.replace(due, pulled=True),
+        )
         return state, (Pull(peer, session, due.fragment),)
     return _replace(state, due=None), (Solo(due.fragment), Ended("", "solo"))
 
 
-def _next_try(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, alive: bool = False) -> _Result:
+def _next_try(
+    state: PairingState, now: float, settings: PairingSettings, outcome: str, *, alive: bool = False
+) -> _Result:
     peer, due = state.peer, state.due
     if alive and due is not None:
         due = msgspec.structs.replace(due, answered=(*due.answered, peer))
     return _wait(_replace(_idle(state), due=due), (Ended(peer, outcome),), now, settings)
 
 
-def _wait(state: PairingState, actions: tuple[Action, ...], now: float, settings: PairingSettings) -> _Result:
-    """IDLE until the next try, for as long as the step's own seed says; without anything due, for ever."""
+def _wait(
+    state: PairingState, actions: tuple[Action, ...], now: float, settings: PairingSettings
+) -> _Result:
+    """IDLE until the next try, for as long as the step's own seed says; without anything due, for
+    ever."""
     due = state.due
     if due is None:
         return state, actions
@@ -409,10 +511,12 @@ def _wait(state: PairingState, actions: tuple[Action, ...], now: float, settings
     return _replace(state, due=msgspec.structs.replace(due, next_try=at), deadline=at), actions
 
 
-# ---- what peers send ------------------------------------------------------------------------------------------------------------
+# ---- what peers send -----------------------------------------------------------------------------
 
 
-def _received(state: PairingState, event: Received, now: float, settings: PairingSettings) -> _Result:
+def _received(
+    state: PairingState, event: Received, now: float, settings: PairingSettings
+) -> _Result:
     peer, message = event.peer, event.message
     if isinstance(message, Propose):
         return _proposal(state, event, message, now, settings)
@@ -422,43 +526,67 @@ def _received(state: PairingState, event: Received, now: float, settings: Pairin
         if state.phase is Phase.PROPOSED and (peer, message.nonce) == (state.peer, state.session):
             if message.retry_seconds:
                 others = tuple(entry for entry in state.remembered.resting if entry.peer != peer)
-                state = _remember(state, resting=(*others, Resting(peer, now + message.retry_seconds))[-RESTING:])
+                state = _remember(
+                    state, resting=(*others, Resting(peer, now + message.retry_seconds))[-RESTING:]
+                )
             return _next_try(state, now, settings, message.reason, alive=message.reason == "busy")
         return state, ()
-    if (peer, message.session) == (state.peer, state.session) and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided:
+    if (
+        (peer, message.session) == (state.peer, state.session)
+        and state.phase in (Phase.PAIRED, Phase.TRANSFER)
+        and not state.one_sided
+    ):
         return _abort(_in_vain(state, now, settings), now, settings, "released", release=False)
     return state, ()  # a peer may send anything at any time
 
 
-def _proposal(state: PairingState, event: Received, message: Propose, now: float, settings: PairingSettings) -> _Result:
+def _proposal(
+    state: PairingState, event: Received, message: Propose, now: float, settings: PairingSettings
+) -> _Result:
     peer, nonce = event.peer, message.nonce
     if message.fingerprint != settings.fingerprint:
         return state, (Send(peer, Busy(nonce, "other_policy")),)
-    in_session = state.peer == peer and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided
+    in_session = (
+        state.peer == peer and state.phase in (Phase.PAIRED, Phase.TRANSFER) and not state.one_sided
+    )
     if in_session and nonce in (state.session, state.answers):  # it arrived twice: answer it twice
         return state, (Send(peer, Accept(nonce, state.session, state.fragment, event.outer_step)),)
     memory = state.remembered
     if peer == settings.own or nonce in memory.finished or peer in _left_alone(state, now):
         return state, (Send(peer, Busy(nonce, "busy")),)
-    if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:  # both proposed
+    # both proposed
+    if state.phase is Phase.PROPOSED and state.peer == peer and state.due is not None:
         first = settings.own < peer
-        session, fragment = (state.session, state.due.fragment) if first else (nonce, message.fragment)
+        session, fragment = (
+            (state.session, state.due.fragment) if first else (nonce, message.fragment)
+        )
     elif state.phase is not Phase.IDLE:
         return state, (Send(peer, Busy(nonce, "busy")),)
-    elif (rest := max(memory.rest_until - now, _met_lately(state, now, settings).get(peer, 0.0))) > 0:
+    elif (
+        rest := max(memory.rest_until - now, _met_lately(state, now, settings).get(peer, 0.0))
+    ) > 0:
         return state, (Send(peer, Busy(nonce, "busy", min(3600, math.ceil(rest)))),)
     else:
         first, session, fragment = False, nonce, message.fragment
     accept = Send(peer, Accept(nonce, session, fragment, event.outer_step))
-    return _replace(_pair(state, event, session, fragment, first, now, settings), answers=nonce), (accept,)
+    return _replace(_pair(state, event, session, fragment, first, now, settings), answers=nonce), (
+        accept,
+    )
 
 
-def _accepted(state: PairingState, event: Received, message: Accept, now: float, settings: PairingSettings) -> _Result:
+def _accepted(
+    state: PairingState, event: Received, message: Accept, now: float, settings: PairingSettings
+) -> _Result:
     peer, session = event.peer, message.session
     if state.phase is Phase.PROPOSED and (peer, message.nonce) == (state.peer, state.session):
         ours = session == state.session
-        # another name only where the lower peer id proposed too, with its fragment; ours only with our fragment; and none used up
-        other = settings.own < peer if not ours else state.due is None or message.fragment != state.due.fragment
+        # another name only where the lower peer id proposed too, with its fragment; ours only with
+        # our fragment; and none used up
+        other = (
+            settings.own < peer
+            if not ours
+            else state.due is None or message.fragment != state.due.fragment
+        )
         if other or session in state.remembered.finished:
             return _with((Send(peer, Release(session)),), _next_try(state, now, settings, "failed"))
         return _pair(state, event, session, message.fragment, ours, now, settings), ()
@@ -468,30 +596,67 @@ def _accepted(state: PairingState, event: Received, message: Accept, now: float,
 
 
 def _pair(
-    state: PairingState, event: Received, session: bytes, fragment: int, initiator: bool, now: float, settings: PairingSettings
+    state: PairingState,
+    event: Received,
+    session: bytes,
+    fragment: int,
+    initiator: bool,
+    now: float,
+    settings: PairingSettings,
 ) -> PairingState:
     lease = state.due.lease_seconds if state.due is not None and initiator else event.lease_seconds
     return _replace(
-        state, phase=Phase.PAIRED, peer=event.peer, session=session, answers=b"", fragment=fragment, initiator=initiator, one_sided=False,
-        lease_seconds=lease, deadline=now + settings.open_seconds, began=now,
-    )  # fmt: skip
+        state,
+        phase=Phase.PAIRED,
+        peer=event.peer,
+        session=session,
+        answers=b"",
+        fragment=fragment,
+        initiator=initiator,
+        one_sided=False,
+        lease_seconds=lease,
+        deadline=now + settings.open_seconds,
+        began=now,
+    )
 
 
-# ---- ends -----------------------------------------------------------------------------------------------------------------------
+# ---- ends ----------------------------------------------------------------------------------------
 
 
 def _timeout(state: PairingState, now: float, settings: PairingSettings) -> _Result:
     if state.phase is Phase.IDLE:
         return _go_on(_replace(state, deadline=math.inf), now, settings)
-    if state.phase is Phase.PROPOSED:  # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
-        return _with((Send(state.peer, Release(state.session)),), _next_try(state, now, settings, "propose_timeout"))
+    # whoever accepts after this gets Release, and so does one whose ACCEPT was lost
+    if state.phase is Phase.PROPOSED:
+        return _with(
+            (Send(state.peer, Release(state.session)),),
+            _next_try(state, now, settings, "propose_timeout"),
+        )
     if state.phase is Phase.PAIRED:
-        return _abort(_in_vain(state, now, settings, silent=True), now, settings, "open_timeout" if state.initiator else "vanished")
-    return _abort(_in_vain(state, now, settings) if state.phase is Phase.TRANSFER else state, now, settings, f"{state.phase.value}_timeout")
+        return _abort(
+            _in_vain(state, now, settings, silent=True),
+            now,
+            settings,
+            "open_timeout" if state.initiator else "vanished",
+        )
+    return _abort(
+        _in_vain(state, now, settings) if state.phase is Phase.TRANSFER else state,
+        now,
+        settings,
+        f"{state.phase.value}_timeout",
+    )
 
 
-def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: str, *, release: bool = True) -> _Result:
-    """End the session without effect. Before bytes moved the next candidate is tried; after, the step is taken alone."""
+def _abort(
+    state: PairingState,
+    now: float,
+    settings: PairingSettings,
+    outcome: str,
+    *,
+    release: bool = True,
+) -> _Result:
+    """End the session without effect. Before bytes moved the next candidate is tried; after, the
+    step is taken alone."""
     judged = state.phase is Phase.APPLY  # what the partner makes of our copy is its own affair
     actions: tuple[Action, ...] = (Close(state.session, judged), Ended(state.peer, outcome))
     if release and not state.one_sided and not judged:
@@ -508,19 +673,27 @@ def _abort(state: PairingState, now: float, settings: PairingSettings, outcome: 
     return _replace(state, deadline=due.next_try), actions
 
 
-def _in_vain(state: PairingState, now: float, settings: PairingSettings, *, silent: bool = False) -> PairingState:
-    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as slowly as it may, or what nobody can
-    use, or by taking back what it agreed to, is worth a share of our time that gets smaller. silent: nothing was heard of it."""
+def _in_vain(
+    state: PairingState, now: float, settings: PairingSettings, *, silent: bool = False
+) -> PairingState:
+    """The exchange at hand has come to nothing, and not by us: who holds others up, by sending as
+    slowly as it may, or what nobody can use, or by taking back what it agreed to, is worth a share
+    of our time that gets smaller. silent: nothing was heard of it."""
     held, before = now - state.began, _avoided(state, state.peer)
     counts = silent or held >= settings.short_seconds or before is not None
     times = (before.times if before is not None else 0) + counts
     growth = min(times, DELIVERED_TIMES) if state.phase is Phase.APPLY else times
-    seconds = WASTED * (max(held, settings.short_seconds) if counts else held) * AVOID_FACTOR ** max(0.0, growth - 1)
+    seconds = (
+        WASTED
+        * (max(held, settings.short_seconds) if counts else held)
+        * AVOID_FACTOR ** max(0.0, growth - 1)
+    )
     return _avoid_longer(state, Avoided(state.peer, now + min(seconds, LONGEST_AVOIDED), times))
 
 
 def _went_well(state: PairingState) -> PairingState:
-    """What the partner did before counts for half: were it forgotten, one that sent well and trickled by turns had most of our time."""
+    """What the partner did before counts for half: were it forgotten, one that sent well and
+    trickled by turns had most of our time."""
     times = vanished(state, state.peer) / 2
     if times < 0.5:
         return _remember(state, avoided=_others(state, state.peer))
@@ -537,7 +710,10 @@ def _met_lately(state: PairingState, now: float, settings: PairingSettings) -> d
     memory = state.remembered
     best = set(memory.candidates[: memory.best])
     times = lambda peer: memory.best if peer in best else max(1, len(memory.candidates))
-    left = {entry.peer: entry.at + settings.meet_seconds * times(entry.peer) - now for entry in memory.met}
+    left = {
+        entry.peer: entry.at + settings.meet_seconds * times(entry.peer) - now
+        for entry in memory.met
+    }
     return {peer: seconds for peer, seconds in left.items() if seconds > 0}
 
 
@@ -545,7 +721,9 @@ def _avoid_longer(state: PairingState, entry: Avoided) -> PairingState:
     """What is known against it stands."""
     before = _avoided(state, entry.peer)
     if before is not None:
-        entry = _replace(entry, until=max(before.until, entry.until), lied=before.lied or entry.lied)
+        entry = _replace(
+            entry, until=max(before.until, entry.until), lied=before.lied or entry.lied
+        )
     return _avoid(state, entry)
 
 
@@ -555,20 +733,24 @@ def _avoid(state: PairingState, entry: Avoided) -> PairingState:
 
 
 def _left_alone(state: PairingState, now: float) -> set[str]:
-    """Whom we neither ask nor accept. Where that is everybody whom we could ask, the one of them that would be listened to soonest is
-    not among them, unless it lied: an honest partner was killed, or stood still for a while, and would be missed for minutes; with one
-    that is not there is nobody whom it keeps us from."""
+    """Whom we neither ask nor accept. Where that is everybody whom we could ask, the one of them
+    that would be listened to soonest is not among them, unless it lied: an honest partner was
+    killed, or stood still for a while, and would be missed for minutes; with one that is not there
+    is nobody whom it keeps us from."""
     avoided = {entry.peer: entry for entry in state.remembered.avoided if entry.until > now}
     candidates = state.remembered.candidates
     if candidates and avoided.keys() >= set(candidates):
-        least = min((avoided[peer] for peer in candidates), key=lambda entry: (entry.lied, entry.until))
+        least = min(
+            (avoided[peer] for peer in candidates), key=lambda entry: (entry.lied, entry.until)
+        )
         if not least.lied:
             del avoided[least.peer]
     return set(avoided)
 
 
 def vanished(state: PairingState, peer: str) -> float:
-    """How often an exchange with `peer` has come to nothing, as long as that is remembered; half of it after each that went well."""
+    """How often an exchange with `peer` has come to nothing, as long as that is remembered; half of
+    it after each that went well."""
     entry = _avoided(state, peer)
     return entry.times if entry is not None else 0.0
 
@@ -609,7 +791,7 @@ def _nonce(seed: bytes, number: int) -> bytes:
 _replace = msgspec.structs.replace
 
 
-# ---- the machine with its counters ------------------------------------------------------------------------------------------------
+# ---- the machine with its counters ---------------------------------------------------------------
 
 
 class PairingStatistics(msgspec.Struct, frozen=True):
@@ -621,7 +803,8 @@ class PairingStatistics(msgspec.Struct, frozen=True):
 
 
 class Pairing:
-    """State, counters and nothing else. Whoever drives it carries every action out before the next event."""
+    """State, counters and nothing else. Whoever drives it carries every action out before the next
+    event."""
 
     def __init__(self, settings: PairingSettings) -> None:
         self.settings = settings
@@ -629,7 +812,8 @@ class Pairing:
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
 
     def handle(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Take one event, and say what is to be done about it. `now` is any monotonic time in seconds."""
+        """Take one event, and say what is to be done about it. `now` is any monotonic time in
+        seconds."""
         self.state, actions = advance(self.state, event, now, self.settings)
         for ended in _ended(actions):
             self._outcomes[ended.outcome] += 1

@@ -1,4 +1,5 @@
-"""Whom to ask first. The same answer on both ends of an edge, another one every epoch, and not for anybody to choose."""
+"""Whom to ask first. The same answer on both ends of an edge, another one every epoch, and not for
+anybody to choose."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import hashlib
 from collections.abc import Iterable
 
 BUCKET_SECONDS = 60.0
-"""An edge keeps its rank so long. Clocks that differ cost a few mutual first choices, nothing else."""
+"""An edge keeps its rank so long. Clocks that differ cost a few mutual first choices, nothing
+else."""
 
 _DOMAIN = b"swarmnode/pairing/1"
 
@@ -26,7 +28,8 @@ def edge_rank(bucket: int, one: str, other: str, swarm: bytes) -> bytes:
 def partner_order(own: str, candidates: Iterable[str], bucket: int, swarm: bytes) -> list[str]:
     """`candidates` without `own` and duplicates, lowest edge first.
 
-    An edge that is lowest for both its ends is proposed by both at once and always pairs. A peer could mint identities until one ranks low
-    for a victim, but only for one epoch at a time, and what it gains is one exchange, which the gate bounds.
+    An edge that is lowest for both its ends is proposed by both at once and always pairs. A peer
+    could mint identities until one ranks low for a victim, but only for one epoch at a time, and
+    what it gains is one exchange, which the gate bounds.
     """
     return sorted(set(candidates) - {own}, key=lambda peer: edge_rank(bucket, own, peer, swarm))

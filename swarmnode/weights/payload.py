@@ -1,9 +1,10 @@
-"""One fragment as bytes: a typed header, then one body per tensor. Everything that can be checked without arithmetic is checked here.
+"""One fragment as bytes: a typed header, then one body per tensor. Everything that can be checked
+without arithmetic is checked here.
 
     u32be header length ‖ Header (canonical msgpack) ‖ body of tensor 0 ‖ body of tensor 1 ‖ …
 
-No torch and no copy: bodies are views into what was received. Names, shapes and sizes are compared with our own layout; nothing that a peer
-says decides how much is allocated.
+No torch and no copy: bodies are views into what was received. Names, shapes and sizes are compared
+with our own layout; nothing that a peer says decides how much is allocated.
 """
 
 from __future__ import annotations
@@ -53,15 +54,24 @@ def build(header: Header, bodies: Sequence[bytes]) -> bytes:
 
 
 def parse(
-    data: bytes | memoryview, layout: Layout, codec: Codec, *, fragment: int = 0, anchor: bytes = b""
+    data: bytes | memoryview,
+    layout: Layout,
+    codec: Codec,
+    *,
+    fragment: int = 0,
+    anchor: bytes = b"",
 ) -> list[memoryview]:
-    """The bodies of a payload, in the order of `layout`; every length and every checksum is verified.
+    """The bodies of a payload, in the order of `layout`; every length and every checksum is
+    verified.
 
-    Raises BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size, checksum, anchor or bounds.
+    Raises BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size,
+    checksum, anchor or bounds.
     """
     data = memoryview(data)
     if len(data) > payload_limit(layout, codec):
-        raise BadMessage("oversize", f"{len(data)} bytes of payload, at most {payload_limit(layout, codec)}")
+        raise BadMessage(
+            "oversize", f"{len(data)} bytes of payload, at most {payload_limit(layout, codec)}"
+        )
     header, start = _header(data, layout)
     if header.codec != codec:
         raise BadMessage("codec", header.codec)

@@ -1,4 +1,5 @@
-"""Files of weights: those that peers may fetch from us, for how long, and their end; and those that we fetch. trio; no torch."""
+"""Files of weights: those that peers may fetch from us, for how long, and their end; and those that
+we fetch. trio; no torch."""
 
 from __future__ import annotations
 
@@ -23,18 +24,22 @@ log = logging.getLogger(__name__)
 
 MANIFEST_SECONDS: Final = 10.0
 SLOWEST: Final = 1e6
-"""Bytes per second. A transfer that is slower than this all the time is given up, here and where it is served."""
+"""Bytes per second. A transfer that is slower than this all the time is given up, here and where it
+is served."""
 OFFER_SECONDS: Final = 600.0
 PATIENCE_SECONDS: Final = 60.0
-"""A transfer may lag behind a steady one by so much: one that sends as little as it may is given up then, and not at its deadline."""
+"""A transfer may lag behind a steady one by so much: one that sends as little as it may is given up
+then, and not at its deadline."""
 PACE_INTERVAL: Final = 5.0
 RETRY_SECONDS: Final = (0.2, 5.0)
-"""Pause before what broke off is asked for again: the first, doubled each time in which nothing new comes, and the longest."""
+"""Pause before what broke off is asked for again: the first, doubled each time in which nothing new
+comes, and the longest."""
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
 
 
 def offer_seconds(size: int) -> float:
-    """For how long so many bytes of ours can be fetched, at least: in time for whoever is slow, or has them from us slowly."""
+    """For how long so many bytes of ours can be fetched, at least: in time for whoever is slow, or
+    has them from us slowly."""
     return OFFER_SECONDS + size / SLOWEST
 
 
@@ -46,7 +51,8 @@ class LocalPayload(msgspec.Struct, frozen=True):
 
 
 class PayloadOffer(msgspec.Struct, frozen=True):
-    """A file of ours that can be fetched now: `transfer` and `root` are what `network.bulk` knows it by."""
+    """A file of ours that can be fetched now: `transfer` and `root` are what `network.bulk` knows
+    it by."""
 
     transfer: bytes
     root: bytes
@@ -75,7 +81,8 @@ class RemotePayload(msgspec.Struct, frozen=True):
 
 
 class PayloadStore:
-    """Everything in `directory` may be deleted while the node is down. A file that was offered is deleted when its last offer ends."""
+    """Everything in `directory` may be deleted while the node is down. A file that was offered is
+    deleted when its last offer ends."""
 
     def __init__(self, bulk: Bulk, directory: Path) -> None:
         self._bulk = bulk
@@ -92,10 +99,11 @@ class PayloadStore:
             for path in self._directory.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    # ---- ours -----------------------------------------------------------------------------------------------------------------------
+    # ---- ours ------------------------------------------------------------------------------------
 
     async def open(self, name: str) -> LocalPayload | None:
-        """The file that our trainer has written, hashed in a thread; None when it is not there, empty or elsewhere."""
+        """The file that our trainer has written, hashed in a thread; None when it is not there,
+        empty or elsewhere."""
         path = Path(name)
         if not name or path.parent != self._directory:
             return None
@@ -104,10 +112,14 @@ class PayloadStore:
         except (LocalError, ValueError):
             return None
 
-    def offer(self, payload: LocalPayload, until: float, audience: Collection[str] | None) -> PayloadOffer:
+    def offer(
+        self, payload: LocalPayload, until: float, audience: Collection[str] | None
+    ) -> PayloadOffer:
         """Serve it until `until` (trio's clock), to the peers in `audience` or to whoever asks."""
         transfer = secrets.token_bytes(limits.TRANSFER_BYTES)
-        offer = PayloadOffer(transfer, payload.source.root, payload.source.size, payload.path, until)
+        offer = PayloadOffer(
+            transfer, payload.source.root, payload.source.size, payload.path, until
+        )
         self._bulk.offer(transfer, payload.source, audience=audience)
         self._uses[offer.path] = self._uses.get(offer.path, 0) + 1
         self._offers[transfer] = offer
@@ -120,7 +132,9 @@ class PayloadStore:
         """Serve it until `until` at least. False where it has ended."""
         current = self._offers.get(offer.transfer)
         if current is not None:
-            self._offers[offer.transfer] = msgspec.structs.replace(current, until=max(current.until, until))
+            self._offers[offer.transfer] = msgspec.structs.replace(
+                current, until=max(current.until, until)
+            )
         return current is not None
 
     def withdraw(self, offer: PayloadOffer) -> None:
@@ -133,7 +147,8 @@ class PayloadStore:
             offer.path.unlink(missing_ok=True)
 
     def publish(self, payload: LocalPayload, fragment: int, outer_step: int, blocks: bytes) -> None:
-        """Open a copy of `fragment` to whoever wants to pull it, in place of the one before, until the next: that may be hours away."""
+        """Open a copy of `fragment` to whoever wants to pull it, in place of the one before, until
+        the next: that may be hours away."""
         before = self._published.get(fragment)
         offer = self.offer(payload, math.inf, None)
         self._published[fragment] = PublishedCopy(offer, outer_step, blocks)
@@ -154,7 +169,7 @@ class PayloadStore:
         for offer in [offer for offer in self._offers.values() if now >= offer.until]:
             self.withdraw(offer)
 
-    # ---- others' --------------------------------------------------------------------------------------------------------------------
+    # ---- others' ---------------------------------------------------------------------------------
 
     def new_path(self) -> Path:
         """A name for something that is to be fetched."""
@@ -166,22 +181,31 @@ class PayloadStore:
             os.unlink(path)
 
     async def fetch(self, remote: RemotePayload, path: Path, limit: int, deadline: float) -> None:
-        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock), taking up again what broke off, for as long
-        as it comes fast enough for that: a connection that is gone may be back in half a minute.
+        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock),
+        taking up again what broke off, for as long as it comes fast enough for that: a connection
+        that is gone may be back in half a minute.
 
-        Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable (our disk).
+        Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable
+        (our disk).
         """
-        manifest = await self._bulk.manifest(remote.peer, remote.transfer, deadline=MANIFEST_SECONDS, root=remote.root)
+        manifest = await self._bulk.manifest(
+            remote.peer, remote.transfer, deadline=MANIFEST_SECONDS, root=remote.root
+        )
         if manifest.size != remote.size:
-            raise PeerError(f"{remote.peer} announced {remote.size} bytes and offers {manifest.size}")
-        sink = self._sinks[path] = await trio.to_thread.run_sync(lambda: FileSink(manifest, path, limit=limit))
+            raise PeerError(
+                f"{remote.peer} announced {remote.size} bytes and offers {manifest.size}"
+            )
+        sink = self._sinks[path] = await trio.to_thread.run_sync(
+            lambda: FileSink(manifest, path, limit=limit)
+        )
         try:
             await self._at_pace(sink, remote, deadline)
         finally:
             del self._sinks[path]
 
     def lacking(self, path: Path) -> int | None:
-        """Chunks that are still to come of what is being fetched into `path`; None where nothing is."""
+        """Chunks that are still to come of what is being fetched into `path`; None where nothing
+        is."""
         sink = self._sinks.get(path)
         return None if sink is None else len(sink.missing())
 
@@ -193,7 +217,9 @@ class PayloadStore:
         async def watch() -> None:
             while True:
                 await trio.sleep(PACE_INTERVAL)
-                if trio.current_time() > began + PATIENCE_SECONDS + (deadline - began) * (1 - len(sink.missing()) / chunks):
+                if trio.current_time() > began + PATIENCE_SECONDS + (deadline - began) * (
+                    1 - len(sink.missing()) / chunks
+                ):
                     filling.cancel()
 
         async with trio.open_nursery() as nursery:
@@ -218,7 +244,9 @@ class PayloadStore:
             lacking = len(sink.missing())
             try:
                 usual = self._bulk.deadline(remote.peer, remote.size)
-                await self._bulk.fetch(remote.peer, remote.transfer, sink.manifest, sink, deadline=min(left, usual))
+                await self._bulk.fetch(
+                    remote.peer, remote.transfer, sink.manifest, sink, deadline=min(left, usual)
+                )
                 return
             except BadMessage:
                 raise
@@ -226,5 +254,9 @@ class PayloadStore:
                 if isinstance(error, Declined) and error.status != "busy":
                     raise
                 log.debug("weights of %s broke off: %s", remote.peer, error)
-            pause = min(2 * pause, RETRY_SECONDS[1]) if len(sink.missing()) == lacking else RETRY_SECONDS[0]
+            pause = (
+                min(2 * pause, RETRY_SECONDS[1])
+                if len(sink.missing()) == lacking
+                else RETRY_SECONDS[0]
+            )
             await trio.sleep(min(pause, max(0.0, deadline - trio.current_time())))

@@ -7,7 +7,8 @@ from swarmnode.weights.local import ReplicaFacts
 
 
 class LocalReplica:
-    """One object for the life of the service; `facts` is None while there is no trainer, or it averages nothing."""
+    """One object for the life of the service; `facts` is None while there is no trainer, or it
+    averages nothing."""
 
     def __init__(self) -> None:
         self.facts: ReplicaFacts | None = None
@@ -25,7 +26,9 @@ class LocalReplica:
     def start(self, facts: ReplicaFacts, swarm: bytes, base: bytes, tokenizer: bytes) -> None:
         """A trainer has said Hello."""
         self.facts, self.blocks = facts, facts.blocks()
-        self.fingerprint, self.state_fingerprint = (of(swarm, base, tokenizer) for of in (facts.fingerprint, facts.state_fingerprint))
+        self.fingerprint, self.state_fingerprint = (
+            of(swarm, base, tokenizer) for of in (facts.fingerprint, facts.state_fingerprint)
+        )
         self.limits, self.outer_steps = facts.limits(), list(facts.outer_steps)
 
     def stop(self) -> None:

@@ -23,11 +23,17 @@ class PeerRequests:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    async def ask(self, peer: str, message: Message, seconds: float = REQUEST_TIMEOUT) -> Message | None:
+    async def ask(
+        self, peer: str, message: Message, seconds: float = REQUEST_TIMEOUT
+    ) -> Message | None:
         """The answer; None where the peer gave an empty one. Raises PeerError."""
         data = await self._network.requests.request(
-            peer, ids.WEIGHTS_PROTOCOL, encode_message(message), deadline=seconds, max_response_bytes=MESSAGE_BYTES
-        )  # fmt: skip
+            peer,
+            ids.WEIGHTS_PROTOCOL,
+            encode_message(message),
+            deadline=seconds,
+            max_response_bytes=MESSAGE_BYTES,
+        )
         if not data:
             return None
         try:

@@ -1,6 +1,8 @@
-"""Whether exchanges made the policy worse, by the only measure that counts: held-out reward. Pure; no torch.
+"""Whether exchanges made the policy worse, by the only measure that counts: held-out reward. Pure;
+no torch.
 
-A frozen state and two transitions, so that it can be kept with the counters of a trainer and goes on where that was killed.
+A frozen state and two transitions, so that it can be kept with the counters of a trainer and goes
+on where that was killed.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ from typing import Final
 import msgspec
 
 SIGMAS: Final = 3.0
-"""Usual changes of held-out reward beyond which a fall is not chance: one in a thousand, were they normal."""
+"""Usual changes of held-out reward beyond which a fall is not chance: one in a thousand, were they
+normal."""
 WATCHED: Final = 64
 """Partners under watch at most, the latest: a stage of a crew never sees a reward."""
 FLOOR: Final = 0.02
-"""Least σ, units of reward: the same answers to sixteen questions twice do not make a measurement exact."""
+"""Least σ, units of reward: the same answers to sixteen questions twice do not make a measurement
+exact."""
 
 
 class RevertMonitor(msgspec.Struct, frozen=True):
     """Compares the first held-out reward after exchanges with the last one before them.
 
-    A fall of more than SIGMAS σ asks for the revert. σ is the root mean square of the changes between successive rewards, which also has
-    in it what the policy learns in between, and is never taken below FLOOR.
+    A fall of more than SIGMAS σ asks for the revert. σ is the root mean square of the changes
+    between successive rewards, which also has in it what the policy learns in between, and is never
+    taken below FLOOR.
     """
 
     last: float | None = None
@@ -40,7 +45,8 @@ class RevertMonitor(msgspec.Struct, frozen=True):
         return max(FLOOR, math.sqrt(self.variance))
 
     def committed(self, peer: str) -> RevertMonitor:
-        """An exchange with `peer` was applied. Several before the next reward: any of them may be why it falls."""
+        """An exchange with `peer` was applied. Several before the next reward: any of them may be
+        why it falls."""
         others = tuple(other for other in self.peers if other != peer)
         return msgspec.structs.replace(self, peers=(*others, peer)[-WATCHED:], before=self.last)
 
@@ -49,7 +55,8 @@ class RevertMonitor(msgspec.Struct, frozen=True):
         return before is not None and reward < before - SIGMAS * self.sigma
 
     def observed(self, reward: float) -> tuple[RevertMonitor, tuple[str, ...]]:
-        """A held-out reward was measured. Next, and the peers whose exchanges must be taken back."""
+        """A held-out reward was measured. Next, and the peers whose exchanges must be taken
+        back."""
         done = msgspec.structs.replace(self, peers=(), before=None)
         if not math.isfinite(reward):
             return done, ()

@@ -31,13 +31,20 @@ from swarmnode.wire import ids
 
 
 class RequestServer:
-    """may_average(): False while the weights here are nobody's to have: then nothing is left to be pulled. may_begin(): False while no
-    proposal is accepted."""
+    """may_average(): False while the weights here are nobody's to have: then nothing is left to be
+    pulled. may_begin(): False while no proposal is accepted."""
 
     def __init__(
-        self, network: Network, requests: PeerRequests, replica: LocalReplica, discovery: Discovery, driver: ExchangeDriver,
-        store: PayloadStore, may_average: Callable[[], bool], may_begin: Callable[[], bool],
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        requests: PeerRequests,
+        replica: LocalReplica,
+        discovery: Discovery,
+        driver: ExchangeDriver,
+        store: PayloadStore,
+        may_average: Callable[[], bool],
+        may_begin: Callable[[], bool],
+    ) -> None:
         self._network = network
         self._requests = requests
         self._replica = replica
@@ -49,9 +56,14 @@ class RequestServer:
 
     def start(self) -> None:
         self._network.requests.serve(
-            ids.WEIGHTS_PROTOCOL, self._serve, max_request_bytes=MESSAGE_BYTES, max_response_bytes=MESSAGE_BYTES,
-            concurrent=32, per_peer=4, deadline=REQUEST_TIMEOUT,
-        )  # fmt: skip
+            ids.WEIGHTS_PROTOCOL,
+            self._serve,
+            max_request_bytes=MESSAGE_BYTES,
+            max_response_bytes=MESSAGE_BYTES,
+            concurrent=32,
+            per_peer=4,
+            deadline=REQUEST_TIMEOUT,
+        )
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """Raises PeerError to reset the stream."""
@@ -60,7 +72,11 @@ class RequestServer:
             message = decode_message(data)
             if isinstance(message, Accept | Busy):
                 raise BadMessage("schema", "an answer to nothing")
-            if isinstance(message, Propose) and self._averages(message.fingerprint) and not self._replica.has(message.fragment):
+            if (
+                isinstance(message, Propose)
+                and self._averages(message.fingerprint)
+                and not self._replica.has(message.fragment)
+            ):
                 raise BadMessage("bounds", "fragment")
         except BadMessage:
             self._requests.malformed(peer)
@@ -70,14 +86,20 @@ class RequestServer:
         answer = self._answer(peer, message)
         return encode_message(answer) if answer is not None else b""
 
-    def _answer(self, peer: str, message: Here | Propose | Release | Ready | Latest) -> Message | None:
+    def _answer(
+        self, peer: str, message: Here | Propose | Release | Ready | Latest
+    ) -> Message | None:
         match message:
             case Here():
                 self._discovery.received(peer, message)
                 return self._discovery.claim()
             case Propose():
                 self._discovery.received(peer, message)
-                return self._driver.proposed(peer, message) if self._may_begin() else Busy(message.nonce, "busy")
+                return (
+                    self._driver.proposed(peer, message)
+                    if self._may_begin()
+                    else Busy(message.nonce, "busy")
+                )
             case Release():
                 self._driver.released(peer, message)
             case Ready():
@@ -90,7 +112,19 @@ class RequestServer:
         return self._replica.facts is not None and fingerprint == self._replica.fingerprint
 
     def _latest(self, message: Latest) -> Ready:
-        copy = self._store.published(message.fragment) if self._averages(message.fingerprint) else None
-        if copy is None or copy.blocks != self._replica.within(message.blocks, message.fragment) or not self._may_average():
+        copy = (
+            self._store.published(message.fragment) if self._averages(message.fingerprint) else None
+        )
+        if (
+            copy is None
+            or copy.blocks != self._replica.within(message.blocks, message.fragment)
+            or not self._may_average()
+        ):
             raise PeerError("nothing to pull")
-        return Ready(bytes(NONCE_BYTES), copy.offer.transfer, copy.offer.root, copy.offer.size, copy.outer_step)
+        return Ready(
+            bytes(NONCE_BYTES),
+            copy.offer.transfer,
+            copy.offer.root,
+            copy.offer.size,
+            copy.outer_step,
+        )

@@ -1,8 +1,10 @@
-"""Averaging in the network process: its parts, put together; where the node and the trainer talk to it.
+"""Averaging in the network process: its parts, put together; where the node and the trainer talk to
+it.
 
-    Discovery       who averages what we do                 RequestServer   answers peers
-    ExchangeDriver  finds a partner, carries exchanges out  PayloadStore    files of weights, ours and theirs
-    StateSeeker     a neighbour's state for a new node      StateServer     ours for a neighbour
+Discovery       who averages what we do                 RequestServer   answers peers
+ExchangeDriver  finds a partner, carries exchanges out  PayloadStore    files of weights, ours and
+theirs
+StateSeeker     a neighbour's state for a new node      StateServer     ours for a neighbour
 """
 
 from __future__ import annotations
@@ -54,33 +56,70 @@ class WeightsStatistics(msgspec.Struct, frozen=True):
 
 
 class WeightService:
-    """Averages this node's policy with others'. budget(choice): as `Meter.allows`. unix_time: in seconds.
-    may_average(): False while the weights here are nobody's to have: then nothing is proposed, accepted or left to be pulled.
+    """Averages this node's policy with others'. budget(choice): as `Meter.allows`. unix_time: in
+    seconds. may_average(): False while the weights here are nobody's to have: then nothing is
+    proposed, accepted or left to be pulled.
 
-    Start it with `await nursery.start(service.run)`; `set_policy` and `receive` are for the process link.
+    Start it with `await nursery.start(service.run)`; `set_policy` and `receive` are for the process
+    link.
     """
 
     def __init__(
-        self, network: Network, credentials: Credentials, cfg: WeightsConfig, data_dir: Path, send_to_trainer: SendToTrainer, *,
-        budget: Callable[[str], bool] = lambda choice: True, may_average: Callable[[], bool] = lambda: True,
+        self,
+        network: Network,
+        credentials: Credentials,
+        cfg: WeightsConfig,
+        data_dir: Path,
+        send_to_trainer: SendToTrainer,
+        *,
+        budget: Callable[[str], bool] = lambda choice: True,
+        may_average: Callable[[], bool] = lambda: True,
         unix_time: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._enabled = cfg.rule != "off"
         self._swarm = credentials.swarm
         self._replica = LocalReplica()
         self._store = PayloadStore(network.bulk, data_dir / local.DIRECTORY)
-        self._state_server = StateServer(network, credentials, self._replica, self._store, send_to_trainer)
+        self._state_server = StateServer(
+            network, credentials, self._replica, self._store, send_to_trainer
+        )
         self._has_trainer = False
-        may_begin = lambda: self._has_trainer and may_average() and not self._state_server.is_writing
+        may_begin = lambda: (
+            self._has_trainer and may_average() and not self._state_server.is_writing
+        )
         self._may_propose = lambda: budget("fetch") and may_begin()
         requests = PeerRequests(network)
         self._discovery = Discovery(network, requests, self._replica, credentials.swarm, unix_time)
         self._background = Background()
         self._driver = ExchangeDriver(
-            network, requests, self._replica, self._discovery, self._store, send_to_trainer, self._background, cfg.sync_every
-        )  # fmt: skip
-        self._server = RequestServer(network, requests, self._replica, self._discovery, self._driver, self._store, may_average, may_begin)
-        self._seeker = StateSeeker(network, credentials.swarm, self._replica, self._discovery, self._store, send_to_trainer, cfg)
+            network,
+            requests,
+            self._replica,
+            self._discovery,
+            self._store,
+            send_to_trainer,
+            self._background,
+            cfg.sync_every,
+        )
+        self._server = RequestServer(
+            network,
+            requests,
+            self._replica,
+            self._discovery,
+            self._driver,
+            self._store,
+            may_average,
+            may_begin,
+        )
+        self._seeker = StateSeeker(
+            network,
+            credentials.swarm,
+            self._replica,
+            self._discovery,
+            self._store,
+            send_to_trainer,
+            cfg,
+        )
         self._judged: Counter[str] = Counter()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -101,15 +140,24 @@ class WeightService:
     def statistics(self) -> WeightsStatistics:
         paired, totals = self._driver.statistics(), self._driver.totals
         return WeightsStatistics(
-            enabled=self._enabled, phase=paired.phase, partner=paired.peer, outcomes=paired.outcomes, failures=dict(totals.failures),
-            judged=dict(self._judged), candidates=len(self._discovery.candidates()), exchange_seconds=totals.seconds,
-            received_bytes=totals.received_bytes, catch_up=self._seeker.statistics(self._state_server.served), pairs=dict(totals.pairs),
-        )  # fmt: skip
+            enabled=self._enabled,
+            phase=paired.phase,
+            partner=paired.peer,
+            outcomes=paired.outcomes,
+            failures=dict(totals.failures),
+            judged=dict(self._judged),
+            candidates=len(self._discovery.candidates()),
+            exchange_seconds=totals.seconds,
+            received_bytes=totals.received_bytes,
+            catch_up=self._seeker.statistics(self._state_server.served),
+            pairs=dict(totals.pairs),
+        )
 
-    # ---- for the trainer ------------------------------------------------------------------------------------------------------------
+    # ---- for the trainer -------------------------------------------------------------------------
 
     def set_policy(self, facts: local.ReplicaFacts | None, base: bytes, tokenizer: bytes) -> None:
-        """The trainer (re)started, with this replica: its Hello. What an earlier one was doing is over."""
+        """The trainer (re)started, with this replica: its Hello. What an earlier one was doing is
+        over."""
         self._has_trainer = True
         if facts is None or not self._enabled:
             self._replica.stop()
@@ -124,7 +172,8 @@ class WeightService:
         self._seeker.trainer_started()
 
     def trainer_left(self) -> None:
-        """It is gone, and may load for minutes: what it was doing is over, and nothing is proposed or accepted until there is another."""
+        """It is gone, and may load for minutes: what it was doing is over, and nothing is proposed
+        or accepted until there is another."""
         self._has_trainer = False
         self._driver.trainer_left()
 

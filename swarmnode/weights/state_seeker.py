@@ -1,9 +1,10 @@
 """Getting the swarm's state from neighbours, for a node that is new or has lost its disk.
 
-    ask three for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ ─▶ AdoptState ─▶ trainer, on probation
+    ask three for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ ─▶ AdoptState ─▶ trainer,
+    on probation
 
-A running node never takes one: whoever could make it take a state could overwrite it. One that has fallen behind is served by those ahead,
-exchange by exchange, and each of these passes the gate.
+A running node never takes one: whoever could make it take a state could overwrite it. One that has
+fallen behind is served by those ahead, exchange by exchange, and each of these passes the gate.
 """
 
 from __future__ import annotations
@@ -24,12 +25,30 @@ from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
 from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.layout import payload_limit
-from swarmnode.weights.manifest import AGREE, ASK, STATE_CODEC, StateManifest, agreed_source, check_manifest
-from swarmnode.weights.messages import STATE_BYTES, StateRequest, StateResponse, decode_state, encode_message
+from swarmnode.weights.manifest import (
+    AGREE,
+    ASK,
+    STATE_CODEC,
+    StateManifest,
+    agreed_source,
+    check_manifest,
+)
+from swarmnode.weights.messages import (
+    STATE_BYTES,
+    StateRequest,
+    StateResponse,
+    decode_state,
+    encode_message,
+)
 from swarmnode.weights.outcomes import ADOPTIONS, PROOF
 from swarmnode.weights.payload_store import PayloadStore, RemotePayload
 from swarmnode.weights.replica import LocalReplica
-from swarmnode.weights.state_server import ANSWER_SECONDS, MARGIN_SECONDS, WRITE_SECONDS, offer_seconds
+from swarmnode.weights.state_server import (
+    ANSWER_SECONDS,
+    MARGIN_SECONDS,
+    WRITE_SECONDS,
+    offer_seconds,
+)
 from swarmnode.wire import envelope, ids, strict
 
 log = logging.getLogger(__name__)
@@ -44,7 +63,8 @@ ADOPT_SECONDS: Final = 300.0
 
 
 def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]:
-    """(peer id of its signer, manifest). Raises BadMessage; whose tensors it speaks of is not looked at."""
+    """(peer id of its signer, manifest). Raises BadMessage; whose tensors it speaks of is not
+    looked at."""
     signed = envelope.open_raw(frame, ids.DOMAIN_STATE, swarm, STATE_BYTES)
     manifest: StateManifest = strict.decode(signed.payload, StateManifest)
     names = [tensor.name for tensor in manifest.tensors]
@@ -74,9 +94,16 @@ class StateSeeker:
     """Takes the section's `join_seconds` and `join_from_one`."""
 
     def __init__(
-        self, network: Network, swarm: bytes, replica: LocalReplica, discovery: Discovery, store: PayloadStore,
-        send_to_trainer: SendToTrainer, cfg: WeightsConfig, rng: random.Random | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        swarm: bytes,
+        replica: LocalReplica,
+        discovery: Discovery,
+        store: PayloadStore,
+        send_to_trainer: SendToTrainer,
+        cfg: WeightsConfig,
+        rng: random.Random | None = None,
+    ) -> None:
         self._network = network
         self._swarm = swarm
         self._replica = replica
@@ -124,13 +151,19 @@ class StateSeeker:
         async with trio.open_nursery() as nursery:
             while trio.current_time() < deadline:
                 others = [peer for peer in self._discovery.alike() if peer not in asked]
-                chosen = self._rng.sample(others, min(len(others), max(0, ASK - len(offers) - len(silent))))
+                chosen = self._rng.sample(
+                    others, min(len(others), max(0, ASK - len(offers) - len(silent)))
+                )
                 asked.update(chosen)
                 silent.update(chosen)
                 for peer in chosen:
                     nursery.start_soon(self._ask, peer, offers, silent)
                 waited = trio.current_time() - began >= GRACE_SECONDS
-                source = self._source_among(offers, alone=waited and not silent) if waited or len(offers) >= ASK else None
+                source = (
+                    self._source_among(offers, alone=waited and not silent)
+                    if waited or len(offers) >= ASK
+                    else None
+                )
                 if source is not None:
                     if await self._take(offers.pop(source)):
                         nursery.cancel_scope.cancel()
@@ -148,7 +181,11 @@ class StateSeeker:
     def _source_among(self, offers: dict[str, OfferedState], *, alone: bool) -> str | None:
         """Whose state to take; alone: a single neighbour's, where that was asked for."""
         agree = 1 if alone and self._cfg.join_from_one and len(offers) == 1 else AGREE
-        source = agreed_source({peer: offer.manifest for peer, offer in offers.items()}, self._replica.state_fingerprint, agree)
+        source = agreed_source(
+            {peer: offer.manifest for peer, offer in offers.items()},
+            self._replica.state_fingerprint,
+            agree,
+        )
         return source if source is not None and offers[source].manifest.outer_step > 0 else None
 
     async def _ask(self, peer: str, offers: dict[str, OfferedState], silent: set[str]) -> None:
@@ -162,10 +199,14 @@ class StateSeeker:
     async def _offer_of(self, peer: str) -> OfferedState | None:
         try:
             data = await self._network.requests.request(
-                peer, ids.WEIGHTS_STATE_PROTOCOL, encode_message(StateRequest(self._replica.state_fingerprint)),
-                deadline=min(WRITE_SECONDS + MARGIN_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS),
+                peer,
+                ids.WEIGHTS_STATE_PROTOCOL,
+                encode_message(StateRequest(self._replica.state_fingerprint)),
+                deadline=min(
+                    WRITE_SECONDS + MARGIN_SECONDS + self._replica.writing_seconds, ANSWER_SECONDS
+                ),
                 max_response_bytes=STATE_BYTES,
-            )  # fmt: skip
+            )
         except PeerError as error:
             log.info("no state manifest of %s: %s", peer, error)
             return None
@@ -188,10 +229,16 @@ class StateSeeker:
         check_manifest(manifest, [spec.name for spec in facts.layout] if facts is not None else [])
         if response.size > self._limit():
             raise BadMessage("oversize", f"{response.size} bytes of state")
-        return OfferedState(manifest, RemotePayload(peer, response.transfer, response.root, response.size))
+        return OfferedState(
+            manifest, RemotePayload(peer, response.transfer, response.root, response.size)
+        )
 
     def _limit(self) -> int:
-        return payload_limit(self._replica.facts.layout, STATE_CODEC) if self._replica.facts is not None else 0
+        return (
+            payload_limit(self._replica.facts.layout, STATE_CODEC)
+            if self._replica.facts is not None
+            else 0
+        )
 
     async def _take(self, offer: OfferedState) -> bool:
         """Fetch a state, which the trainer waits for, and have it adopted. Whether it was."""
@@ -203,13 +250,16 @@ class StateSeeker:
         return taken
 
     async def _tell_that_it_comes(self, offer: OfferedState, path: Path) -> None:
-        """At 7 B a state is ten minutes on a home's line: whoever waits for it shall see that it moves."""
+        """At 7 B a state is ten minutes on a home's line: whoever waits for it shall see that it
+        moves."""
         before = 0
         while True:
             await trio.sleep(COMES_SECONDS)
             lacking = self._store.lacking(path)
             if lacking is not None and lacking < before:
-                self._send_to_trainer(local.AdoptState(offer.payload.peer, "", offer.manifest.outer_step, []))
+                self._send_to_trainer(
+                    local.AdoptState(offer.payload.peer, "", offer.manifest.outer_step, [])
+                )
             before = lacking or 0
 
     async def _fetch(self, offer: OfferedState, path: Path) -> bool:
@@ -220,7 +270,9 @@ class StateSeeker:
             await self._store.fetch(remote, path, self._limit(), deadline)
             self._adopted = trio.Event()
             self._source = remote.peer
-            if not self._send_to_trainer(local.AdoptState(remote.peer, str(path), manifest.outer_step, manifest.tensors)):
+            if not self._send_to_trainer(
+                local.AdoptState(remote.peer, str(path), manifest.outer_step, manifest.tensors)
+            ):
                 return False
             before = self._adoptions["adopted"]
             with trio.move_on_after(ADOPT_SECONDS):

@@ -1,8 +1,10 @@
 """Gives our slow weights to neighbours that have none: signed, written once for all who ask.
 
-    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time, one offer for all who ask for it
+    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time, one
+    offer for all who ask for it
 
-There is no server of checkpoints. The signature makes a manifest ours: tensors that do not have its hashes are held against us.
+There is no server of checkpoints. The signature makes a manifest ours: tensors that do not have its
+hashes are held against us.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.manifest import StateManifest
-from swarmnode.weights.messages import STATE_BYTES, STATE_REQUEST_BYTES, StateRequest, StateResponse, decode_state, encode_message
+from swarmnode.weights.messages import (
+    STATE_BYTES,
+    STATE_REQUEST_BYTES,
+    StateRequest,
+    StateResponse,
+    decode_state,
+    encode_message,
+)
 from swarmnode.weights.outcomes import PROOF
 from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, offer_seconds
 from swarmnode.weights.replica import LocalReplica
@@ -32,11 +41,12 @@ ANSWER_SECONDS: Final = 400.0
 """Nobody waits longer for an answer: at 16 billion weights."""
 KEEP_SECONDS: Final = 5.0
 KEEP_FACTOR: Final = 20.0
-"""A written state is given out for at least so long, and for so many times as long as it took to write: whoever asks how often, our trainer
-spends no more than a twentieth of its writing on it."""
+"""A written state is given out for at least so long, and for so many times as long as it took to
+write: whoever asks how often, our trainer spends no more than a twentieth of its writing on it."""
 MOST_STATES: Final = 2
 SMALL_BYTES: Final = 2**30
-"""Written states that can be fetched at a time take two states of disk, or this: whoever asks for them, and however often."""
+"""Written states that can be fetched at a time take two states of disk, or this: whoever asks for
+them, and however often."""
 
 
 class WrittenState(msgspec.Struct, frozen=True):
@@ -52,8 +62,13 @@ class WrittenState(msgspec.Struct, frozen=True):
 
 class StateServer:
     def __init__(
-        self, network: Network, credentials: Credentials, replica: LocalReplica, store: PayloadStore, send_to_trainer: SendToTrainer
-    ) -> None:  # fmt: skip
+        self,
+        network: Network,
+        credentials: Credentials,
+        replica: LocalReplica,
+        store: PayloadStore,
+        send_to_trainer: SendToTrainer,
+    ) -> None:
         self.served = 0
         """Manifests given out."""
         self._network = network
@@ -70,14 +85,21 @@ class StateServer:
 
     def start(self) -> None:
         self._network.requests.serve(
-            ids.WEIGHTS_STATE_PROTOCOL, self._serve, max_request_bytes=STATE_REQUEST_BYTES, max_response_bytes=STATE_BYTES,
-            concurrent=8, per_peer=1, deadline=ANSWER_SECONDS,
-        )  # fmt: skip
+            ids.WEIGHTS_STATE_PROTOCOL,
+            self._serve,
+            max_request_bytes=STATE_REQUEST_BYTES,
+            max_response_bytes=STATE_BYTES,
+            concurrent=8,
+            per_peer=1,
+            deadline=ANSWER_SECONDS,
+        )
 
     @property
     def is_writing(self) -> bool:
         """Our trainer is writing a state, and copies nothing else meanwhile."""
-        return self._writing is not None and trio.current_time() < self._asked_at + self._write_seconds
+        return (
+            self._writing is not None and trio.current_time() < self._asked_at + self._write_seconds
+        )
 
     @property
     def _write_seconds(self) -> float:
@@ -90,8 +112,18 @@ class StateServer:
         """The trainer has written φ: sign what it is."""
         payload = await self._store.open(message.path)
         if payload is not None:
-            manifest = StateManifest(self._replica.state_fingerprint, message.outer_step, int(time.time() * 1000), message.tensors)
-            signed = envelope.sign(strict.encode(manifest), self._credentials.key, ids.DOMAIN_STATE, self._credentials.swarm)
+            manifest = StateManifest(
+                self._replica.state_fingerprint,
+                message.outer_step,
+                int(time.time() * 1000),
+                message.tensors,
+            )
+            signed = envelope.sign(
+                strict.encode(manifest),
+                self._credentials.key,
+                ids.DOMAIN_STATE,
+                self._credentials.swarm,
+            )
             now = trio.current_time()
             until = now + max(KEEP_SECONDS, KEEP_FACTOR * (now - self._asked_at))
             offer = self._store.offer(payload, until + offer_seconds(payload.source.size), None)
@@ -120,7 +152,8 @@ class StateServer:
         return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
 
     async def _current(self) -> WrittenState:
-        """A state that is recent enough, or as recent as there is room for on the disk. Raises PeerError."""
+        """A state that is recent enough, or as recent as there is room for on the disk. Raises
+        PeerError."""
         if self._state is None or (trio.current_time() >= self._state.until and self._has_room()):
             if self._writing is None:  # once for all who wait
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
@@ -132,7 +165,10 @@ class StateServer:
         return self._state
 
     def _has_room(self) -> bool:
-        """Whether one more state may be written: a large one is fetched for hours, and meanwhile anybody may ask for the next."""
+        """Whether one more state may be written: a large one is fetched for hours, and meanwhile
+        anybody may ask for the next."""
         self._kept = [offer for offer in self._kept if self._store.is_offered(offer)]
         size = max((offer.size for offer in self._kept), default=0)
-        return sum(offer.size for offer in self._kept) + size <= max(SMALL_BYTES, MOST_STATES * size)
+        return sum(offer.size for offer in self._kept) + size <= max(
+            SMALL_BYTES, MOST_STATES * size
+        )

@@ -1,6 +1,8 @@
-"""Whether the values of a decoded message lie where protocol/02-rollouts.md allows them. Types were checked by the decoder.
+"""Whether the values of a decoded message lie where protocol/02-rollouts.md allows them. Types were
+checked by the decoder.
 
-Also for our own messages before they are signed: nobody should be rejected by the swarm for a local bug.
+Also for our own messages before they are signed: nobody should be rejected by the swarm for a local
+bug.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from swarmnode.wire.fields import (
     check_text,
     utf8,
 )
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
 from swarmnode.wire.messages import (
     Announce,
     BulkManifest,
@@ -55,12 +63,14 @@ from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
 
 
 def check_message(message: Any) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `message` is not allowed."""
+    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `message` is not
+    allowed."""
     _CHECKS[type(message)](message)
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `group` is not allowed."""
+    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `group` is not
+    allowed."""
     _check_task(group.task)
     check_length("model", group.model, limits.FINGERPRINT_BYTES)
     check_length("tokenizer", group.tokenizer, limits.FINGERPRINT_BYTES)
@@ -143,7 +153,9 @@ def _check_listing_request(request: ListingRequest) -> None:
 def _check_listing_response(response: ListingResponse) -> None:
     check_length("life", response.life, limits.LIFE_BYTES)
     check_counter("position", response.position)
-    check_between("groups", len(response.groups), 0, limits.LISTED if response.status == "ok" else 0)
+    check_between(
+        "groups", len(response.groups), 0, limits.LISTED if response.status == "ok" else 0
+    )
     for listed in response.groups:
         _check_listed(listed)
     if len({listed.content for listed in response.groups}) < len(response.groups):
@@ -171,7 +183,9 @@ def _check_groups_response(response: GroupsResponse) -> None:
     check_between("groups", len(response.groups), 1, limits.PULLED)
     for group in response.groups:
         _check_fetch_response(group)
-    check_between("groups", sum(len(group.body) for group in response.groups), 0, limits.GROUP_BYTES)
+    check_between(
+        "groups", sum(len(group.body) for group in response.groups), 0, limits.GROUP_BYTES
+    )
 
 
 def _check_peers_request(request: PeersRequest) -> None:
@@ -231,8 +245,12 @@ def _check_manifest(manifest: SwarmManifest) -> None:
 
 
 def _check_rules(rules: RolloutRules) -> None:
-    check_between("min_completions", rules.min_completions, limits.MIN_COMPLETIONS, limits.COMPLETIONS)
-    check_between("max_completions", rules.max_completions, rules.min_completions, limits.COMPLETIONS)
+    check_between(
+        "min_completions", rules.min_completions, limits.MIN_COMPLETIONS, limits.COMPLETIONS
+    )
+    check_between(
+        "max_completions", rules.max_completions, rules.min_completions, limits.COMPLETIONS
+    )
     _check_sampling(SamplingParams(rules.temperature, rules.top_p, rules.max_tokens))
     check_positive("groups_per_second", rules.groups_per_second, limits.GROUPS_PER_SECOND)
 
@@ -243,7 +261,9 @@ def _check_manifest_request(request: ManifestRequest) -> None:
 
 def _check_manifest_response(response: ManifestResponse) -> None:
     check_between("manifest", len(response.manifest), 0, limits.MANIFEST_BYTES)
-    check_between("successor", len(response.successor), 0, limits.MANIFEST_BYTES if response.manifest else 0)
+    check_between(
+        "successor", len(response.successor), 0, limits.MANIFEST_BYTES if response.manifest else 0
+    )
 
 
 def _check_session(session: Session) -> None:
@@ -280,9 +300,15 @@ def _check_summary_response(response: SummaryResponse) -> None:
 
 def _check_bulk_manifest(manifest: BulkManifest) -> None:
     check_length("transfer", manifest.transfer, limits.TRANSFER_BYTES)
-    check_between("chunk_bytes", manifest.chunk_bytes, limits.BULK_MIN_CHUNK_BYTES, limits.BULK_CHUNK_BYTES)
+    check_between(
+        "chunk_bytes", manifest.chunk_bytes, limits.BULK_MIN_CHUNK_BYTES, limits.BULK_CHUNK_BYTES
+    )
     check_between("size", manifest.size, 1, limits.BULK_CHUNKS * manifest.chunk_bytes)
-    check_length("hashes", manifest.hashes, -(-manifest.size // manifest.chunk_bytes) * limits.CHUNK_HASH_BYTES)
+    check_length(
+        "hashes",
+        manifest.hashes,
+        -(-manifest.size // manifest.chunk_bytes) * limits.CHUNK_HASH_BYTES,
+    )
 
 
 def _check_bulk_manifest_request(request: BulkManifestRequest) -> None:
@@ -304,7 +330,9 @@ def _check_bulk_request(request: BulkRequest) -> None:
 
 
 def _check_bulk_response(response: BulkResponse) -> None:
-    low, high = (1, limits.BULK_CHUNKS * limits.BULK_CHUNK_BYTES) if response.status == "ok" else (0, 0)
+    low, high = (
+        (1, limits.BULK_CHUNKS * limits.BULK_CHUNK_BYTES) if response.status == "ok" else (0, 0)
+    )
     check_between("size", response.size, low, high)
 
 

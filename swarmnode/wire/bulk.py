@@ -1,6 +1,8 @@
-"""Transfers: chunks, the root over their hashes, and the bits that say which are wanted. Pure; see protocol/05-bulk.md.
+"""Transfers: chunks, the root over their hashes, and the bits that say which are wanted. Pure; see
+protocol/05-bulk.md.
 
-    size 2.5 MiB, chunk_bytes 1 MiB  →  3 chunks, the last of 0.5 MiB; hashes = BLAKE3 of each, joined; wanted = 0b101 asks for 0 and 2
+size 2.5 MiB, chunk_bytes 1 MiB  →  3 chunks, the last of 0.5 MiB; hashes = BLAKE3 of each, joined;
+wanted = 0b101 asks for 0 and 2
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def span(manifest: BulkManifest, index: int) -> tuple[int, int]:
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """32 bytes: BLAKE3 of a chunk, which takes a seventh of the time of BLAKE2b. Lets other threads run while it computes."""
+    """32 bytes: BLAKE3 of a chunk, which takes a seventh of the time of BLAKE2b. Lets other threads
+    run while it computes."""
     return blake3(data).digest()
 
 
@@ -38,9 +41,12 @@ def expected(manifest: BulkManifest, index: int) -> bytes:
 
 
 def root(manifest: BulkManifest) -> bytes:
-    """32 bytes that stand for the content: its size, how it is cut, and every chunk's hash; not the transfer's id."""
+    """32 bytes that stand for the content: its size, how it is cut, and every chunk's hash; not the
+    transfer's id."""
     head = manifest.size.to_bytes(8, "big") + manifest.chunk_bytes.to_bytes(4, "big")
-    return hashlib.blake2b(ids.DOMAIN_BULK + head + manifest.hashes, digest_size=limits.CHUNK_HASH_BYTES).digest()
+    return hashlib.blake2b(
+        ids.DOMAIN_BULK + head + manifest.hashes, digest_size=limits.CHUNK_HASH_BYTES
+    ).digest()
 
 
 def pack_wanted(indices: Iterable[int], chunks: int) -> bytes:
@@ -52,7 +58,8 @@ def pack_wanted(indices: Iterable[int], chunks: int) -> bytes:
 
 
 def unpack_wanted(wanted: bytes, chunks: int) -> list[int]:
-    """The indices, ascending. Raises BadMessage("bounds") when there are not exactly `chunks` bits, padded with zeros."""
+    """The indices, ascending. Raises BadMessage("bounds") when there are not exactly `chunks` bits,
+    padded with zeros."""
     if len(wanted) != -(-chunks // 8) or int.from_bytes(wanted, "little") >> chunks:
         raise BadMessage("bounds", f"wanted has not {chunks} bits")
     return [index for index in range(chunks) if wanted[index >> 3] >> (index & 7) & 1]

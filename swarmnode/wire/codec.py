@@ -1,8 +1,9 @@
 """Bytes to messages and back, for bytes that a stranger wrote.
 
-Order of work, each step bounded by the one before it: length against the caller's cap → strict typed decoding (`strict.py`) → values
-within their bounds (`bounds.py`). What fails raises `BadMessage` and nothing else. As every message has exactly one encoding, nobody but
-the signer can make a second frame, with a second content id, of the same group.
+Order of work, each step bounded by the one before it: length against the caller's cap → strict
+typed decoding (`strict.py`) → values within their bounds (`bounds.py`). What fails raises
+`BadMessage` and nothing else. As every message has exactly one encoding, nobody but the signer can
+make a second frame, with a second content id, of the same group.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ from swarmnode.wire.bounds import check_group, check_message
 from swarmnode.wire.messages import Announce, Envelope, Payload, RolloutGroup
 from swarmnode.wire.strict import encode
 
-__all__ = ["DECODE_REASONS", "check_group", "compress", "decode", "decode_payload", "decompress", "encode"]
+__all__ = [
+    "DECODE_REASONS",
+    "check_group",
+    "compress",
+    "decode",
+    "decode_payload",
+    "decompress",
+    "encode",
+]
 
 DECODE_REASONS = ("oversize", "malformed", "schema", "not_finite", "bounds", "compression")
-"""Every reason that this module gives, in the order in which the checks are made. `envelope.verify` adds `signature`."""
+"""Every reason that this module gives, in the order in which the checks are made. `envelope.verify`
+adds `signature`."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -37,8 +47,8 @@ def decode(data: bytes, type: type[M], limit: int) -> M:
 def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> RolloutGroup | Announce:
     """What a signer signed; `limit` caps the payload both as sent and once decompressed, bytes.
 
-    The signature is not looked at: verify first, so that the signer can be held to what this raises. Raises BadMessage with a reason of
-    DECODE_REASONS.
+    The signature is not looked at: verify first, so that the signer can be held to what this
+    raises. Raises BadMessage with a reason of DECODE_REASONS.
     """
     data = envelope.payload
     if len(data) > limit:
@@ -56,13 +66,17 @@ def _decode(data: bytes, type: Any, limit: int) -> Any:
 
 def compress(data: bytes) -> bytes:
     """One zstd frame that declares its size."""
-    return zstandard.ZstdCompressor(level=3, write_content_size=True, write_checksum=False).compress(data)
+    return zstandard.ZstdCompressor(
+        level=3, write_content_size=True, write_checksum=False
+    ).compress(data)
 
 
 def decompress(data: bytes, limit: int) -> bytes:
-    """The content of `data`, which must be exactly one zstd frame that declares its size; `limit` caps that size, bytes.
+    """The content of `data`, which must be exactly one zstd frame that declares its size; `limit`
+    caps that size, bytes.
 
-    Raises BadMessage("oversize") when the declared size is above `limit` and BadMessage("compression") for everything else.
+    Raises BadMessage("oversize") when the declared size is above `limit` and
+    BadMessage("compression") for everything else.
     """
     try:
         declared = zstandard.frame_content_size(data)
@@ -72,7 +86,8 @@ def decompress(data: bytes, limit: int) -> bytes:
             raise BadMessage("oversize", f"the frame declares {declared} bytes, at most {limit}")
         if zstandard.get_frame_parameters(data).window_size > limits.ZSTD_WINDOW_BYTES:
             raise BadMessage("compression", "the frame asks for too much history")
-        # `max_output_size` would be ignored here, because the frame declares a size: read one byte more than that and no further.
+        # `max_output_size` would be ignored here, because the frame declares a size: read one byte
+        # more than that and no further.
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             content = reader.read(declared + 1)
         if len(content) != declared:

@@ -1,8 +1,9 @@
 """Who said it: signed envelopes, peer ids and content ids.
 
-A signature covers `u8 length of domain ‖ domain ‖ swarm id (32) ‖ u8 codec ‖ payload exactly as sent`. The domain keeps a signature
-from meaning anything elsewhere, the swarm id from being replayed into another swarm, and the codec byte from being flipped by a
-forwarder, which would make the signer look like a sender of garbage. Nothing is ever re-encoded in order to verify.
+A signature covers `u8 length of domain ‖ domain ‖ swarm id (32) ‖ u8 codec ‖ payload exactly as
+sent`. The domain keeps a signature from meaning anything elsewhere, the swarm id from being
+replayed into another swarm, and the codec byte from being flipped by a forwarder, which would make
+the signer look like a sender of garbage. Nothing is ever re-encoded in order to verify.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from swarmnode.wire.messages import Announce, Codec, Envelope, RolloutGroup
 _CODECS: dict[Codec, bytes] = {"raw": b"\x00", "zstd": b"\x01"}
 
 _KEY_PREFIX = bytes.fromhex("0024 0801 1220")
-"""Identity multihash (code 0, 36 bytes) of the protobuf `PublicKey{Type: Ed25519, Data: 32 bytes}`: libp2p peer-ids specification."""
+"""Identity multihash (code 0, 36 bytes) of the protobuf `PublicKey{Type: Ed25519, Data: 32 bytes}`:
+libp2p peer-ids specification."""
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
@@ -36,14 +38,27 @@ class Credentials:
     """32-byte swarm id."""
 
 
-def sign(payload: bytes, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes, codec: Codec = "raw") -> Envelope:
-    """An envelope around `payload`, which is already compressed when `codec` says so. `swarm` is the 32-byte swarm id."""
+def sign(
+    payload: bytes,
+    private_key: Ed25519PrivateKey,
+    domain: bytes,
+    swarm: bytes,
+    codec: Codec = "raw",
+) -> Envelope:
+    """An envelope around `payload`, which is already compressed when `codec` says so. `swarm` is
+    the 32-byte swarm id."""
     signature = private_key.sign(_signed(payload, domain, swarm, codec))
-    return Envelope(key=private_key.public_key().public_bytes_raw(), payload=payload, signature=signature, codec=codec)
+    return Envelope(
+        key=private_key.public_key().public_bytes_raw(),
+        payload=payload,
+        signature=signature,
+        codec=codec,
+    )
 
 
 def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
-    """Raises BadMessage("signature") unless `envelope.key` signed this payload for `domain` in `swarm`."""
+    """Raises BadMessage("signature") unless `envelope.key` signed this payload for `domain` in
+    `swarm`."""
     signed = _signed(envelope.payload, domain, swarm, envelope.codec)
     try:
         Ed25519PublicKey.from_public_bytes(envelope.key).verify(envelope.signature, signed)
@@ -51,7 +66,9 @@ def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
         raise BadMessage("signature") from None
 
 
-def seal(message: RolloutGroup | Announce, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes) -> bytes:
+def seal(
+    message: RolloutGroup | Announce, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes
+) -> bytes:
     """The bytes of a signed envelope around `message`, compressed when that makes it shorter."""
     payload = encode(message)
     compressed = compress(payload)
@@ -60,8 +77,11 @@ def seal(message: RolloutGroup | Announce, private_key: Ed25519PrivateKey, domai
     return encode(sign(payload, private_key, domain, swarm))
 
 
-def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envelope, RolloutGroup | Announce]:
-    """The envelope of at most `limit` bytes in `frame`, and what it carries: decoded, verified, then opened.
+def unseal(
+    frame: bytes, domain: bytes, swarm: bytes, limit: int
+) -> tuple[Envelope, RolloutGroup | Announce]:
+    """The envelope of at most `limit` bytes in `frame`, and what it carries: decoded, verified,
+    then opened.
 
     Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature".
     """
@@ -71,7 +91,8 @@ def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envel
 
 
 def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
-    """The envelope of at most `limit` bytes in `frame`, verified, its payload not compressed. Raises BadMessage as `unseal` does."""
+    """The envelope of at most `limit` bytes in `frame`, verified, its payload not compressed.
+    Raises BadMessage as `unseal` does."""
     envelope = decode(frame, Envelope, limit)
     if envelope.codec != "raw":
         raise BadMessage("compression", "the payload is not compressed in such an envelope")
@@ -92,7 +113,8 @@ def peer_id(key: bytes) -> str:
 
 
 def peer_key(peer: str) -> bytes | None:
-    """The raw 32-byte Ed25519 public key that a peer id is made of; None for text that is no such peer id."""
+    """The raw 32-byte Ed25519 public key that a peer id is made of; None for text that is no such
+    peer id."""
     if len(peer) > limits.PEER_ID_BYTES or not peer.startswith(_BASE58[0]):
         return None
     number = 0
@@ -109,7 +131,8 @@ def peer_key(peer: str) -> bytes | None:
 
 
 def signed_by(peer: str, data: bytes, signature: bytes) -> bool:
-    """Whether the holder of `peer` has signed exactly `data`. What is signed says itself what it is for."""
+    """Whether the holder of `peer` has signed exactly `data`. What is signed says itself what it is
+    for."""
     key = peer_key(peer)
     if key is None:
         return False

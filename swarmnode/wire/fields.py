@@ -1,6 +1,8 @@
-"""Whether one value of a decoded message is allowed: what every protocol's checks are made of. Each raises BadMessage, or says nothing.
+"""Whether one value of a decoded message is allowed: what every protocol's checks are made of. Each
+raises BadMessage, or says nothing.
 
-The reason is "bounds"; for a float that is NaN or infinite it is "not_finite". Types were checked by the decoder.
+The reason is "bounds"; for a float that is NaN or infinite it is "not_finite". Types were checked
+by the decoder.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ COUNTER: Final = 2**INTEGER_BITS - 1
 ANY_COUNTER: Final = (0, COUNTER)
 
 
-def check_fields(message: Any, lengths: Mapping[str, int], ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Check the fields that `message` has and that are not None: exactly so many bytes, or lowest and highest value."""
+def check_fields(
+    message: Any, lengths: Mapping[str, int], ranges: Mapping[str, tuple[float, float]]
+) -> None:
+    """Check the fields that `message` has and that are not None: exactly so many bytes, or lowest
+    and highest value."""
     for name, exactly in lengths.items():
         if (value := getattr(message, name, None)) is not None:
             check_length(name, value, exactly)
@@ -43,7 +48,9 @@ def check_positive(name: str, value: float, high: float = math.inf) -> None:
     """Above 0, at most `high`, finite."""
     check_finite(name, value)
     if not 0 < value <= high:
-        raise BadMessage("bounds", f"{name} is above 0" + (f", at most {high}" if high < math.inf else ""))
+        raise BadMessage(
+            "bounds", f"{name} is above 0" + (f", at most {high}" if high < math.inf else "")
+        )
 
 
 def check_counter(name: str, value: int) -> None:
@@ -63,8 +70,12 @@ def check_name(name: str, value: str, most: int) -> None:
 
 def check_text(name: str, value: str, low: int, high: int) -> None:
     """UTF-8 text for people, of `low` to `high` bytes, without control characters."""
-    if not low <= len(utf8(name, value)) <= high or any(c < " " or "\x7f" <= c <= "\x9f" for c in value):
-        raise BadMessage("bounds", f"{name} is {low} to {high} bytes of text without control characters")
+    if not low <= len(utf8(name, value)) <= high or any(
+        c < " " or "\x7f" <= c <= "\x9f" for c in value
+    ):
+        raise BadMessage(
+            "bounds", f"{name} is {low} to {high} bytes of text without control characters"
+        )
 
 
 def check_rising(name: str, values: Sequence[Any], low: int, high: int) -> None:
@@ -77,5 +88,6 @@ def check_rising(name: str, values: Sequence[Any], low: int, high: int) -> None:
 def utf8(name: str, value: str) -> bytes:
     try:
         return value.encode()
-    except UnicodeEncodeError:  # a lone surrogate: cannot come off the wire, but out of a local tokenizer
+    except UnicodeEncodeError:
+        # a lone surrogate: cannot come off the wire, but out of a local tokenizer
         raise BadMessage("bounds", f"{name} is not Unicode text") from None

@@ -1,6 +1,8 @@
-"""Messages with bodies on a stream: u32be header length ‖ header (canonical msgpack) ‖ body, whose length follows from the header.
+"""Messages with bodies on a stream: u32be header length ‖ header (canonical msgpack) ‖ body, whose
+length follows from the header.
 
-No number that a peer sends is a size to allocate: a header is bounded before it is read, and its reader says how long the body must be.
+No number that a peer sends is a size to allocate: a header is bounded before it is read, and its
+reader says how long the body must be.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def pack(header: msgspec.Struct, body: bytes | memoryview = b"") -> bytes:
 
 
 async def read_header(stream: Reader, decode: Callable[[bytes], T], most: int) -> T | None:
-    """What `decode` makes of the next header, which has at most `most` bytes; None at the end of the stream.
+    """What `decode` makes of the next header, which has at most `most` bytes; None at the end of
+    the stream.
 
     Raises BadMessage: oversize, truncated, and what `decode` raises.
     """
@@ -42,7 +45,8 @@ async def read_header(stream: Reader, decode: Callable[[bytes], T], most: int) -
 
 
 async def read_exactly(stream: Reader, count: int, at_start: bool = False) -> bytes | None:
-    """`count` bytes; None at the end of a stream where it may end. Raises BadMessage("truncated")."""
+    """`count` bytes; None at the end of a stream where it may end. Raises
+    BadMessage("truncated")."""
     data = bytearray()
     while len(data) < count:
         some = await stream.receive_some(min(count - len(data), READ_BYTES))

@@ -48,25 +48,30 @@ ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
 """Prefix of the gossip topic; the swarm id in hex follows: `rollout_topic(swarm)`."""
 
 BUCKET_TOPIC = "/swarmnode/rollouts/2"
-"""The same in a swarm whose members choose task and difficulty of their questions: a question's address follows from that choice too."""
+"""The same in a swarm whose members choose task and difficulty of their questions: a question's
+address follows from that choice too."""
 
 FETCH_PROTOCOL = "/swarmnode/fetch/1"
 """Request/response: the body of a group that was announced by its hash."""
 
 LISTING_PROTOCOL = "/swarmnode/listing/1"
-"""Request/response: which groups the responder can give. Not in `PROTOCOLS`: whoever does without is reached by gossip."""
+"""Request/response: which groups the responder can give. Not in `PROTOCOLS`: whoever does without
+is reached by gossip."""
 
 GROUPS_PROTOCOL = "/swarmnode/groups/1"
 """Request/response: several groups by their content ids. Not in `PROTOCOLS`."""
 
 PEERS_PROTOCOL = "/swarmnode/peers/1"
-"""Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`: nodes can do without it."""
+"""Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`:
+nodes can do without it."""
 
 MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
-"""Request/response: a manifest by its swarm id, and its successor. Not in `PROTOCOLS`: it is spoken before there is a swarm."""
+"""Request/response: a manifest by its swarm id, and its successor. Not in `PROTOCOLS`: it is spoken
+before there is a swarm."""
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
-"""Request/response: this process's own session, against other sessions of the same key. Not in `PROTOCOLS`."""
+"""Request/response: this process's own session, against other sessions of the same key. Not in
+`PROTOCOLS`."""
 
 SUMMARY_PROTOCOL = "/swarmnode/summary/1"
 """Request/response: what nodes say of themselves, for people to look at. Not in `PROTOCOLS`."""
@@ -81,14 +86,16 @@ BULK_SOCKET_PROTOCOL = "/swarmnode/bulk-socket/1"
 """Request/response: a port and a token for a TLS connection beside libp2p. Not in `PROTOCOLS`."""
 
 WEIGHTS_PROTOCOL = "/swarmnode/weights/2"
-"""Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts without it."""
+"""Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts
+without it."""
 
 WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/2"
-"""Request/response: the signed manifest of slow weights, and where to fetch them. Not in `PROTOCOLS`."""
+"""Request/response: the signed manifest of slow weights, and where to fetch them. Not in
+`PROTOCOLS`."""
 
 CREWS_PROTOCOL = "/swarmnode/crews/9"
-"""Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds a whole policy does
-without."""
+"""Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds
+a whole policy does without."""
 
 STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/9"
 """A stream between the trainers of two stages of a crew. Not in `PROTOCOLS`."""
@@ -98,10 +105,12 @@ PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
 
 FETCH_ORDINALS = (FETCH_PROTOCOL,)
 ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)
-"""What this version speaks with members, newest first: the present ordinal and, for a release at least, the one before."""
+"""What this version speaks with members, newest first: the present ordinal and, for a release at
+least, the one before."""
 
 PROTOCOLS = (FETCH_ORDINALS[0], ROLLOUT_ORDINALS[0])
-"""Everything two nodes must speak alike, sorted; part of the swarm id. A swarm that is founded now speaks the newest."""
+"""Everything two nodes must speak alike, sorted; part of the swarm id. A swarm that is founded now
+speaks the newest."""
 
 BUCKET_PROTOCOLS = (FETCH_ORDINALS[0], BUCKET_TOPIC)
 """The same of a swarm in which there is a choice."""
@@ -123,11 +132,16 @@ class Spoken(NamedTuple):
 
 
 def spoken_in(protocols: Collection[str]) -> Spoken:
-    """What to speak in a swarm whose manifest names `protocols`: what all its members do, however much newer this version is."""
-    fetch, rollouts = (next((name for name in known if name in protocols), known[0]) for known in (FETCH_ORDINALS, ROLLOUT_ORDINALS))
+    """What to speak in a swarm whose manifest names `protocols`: what all its members do, however
+    much newer this version is."""
+    fetch, rollouts = (
+        next((name for name in known if name in protocols), known[0])
+        for known in (FETCH_ORDINALS, ROLLOUT_ORDINALS)
+    )
     return Spoken(fetch, BUCKET_TOPIC if BUCKET_TOPIC in protocols else rollouts)
 
 
 def rollout_topic(swarm: bytes, prefix: str = ROLLOUT_ORDINALS[0]) -> str:
-    """The gossip topic of one swarm. `swarm` is the 32-byte swarm id, `prefix` the ordinal that it speaks."""
+    """The gossip topic of one swarm. `swarm` is the 32-byte swarm id, `prefix` the ordinal that it
+    speaks."""
     return f"{prefix}/{swarm.hex()}"

@@ -1,12 +1,15 @@
-"""Caps, in bytes, counts and seconds. protocol/registry.toml holds the same table; a test compares the two.
+"""Caps, in bytes, counts and seconds. protocol/registry.toml holds the same table; a test compares
+the two.
 
-Sizes are checked before anything is decoded, declared sizes before anything is decompressed, the rest right after.
+Sizes are checked before anything is decoded, declared sizes before anything is decompressed, the
+rest right after.
 """
 
 GOSSIP_BYTES = 64 * 1024
 """A gossip frame (envelope) is at most this long; a longer group is announced and fetched."""
 GROUP_BYTES = 1024 * 1024
-"""A fetched envelope is at most this long, and so is a payload once decompressed, wherever it came from."""
+"""A fetched envelope is at most this long, and so is a payload once decompressed, wherever it came
+from."""
 FETCH_REQUEST_BYTES = 64
 """A fetch request is at most this long."""
 FETCH_RESPONSE_BYTES = GROUP_BYTES + 64
@@ -16,7 +19,8 @@ LISTING_RESPONSE_BYTES = 10 * 1024
 LISTED = 64
 """Groups in a listing, at most."""
 NEWEST = 14
-"""Groups that we put into one (earlier versions: 64): two peers' worth of a step. Each is a hundred bytes, and a short group 1.5 KB."""
+"""Groups that we put into one (earlier versions: 64): two peers' worth of a step. Each is a hundred
+bytes, and a short group 1.5 KB."""
 LIFE_BYTES = 8
 """Tells one process that lists from the next under the same key."""
 SPREAD = 0.5
@@ -89,7 +93,8 @@ STAGES = 64
 MICRO_BATCHES = 1024
 """In one step, at most."""
 STAGE_WAITING = 64
-"""Waves that are open at one stage, micro-batches whose gradient it waits for, scores and tokens that wait there: of each, at most."""
+"""Waves that are open at one stage, micro-batches whose gradient it waits for, scores and tokens
+that wait there: of each, at most."""
 PEER_ID_BYTES = 64
 """A peer id in base58; that of an Ed25519 key has 52 characters."""
 ADDRESS_BYTES = 256

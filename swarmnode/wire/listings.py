@@ -1,7 +1,10 @@
-"""What a node has to give, and how it is asked for: listings and pulls. Field order and names are normative: protocol/02, section 6.
+"""What a node has to give, and how it is asked for: listings and pulls. Field order and names are
+normative: protocol/02, section 6.
 
-    who pulls ─ ListingRequest: what is new since a cursor? ─▶ who has ─▶ ListingResponse: at most 64 Listed
-              ─ GroupsRequest: at most 16 content ids ───────▶         ─▶ GroupsResponse: as many envelopes as fit 1 MiB
+who pulls ─ ListingRequest: what is new since a cursor? ─▶ who has ─▶ ListingResponse: at most 64
+Listed
+          ─ GroupsRequest: at most 16 content ids ───────▶         ─▶ GroupsResponse: as many
+          envelopes as fit 1 MiB
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ class ListingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One group that the responder can give. All of it is a claim, and all of it can be checked once the group is here."""
+    """One group that the responder can give. All of it is a claim, and all of it can be checked
+    once the group is here."""
 
     content: bytes
     """32 bytes: content id of its envelope."""
@@ -39,11 +43,13 @@ class Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class ListingResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status
     life: bytes
-    """8 bytes, drawn when the responder's process started: positions of another life mean nothing."""
+    """8 bytes, drawn when the responder's process started: positions of another life mean
+    nothing."""
     position: int
     """The cursor for the next request."""
     groups: list[Listed]
-    """The newest that came behind the requester's cursor, the newest last; none unless `status` is ok."""
+    """The newest that came behind the requester's cursor, the newest last; none unless `status` is
+    ok."""
 
 
 class GroupsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

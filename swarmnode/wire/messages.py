@@ -1,4 +1,5 @@
-"""The messages, one struct each. Field order and names are normative: see protocol/02-rollouts.md."""
+"""The messages, one struct each. Field order and names are normative: see
+protocol/02-rollouts.md."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Status = Literal["ok", "unknown", "busy"]
 
 
 class TaskRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The address of one question: enough for anybody to regenerate it, never the question itself."""
+    """The address of one question: enough for anybody to regenerate it, never the question
+    itself."""
 
     id: str
     """Task name, e.g. `rg/chain_sum`."""
@@ -101,7 +103,8 @@ class FetchResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where another peer may be dialled. A claim: only a dial that ends with this peer id proves it."""
+    """Where another peer may be dialled. A claim: only a dial that ends with this peer id proves
+    it."""
 
     peer: str
     """Its peer id in base58."""
@@ -113,7 +116,8 @@ class PeersRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swarm: bytes
     """32 bytes: the requester's swarm id."""
     addresses: list[str]
-    """The requester's own listen or announce addresses; the responder believes the port and uses the IP address it sees."""
+    """The requester's own listen or announce addresses; the responder believes the port and uses
+    the IP address it sees."""
 
 
 class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,7 +128,8 @@ class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model that members may start from. The hashes decide; name and revision say where to get it."""
+    """A model that members may start from. The hashes decide; name and revision say where to get
+    it."""
 
     name: str
     """`embedded`, or its name on the Hugging Face Hub."""
@@ -157,7 +162,8 @@ class RolloutRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A setting that members share beyond the rules: whoever does not know the key does not join."""
+    """A setting that members share beyond the rules: whoever does not know the key does not
+    join."""
 
     key: str
     value: str
@@ -241,11 +247,13 @@ class BulkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     root: bytes
     """32 bytes: of the manifest that the requester has."""
     wanted: bytes
-    """A bit for each chunk, chunk 0 the lowest of the first byte, the last byte padded with zeros; at least one is set."""
+    """A bit for each chunk, chunk 0 the lowest of the first byte, the last byte padded with zeros;
+    at least one is set."""
 
 
 class BulkResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to it; when it is ok the wanted chunks follow, in order, and nothing between or behind them."""
+    """The answer to it; when it is ok the wanted chunks follow, in order, and nothing between or
+    behind them."""
 
     status: Status
     size: int
@@ -260,13 +268,15 @@ class BulkSocketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 class BulkSocketResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status
     port: int
-    """TCP port of the responder's TLS listener, at the IP address of the libp2p connection; 0 unless `status` is ok."""
+    """TCP port of the responder's TLS listener, at the IP address of the libp2p connection; 0
+    unless `status` is ok."""
     token: bytes
     """32 bytes that admit the requester once; empty unless `status` is ok."""
 
 
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of one process under a key; sent in an envelope, so that whoever passes it on can prove it."""
+    """One run of one process under a key; sent in an envelope, so that whoever passes it on can
+    prove it."""
 
     session: bytes
     """16 random bytes, drawn when the process started."""
@@ -277,7 +287,8 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a node says of itself; sent in an envelope. Every field is a claim that nobody can check."""
+    """What a node says of itself; sent in an envelope. Every field is a claim that nobody can
+    check."""
 
     name: str
     """Its operator's name for it; may be empty."""
@@ -305,7 +316,8 @@ class SummaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class SummaryResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summaries: list[bytes]
-    """Envelopes, as received: a random choice of those that the responder has, its own among them."""
+    """Envelopes, as received: a random choice of those that the responder has, its own among
+    them."""
 
 
 class SessionResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

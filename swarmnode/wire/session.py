@@ -1,4 +1,5 @@
-"""One run of one process under a key, signed: how two processes with the same key are found out (protocol/01, section 9)."""
+"""One run of one process under a key, signed: how two processes with the same key are found out
+(protocol/01, section 9)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ def seal_session(session: Session, private_key: Ed25519PrivateKey, swarm: bytes)
 
 
 def open_session(frame: bytes, swarm: bytes) -> tuple[str, Session]:
-    """The peer id that signed it, and the session. Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature"."""
+    """The peer id that signed it, and the session. Raises BadMessage with a reason of
+    `codec.DECODE_REASONS`, or "signature"."""
     envelope = open_raw(frame, ids.DOMAIN_SESSION, swarm, limits.SESSION_REQUEST_BYTES)
     return peer_id(envelope.key), decode(envelope.payload, Session, limits.SESSION_REQUEST_BYTES)

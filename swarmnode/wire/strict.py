@@ -1,9 +1,10 @@
 """Strict msgpack: what a stranger's bytes must be before anybody looks at a value.
 
-Length against the caller's cap → typed decoding (an unknown field, a wrong type or a wrong tag stops it where it stands; nothing untyped
-is ever built, because 4 MiB of empty maps are 290 MiB of dicts) → the message encodes to the very same bytes. The last step gives every
-message exactly one encoding: duplicate keys, missing defaults, integers longer than needed or in place of floats are all gone by one
-comparison.
+Length against the caller's cap → typed decoding (an unknown field, a wrong type or a wrong tag
+stops it where it stands; nothing untyped is ever built, because 4 MiB of empty maps are 290 MiB of
+dicts) → the message encodes to the very same bytes. The last step gives every message exactly one
+encoding: duplicate keys, missing defaults, integers longer than needed or in place of floats are
+all gone by one comparison.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Any) -> bytes:
-    """The one encoding of `message`: msgpack, fields in declared order, every field present, shortest headers."""
+    """The one encoding of `message`: msgpack, fields in declared order, every field present,
+    shortest headers."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:
-    """The `kind`, a struct, a list of structs or a union of tagged ones, that `data` is the one encoding of.
+    """The `kind`, a struct, a list of structs or a union of tagged ones, that `data` is the one
+    encoding of.
 
-    limit: the most bytes that `data` may have; None where the caller has looked. Raises BadMessage: oversize, malformed, schema.
+    limit: the most bytes that `data` may have; None where the caller has looked. Raises BadMessage:
+    oversize, malformed, schema.
     """
     if limit is not None and len(data) > limit:
         raise BadMessage("oversize", f"{len(data)} bytes, at most {limit}")
@@ -42,7 +46,8 @@ def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:
         message = decoder.decode(data)
     except msgspec.ValidationError as error:
         raise BadMessage("schema", str(error)) from None
-    except (ValueError, RecursionError) as error:  # every other msgspec error is a ValueError, and so is bad UTF-8
+    except (ValueError, RecursionError) as error:
+        # every other msgspec error is a ValueError, and so is bad UTF-8
         raise BadMessage("malformed", str(error)) from None
     if _encoder.encode(message) != data:
         raise BadMessage("malformed", "not the canonical encoding")
@@ -53,5 +58,7 @@ def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:
 def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:
     """And whether `kind` is one of several messages, told apart by their first field."""
     parts = get_args(kind) if isinstance(kind, types.UnionType) else ()
-    tagged = bool(parts) and all(hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in parts)
+    tagged = bool(parts) and all(
+        hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in parts
+    )
     return msgspec.msgpack.Decoder(kind), tagged

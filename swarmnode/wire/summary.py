@@ -1,4 +1,5 @@
-"""What a node says of itself, signed, so that whoever passes it on cannot have made it up (protocol/01, section 10)."""
+"""What a node says of itself, signed, so that whoever passes it on cannot have made it up
+(protocol/01, section 10)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes)
 
 
 def open_summary(frame: bytes, swarm: bytes) -> tuple[str, Summary]:
-    """The peer id that signed it, and the summary. Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature"."""
+    """The peer id that signed it, and the summary. Raises BadMessage with a reason of
+    `codec.DECODE_REASONS`, or "signature"."""
     envelope = open_raw(frame, ids.DOMAIN_SUMMARY, swarm, limits.SUMMARY_BYTES)
     return peer_id(envelope.key), decode(envelope.payload, Summary, limits.SUMMARY_BYTES)

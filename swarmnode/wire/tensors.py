@@ -1,8 +1,10 @@
 """Arrays as bytes: little-endian, contiguous, no header; the message says the type and the length.
 
-Packed arrays are 50 times faster to read than msgpack lists, and a hostile length cannot be claimed without sending the bytes.
+Packed arrays are 50 times faster to read than msgpack lists, and a hostile length cannot be claimed
+without sending the bytes.
 
-numpy is loaded by whoever packs or unpacks: a node without a trainer does neither, and need not have it.
+numpy is loaded by whoever packs or unpacks: a node without a trainer does neither, and need not
+have it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ ITEM_BYTES = 4
 
 
 def pack_ids(ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-    """Token ids, shape (T,), as T little-endian u32. Raises OverflowError for an id outside 0 to 2**32 - 1."""
+    """Token ids, shape (T,), as T little-endian u32. Raises OverflowError for an id outside 0 to
+    2**32 - 1."""
     import numpy as np
 
     wide = np.asarray(ids, dtype=np.int64)
@@ -31,7 +34,8 @@ def pack_ids(ids: Sequence[int] | NDArray[np.integer]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> NDArray[np.uint32]:
-    """A read-only view, shape (T,), u32. Raises BadMessage("bounds") when `data` is not a whole number of ids."""
+    """A read-only view, shape (T,), u32. Raises BadMessage("bounds") when `data` is not a whole
+    number of ids."""
     return _view(data, "<u4")
 
 
@@ -43,7 +47,8 @@ def pack_logprobs(logprobs: ArrayLike) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
-    """A read-only view, shape (T,), f32, nats. Raises BadMessage("bounds") when `data` is not a whole number of floats.
+    """A read-only view, shape (T,), f32, nats. Raises BadMessage("bounds") when `data` is not a
+    whole number of floats.
 
     Finiteness is `check_group`'s business.
     """

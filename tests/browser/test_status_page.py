@@ -1,4 +1,5 @@
-"""The status page in a real Chromium: what it draws, what it does with hostile names, and that it talks to nobody else."""
+"""The status page in a real Chromium: what it draws, what it does with hostile names, and that it
+talks to nobody else."""
 
 from __future__ import annotations
 
@@ -34,13 +35,26 @@ from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.weights.service import WeightsStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
 
 QUIET = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--disable-default-apps", "--disable-extensions", "--enable-logging=stderr",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--enable-logging=stderr",
+)
 NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
 REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/samples", "/status?points=360"}
 
@@ -68,117 +82,233 @@ class Visit:
 
 
 def _requests(net: dict, origin: str) -> set[str]:
-    """URLs that the page asked for. Chromium's own errands are not the page's; NOWHERE keeps them on this machine."""
+    """URLs that the page asked for. Chromium's own errands are not the page's; NOWHERE keeps them
+    on this machine."""
     params = [event["params"] for event in net["events"] if "params" in event]
-    return {p["url"] for p in params if "url" in p and (p.get("initiator") == origin or p["url"].startswith(origin))}
+    return {
+        p["url"]
+        for p in params
+        if "url" in p and (p.get("initiator") == origin or p["url"].startswith(origin))
+    }
 
 
-async def visit(tmp_path: Path, monkeypatch, snapshot=example, width: int = 1280, past=Past, seconds: int = 4) -> Visit:
+async def visit(
+    tmp_path: Path, monkeypatch, snapshot=example, width: int = 1280, past=Past, seconds: int = 4
+) -> Visit:
     monkeypatch.setattr(http, "History", past)
     net_log = tmp_path / "net.json"
     async with trio.open_nursery() as nursery:
-        serve = functools.partial(http.serve_http, HttpConfig(port=0), snapshot, data_dir=tmp_path / "node")
+        serve = functools.partial(
+            http.serve_http, HttpConfig(port=0), snapshot, data_dir=tmp_path / "node"
+        )
         url = await nursery.start(serve)
-        mine = (f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1200", f"--log-net-log={net_log}")
+        mine = (
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--window-size={width},1200",
+            f"--log-net-log={net_log}",
+        )
         what = (f"--virtual-time-budget={seconds * 1000}", "--dump-dom", url)
         with trio.fail_after(60):
-            done = await trio.run_process([CHROMIUM, *QUIET, NOWHERE, *mine, *what], capture_stdout=True, capture_stderr=True)
+            done = await trio.run_process(
+                [CHROMIUM, *QUIET, NOWHERE, *mine, *what], capture_stdout=True, capture_stderr=True
+            )
         nursery.cancel_scope.cancel()
-    return Visit(done.stdout.decode(), done.stderr.decode(errors="replace"), json.loads(net_log.read_text()), url)
+    return Visit(
+        done.stdout.decode(),
+        done.stderr.decode(errors="replace"),
+        json.loads(net_log.read_text()),
+        url,
+    )
 
 
 async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch)
-    for series in ("reward_own", "reward_external", "reward_held_out", "peers", "policy_version", "step_seconds", "memory_trainer"):
+    for series in (
+        "reward_own",
+        "reward_external",
+        "reward_held_out",
+        "peers",
+        "policy_version",
+        "step_seconds",
+        "memory_trainer",
+    ):
         assert seen.path(series).count("L") > 100, series
     assert "NaN" not in seen.dom
-    for series in ("admitted", "ignored", "rejected", "bytes_in", "bytes_out", "cpu_network", "cpu_trainer"):
+    for series in (
+        "admitted",
+        "ignored",
+        "rejected",
+        "bytes_in",
+        "bytes_out",
+        "cpu_network",
+        "cpu_trainer",
+    ):
         assert seen.dom.count(f'data-series="{series}"') > 3, series
-    for value in ("0.631", "+0.561 since the start", "kitchen-3090", "ready", "swarm local", "seed"):
+    for value in (
+        "0.631",
+        "+0.561 since the start",
+        "kitchen-3090",
+        "ready",
+        "swarm local",
+        "seed",
+    ):
         assert value in seen.text, value
     for peer in PEERS:
         assert f"{peer[:8]}…{peer[-6:]}" in seen.text
-    assert 'aria-label="Reward: own 0.642, peers\' 0.606, held-out 0.631"' in html.unescape(seen.dom).replace("&#39;", "'")
+    assert 'aria-label="Reward: own 0.642, peers\' 0.606, held-out 0.631"' in html.unescape(
+        seen.dom
+    ).replace("&#39;", "'")
     assert seen.console == []
     assert seen.requests == REQUESTS
 
 
-async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(tmp_path, monkeypatch) -> None:
+async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
+    tmp_path, monkeypatch
+) -> None:
     seen = await visit(tmp_path, monkeypatch, width=390)
     text = re.sub(r"\s+", " ", seen.text)
-    assert "Swarm (claimed, not verified) 4 peers say so of themselves; the median of their held-out rewards is 0.567." in text
+    assert (
+        "Swarm (claimed, not verified) 4 peers say so of themselves; the median of their held-out"
+        " rewards is 0.567." in text
+    )
     for value in (
-        "attic", "Küche 2", "gpu-box-7", "0.624", "heard of through another peer",
-        "noloco", "5, 4 fragments", "2.1 % away, 97 % taken", "accepted 16, clipped 2",
-        "applied done 16", "busy no partner 6", "failed no effect 2",
-        "96.0 MiB, 24 s of CPU", "212.0 GiB free of 476.0 GiB", "/meshsub/1.1.0 4.5 MiB", "of 186.3 GiB", "0.4 s ahead of most peers'",
-    ):  # fmt: skip
+        "attic",
+        "Küche 2",
+        "gpu-box-7",
+        "0.624",
+        "heard of through another peer",
+        "noloco",
+        "5, 4 fragments",
+        "2.1 % away, 97 % taken",
+        "accepted 16, clipped 2",
+        "applied done 16",
+        "busy no partner 6",
+        "failed no effect 2",
+        "96.0 MiB, 24 s of CPU",
+        "212.0 GiB free of 476.0 GiB",
+        "/meshsub/1.1.0 4.5 MiB",
+        "of 186.3 GiB",
+        "0.4 s ahead of most peers'",
+    ):
         assert value in (text if value != "heard of through another peer" else seen.dom), value
     assert seen.console == []
 
 
 def recovering() -> NodeSnapshot:
-    """The trainer of stage 2 is gone, stage 3 is suspected, and stage 1 being loaded by somebody without a name."""
+    """The trainer of stage 2 is gone, stage 3 is suspected, and stage 1 being loaded by somebody
+    without a name."""
     s = example()
     states = ("active", "loading", "absent", "suspect")
-    slots = [msgspec.structs.replace(slot, state=state) for slot, state in zip(s.stages.crew.slots, states, strict=True)]
+    slots = [
+        msgspec.structs.replace(slot, state=state)
+        for slot, state in zip(s.stages.crew.slots, states, strict=True)
+    ]
     slots[1] = msgspec.structs.replace(slots[1], peer=PEERS[2])
-    crew = msgspec.structs.replace(s.stages.crew, state="preparing", slots=tuple(slots), standing_seconds=42.0)
+    crew = msgspec.structs.replace(
+        s.stages.crew, state="preparing", slots=tuple(slots), standing_seconds=42.0
+    )
     return msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_word(tmp_path, monkeypatch, width) -> None:
+async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_word(
+    tmp_path, monkeypatch, width
+) -> None:
     seen = await visit(tmp_path, monkeypatch, recovering, width=width)
     text = re.sub(r"\s+", " ", seen.text)
     short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
     assert (
-        f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6 layers, step 250 "
-        f"Stage 2 Küche 2 {short(PEERS[1])} absent 6 layers, step 250 "
-        f"Stage 3 · tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250"
-    ) in text
-    assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [("good", "0"), ("warn", "1"), ("bad", "2"), ("warn", "3")]
+        f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6"
+        f" layers, step 250 Stage 2 Küche 2 {short(PEERS[1])} absent 6 layers, step 250 Stage 3 ·"
+        f" tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250" in text
+    )
+    assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [
+        ("good", "0"),
+        ("warn", "1"),
+        ("bad", "2"),
+        ("warn", "3"),
+    ]
     for value in (
         "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
-        "R2, a neighbour's snapshot, in 2.1 s", "of step 240, 10 steps old", "a whole copy, 1 steps old, last refresh ",
-        "6.4 s until it ran again", "suspected 2, refuted 1, broken 1",
-        "0.00070 nats per token", "crew 14, step 3", "the crew has taken no step for 42 s",
-        "not by strangers; through relays, or where it dials", "2 through which it can be called", "succeeded 3, failed 1",
-    ):  # fmt: skip
+        "R2, a neighbour's snapshot, in 2.1 s",
+        "of step 240, 10 steps old",
+        "a whole copy, 1 steps old, last refresh ",
+        "6.4 s until it ran again",
+        "suspected 2, refuted 1, broken 1",
+        "0.00070 nats per token",
+        "crew 14, step 3",
+        "the crew has taken no step for 42 s",
+        "not by strangers; through relays, or where it dials",
+        "2 through which it can be called",
+        "succeeded 3, failed 1",
+    ):
         assert value in text, value
     assert seen.console == []
 
 
 async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesStatistics()))
+    seen = await visit(
+        tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesStatistics())
+    )
     assert re.search(r'id="crew-card"[^>]*hidden', seen.dom)
-    waiting = StagesStatistics(enabled=True, crew=CrewStatistics(offers=2), last_reason="12D3KooW is gone")
+    waiting = StagesStatistics(
+        enabled=True, crew=CrewStatistics(offers=2), last_reason="12D3KooW is gone"
+    )
     (tmp_path / "again").mkdir()
-    seen = await visit(tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting))
+    seen = await visit(
+        tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting)
+    )
     said = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
     assert said in seen.text
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 
 
-@pytest.mark.parametrize("evidence", [{"rg/gcd 2": (9.5, 1.5), "rg/gcd 10": (2.26, 0.0), "a:b 0": (0.0, 0.0)}, {}])
-async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(tmp_path, monkeypatch, evidence) -> None:
+@pytest.mark.parametrize(
+    "evidence", [{"rg/gcd 2": (9.5, 1.5), "rg/gcd 10": (2.26, 0.0), "a:b 0": (0.0, 0.0)}, {}]
+)
+async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(
+    tmp_path, monkeypatch, evidence
+) -> None:
     s = example()
-    report = msgspec.structs.replace(s.trainer.report, signals={"rg/gcd 2": 0.614, "rg/gcd 10": 0.05}, evidence=evidence)
-    seen = await visit(tmp_path, monkeypatch, lambda: msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, report=report)))
+    report = msgspec.structs.replace(
+        s.trainer.report, signals={"rg/gcd 2": 0.614, "rg/gcd 10": 0.05}, evidence=evidence
+    )
+    seen = await visit(
+        tmp_path,
+        monkeypatch,
+        lambda: msgspec.structs.replace(
+            s, trainer=msgspec.structs.replace(s.trainer, report=report)
+        ),
+    )
     assert bool(re.search(r'id="questions-card"[^>]*hidden', seen.dom)) == (not evidence)
     if evidence:
-        assert "a:b 0 – 0.0 0.0 rg/gcd 2 61 % 9.5 1.5 rg/gcd 10 5 % 2.3 0.0" in re.sub(r"\s+", " ", seen.text)
+        assert "a:b 0 – 0.0 0.0 rg/gcd 2 61 % 9.5 1.5 rg/gcd 10 5 % 2.3 0.0" in re.sub(
+            r"\s+", " ", seen.text
+        )
     assert seen.console == []
 
 
 async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
     s = example()
-    budget = msgspec.structs.replace(s.budget, paused={"quiet_hours": True, "month": True, "download": False}, level_bytes={"out": -2048.0})
+    budget = msgspec.structs.replace(
+        s.budget,
+        paused={"quiet_hours": True, "month": True, "download": False},
+        level_bytes={"out": -2048.0},
+    )
     swarm, disk = SummaryStatistics(clock_offset_seconds=95.0), DiskStatistics(2**29, 2**38)
-    node = msgspec.structs.replace(s.node, invite="/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12")
-    poor = msgspec.structs.replace(s, node=node, budget=budget, disk=disk, weights=WeightsStatistics(), swarm=swarm)
+    node = msgspec.structs.replace(
+        s.node, invite="/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12"
+    )
+    poor = msgspec.structs.replace(
+        s, node=node, budget=budget, disk=disk, weights=WeightsStatistics(), swarm=swarm
+    )
     seen = await visit(tmp_path, monkeypatch, lambda: poor)
-    for value in ("quiet hours, month", "out -2.0 KiB", "512.0 MiB free of 256.0 GiB", "512 MiB are left on the data directory's disk"):
+    for value in (
+        "quiet hours, month",
+        "out -2.0 KiB",
+        "512.0 MiB free of 256.0 GiB",
+        "512 MiB are left on the data directory's disk",
+    ):
         assert value in seen.text, value
     assert "this clock is 95 s behind those of most peers" in seen.text
     assert "Nobody has said anything of itself yet." in seen.text
@@ -189,27 +319,49 @@ async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monke
 
 
 async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
-    evil = '"><script>document.title="owned"</script><img src="http://evil.example/x" onerror="document.title=\'owned\'">'
+    evil = (
+        '"><script>document.title="owned"</script><img src="http://evil.example/x"'
+        " onerror=\"document.title='owned'\">"
+    )
     s = example()
     snapshot = msgspec.structs.replace(
         s,
-        node=msgspec.structs.replace(s.node, name=evil, swarm_name=evil, model=evil, tasks=[evil], addrs=[evil]),
+        node=msgspec.structs.replace(
+            s.node, name=evil, swarm_name=evil, model=evil, tasks=[evil], addrs=[evil]
+        ),
         peers=[msgspec.structs.replace(s.peers[0], peer=evil[:64], direction=evil)],
         logs=[LogLine(s.at, evil, evil, evil)],
-        swarm=SummaryStatistics(reporting=1, rows=[ClaimStatistics(peer=evil[:64], name=evil, version=evil)]),
+        swarm=SummaryStatistics(
+            reporting=1, rows=[ClaimStatistics(peer=evil[:64], name=evil, version=evil)]
+        ),
         stages=StagesStatistics(
-            enabled=True, last_reason=evil, events={evil: 1}, streams=StreamProxyStatistics(received={evil: 1}, sent={evil: 2}),
-            crew=CrewStatistics(evil, evil, 0, (SlotStatistics(0, evil, evil, 0, 1), SlotStatistics(1, evil[:64], "active", 0, 1))),
+            enabled=True,
+            last_reason=evil,
+            events={evil: 1},
+            streams=StreamProxyStatistics(received={evil: 1}, sent={evil: 2}),
+            crew=CrewStatistics(
+                evil,
+                evil,
+                0,
+                (SlotStatistics(0, evil, evil, 0, 1), SlotStatistics(1, evil[:64], "active", 0, 1)),
+            ),
             own=StageStatus(b"", 0, evil, rung=evil, reason=evil, dropped={evil: 1}),
         ),
-        weights=WeightsStatistics(enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}),
+        weights=WeightsStatistics(
+            enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}
+        ),
         network=NetworkStatistics(
             traffic=TrafficStatistics({evil: 1}, {evil: 2}),
             nat=NatStatistics(reach=ReachStatistics(verdict=evil), punch=PunchStatistics(1)),
         ),
-        rollouts=msgspec.structs.replace(s.rollouts, admission=AdmissionStatistics(rejected={evil: 7}), unpublished={evil: 1}),
+        rollouts=msgspec.structs.replace(
+            s.rollouts, admission=AdmissionStatistics(rejected={evil: 7}), unpublished={evil: 1}
+        ),
         trainer=msgspec.structs.replace(
-            s.trainer, report=msgspec.structs.replace(s.trainer.report, phase=evil, device=evil, evidence={f"{evil} 0": (1.0, 1.0)})
+            s.trainer,
+            report=msgspec.structs.replace(
+                s.trainer.report, phase=evil, device=evil, evidence={f"{evil} 0": (1.0, 1.0)}
+            ),
         ),
     )
     seen = await visit(tmp_path, monkeypatch, lambda: snapshot, width=390)

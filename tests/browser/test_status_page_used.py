@@ -1,4 +1,5 @@
-"""The status page as somebody uses it: on a phone, by keyboard, marking what is to be copied, while trainer or crew's head is elsewhere."""
+"""The status page as somebody uses it: on a phone, by keyboard, marking what is to be copied, while
+trainer or crew's head is elsewhere."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ from swarmnode.p2p.traffic import TrafficStatistics
 from tests.support.browser import CHROMIUM, chromium
 from tests.support.snapshots import OWN, PEERS, example, example_at
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
 replace = msgspec.structs.replace
 DRAWN = "document.body.dataset.state !== 'connecting'"
 
 
 @contextlib.asynccontextmanager
-async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280, data_dir=None):
-    """A tab with the page of a node that has five minutes behind it; `change` is applied to each moment of them."""
+async def page(
+    tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280, data_dir=None
+):
+    """A tab with the page of a node that has five minutes behind it; `change` is applied to each
+    moment of them."""
 
     class Past(History):
         def __init__(self) -> None:
@@ -36,7 +43,11 @@ async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, widt
     monkeypatch.setattr(http, "History", Past)
     now = lambda: change(snapshot())
     async with trio.open_nursery() as nursery:
-        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), now, data_dir=data_dir, task_status=task_status))
+        url = await nursery.start(
+            lambda task_status: http.serve_http(
+                HttpConfig(port=0), now, data_dir=data_dir, task_status=task_status
+            )
+        )
         async with chromium(tmp_path) as tab:
             await tab.look(width)
             await tab.open(url)
@@ -45,47 +56,78 @@ async def page(tmp_path, monkeypatch, snapshot=example, change=lambda s: s, widt
         nursery.cancel_scope.cancel()
 
 
-async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(tmp_path, monkeypatch) -> None:
+async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(
+    tmp_path, monkeypatch
+) -> None:
     s = example()
     names = [f"/swarmnode/weights-manifest-{i}/1" for i in range(3)]
-    traffic = TrafficStatistics(received=dict.fromkeys(names, 12_345_678), sent=dict.fromkeys(names, 2**33))
+    traffic = TrafficStatistics(
+        received=dict.fromkeys(names, 12_345_678), sent=dict.fromkeys(names, 2**33)
+    )
     busy = replace(s, network=replace(s.network, traffic=traffic))
     wide = "document.documentElement.scrollWidth - innerWidth"
     # Cells of one row end where their neighbours begin.
     overlaps = """[...document.querySelectorAll('tbody tr')].flatMap((row) => {
-        const boxes = [...row.children].map((cell) => { const all = document.createRange(); all.selectNodeContents(cell); return all; })
+        const boxes = [...row.children].map((cell) => {
+            const all = document.createRange(); all.selectNodeContents(cell); return all; })
           .flatMap((range, i) => [...range.getClientRects()].map((box) => ({ i, box })));
-        return boxes.filter(({ i, box }) => boxes.some((other) => other.i !== i && box.width && other.box.width
+        return boxes.filter(({ i, box }) => boxes.some((other) =>
+            other.i !== i && box.width && other.box.width
           && box.left < other.box.right - 1 && other.box.left < box.right - 1
           && box.top < other.box.bottom - 1 && other.box.top < box.bottom - 1))
           .map(() => row.textContent);
       })"""
-    outside = """[...document.querySelectorAll('figure svg text')].filter((text) => text.getBoundingClientRect().left
-        < text.closest('figure').getBoundingClientRect().left + 1).map((text) => text.textContent)"""
+    outside = """[...document.querySelectorAll('figure svg text')].filter((text) =>
+        text.getBoundingClientRect().left < text.closest('figure').getBoundingClientRect().left + 1
+        ).map((text) => text.textContent)"""
     async with page(tmp_path, monkeypatch, lambda: busy) as tab:
         for width in (1280, 880, 600, 390, 320):
             await tab.look(width)
-            await tab.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            await tab.js(
+                "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+            )
             assert await tab.js(wide) <= 0, width
             assert await tab.js(overlaps) == [], width
             assert await tab.js(outside) == [], width
         assert tab.errors == []
 
 
-MARKUP = '</pre><script>document.title="owned"</script><img src="x" onerror="document.title=1"><style>*{display:none}</style>'
+MARKUP = (
+    '</pre><script>document.title="owned"</script><img src="x"'
+    ' onerror="document.title=1"><style>*{display:none}</style>'
+)
 HOSTILE = [
-    MARKUP, "abc\u202egnp.exe\u2066\u200f", "\x1b]0;owned\x07\x1b[2J\x9b31m\rroot#", "x" * 50_000, "a" + "\u0301" * 900,
-    "\u05d0\u05d1 (1) \u0645\u0631 [2]", "\n" * 900, "javascript:alert(1) https://evil.example/ &lt;b&gt; %3Cscript%3E",
-]  # fmt: skip
+    MARKUP,
+    "abc\u202egnp.exe\u2066\u200f",
+    "\x1b]0;owned\x07\x1b[2J\x9b31m\rroot#",
+    "x" * 50_000,
+    "a" + "\u0301" * 900,
+    "\u05d0\u05d1 (1) \u0645\u0631 [2]",
+    "\n" * 900,
+    "javascript:alert(1) https://evil.example/ &lt;b&gt; %3Cscript%3E",
+]
 
 
 def keep_samples(data_dir, texts):
     kept = []
     for at, text in enumerate(texts):
         peer, outcome = PEERS[at % 2] if at % 3 else "", text[:9] if at % 2 else "used"
-        kept.append(Sample(at, at, 3, "rg/gcd", text, [Answer(text, 9, "length", 0.5, surprise=1.25)], peer, outcome))
+        kept.append(
+            Sample(
+                at,
+                at,
+                3,
+                "rg/gcd",
+                text,
+                [Answer(text, 9, "length", 0.5, surprise=1.25)],
+                peer,
+                outcome,
+            )
+        )
     (data_dir / "log").mkdir(parents=True)
-    (data_dir / "log" / "samples.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
+    (data_dir / "log" / "samples.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(each) + b"\n" for each in kept)
+    )
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -93,20 +135,40 @@ async def test_hostile_answers_are_shown_and_do_nothing(tmp_path, monkeypatch, w
     keep_samples(tmp_path / "node", HOSTILE)
     async with page(tmp_path, monkeypatch, width=width, data_dir=tmp_path / "node") as tab:
         await tab.until("document.querySelectorAll('#samples li').length > 0")
-        texts = await tab.js("[...document.querySelectorAll('#samples pre.question')].map((each) => each.textContent)")
+        texts = await tab.js(
+            "[...document.querySelectorAll('#samples pre.question')].map((each) =>"
+            " each.textContent)"
+        )
         assert len(texts) == len(HOSTILE)
         assert texts[-1] == MARKUP
         assert texts[-2] == "abc⟨U+202E⟩gnp.exe⟨U+2066⟩⟨U+200F⟩"
         assert texts[-3] == "⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+001B⟩[2J⟨U+009B⟩31m⟨U+000D⟩root#"
         assert "characters left out" in texts[-4]
         assert max(map(len, texts)) < 12_000
-        assert await tab.js("document.querySelectorAll('#samples script, #samples img, #samples style, #samples a').length") == 0
+        assert (
+            await tab.js(
+                "document.querySelectorAll('#samples script, #samples img, #samples style, #samples"
+                " a').length"
+            )
+            == 0
+        )
         assert await tab.js("document.title.includes('owned')") is False
         assert await tab.js("document.documentElement.scrollWidth - innerWidth") <= 0
-        inside = "[...document.querySelectorAll('#samples pre')].every((each) => each.scrollWidth <= each.clientWidth + 1)"
+        inside = (
+            "[...document.querySelectorAll('#samples pre')].every((each) => each.scrollWidth <="
+            " each.clientWidth + 1)"
+        )
         assert await tab.js(inside) is True
         said = await tab.js("document.getElementById('samples').innerText")
-        for value in ("own", "Küche 2", PEERS[1][-6:], "reward 0.50", "surprise 1.25", "9 tokens, cut", "refused"):
+        for value in (
+            "own",
+            "Küche 2",
+            PEERS[1][-6:],
+            "reward 0.50",
+            "surprise 1.25",
+            "9 tokens, cut",
+            "refused",
+        ):
             assert value in said, value
         assert tab.errors == []
 
@@ -116,21 +178,35 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
 
     def busy(s: NodeSnapshot) -> NodeSnapshot:
         seconds = int(s.at) % 1000
-        traffic = TrafficStatistics(received={"/meshsub/1.1.0": seconds * 700_000}, sent={"/meshsub/1.1.0": seconds * 90_000})
+        traffic = TrafficStatistics(
+            received={"/meshsub/1.1.0": seconds * 700_000},
+            sent={"/meshsub/1.1.0": seconds * 90_000},
+        )
         return replace(s, network=replace(s.network, traffic=traffic))
 
     labels = "[...document.querySelectorAll('figure svg text[text-anchor=end]')]"
     async with page(tmp_path, monkeypatch, change=busy) as tab:
         assert "40 k" in await tab.js(f"{labels}.map((text) => text.textContent)")
-        assert await tab.js(f"{labels}.filter((text) => text.getBBox().x < 0).map((text) => text.textContent)") == []
+        assert (
+            await tab.js(
+                f"{labels}.filter((text) => text.getBBox().x < 0).map((text) => text.textContent)"
+            )
+            == []
+        )
 
 
-async def test_every_chart_and_every_list_that_scrolls_is_reached_by_keyboard(tmp_path, monkeypatch) -> None:
+async def test_every_chart_and_every_list_that_scrolls_is_reached_by_keyboard(
+    tmp_path, monkeypatch
+) -> None:
     async with page(tmp_path, monkeypatch) as tab:
         reached = []
         for _ in range(14):  # eight charts, two lists, four links
             await tab.press("Tab")
-            reached.append(await tab.js("((e) => e.id || e.getAttribute('class') || e.tagName)(document.activeElement)"))
+            reached.append(
+                await tab.js(
+                    "((e) => e.id || e.getAttribute('class') || e.tagName)(document.activeElement)"
+                )
+            )
         assert reached.count("svg") == 8
         assert {"logs", "scroll"} <= set(reached)
         await tab.js("document.querySelector('figure svg').focus()")
@@ -144,7 +220,9 @@ async def test_every_chart_and_every_list_that_scrolls_is_reached_by_keyboard(tm
         assert await tab.js("document.activeElement.getAttribute('aria-label')") == newest
 
 
-async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again(tmp_path, monkeypatch) -> None:
+async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again(
+    tmp_path, monkeypatch
+) -> None:
     async with page(tmp_path, monkeypatch) as tab:
         await tab.js("getSelection().selectAllChildren(document.querySelector('#identity code'))")
         await tab.js("window.before = answeredAt, 0")
@@ -153,53 +231,91 @@ async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again
 
 
 async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch) -> None:
-    lost = lambda s: replace(s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, own=None))
-    async with page(tmp_path, monkeypatch, change=lambda s: lost(s) if s.at % 1000 > 500 else s) as tab:
+    lost = lambda s: replace(
+        s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, own=None)
+    )
+    async with page(
+        tmp_path, monkeypatch, change=lambda s: lost(s) if s.at % 1000 > 500 else s
+    ) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
         assert "no trainer now" in tiles
         assert "212" not in tiles
         assert "540" not in await tab.js("document.getElementById('stage-facts').innerText")
-        assert "own –" in await tab.js("document.querySelector('figure svg').getAttribute('aria-label')")
-        assert "the trainer is not connected" in await tab.js("document.getElementById('notice').textContent")
+        assert "own –" in await tab.js(
+            "document.querySelector('figure svg').getAttribute('aria-label')"
+        )
+        assert "the trainer is not connected" in await tab.js(
+            "document.getElementById('notice').textContent"
+        )
 
 
-async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts(tmp_path, monkeypatch) -> None:
-    third = lambda crew: replace(crew, stage=2, slots=tuple(replace(slot, layers=1) for slot in crew.slots))
+async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts(
+    tmp_path, monkeypatch
+) -> None:
+    third = lambda crew: replace(
+        crew, stage=2, slots=tuple(replace(slot, layers=1) for slot in crew.slots)
+    )
     member = lambda s: replace(s, stages=replace(s.stages, crew=third(s.stages.crew)))
     async with page(tmp_path, monkeypatch, change=member) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
-        for expected in ("the crew's head measures it", "Steps of the stage", "250", "Through the stage", "540"):
+        for expected in (
+            "the crew's head measures it",
+            "Steps of the stage",
+            "250",
+            "Through the stage",
+            "540",
+        ):
             assert expected in tiles
-        assert "the crew's head measures it" in await tab.js("document.querySelector('figure svg').textContent")
+        assert "the crew's head measures it" in await tab.js(
+            "document.querySelector('figure svg').textContent"
+        )
         crew = await tab.js("document.getElementById('crew').innerText")
         assert "1 layer, step" in crew
-        named = await tab.js("[...document.querySelectorAll('#crew bdi')].map((name) => name.textContent)")
-        assert named == ["attic", "Küche 2", "gpu-box-7"]  # what turns the text of a name around ends with it
+        named = await tab.js(
+            "[...document.querySelectorAll('#crew bdi')].map((name) => name.textContent)"
+        )
+        # what turns the text of a name around ends with it
+        assert named == ["attic", "Küche 2", "gpu-box-7"]
 
 
 async def test_what_never_was_is_not_now(tmp_path, monkeypatch) -> None:
     s = example()
     processes = {"scorer": ProcessStatistics(2**20, 0.2)}
-    new = replace(s, peers=[PeerRow(PEERS[0], "in")], processes=processes, health=replace(s.health, draining=True))
+    new = replace(
+        s,
+        peers=[PeerRow(PEERS[0], "in")],
+        processes=processes,
+        health=replace(s.health, draining=True),
+    )
     async with page(tmp_path, monkeypatch, lambda: new) as tab:
         assert await tab.js("document.querySelector('#peers td:last-child').textContent") == "–"
-        assert "1.0 MiB, under 1 s of CPU" in await tab.js("document.getElementById('resources').innerText")
-        assert await tab.js("[document.body.dataset.state, document.getElementById('state').textContent]") == ["draining", "draining"]
+        assert "1.0 MiB, under 1 s of CPU" in await tab.js(
+            "document.getElementById('resources').innerText"
+        )
+        assert await tab.js(
+            "[document.body.dataset.state, document.getElementById('state').textContent]"
+        ) == ["draining", "draining"]
 
 
 async def test_a_page_older_than_the_node_says_that_it_is(tmp_path, monkeypatch) -> None:
     async with page(tmp_path, monkeypatch) as tab:
         monkeypatch.setattr(http, "status_json", lambda *asked: b'{"snapshot": {}}')
         await tab.until("document.body.dataset.state === 'stale'")
-        assert "load the page again" in await tab.js("document.getElementById('notice').textContent")
+        assert "load the page again" in await tab.js(
+            "document.getElementById('notice').textContent"
+        )
         assert len(tab.errors) >= 1
 
 
 async def test_a_time_without_a_node_is_a_gap_in_its_lines(tmp_path, monkeypatch) -> None:
     later = lambda s: replace(s, at=s.at + 120) if s.at % 1000 > 450 else s
     async with page(tmp_path, monkeypatch, change=later) as tab:
-        drawn = await tab.js("document.querySelector('path.line[data-series=policy_version]').getAttribute('d')")
+        drawn = await tab.js(
+            "document.querySelector('path.line[data-series=policy_version]').getAttribute('d')"
+        )
         assert drawn.count("M") == 2
     async with page(tmp_path / "whole", monkeypatch) as tab:
-        drawn = await tab.js("document.querySelector('path.line[data-series=policy_version]').getAttribute('d')")
+        drawn = await tab.js(
+            "document.querySelector('path.line[data-series=policy_version]').getAttribute('d')"
+        )
         assert drawn.count("M") == 1

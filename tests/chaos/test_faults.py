@@ -1,4 +1,5 @@
-"""What a schedule is made of: the cable, the order of the faults, and what is taken for a problem."""
+"""What a schedule is made of: the cable, the order of the faults, and what is taken for a
+problem."""
 
 import socket
 import subprocess
@@ -124,36 +125,63 @@ def test_a_seed_is_an_order_of_every_fault_that_can_be_had():
 
 
 def at(**told):
-    return schedule.Now(**{"step": 9, "saved": 9, "used": 5, "connected": 1, "works": True, "restarts": {}, **told})
+    return schedule.Now(
+        **{"step": 9, "saved": 9, "used": 5, "connected": 1, "works": True, "restarts": {}, **told}
+    )
 
 
 def test_a_node_is_whole_when_it_has_gone_on_with_others_and_saved_it():
     before = at(step=8, used=4)
     assert schedule.well(at(), before, 1)
-    for worse in ({"step": 8}, {"used": 4}, {"saved": 7}, {"connected": 0}, {"connected": 2}, {"works": False}):
+    for worse in (
+        {"step": 8},
+        {"used": 4},
+        {"saved": 7},
+        {"connected": 0},
+        {"connected": 2},
+        {"works": False},
+    ):
         assert not schedule.well(at(**worse), before, 1), worse
     assert not schedule.well(None, before, 1)
 
 
 def test_an_error_is_a_problem_unless_the_fault_explains_it():
     lines = [
-        {"level": "info", "event": "step"}, {"level": "error", "event": "state not saved: No space left on device"},
-        {"level": "warning", "event": "odd", "exception": "Traceback"}, {"level": "error", "event": "Traceback (most recent call last):"},
-    ]  # fmt: skip
+        {"level": "info", "event": "step"},
+        {"level": "error", "event": "state not saved: No space left on device"},
+        {"level": "warning", "event": "odd", "exception": "Traceback"},
+        {"level": "error", "event": "Traceback (most recent call last):"},
+    ]
     assert len(schedule.errors(lines, ())) == 3
     assert [line for line in schedule.errors(lines, ("not saved",)) if "not saved" in line] == []
     assert len(schedule.errors(lines, ("not saved",))) == 2
 
 
 def test_the_held_out_reward_of_a_swarm_is_of_the_second_half_of_the_same_steps():
-    assert schedule.mean_of([{1: 0.0, 6: 0.4, 10: 0.6, 12: 9.0}, {5: 9.0, 8: 0.8}], 10) == pytest.approx(0.6)
+    assert schedule.mean_of(
+        [{1: 0.0, 6: 0.4, 10: 0.6, 12: 9.0}, {5: 9.0, 8: 0.8}], 10
+    ) == pytest.approx(0.6)
 
 
 def test_what_is_put_inside_a_process_sets_its_clock_and_counts_its_tasks(tmp_path):
     (tmp_path / "skew").write_text("3600")
-    environment = {"PYTHONPATH": str(nodes.INSIDE), "SKEW_FILE": str(tmp_path / "skew"), "TASKS_DIR": str(tmp_path)}
-    program = "import time, trio, os; trio.run(trio.sleep, 0.01); print(os.getpid(), time.time(), time.time_ns())"
-    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    environment = {
+        "PYTHONPATH": str(nodes.INSIDE),
+        "SKEW_FILE": str(tmp_path / "skew"),
+        "TASKS_DIR": str(tmp_path),
+    }
+    program = (
+        "import time, trio, os; trio.run(trio.sleep, 0.01); print(os.getpid(), time.time(),"
+        " time.time_ns())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
     pid, seconds, nanoseconds = told.split()
     assert 3590 < float(seconds) - time.time() < 3660
     assert 3590 < int(nanoseconds) / 1e9 - time.time() < 3660

@@ -1,4 +1,5 @@
-"""Several strangers at once, each doing one hostile thing after another, against one guarded host that honest peers visit meanwhile."""
+"""Several strangers at once, each doing one hostile thing after another, against one guarded host
+that honest peers visit meanwhile."""
 
 import contextlib
 import random
@@ -7,12 +8,25 @@ import pytest
 import trio
 
 from tests.support.host_process import guarded, processes
-from tests.support.strangers import MB, flood, garbage, many_messages, poisoned_key, raising_handlers, stranger, streams
+from tests.support.strangers import (
+    MB,
+    flood,
+    garbage,
+    many_messages,
+    poisoned_key,
+    raising_handlers,
+    stranger,
+    streams,
+)
 
 STEPS_IN = {
-    "window_overrun": flood, "streams_overrun": streams, "handler_failed": raising_handlers, "message_unsigned": poisoned_key,
-    "rpc_bounded": many_messages, "slot_released": garbage,
-}  # fmt: skip
+    "window_overrun": flood,
+    "streams_overrun": streams,
+    "handler_failed": raising_handlers,
+    "message_unsigned": poisoned_key,
+    "rpc_bounded": many_messages,
+    "slot_released": garbage,
+}
 """Guards that must have stepped in, and what each of them is there for."""
 
 

@@ -1,4 +1,5 @@
-"""kill -9 of one side of an exchange in every state that it has: the other has its weights as they were or wholly averaged, and goes on."""
+"""kill -9 of one side of an exchange in every state that it has: the other has its weights as they
+were or wholly averaged, and goes on."""
 
 import pytest
 import torch
@@ -15,15 +16,19 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
 STATES = ("paired", "transfer", "apply")
 CASES = [
-    ("proposed", True, 0.0), ("proposed", True, 0.05), *((state, proposes, 0.0) for state in STATES for proposes in (True, False)),
-    *(("apply", proposes, 0.02) for proposes in (True, False)),  # in the middle of what its trainer does
-]  # fmt: skip
+    ("proposed", True, 0.0),
+    ("proposed", True, 0.05),
+    *((state, proposes, 0.0) for state in STATES for proposes in (True, False)),
+    # in the middle of what its trainer does
+    *(("apply", proposes, 0.02) for proposes in (True, False)),
+]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(driver, "OPEN_SECONDS", (0.5, 120.0))
-    monkeypatch.setattr(driver, "AVOID_SECONDS", 1.0)  # of who proposed and vanished; minutes, otherwise
+    # of who proposed and vanished; minutes, otherwise
+    monkeypatch.setattr(driver, "AVOID_SECONDS", 1.0)
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 
@@ -31,10 +36,15 @@ def quick(monkeypatch):
 async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_path):
     torch.set_num_threads(1)
     key = identity.load_or_create(tmp_path / "0" / "identity.key").private_key
-    async with host(tmp_path / "0", swarm=SWARM) as network, averaging(network, key, tmp_path / "0") as node:
+    async with (
+        host(tmp_path / "0", swarm=SWARM) as network,
+        averaging(network, key, tmp_path / "0") as node,
+    ):
         node.step()
         before = node.weights()
-        child = replica_child.start(tmp_path / "1", network.listen_addrs[0], proposes=proposes, die_in=state, linger=linger)
+        child = replica_child.start(
+            tmp_path / "1", network.listen_addrs[0], proposes=proposes, die_in=state, linger=linger
+        )
         if not proposes:
             await until(lambda: node.candidates() == 1, seconds=240)
             node.due()
@@ -43,15 +53,19 @@ async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_pa
         await until(lambda: node.service.statistics().phase == "idle", seconds=120)
         averaged = node.outcome("applied") == 1
         assert averaged == (not identical(before, node.weights()))
-        assert not averaged or state in ("transfer", "apply")  # only then had it everything it needed
+        # only then had it everything it needed
+        assert not averaged or state in ("transfer", "apply")
         assert node.counters.outer_clocks[0] <= 1
 
-        child = replica_child.start(tmp_path / "1", network.listen_addrs[0], proposes=False, die_in="", linger=0.0)
+        child = replica_child.start(
+            tmp_path / "1", network.listen_addrs[0], proposes=False, die_in="", linger=0.0
+        )
         await until(lambda: node.candidates() == 1 and len(network.connected()) == 1, seconds=240)
         done = node.outcome("applied")
 
         def applied():
-            if node.service.statistics().phase == "idle":  # the other may be avoided for a moment: then a step was taken alone
+            # the other may be avoided for a moment: then a step was taken alone
+            if node.service.statistics().phase == "idle":
                 node.due()
             return node.outcome("applied") > done
 

@@ -1,6 +1,8 @@
-"""No number, and no bytes of a fixed length, of what planes say to each other is without a bound: each is moved out of it, in each vector.
+"""No number, and no bytes of a fixed length, of what planes say to each other is without a bound:
+each is moved out of it, in each vector.
 
-The checks are tables of names (`wire.fields.check_fields`), so a field that somebody adds would pass unlooked at where its name is in none.
+The checks are tables of names (`wire.fields.check_fields`), so a field that somebody adds would
+pass unlooked at where its name is in none.
 """
 
 import functools
@@ -20,17 +22,25 @@ from tests.support.stage_reading import Bytes
 
 VECTORS = Path(__file__).parents[2] / "protocol" / "vectors"
 LIMITS = FrameLimits(hidden=4, vocab=50, tokens=64)
-STREAMS = {"stage_frame": functools.partial(read_frame, limits=LIMITS), "state_message": functools.partial(read_state, limits=LIMITS)}
+STREAMS = {
+    "stage_frame": functools.partial(read_frame, limits=LIMITS),
+    "state_message": functools.partial(read_state, limits=LIMITS),
+}
 READERS = {
-    "crews_request": crews.decode_request, "crews_answer": crews.decode_answer, "weights": decode_message, "weights_state": decode_state,
-}  # fmt: skip
+    "crews_request": crews.decode_request,
+    "crews_answer": crews.decode_answer,
+    "weights": decode_message,
+    "weights_state": decode_state,
+}
 FREE = {"manifest"}
 """Bytes of any length: an envelope, which is read by itself."""
 
 
 def header_of(vector):
     frame = b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
-    return frame[4 : 4 + int.from_bytes(frame[:4], "big")] if vector["read_as"] in STREAMS else frame
+    return (
+        frame[4 : 4 + int.from_bytes(frame[:4], "big")] if vector["read_as"] in STREAMS else frame
+    )
 
 
 def read(read_as, header):
@@ -41,10 +51,13 @@ def read(read_as, header):
 
 
 def moved(value, name=""):
-    """(name of the field, `value` with one leaf out of any bounds, the reason to expect), of every leaf that is a number or bytes."""
+    """(name of the field, `value` with one leaf out of any bounds, the reason to expect), of every
+    leaf that is a number or bytes."""
     if isinstance(value, dict | list):
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            for path, other, reason in moved(item, f"{name}.{key}" if isinstance(key, str) else name):
+            for path, other, reason in moved(
+                item, f"{name}.{key}" if isinstance(key, str) else name
+            ):
                 copy = dict(value) if isinstance(value, dict) else list(value)
                 copy[key] = other
                 yield path, copy, reason

@@ -1,5 +1,6 @@
-"""Nothing that only tests know: every action of a state machine is carried out in the product, and every field of a message or an event is
-written and read there. `tests.support.product_types` says how it looks.
+"""Nothing that only tests know: every action of a state machine is carried out in the product, and
+every field of a message or an event is written and read there. `tests.support.product_types` says
+how it looks.
 """
 
 from pathlib import Path
@@ -24,14 +25,21 @@ ALLOWED = {
     "swarmnode.pipeline.frames.Abort: nobody reads reason": "for whoever looks at the wire",
     "swarmnode.pipeline.frames.Commit: nobody reads norm": "the same",
     **dict.fromkeys(
-        ("swarmnode.recovery.messages.Edge: nobody reads micro_batch", "swarmnode.recovery.messages.Edge: nobody reads step"),
+        (
+            "swarmnode.recovery.messages.Edge: nobody reads micro_batch",
+            "swarmnode.recovery.messages.Edge: nobody reads step",
+        ),
         "names what it is; on the wire",
     ),
-    "swarmnode.weights.fingerprint.LoraShape: nobody reads r": "goes into the fingerprint's hash as a whole",
+    "swarmnode.weights.fingerprint.LoraShape: nobody reads r": (
+        "goes into the fingerprint's hash as a whole"
+    ),
     "swarmnode.weights.fingerprint.LoraShape: nobody reads alpha": "the same",
     "swarmnode.weights.fingerprint.LoraShape: nobody reads target_modules": "the same",
     "swarmnode.link.messages.Report: nobody reads evidence": "the page reads it from /status",
-    "swarmnode.link.messages.WeightsReport: nobody reads exchanges_total": "the demo reads it from /status",
+    "swarmnode.link.messages.WeightsReport: nobody reads exchanges_total": (
+        "the demo reads it from /status"
+    ),
     "swarmnode.link.messages.WeightsReport: nobody reads solo_steps_total": "the same",
 }
 
@@ -39,9 +47,22 @@ ALLOWED = {
 def messages_of(product: Product) -> set[str]:
     """What is sent, what is one of several alternatives, and whatever these are made of."""
     found = {item for items in product.unions.values() for item in items}
-    found |= {name for name, declared in product.structs.items() if declared.is_struct and declared.keywords & ON_THE_WIRE}
+    found |= {
+        name
+        for name, declared in product.structs.items()
+        if declared.is_struct and declared.keywords & ON_THE_WIRE
+    }
     declared = product.structs
-    while more := {part for name in found for parts in declared[name].parts.values() for part in parts if part in declared} - found:
+    while (
+        more := {
+            part
+            for name in found
+            for parts in declared[name].parts.values()
+            for part in parts
+            if part in declared
+        }
+        - found
+    ):
         found |= more
     return found
 
@@ -69,7 +90,8 @@ def findings(product: Product) -> list[str]:
 
 
 def not_carried_out(product: Product, declared: Declared) -> list[str]:
-    """An alternative is told from the others somewhere; an action, which is made beside its definition, by somebody else."""
+    """An alternative is told from the others somewhere; an action, which is made beside its
+    definition, by somebody else."""
     makers = {module_of(place) for place in product.made[declared.name]}
     others = {module_of(place) for place in product.told_apart[declared.name]}
     if makers == {declared.module}:
@@ -81,7 +103,12 @@ def look() -> Product:
     found = analyse(texts_of(PACKAGE), NO_PRODUCT)
     for declared, field, metric in read_by_path():
         found.read[declared, field].append(f"swarmnode.observe.metrics:{metric}")
-    read_by_script(found, f"{NodeSnapshot.__module__}.NodeSnapshot", (PACKAGE / "observe" / "page" / "app.js").read_text(), "app.js")
+    read_by_script(
+        found,
+        f"{NodeSnapshot.__module__}.NodeSnapshot",
+        (PACKAGE / "observe" / "page" / "app.js").read_text(),
+        "app.js",
+    )
     return found
 
 
@@ -91,9 +118,16 @@ def product():
 
 
 def read_by_path():
-    """(class, field, metric) of everything that the table of metrics reads by its path in the snapshot."""
+    """(class, field, metric) of everything that the table of metrics reads by its path in the
+    snapshot."""
     for metric in METRICS:
-        sources = [metric.source] if isinstance(metric.source, str) else [] if callable(metric.source) else metric.source.values()
+        sources = (
+            [metric.source]
+            if isinstance(metric.source, str)
+            else []
+            if callable(metric.source)
+            else metric.source.values()
+        )
         for path in sources:
             kind = NodeSnapshot
             for name in path.split("."):
@@ -101,7 +135,11 @@ def read_by_path():
                     break  # a key of a dict
                 yield f"{kind.__module__}.{kind.__name__}", name, metric.name
                 declared = get_type_hints(kind)[name]
-                classes = [each for each in (declared, *get_args(declared)) if isinstance(each, type) and each is not NoneType]
+                classes = [
+                    each
+                    for each in (declared, *get_args(declared))
+                    if isinstance(each, type) and each is not NoneType
+                ]
                 kind = next((each for each in classes if issubclass(each, msgspec.Struct)), dict)
 
 
@@ -112,19 +150,30 @@ def test_every_action_has_an_executor_and_every_field_a_writer_and_a_reader(prod
 
 
 def test_it_looks_at_what_it_is_there_for(product):
-    """The analysis itself: what we know to be a message is one, and its readers and writers are found."""
+    """The analysis itself: what we know to be a message is one, and its readers and writers are
+    found."""
     messages = messages_of(product)
     wire, pairing = "swarmnode.wire.messages.", "swarmnode.weights.pairing."
-    assert {f"{wire}{name}" for name in ("Envelope", "Completion", "BulkRequest", "SwarmManifest", "Access")} <= messages
+    assert {
+        f"{wire}{name}"
+        for name in ("Envelope", "Completion", "BulkRequest", "SwarmManifest", "Access")
+    } <= messages
     assert {f"{pairing}{name}" for name in ("Due", "Lied", "Send", "Ended")} <= messages
-    assert {"swarmnode.link.messages.Hello", "swarmnode.daemon.watchdog.Restart", "swarmnode.rollouts.groups.OwnGroup"} <= messages
-    assert "swarmnode.rollouts.publisher" in {module_of(place) for place in product.written[f"{wire}Announce", "size"]}
+    assert {
+        "swarmnode.link.messages.Hello",
+        "swarmnode.daemon.watchdog.Restart",
+        "swarmnode.rollouts.groups.OwnGroup",
+    } <= messages
+    assert "swarmnode.rollouts.publisher" in {
+        module_of(place) for place in product.written[f"{wire}Announce", "size"]
+    }
     assert {module_of(place) for place in product.read[f"{wire}Announce", "size"]} & {
-        "swarmnode.rollouts.admission", "swarmnode.rollouts.fetching",
-    }  # fmt: skip
+        "swarmnode.rollouts.admission",
+        "swarmnode.rollouts.fetching",
+    }
 
 
-# ---- that it can fail ---------------------------------------------------------------------------------------------------------------
+# ---- that it can fail ----------------------------------------------------------------------------
 
 MACHINE = """
 from __future__ import annotations
@@ -223,7 +272,9 @@ def write() -> Sent:
     sent.by_filling.append(4)
     return changed(replace(sent, by_replace=5), by_helper=6)
 
-def read(protocol: HasKeyword, narrow: Narrow, anything: Any, several: Iterable[Sent | None]) -> int:
+def read(
+    protocol: HasKeyword, narrow: Narrow, anything: Any, several: Iterable[Sent | None]
+) -> int:
     for one in several:
         if one is not None:
             match one:
@@ -234,20 +285,34 @@ def read(protocol: HasKeyword, narrow: Narrow, anything: Any, several: Iterable[
 """
 
 
-
 @pytest.fixture(scope="module")
 def made_up():
-    """`made` has defects, `whole` is the same without them; `ways` are the ways of using a field. Analysed together, which is quicker."""
-    machine = MACHINE.replace("return (Ring(2),)", "return (Ring(len(event.peer)),) if isinstance(event, Lost) else ()")
-    driver = DRIVER.replace("Other, Send", "Open, Other, Ring, Send").replace("Due(1.0)", 'Due(1.0, "b")')
+    """`made` has defects, `whole` is the same without them; `ways` are the ways of using a field.
+    Analysed together, which is quicker."""
+    machine = MACHINE.replace(
+        "return (Ring(2),)", "return (Ring(len(event.peer)),) if isinstance(event, Lost) else ()"
+    )
+    driver = DRIVER.replace("Other, Send", "Open, Other, Ring, Send").replace(
+        "Due(1.0)", 'Due(1.0, "b")'
+    )
     driver += """
             case Open():
                 print(action.peer, action.size)
             case Ring(times=3):
                 print("three")
 """
-    texts = {"made": "", "made.machine": MACHINE, "made.driver": DRIVER, "made.tests": TESTS, "ways": WAYS}
-    whole = {"whole": "", "whole.machine": machine, "whole.driver": driver.replace("made.", "whole.")}
+    texts = {
+        "made": "",
+        "made.machine": MACHINE,
+        "made.driver": DRIVER,
+        "made.tests": TESTS,
+        "ways": WAYS,
+    }
+    whole = {
+        "whole": "",
+        "whole.machine": machine,
+        "whole.driver": driver.replace("made.", "whole."),
+    }
     return analyse(texts | whole, without=("made.tests",))
 
 
@@ -270,7 +335,10 @@ class Other:
 """
     product = analyse({"watch": source})
     read_by_script(product, "watch.Snapshot", "row(s.part.shown, hidden)", "script")
-    assert {field for field, places in product.read.items() if places} == {("watch.Snapshot", "part"), ("watch.Part", "shown")}
+    assert {field for field, places in product.read.items() if places} == {
+        ("watch.Snapshot", "part"),
+        ("watch.Part", "shown"),
+    }
 
 
 def of(package, product):
@@ -295,7 +363,8 @@ def test_all_is_well_once_the_product_uses_it(made_up):
 
 
 def test_ways_to_write_and_to_read_are_known(made_up):
-    """An object of unknown type is read by nobody, nor is what a protocol asks for when the struct does not have all of it."""
+    """An object of unknown type is read by nobody, nor is what a protocol asks for when the struct
+    does not have all of it."""
     assert of("ways", made_up) == [
         "ways.Sent: nobody reads by_assignment",
         "ways.Sent: nobody reads by_filling",

@@ -1,4 +1,5 @@
-"""What a page refers to is there: files, headings, tests, modules. And the pages that say how long they take can be read in that time."""
+"""What a page refers to is there: files, headings, tests, modules. And the pages that say how long
+they take can be read in that time."""
 
 import importlib.util
 import re
@@ -8,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "protocol", "benchmarks", "deploy", "docker")
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+)
 LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:swarmnode|benchmarks|tests|protocol)[a-z_.]*[a-z_])\b")
@@ -18,9 +21,14 @@ WORDS_PER_MINUTE = 230
 
 def anchors(page: str) -> set[str]:
     """Fragments of a page's headings, as GitHub makes them: the second one of a name ends in -1."""
-    headings = [LINK.sub(r"\1", heading) for heading in re.findall(r"^#{1,6} +(.+?)\s*$", FENCE.sub("", page), re.MULTILINE)]
+    headings = [
+        LINK.sub(r"\1", heading)
+        for heading in re.findall(r"^#{1,6} +(.+?)\s*$", FENCE.sub("", page), re.MULTILINE)
+    ]
     fragments = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    return {f"{one}-{n}" if (n := fragments[:i].count(one)) else one for i, one in enumerate(fragments)}
+    return {
+        f"{one}-{n}" if (n := fragments[:i].count(one)) else one for i, one in enumerate(fragments)
+    }
 
 
 def broken(page: Path) -> list[str]:
@@ -31,7 +39,9 @@ def broken(page: Path) -> list[str]:
             continue
         name, _, fragment = link.partition("#")
         to = (page.parent / name).resolve() if name else page
-        if not to.exists() or (fragment and to.suffix == ".md" and fragment not in anchors(to.read_text())):
+        if not to.exists() or (
+            fragment and to.suffix == ".md" and fragment not in anchors(to.read_text())
+        ):
             found.append(link)
     return found
 
@@ -42,9 +52,16 @@ def test_links_lead_somewhere(page):
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path):
-    (tmp_path / "other.md").write_text("# One two: three\n## `four`, five\n## Twice\n## Twice\n```\n# no heading\n```\n")
+    (tmp_path / "other.md").write_text(
+        "# One two: three\n## `four`, five\n## Twice\n## Twice\n```\n# no heading\n```\n"
+    )
     page = tmp_path / "page.md"
-    lead = ["other.md#one-two-three", "other.md#four-five", "other.md#twice-1", "https://example.org/x"]
+    lead = [
+        "other.md#one-two-three",
+        "other.md#four-five",
+        "other.md#twice-1",
+        "https://example.org/x",
+    ]
     do_not = ["other.md#no-heading", "other.md#twice-2", "gone.md", "#here"]
     page.write_text(" ".join(f"[a link]({link})" for link in lead + do_not))
     assert broken(page) == do_not
@@ -54,9 +71,20 @@ def test_tests_that_pages_name_exist():
     files: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         files[path.name] = files.get(path.name, "") + path.read_text()
-    named = {(page.name, *found) for page in PAGES for found in re.findall(r"\b(test_\w+\.py)(?:::(test_\w+))?", page.read_text())}
+    named = {
+        (page.name, *found)
+        for page in PAGES
+        for found in re.findall(r"\b(test_\w+\.py)(?:::(test_\w+))?", page.read_text())
+    }
     assert len(named) > 100
-    assert sorted(one for one in named if one[1] not in files or (one[2] and f"def {one[2]}(" not in files[one[1]])) == []
+    assert (
+        sorted(
+            one
+            for one in named
+            if one[1] not in files or (one[2] and f"def {one[2]}(" not in files[one[1]])
+        )
+        == []
+    )
 
 
 def test_modules_that_pages_run_exist():

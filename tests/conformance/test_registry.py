@@ -51,7 +51,10 @@ def test_names_are_those_of_the_registry():
         "bulk_manifest": ids.BULK_MANIFEST_PROTOCOL,
         "bulk_socket": ids.BULK_SOCKET_PROTOCOL,
     }
-    assert REGISTRY["topics"] == {"rollouts": ids.ROLLOUT_TOPIC, "bucket_rollouts": ids.BUCKET_TOPIC}
+    assert REGISTRY["topics"] == {
+        "rollouts": ids.ROLLOUT_TOPIC,
+        "bucket_rollouts": ids.BUCKET_TOPIC,
+    }
 
 
 def test_swarm_id_covers_what_two_nodes_cannot_do_without():
@@ -242,11 +245,29 @@ def test_security_protocols_are_those_of_the_registry():
 
 def test_every_limit_is_in_the_registry():
     """A new constant in limits.py without a line in the registry would otherwise go unnoticed."""
-    registered = [value for table in ("bytes", "exact_bytes", "counts", "floats", "seconds") for value in REGISTRY[table].values()]
+    registered = [
+        value
+        for table in ("bytes", "exact_bytes", "counts", "floats", "seconds")
+        for value in REGISTRY[table].values()
+    ]
     ours = [value for name, value in vars(limits).items() if name.isupper()]
     said = weights_messages
-    ours += [said.MESSAGE_BYTES, said.STATE_REQUEST_BYTES, said.STATE_BYTES, said.NONCE_BYTES, said.FRAGMENTS, said.RETRY_SECONDS]
-    ours += [crews.MESSAGE_BYTES, crews.REASON_BYTES, record.HASH_BYTES, record.HASH_BYTES, record.COPIES, crews.WITHOUT]
+    ours += [
+        said.MESSAGE_BYTES,
+        said.STATE_REQUEST_BYTES,
+        said.STATE_BYTES,
+        said.NONCE_BYTES,
+        said.FRAGMENTS,
+        said.RETRY_SECONDS,
+    ]
+    ours += [
+        crews.MESSAGE_BYTES,
+        crews.REASON_BYTES,
+        record.HASH_BYTES,
+        record.HASH_BYTES,
+        record.COPIES,
+        crews.WITHOUT,
+    ]
     ours += [record.NONCE_BYTES, FACTOR, said.BLOCKS]
     ours += [record.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
@@ -270,24 +291,42 @@ def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*stage_frames.FRAME_REASONS, *STATE_REASONS, "signature"},
         "ignore": {*FENCE_REASONS, *stream_handshake.REFUSALS, "repeated"} - {"malformed"},
-    }  # fmt: skip
+    }
 
 
 def test_schemas_are_those_of_the_messages():
     written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
-    assert written == schemas() | weights_schemas() | stages_schemas(), "run `python -m swarmnode.{wire,weights,stages}.schema`"
+    assert written == schemas() | weights_schemas() | stages_schemas(), (
+        "run `python -m swarmnode.{wire,weights,stages}.schema`"
+    )
 
 
 def test_documents_name_everything_in_the_registry():
     text = "".join(path.read_text() for path in PROTOCOL.glob("0*.md"))
-    names = [*REGISTRY["protocols"].values(), *REGISTRY["topics"].values(), *REGISTRY["domains"].values()]
+    names = [
+        *REGISTRY["protocols"].values(),
+        *REGISTRY["topics"].values(),
+        *REGISTRY["domains"].values(),
+    ]
     names += [f"`{name}`" for verdict in REGISTRY["verdicts"].values() for name in verdict]
-    names += [f"`{name}`" for table in ("security", "private_security", "muxers", "gossip") for name in REGISTRY["transport"][table]]
+    names += [
+        f"`{name}`"
+        for table in ("security", "private_security", "muxers", "gossip")
+        for name in REGISTRY["transport"][table]
+    ]
     assert [name for name in names if name not in text] == []
 
 
-@pytest.mark.parametrize(("document", "table"), [("02-rollouts.md", "verdicts"), ("04-stages.md", "stage_verdicts")])
+@pytest.mark.parametrize(
+    ("document", "table"), [("02-rollouts.md", "verdicts"), ("04-stages.md", "stage_verdicts")]
+)
 def test_documents_give_each_reason_the_verdict_of_the_registry(document, table):
-    given = re.findall(r"\[(REJECT|IGNORE)\] ((?:`\w+`(?:, )?)+)", (PROTOCOL / document).read_text())
-    verdicts = {(name, verdict.lower()) for verdict, names in given for name in re.findall(r"\w+", names)}
-    assert verdicts == {(name, verdict) for verdict, names in REGISTRY[table].items() for name in names}
+    given = re.findall(
+        r"\[(REJECT|IGNORE)\] ((?:`\w+`(?:, )?)+)", (PROTOCOL / document).read_text()
+    )
+    verdicts = {
+        (name, verdict.lower()) for verdict, names in given for name in re.findall(r"\w+", names)
+    }
+    assert verdicts == {
+        (name, verdict) for verdict, names in REGISTRY[table].items() for name in names
+    }

@@ -1,4 +1,5 @@
-"""The vectors of protocol/ against swarmnode.wire, against the independent decoder, and against their generator."""
+"""The vectors of protocol/ against swarmnode.wire, against the independent decoder, and against
+their generator."""
 
 import dataclasses
 import importlib
@@ -13,7 +14,14 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from protocol.generate import crew_vectors, frames, stage_vectors, state_vectors, task_vectors, vectors
+from protocol.generate import (
+    crew_vectors,
+    frames,
+    stage_vectors,
+    state_vectors,
+    task_vectors,
+    vectors,
+)
 from protocol.generate.stage_vectors import answers
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
@@ -43,7 +51,13 @@ from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, signed_by, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
 from swarmnode.wire.manifest import keeps_rules, open_manifest
 from swarmnode.wire.messages import (
     BulkManifest,
@@ -71,7 +85,10 @@ from swarmnode.wire.swarm import swarm_id
 from tests.support.stage_reading import read_state, read_whole
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
-DOCUMENTS = {path.name: json.loads(path.read_text()) for path in sorted((PROTOCOL / "vectors").glob("*.json"))}
+DOCUMENTS = {
+    path.name: json.loads(path.read_text())
+    for path in sorted((PROTOCOL / "vectors").glob("*.json"))
+}
 ENVELOPES = {"gossip": limits.GOSSIP_BYTES, "fetched": limits.GROUP_BYTES}
 MESSAGES = {
     "fetch_request": (FetchRequest, limits.FETCH_REQUEST_BYTES),
@@ -97,15 +114,35 @@ MESSAGES = {
 }
 CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
-OPEN_REFUSALS = {reason for reason in stream_handshake.REFUSALS if reason not in ("malformed", "timeout")}
-FRAMES = [(name, vector) for name, document in DOCUMENTS.items() for vector in document["vectors"] if "read_as" in vector]
-ADMISSIONS = [(document, vector) for document in DOCUMENTS.values() for vector in document["vectors"] if "admit" in vector]
-DERIVATIONS = [vector for document in DOCUMENTS.values() for vector in document["vectors"] if "derive" in vector]
+OPEN_REFUSALS = {
+    reason for reason in stream_handshake.REFUSALS if reason not in ("malformed", "timeout")
+}
+FRAMES = [
+    (name, vector)
+    for name, document in DOCUMENTS.items()
+    for vector in document["vectors"]
+    if "read_as" in vector
+]
+ADMISSIONS = [
+    (document, vector)
+    for document in DOCUMENTS.values()
+    for vector in document["vectors"]
+    if "admit" in vector
+]
+DERIVATIONS = [
+    vector
+    for document in DOCUMENTS.values()
+    for vector in document["vectors"]
+    if "derive" in vector
+]
 
 
 def builtin_reward(given: dict) -> float:
     ref = TaskRef(given["task"], task_version(given["task"]), given["seed"], given["index"])
-    (reward,) = judge_answers(prepare(ref, [given["text"]]), lambda task, seed, index, _: task_vectors.item(task, seed, index)).rewards
+    (reward,) = judge_answers(
+        prepare(ref, [given["text"]]),
+        lambda task, seed, index, _: task_vectors.item(task, seed, index),
+    ).rewards
     return reward
 
 
@@ -118,32 +155,54 @@ def weights_int4(given: dict) -> list[float] | str:
 
 def weights_fingerprint(given: dict) -> list[str]:
     hashes = [bytes.fromhex(given[name]) for name in ("swarm", "base", "tokenizer")]
-    adapter = given["adapter"] and LoraShape(*given["adapter"][:2], tuple(given["adapter"][2]), given["adapter"][3])
+    adapter = given["adapter"] and LoraShape(
+        *given["adapter"][:2], tuple(given["adapter"][2]), given["adapter"][3]
+    )
     layout = make_layout(given["layout"])
-    return [of(*hashes, layout, given["codec"], given["fragments"], adapter).hex() for of in (fingerprint, state_fingerprint)]
+    return [
+        of(*hashes, layout, given["codec"], given["fragments"], adapter).hex()
+        for of in (fingerprint, state_fingerprint)
+    ]
 
 
 def weights_fragments(given: dict) -> list:
     layout = make_layout(given["layout"])
-    return [[[spec.name for spec in part] for part in cut(layout, given["fragments"])], blocks_of(spec.name for spec in layout).hex()]
+    return [
+        [[spec.name for spec in part] for part in cut(layout, given["fragments"])],
+        blocks_of(spec.name for spec in layout).hex(),
+    ]
 
 
 def listed_positions(given: dict) -> list[int]:
     """Positions that a catalogue lists: each group is made at the second of its position."""
-    catalogue = Catalogue(b"o" * 32, b"s" * 32, bytes.fromhex(given["life"]), groups=len(given["held"]))
+    catalogue = Catalogue(
+        b"o" * 32, b"s" * 32, bytes.fromhex(given["life"]), groups=len(given["held"])
+    )
     for position in range(1, given["last"] + 1):
         content = position.to_bytes(32, "big")
         catalogue.put(b"envelope", Listed(content, b"k" * 32, "t", 1000 * position, 8, 0.5))
     request = given["request"]
-    response = catalogue.listing(ListingRequest(b"s" * 32, bytes.fromhex(request["life"]), request["position"]), given["last"])
+    response = catalogue.listing(
+        ListingRequest(b"s" * 32, bytes.fromhex(request["life"]), request["position"]),
+        given["last"],
+    )
     return [int.from_bytes(listed.content, "big") for listed in response.groups]
 
 
 def listed_falsely(given: dict) -> str | None:
     content, author, *rest = given["listed"]
-    listed, frame = Listed(bytes.fromhex(content), bytes.fromhex(author), *rest), bytes.fromhex(given["frame"])
-    envelope, group = unseal(frame, DOMAIN_ROLLOUT, bytes.fromhex(given["swarm"]), limits.GROUP_BYTES)
-    lie = contradiction(listed, envelope.key, group, len(frame)) if content_id(frame) == listed.content else "content"
+    listed, frame = (
+        Listed(bytes.fromhex(content), bytes.fromhex(author), *rest),
+        bytes.fromhex(given["frame"]),
+    )
+    envelope, group = unseal(
+        frame, DOMAIN_ROLLOUT, bytes.fromhex(given["swarm"]), limits.GROUP_BYTES
+    )
+    lie = (
+        contradiction(listed, envelope.key, group, len(frame))
+        if content_id(frame) == listed.content
+        else "content"
+    )
     return "mismatch" if lie in PROVEN else lie
 
 
@@ -169,13 +228,19 @@ def read_stream_open(frame: bytes, given: dict) -> dict:
     if len(frame) > stream_handshake.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
     opened = strict.decode(frame, stream_handshake.StreamOpen)
-    refused = stream_handshake.refusal(crew_vectors.stream_peers(given["crew"]), given["peer"], opened)
+    refused = stream_handshake.refusal(
+        crew_vectors.stream_peers(given["crew"]), given["peer"], opened
+    )
     if refused:
         raise BadMessage(refused)
     return msgspec.to_builtins(opened, builtin_types=(bytes,))
 
 
-STAGES = {"stage_frame": read_whole, "state_message": read_state, "stage_stream_open": read_stream_open}
+STAGES = {
+    "stage_frame": read_whole,
+    "state_message": read_state,
+    "stage_stream_open": read_stream_open,
+}
 """Read with what the vector gives: a crew's shapes, or who is in it."""
 
 
@@ -186,7 +251,9 @@ def place_of(told: list) -> Place:
 def stage_fence(given: dict) -> str | None:
     crew = given["crew"]
     fence = Fence(Place(bytes.fromhex(crew["crew"]), 0, given["step"]), crew["stages"])
-    return fence.check(place_of(given["place"]), given["sender"], None if given["control"] else given["step"])
+    return fence.check(
+        place_of(given["place"]), given["sender"], None if given["control"] else given["step"]
+    )
 
 
 def frame_of(vector: dict) -> bytes:
@@ -197,7 +264,9 @@ def joined(parts: list) -> bytes:
     return b"".join(bytes.fromhex(part) * times for part, times in parts)
 
 
-def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict | None = None) -> dict:
+def judge(
+    read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict | None = None
+) -> dict:
     """What swarmnode makes of a frame, in the words of the vectors."""
     try:
         if read_as in STAGES:
@@ -225,8 +294,11 @@ def judge(read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict |
         else:
             envelope, message = unseal(frame, domain, swarm, ENVELOPES[read_as])
             value = {
-                "peer": peer_id(envelope.key), "content": content_id(frame).hex(), "codec": envelope.codec, "message": plain(message),
-            }  # fmt: skip
+                "peer": peer_id(envelope.key),
+                "content": content_id(frame).hex(),
+                "codec": envelope.codec,
+                "message": plain(message),
+            }
     except BadMessage as error:
         return {"verdict": "reject", "reason": error.reason}
     return {"verdict": "accept", "value": value}
@@ -246,29 +318,45 @@ def hexed(value):
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[ModuleType]:
-    """protocol/check.py, which is no part of any package, as a program finds it: with its own folder first on the path."""
+    """protocol/check.py, which is no part of any package, as a program finds it: with its own
+    folder first on the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PROTOCOL))
         yield importlib.import_module("check")
 
 
-@pytest.mark.parametrize(("document", "vector"), FRAMES, ids=[f"{name}: {vector['name']}" for name, vector in FRAMES])
+@pytest.mark.parametrize(
+    ("document", "vector"), FRAMES, ids=[f"{name}: {vector['name']}" for name, vector in FRAMES]
+)
 def test_swarmnode_judges_the_frame_as_recorded(document, vector):
     about = DOCUMENTS[document]
-    got = judge(vector["read_as"], frame_of(vector), about["domain"].encode(), bytes.fromhex(about["swarm"]), vector.get("given"))
+    got = judge(
+        vector["read_as"],
+        frame_of(vector),
+        about["domain"].encode(),
+        bytes.fromhex(about["swarm"]),
+        vector.get("given"),
+    )
     assert got == {name: vector[name] for name in ("verdict", "reason", "value") if name in vector}
 
 
-@pytest.mark.parametrize(("about", "vector"), ADMISSIONS, ids=[vector["name"] for _, vector in ADMISSIONS])
+@pytest.mark.parametrize(
+    ("about", "vector"), ADMISSIONS, ids=[vector["name"] for _, vector in ADMISSIONS]
+)
 def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
     given = vector["admit"]
-    monkeypatch.setattr("swarmnode.rollouts.admission.task_version", given["tasks"].get)  # those of the vectors, not today's
+    # those of the vectors, not today's
+    monkeypatch.setattr("swarmnode.rollouts.admission.task_version", given["tasks"].get)
     rules = lambda group: True
     if "rules" in given:
-        models = {(bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]}
+        models = {
+            (bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]
+        }
         rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
     options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
-    admission = Admission(bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options)
+    admission = Admission(
+        bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
+    )
     for earlier in given["after"]:
         assert not isinstance(admission.check_frame(joined(earlier), given["now"]), Rejected)
     got = admission.check_frame(frame_of(vector), given["now"])
@@ -282,36 +370,69 @@ def test_swarmnode_derives_what_is_recorded(vector):
     got = {
         "peer_id": lambda: peer_id(bytes.fromhex(given["key"])),
         "content_id": lambda: content_id(bytes.fromhex(given["envelope"])).hex(),
-        "swarm_id": lambda: swarm_id(given["name"], given["tasks"], tuple(given["protocols"])).hex(),
+        "swarm_id": (
+            lambda: swarm_id(given["name"], given["tasks"], tuple(given["protocols"])).hex()
+        ),
         "bucket_seed": lambda: dict(
-            zip(("seed", "index"), bucket_seed(**{**given, "swarm": bytes.fromhex(given["swarm"])}), strict=True)
+            zip(
+                ("seed", "index"),
+                bucket_seed(**{**given, "swarm": bytes.fromhex(given["swarm"])}),
+                strict=True,
+            )
         ),
         "task_seed": lambda: dict(
-            zip(("seed", "index"), task_seed(bytes.fromhex(given["swarm"]), given["peer"], given["sequence"]), strict=True)
+            zip(
+                ("seed", "index"),
+                task_seed(bytes.fromhex(given["swarm"]), given["peer"], given["sequence"]),
+                strict=True,
+            )
         ),
         "evaluation_seed": lambda: evaluation_seed(given["task"], given["block"]),
         "choose_task": lambda: choose_task(given["tasks"], given["seed"], given["index"]),
         "listing": lambda: listed_positions(given),
         "listed": lambda: listed_falsely(given),
-        "edge_rank": lambda: edge_rank(given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])).hex(),
+        "edge_rank": (
+            lambda: edge_rank(
+                given["epoch"], given["one"], given["other"], bytes.fromhex(given["swarm"])
+            ).hex()
+        ),
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_int4": lambda: weights_int4(given),
         "weights_fragments": lambda: weights_fragments(given),
-        "stage_fingerprint": lambda: policy_fingerprint(bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]).hex(),
+        "stage_fingerprint": (
+            lambda: policy_fingerprint(
+                bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]
+            ).hex()
+        ),
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
-        "state_bytes": lambda: state_bytes(make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])), given["form"]),
+        "state_bytes": lambda: state_bytes(
+            make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])),
+            given["form"],
+        ),
         "copy_plain": lambda: state_vectors.copy_plain(given["base"], given["now"]),
         "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
         "crew_id": lambda: crew_id(crew_vectors.read(unplain(given["record"]), Record)).hex(),
-        "step_hash": lambda: step_hash(
-            bytes.fromhex(given["before"]), bytes.fromhex(given["crew"]), given["step"], given["attempt"], given["micro_batches"]
-        ).hex(),
+        "step_hash": (
+            lambda: step_hash(
+                bytes.fromhex(given["before"]),
+                bytes.fromhex(given["crew"]),
+                given["step"],
+                given["attempt"],
+                given["micro_batches"],
+            ).hex()
+        ),
         "stage_fence": lambda: stage_fence(given),
         "stage_commit": lambda: answers(given["step"], given["events"]),
         "builtin_question": lambda: [(made := task_vectors.item(**given)).prompt, made.answer],
         "builtin_reward": lambda: builtin_reward(given),
         "builtin_version": lambda: task_version(given["task"]),
-        "bulk_root": lambda: bulk.root(BulkManifest(b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"]))).hex(),
+        "bulk_root": (
+            lambda: bulk.root(
+                BulkManifest(
+                    b"", given["size"], given["chunk_bytes"], bytes.fromhex(given["hashes"])
+                )
+            ).hex()
+        ),
     }[vector["derive"]]()
     assert got == vector["output"]
 
@@ -323,8 +444,12 @@ def test_vectors_are_those_that_the_generator_writes():
 
 def test_every_reason_and_every_reader_has_a_vector():
     assert {vector.get("reason") for _, vector in FRAMES} == {
-        None, *DECODE_REASONS, "signature", *FRAME_REASONS, *OPEN_REFUSALS,
-    }  # fmt: skip
+        None,
+        *DECODE_REASONS,
+        "signature",
+        *FRAME_REASONS,
+        *OPEN_REFUSALS,
+    }
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
     others = {"crews_founded", "state_manifest", "manifest", "session", "summary"}
@@ -339,43 +464,75 @@ def test_no_two_vectors_of_a_document_have_one_name():
 
 
 def test_independent_decoder_agrees_and_exits_0():
-    done = subprocess.run([sys.executable, PROTOCOL / "check.py"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, PROTOCOL / "check.py"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == f"{len(FRAMES) + len(ADMISSIONS) + len(DERIVATIONS)} vectors, 0 judged differently\n"
+    assert (
+        done.stdout
+        == f"{len(FRAMES) + len(ADMISSIONS) + len(DERIVATIONS)} vectors, 0 judged differently\n"
+    )
 
 
 def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
     for path in (*PROTOCOL.glob("check*.py"), PROTOCOL / "registry.toml"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "vectors").mkdir()
-    wrong = {**DOCUMENTS["fetch.json"], "vectors": [{**DOCUMENTS["fetch.json"]["vectors"][0], "verdict": "reject", "reason": "bounds"}]}
+    wrong = {
+        **DOCUMENTS["fetch.json"],
+        "vectors": [
+            {**DOCUMENTS["fetch.json"]["vectors"][0], "verdict": "reject", "reason": "bounds"}
+        ],
+    }
     (tmp_path / "vectors" / "wrong.json").write_text(json.dumps(wrong))
-    done = subprocess.run([sys.executable, tmp_path / "check.py"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "check.py"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "1 vectors, 1 judged differently")
 
 
 def test_independent_decoder_does_not_know_swarmnode():
-    source = f"import sys; sys.argv = ['check.py']; sys.path.insert(0, {str(PROTOCOL)!r}); import runpy\n"
-    source += f"try: runpy.run_path({str(PROTOCOL / 'check.py')!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+    source = (
+        f"import sys; sys.argv = ['check.py']; sys.path.insert(0, {str(PROTOCOL)!r}); import"
+        " runpy\n"
+    )
+    source += (
+        f"try: runpy.run_path({str(PROTOCOL / 'check.py')!r}, run_name='__main__')\nexcept"
+        " SystemExit: pass\n"
+    )
     source += "names = {name.split('.')[0] for name in sys.modules}\n"
     source += "sys.exit('check_bulk' not in names or bool(names & {'swarmnode', 'msgspec'}))"
-    assert subprocess.run([sys.executable, "-I", "-c", source], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-I", "-c", source], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
     """Payloads are altered before they are signed, so that mutations get past the signature."""
     rng = random.Random(2)
     seeds = [frames.pack(frames.GROUP), frames.pack(frames.ANNOUNCE)]
-    seeds.append(frames.pack(frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})))
+    seeds.append(
+        frames.pack(
+            frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})
+        )
+    )
     accepted = 0
     for _ in range(4000):
         payload = bytearray(rng.choice(seeds))
         for _ in range(rng.randint(1, 2)):
-            payload[rng.randrange(len(payload))] = rng.choice((0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256)))
+            payload[rng.randrange(len(payload))] = rng.choice(
+                (0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256))
+            )
         frame = frames.sealed(bytes(payload))
         ours = judge("gossip", frame, b"swarmnode/rollout/1", frames.SWARM)
         theirs = check.judge("gossip", frame, b"swarmnode/rollout/1", frames.SWARM)
-        assert (ours["verdict"], ours.get("value")) == (theirs["verdict"], theirs.get("value")), payload.hex()
+        assert (ours["verdict"], ours.get("value")) == (
+            theirs["verdict"],
+            theirs.get("value"),
+        ), payload.hex()
         accepted += ours["verdict"] == "accept"
     assert 100 < accepted < 3900  # the mutations are neither harmless nor hopeless
 
@@ -384,22 +541,34 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames_of_a_crew(check):
     """No signature is in the way: every alteration reaches the decoder."""
     rng = random.Random(3)
     given = stage_vectors.GIVEN
-    seeds = [frame_of(v) for v in DOCUMENTS["stages.json"]["vectors"] if v.get("verdict") == "accept" and v["given"] == given]
+    seeds = [
+        frame_of(v)
+        for v in DOCUMENTS["stages.json"]["vectors"]
+        if v.get("verdict") == "accept" and v["given"] == given
+    ]
     assert len(seeds) > 15
     accepted = 0
     for _ in range(3000):
         frame = bytearray(rng.choice(seeds))
         for _ in range(rng.randint(1, 2)):
-            frame[rng.randrange(len(frame))] = rng.choice((0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256)))
+            frame[rng.randrange(len(frame))] = rng.choice(
+                (0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256))
+            )
         ours = judge("stage_frame", bytes(frame), b"", b"", given)
         theirs = check.judge("stage_frame", bytes(frame), b"", b"", given)
-        assert (ours["verdict"], str(ours.get("value"))) == (theirs["verdict"], str(theirs.get("value"))), frame.hex()
+        assert (ours["verdict"], str(ours.get("value"))) == (
+            theirs["verdict"],
+            str(theirs.get("value")),
+        ), frame.hex()
         accepted += ours["verdict"] == "accept"
     assert 100 < accepted < 2900
 
 
 def test_every_reason_of_the_fence_has_a_vector():
-    assert {v["output"] for v in DERIVATIONS if v["derive"] == "stage_fence"} == {None, *FENCE_REASONS}
+    assert {v["output"] for v in DERIVATIONS if v["derive"] == "stage_fence"} == {
+        None,
+        *FENCE_REASONS,
+    }
 
 
 @pytest.mark.parametrize("document", ["crews.json", "state.json"])
@@ -411,10 +580,15 @@ def test_both_decoders_give_the_same_verdict_on_mutated_messages_of_a_crew(check
         vector = rng.choice(seeds)
         frame = bytearray(frame_of(vector))
         for _ in range(rng.randint(1, 2)):
-            frame[rng.randrange(len(frame))] = rng.choice((0, 1, 0x80, 0xC0, 0xC1, 0xC3, 0xCF, 0xFF, rng.randrange(256)))
+            frame[rng.randrange(len(frame))] = rng.choice(
+                (0, 1, 0x80, 0xC0, 0xC1, 0xC3, 0xCF, 0xFF, rng.randrange(256))
+            )
         given = vector.get("given")
         ours = judge(vector["read_as"], bytes(frame), b"", b"", given)
         theirs = check.judge(vector["read_as"], bytes(frame), b"", b"", given)
-        assert (ours["verdict"], str(ours.get("value"))) == (theirs["verdict"], str(theirs.get("value"))), frame.hex()
+        assert (ours["verdict"], str(ours.get("value"))) == (
+            theirs["verdict"],
+            str(theirs.get("value")),
+        ), frame.hex()
         accepted += ours["verdict"] == "accept"
     assert 100 < accepted < 2900

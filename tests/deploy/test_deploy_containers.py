@@ -1,4 +1,5 @@
-"""Dockerfile, compose files and Kubernetes manifests: their linters, and what they say against what the code does."""
+"""Dockerfile, compose files and Kubernetes manifests: their linters, and what they say against what
+the code does."""
 
 import re
 import shutil
@@ -21,7 +22,8 @@ DRAIN = SupervisorConfig().drain_seconds
 
 
 def tool(name):
-    """A linter of the dev extra, beside the interpreter; skipped where a platform has no wheel for it."""
+    """A linter of the dev extra, beside the interpreter; skipped where a platform has no wheel for
+    it."""
     path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -29,7 +31,14 @@ def tool(name):
 
 
 def clean(name, *arguments, cwd=ROOT):
-    result = subprocess.run([tool(name), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+    result = subprocess.run(
+        [tool(name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+    )
     return result.returncode, result.stdout + result.stderr
 
 
@@ -43,7 +52,9 @@ def pod():
 
 def environment(text):
     """SWARMNODE_* names that a Dockerfile sets, with their values."""
-    return {name: value.strip("'") for name, value in re.findall(r"(SWARMNODE_\w+)=('[^']*'|\S+)", text)}
+    return {
+        name: value.strip("'") for name, value in re.findall(r"(SWARMNODE_\w+)=('[^']*'|\S+)", text)
+    }
 
 
 def test_hadolint_has_nothing_to_say():
@@ -89,12 +100,18 @@ def test_the_schema_would_notice_an_unknown_key(tmp_path):
 
 def test_compose_mounts_what_exists_and_gives_the_node_its_time():
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
-    mounted = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]
+    mounted = [
+        volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service["volumes"]
+    ]
     assert all((ROOT / "docker" / source).exists() for source in mounted if source.startswith("."))
     assert {source for source in mounted if not source.startswith(".")} == compose["volumes"].keys()
     node = compose["services"]["node"]
     assert int(node["stop_grace_period"].removesuffix("s")) > DRAIN + 10
-    given = {name: "" if value.startswith("$") else value for name, value in node["environment"].items()}
+    given = {
+        name: "" if value.startswith("$") else value for name, value in node["environment"].items()
+    }
     assert settings.load(None, given).config.http.host == "0.0.0.0"
 
 
@@ -107,20 +124,28 @@ def test_nothing_but_peers_reaches_a_composed_node_from_outside():
 def test_grafana_is_provisioned_where_the_files_say():
     grafana = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["grafana"]
     provisioning = ROOT / "deploy" / "grafana" / "provisioning"
-    provider = yaml.safe_load((provisioning / "dashboards" / "swarmnode.yml").read_text())["providers"][0]
+    provider = yaml.safe_load((provisioning / "dashboards" / "swarmnode.yml").read_text())[
+        "providers"
+    ][0]
     assert f"../deploy/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
-    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"][0]
+    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())[
+        "datasources"
+    ][0]
     assert source["url"].strip("${}") in grafana["environment"]
 
 
 def test_prometheus_takes_the_composed_configuration(tmp_path):
     text = (ROOT / "docker" / "prometheus.yml").read_text()
     config = tmp_path / "prometheus.yml"
-    config.write_text(text.replace("/etc/prometheus/rules.yml", str(ROOT / "deploy" / "prometheus" / "rules.yml")))
+    config.write_text(
+        text.replace("/etc/prometheus/rules.yml", str(ROOT / "deploy" / "prometheus" / "rules.yml"))
+    )
     code, said = clean("promtool", "check", "config", config)
     assert code == 0, said
     jobs = {job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]}
-    assert jobs == set(re.findall(r'job="(\w+)"', (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()))
+    assert jobs == set(
+        re.findall(r'job="(\w+)"', (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+    )
 
 
 def test_kubernetes_takes_the_manifests():
@@ -130,18 +155,27 @@ def test_kubernetes_takes_the_manifests():
 
 def test_kubernetes_would_notice_a_misspelt_field(tmp_path):
     bad = tmp_path / "bad.yaml"
-    bad.write_text(MANIFEST.read_text().replace("terminationGracePeriodSeconds", "terminationGraceSeconds"))
+    bad.write_text(
+        MANIFEST.read_text().replace("terminationGracePeriodSeconds", "terminationGraceSeconds")
+    )
     assert clean("kubernetes-validate", "--strict", bad)[0] != 0
 
 
 def test_a_pod_may_drain_and_is_not_killed_for_loading():
     assert pod()["terminationGracePeriodSeconds"] > DRAIN + 10
     container = pod()["containers"][0]
-    assert {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")} == {
-        "startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz",
-    }  # fmt: skip
+    assert {
+        name: container[name]["httpGet"]["path"]
+        for name in ("startupProbe", "livenessProbe", "readinessProbe")
+    } == {
+        "startupProbe": "/healthz",
+        "livenessProbe": "/healthz",
+        "readinessProbe": "/readyz",
+    }
     startup = container["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= SupervisorConfig().startup_seconds
+    assert (
+        startup["periodSeconds"] * startup["failureThreshold"] >= SupervisorConfig().startup_seconds
+    )
 
 
 def test_the_identity_outlives_the_pod():
@@ -156,7 +190,16 @@ def test_the_identity_outlives_the_pod():
 
 def test_the_config_map_is_configuration():
     table = tomllib.loads(manifests()["ConfigMap"]["data"]["config.toml"])
-    config = settings.load(None, {}, [f"{s}.{k}={v!r}" for s, keys in table.items() for k, v in keys.items() if not isinstance(v, bool)])
+    config = settings.load(
+        None,
+        {},
+        [
+            f"{s}.{k}={v!r}"
+            for s, keys in table.items()
+            for k, v in keys.items()
+            if not isinstance(v, bool)
+        ],
+    )
     assert config.config.http.host == "0.0.0.0"
 
 
@@ -167,7 +210,10 @@ def test_pods_are_locked_down():
     assert not spec["enableServiceLinks"]  # they would set SWARMNODE_* variables
     for container in [*spec["containers"], *spec["initContainers"]]:
         locked = container["securityContext"]
-        assert (locked["allowPrivilegeEscalation"], locked["readOnlyRootFilesystem"]) == (False, True)
+        assert (locked["allowPrivilegeEscalation"], locked["readOnlyRootFilesystem"]) == (
+            False,
+            True,
+        )
         assert locked["capabilities"] == {"drop": ["ALL"]}
 
 

@@ -1,4 +1,5 @@
-"""The unit as systemd itself reads it, and what it promises about exit codes and time-outs against the code."""
+"""The unit as systemd itself reads it, and what it promises about exit codes and time-outs against
+the code."""
 
 import configparser
 import re
@@ -20,7 +21,8 @@ UNIT = DIRECTORY / "swarmnode.service"
 ANALYZE = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
 EXPOSURE = 2.4
-"""What `systemd-analyze security` gives it; 10 is no hardening at all. Network, user namespaces and devices are the rest."""
+"""What `systemd-analyze security` gives it; 10 is no hardening at all. Network, user namespaces and
+devices are the rest."""
 
 
 class Ordered(dict):
@@ -42,9 +44,14 @@ def section(name):
 
 @pytest.fixture
 def installed(tmp_path):
-    """The unit and its drop-ins with a program that exists on this machine: what is not there is an error to systemd."""
+    """The unit and its drop-ins with a program that exists on this machine: what is not there is an
+    error to systemd."""
     for path in DIRECTORY.iterdir():
-        inside = tmp_path / "swarmnode.service.d" / path.name if path.suffix == ".conf" else tmp_path / path.name
+        inside = (
+            tmp_path / "swarmnode.service.d" / path.name
+            if path.suffix == ".conf"
+            else tmp_path / path.name
+        )
         inside.parent.mkdir(exist_ok=True)
         inside.write_text(path.read_text().replace("/opt/swarmnode/bin/swarmnode", sys.executable))
     return tmp_path / UNIT.name
@@ -53,7 +60,9 @@ def installed(tmp_path):
 @needs_systemd
 def test_systemd_has_nothing_to_say_about_the_unit(installed):
     """Unknown keys leave the exit code at 0, so that any word on stderr fails."""
-    result = subprocess.run([ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
 
 
@@ -61,14 +70,19 @@ def test_systemd_has_nothing_to_say_about_the_unit(installed):
 @pytest.mark.parametrize("line", ["Restrt=always", "ProtectSystem=sometimes", "WatchdogSec=soon"])
 def test_and_would_have_something_to_say_about_a_mistake(installed, line):
     installed.write_text(installed.read_text().replace("[Service]\n", f"[Service]\n{line}\n"))
-    result = subprocess.run([ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False
+    )
     assert line.split("=")[0] in result.stderr or line.split("=")[1] in result.stderr
 
 
 @needs_systemd
 def test_the_unit_is_as_locked_as_it_can_be(installed):
     result = subprocess.run(
-        [ANALYZE, "security", "--offline=true", f"--threshold={int(EXPOSURE * 10)}", installed], capture_output=True, text=True, check=False
+        [ANALYZE, "security", "--offline=true", f"--threshold={int(EXPOSURE * 10)}", installed],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     exposure = re.search(r"exposure level for swarmnode.service: ([\d.]+)", result.stdout)
     assert exposure is not None, result.stderr
@@ -77,11 +91,14 @@ def test_the_unit_is_as_locked_as_it_can_be(installed):
 
 
 def test_what_a_restart_cannot_mend_is_not_restarted():
-    assert {int(code) for code in section("Service")["RestartPreventExitStatus"].split()} == FINAL_CODES
+    assert {
+        int(code) for code in section("Service")["RestartPreventExitStatus"].split()
+    } == FINAL_CODES
 
 
 def test_a_node_that_was_told_to_finish_stays_ended():
-    """It ends with 0 (tests/swarm/test_node.py), which is no failure to systemd unless a unit says so."""
+    """It ends with 0 (tests/swarm/test_node.py), which is no failure to systemd unless a unit says
+    so."""
     service = section("Service")
     assert service["Restart"] == "on-failure"
     assert not {"RestartForceExitStatus", "SuccessExitStatus"} & service.keys()
@@ -97,11 +114,17 @@ def test_systemd_is_more_patient_than_the_supervisor():
 def test_the_supervisor_survives_what_its_children_do():
     service = section("Service")
     assert service["Type"] == "notify"
-    assert service["OOMPolicy"] == "continue"  # a trainer that the kernel kills is started again by its supervisor
-    assert service["KillMode"] == "mixed"  # the first SIGTERM drains, and is for the supervisor alone
+    # a trainer that the kernel kills is started again by its supervisor
+    assert service["OOMPolicy"] == "continue"
+    # the first SIGTERM drains, and is for the supervisor alone
+    assert service["KillMode"] == "mixed"
 
 
 def test_the_commands_exist():
-    programs = re.findall(r"^ExecStart=\S+ (\S+)$", UNIT.read_text() + (DIRECTORY / "bootstrap.conf").read_text(), re.MULTILINE)
+    programs = re.findall(
+        r"^ExecStart=\S+ (\S+)$",
+        UNIT.read_text() + (DIRECTORY / "bootstrap.conf").read_text(),
+        re.MULTILINE,
+    )
     assert set(programs) == {"run", "bootstrap"}
     assert all(app[name] is not None for name in programs)

@@ -21,18 +21,33 @@ def commands(page: Path) -> list[str]:
     fenced = "\n".join(re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.S | re.M))
     indented = "\n".join(line[4:] for line in text.splitlines() if re.match(r" {4}\S", line))
     lines = [line.removeprefix("$ ") for line in [*fenced.splitlines(), *indented.splitlines()]]
-    return [re.split(r"\s{2,}#|\s#\s", line)[0].strip() for line in lines if re.match(r"(swarmnode|pip|make) ", line)]
+    return [
+        re.split(r"\s{2,}#|\s#\s", line)[0].strip()
+        for line in lines
+        if re.match(r"(swarmnode|pip|make) ", line)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_is_one_that_there_is(page):
     for line in commands(page):
-        words = shlex.split(re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], line))
+        words = shlex.split(
+            re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], line)
+        )
         if words[0] == "swarmnode":
-            app.parse_args([word for word in words[1:] if word != "…"], exit_on_error=False, print_error=False)
+            app.parse_args(
+                [word for word in words[1:] if word != "…"], exit_on_error=False, print_error=False
+            )
         elif words[0] == "pip":
             named = [re.search(r"\[([\w,]+)\]", word) for word in words]
-            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert all(extra in known for found in named if found is not None for extra in found[1].split(",")), line
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+            assert all(
+                extra in known
+                for found in named
+                if found is not None
+                for extra in found[1].split(",")
+            ), line
         else:
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), line

@@ -1,4 +1,5 @@
-"""What set-up installs for whom: a newcomer sees nodes learn after one install of what a node needs."""
+"""What set-up installs for whom: a newcomer sees nodes learn after one install of what a node
+needs."""
 
 import re
 import shutil
@@ -10,11 +11,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOOLS = {"trl", "datasets", "mypy", "pytest", "pytest-trio", "ruff", "hypothesis", "import-linter", "kubernetes-validate"}
+TOOLS = {
+    "trl",
+    "datasets",
+    "mypy",
+    "pytest",
+    "pytest-trio",
+    "ruff",
+    "hypothesis",
+    "import-linter",
+    "kubernetes-validate",
+}
 
 
 def packages(*extras):
-    """Names of the packages that swarmnode with these extras asks for, those of extras that they name included."""
+    """Names of the packages that swarmnode with these extras asks for, those of extras that they
+    name included."""
     names = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}
     for extra in extras:
         for line in PROJECT["optional-dependencies"][extra]:
@@ -27,7 +39,9 @@ def installs(target, tmp_path):
     """The commands of pip that `make target` would run in a fresh checkout."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
     return [line for line in done.stdout.splitlines() if "/pip install" in line]
 
 
@@ -38,7 +52,12 @@ def extras_of(commands):
 
 @pytest.mark.parametrize(
     ("target", "extras"),
-    [("demo", ["trainer"]), ("test", ["test", "trainer"]), ("check", ["check", "test", "trainer"]), ("bench", ["test", "trainer"])],
+    [
+        ("demo", ["trainer"]),
+        ("test", ["test", "trainer"]),
+        ("check", ["check", "test", "trainer"]),
+        ("bench", ["test", "trainer"]),
+    ],
 )
 def test_each_command_installs_what_it_needs_and_no_more(target, extras, tmp_path):
     assert extras_of(installs(target, tmp_path)) == extras
@@ -50,11 +69,23 @@ def test_what_the_demo_needs_has_no_tool_of_the_tests():
 
 
 def test_the_network_alone_needs_no_torch():
-    assert not packages() & {"torch", "transformers", "accelerate", "peft", "safetensors", "numpy", "reasoning-gym"}
+    assert not packages() & {
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "safetensors",
+        "numpy",
+        "reasoning-gym",
+    }
     assert packages("train") - packages("trainer") == {"reasoning-gym"}
 
 
 def test_reasoning_gym_comes_in_the_version_of_the_tasks_without_what_it_depends_on(tmp_path):
-    (pinned,) = [line for line in PROJECT["optional-dependencies"]["train"] if line.startswith("reasoning-gym")]
+    (pinned,) = [
+        line
+        for line in PROJECT["optional-dependencies"]["train"]
+        if line.startswith("reasoning-gym")
+    ]
     (command,) = [line for line in installs("demo", tmp_path) if pinned in line]
     assert "--no-deps" in command

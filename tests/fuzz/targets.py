@@ -1,7 +1,8 @@
-"""What takes bytes from strangers, one function each: whatever it is fed, it answers or refuses in the way that it promises.
+"""What takes bytes from strangers, one function each: whatever it is fed, it answers or refuses in
+the way that it promises.
 
-A target is in `TARGETS`: name → (feed, the errors that it may raise). Anything else that comes out is a defect. A coroutine is driven by
-hand, since none of these waits for anything but its bytes.
+A target is in `TARGETS`: name → (feed, the errors that it may raise). Anything else that comes out
+is a defect. A coroutine is driven by hand, since none of these waits for anything but its bytes.
 """
 
 from __future__ import annotations
@@ -51,16 +52,38 @@ NOW = 1_790_000_000.0
 AUTHOR = Author(SWARM)
 LAYOUT = make_layout([("w", (4, 8), "float32"), ("b", (8,), "float32")])
 BODIES = [bytes(4 * spec.elements) for spec in LAYOUT]
-HEADER = payload.Header("float32", 0, 0, b"", [
-    payload.TensorHeader(spec.name, spec.shape, spec.dtype, len(body), payload.checksum(body))
-    for spec, body in zip(LAYOUT, BODIES, strict=True)
-])  # fmt: skip
+HEADER = payload.Header(
+    "float32",
+    0,
+    0,
+    b"",
+    [
+        payload.TensorHeader(spec.name, spec.shape, spec.dtype, len(body), payload.checksum(body))
+        for spec, body in zip(LAYOUT, BODIES, strict=True)
+    ],
+)
 STRUCTS = (
-    messages.Envelope, messages.FetchRequest, messages.FetchResponse, messages.PeersRequest, messages.PeersResponse,
-    messages.ManifestRequest, messages.ManifestResponse, messages.SummaryRequest, messages.SummaryResponse, messages.SessionResponse,
-    messages.BulkManifest, messages.BulkManifestRequest, messages.BulkManifestResponse, messages.BulkRequest, messages.BulkResponse,
-    messages.BulkSocketRequest, messages.BulkSocketResponse, listings.ListingRequest, listings.GroupsRequest, listings.GroupsResponse,
-)  # fmt: skip
+    messages.Envelope,
+    messages.FetchRequest,
+    messages.FetchResponse,
+    messages.PeersRequest,
+    messages.PeersResponse,
+    messages.ManifestRequest,
+    messages.ManifestResponse,
+    messages.SummaryRequest,
+    messages.SummaryResponse,
+    messages.SessionResponse,
+    messages.BulkManifest,
+    messages.BulkManifestRequest,
+    messages.BulkManifestResponse,
+    messages.BulkRequest,
+    messages.BulkResponse,
+    messages.BulkSocketRequest,
+    messages.BulkSocketResponse,
+    listings.ListingRequest,
+    listings.GroupsRequest,
+    listings.GroupsResponse,
+)
 Feed = Callable[[bytes], object]
 
 
@@ -86,7 +109,8 @@ def bulk_manifest(data: bytes) -> None:
 
 
 def admission() -> Feed:
-    """Frames from gossip; half of them, by their last bit, around a payload that a stranger did sign."""
+    """Frames from gossip; half of them, by their last bit, around a payload that a stranger did
+    sign."""
     checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9))
     checks.set_policy(b"", TOKENIZER, 1.0)
 
@@ -121,17 +145,24 @@ def offered() -> Feed:
     def feed(data: bytes) -> None:
         listing = codec.decode(data, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)
         kept.take(f"holder {rng.randrange(100)}", listing, NOW)
-        for pull in kept.choose(6, NOW, rng, lambda peer: 1.0, lambda peer: 1.0, lambda content: False):
-            request = codec.encode(listings.GroupsRequest([listed.content for listed in pull.groups]))
+        for pull in kept.choose(
+            6, NOW, rng, lambda peer: 1.0, lambda peer: 1.0, lambda content: False
+        ):
+            request = codec.encode(
+                listings.GroupsRequest([listed.content for listed in pull.groups])
+            )
             codec.decode(request, listings.GroupsRequest, limits.GROUPS_REQUEST_BYTES)
 
     return feed
 
 
 def stream_open(data: bytes) -> None:
-    """The first message of a stream between members of a crew, to its second stage, from whoever holds the first."""
+    """The first message of a stream between members of a crew, to its second stage, from whoever
+    holds the first."""
     members = stream_handshake.StreamPeers(CREW, 1, ("a", "b", "c"))
-    assert stream_handshake.refusal(members, "a", strict.decode(data, stream_handshake.StreamOpen)) in ("", *stream_handshake.REFUSALS)
+    assert stream_handshake.refusal(
+        members, "a", strict.decode(data, stream_handshake.StreamOpen)
+    ) in ("", *stream_handshake.REFUSALS)
 
 
 def signed(payload: bytes) -> bytes:
@@ -139,8 +170,9 @@ def signed(payload: bytes) -> bytes:
 
 
 def http() -> Feed:
-    """Path, query and Host header, one a line, of a request to the status page. Only what h11 lets through, visible ASCII, since it looks
-    first: for another query a redirect of starlette raises UnicodeDecodeError, which is answered with 500."""
+    """Path, query and Host header, one a line, of a request to the status page. Only what h11 lets
+    through, visible ASCII, since it looks first: for another query a redirect of starlette raises
+    UnicodeDecodeError, which is answered with 500."""
     history = History()
     app: Any = make_app(example, history, _NoPulse(), only_loopback=True)
 
@@ -149,9 +181,17 @@ def http() -> Feed:
         if any(not 0x21 <= byte <= 0x7E for byte in path + query):
             return
         scope = {
-            "type": "http", "method": "GET", "path": path.decode("latin-1"), "raw_path": path, "query_string": query, "root_path": "",
-            "headers": [(b"host", host), (b"accept", query)], "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
-        }  # fmt: skip
+            "type": "http",
+            "method": "GET",
+            "path": path.decode("latin-1"),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": [(b"host", host), (b"accept", query)],
+            "scheme": "http",
+            "server": ("127.0.0.1", 1),
+            "client": ("127.0.0.1", 2),
+        }
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
@@ -182,8 +222,18 @@ def text(read: Callable[[str], object]) -> Feed:
 FRAMES = FrameLimits(hidden=4, vocab=50, tokens=64)
 TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "messages": (lambda: every_struct, ()),
-    "envelope": (lambda: lambda data: envelope.unseal(data, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES), (BadMessage,)),
-    "payload": (lambda: lambda data: envelope.unseal(signed(data), ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES), (BadMessage,)),
+    "envelope": (
+        lambda: lambda data: envelope.unseal(data, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES),
+        (BadMessage,),
+    ),
+    "payload": (
+        lambda: (
+            lambda data: envelope.unseal(
+                signed(data), ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES
+            )
+        ),
+        (BadMessage,),
+    ),
     "admission": (admission, ()),
     "pulled": (pulled, ()),
     "listing": (offered, (BadMessage,)),
@@ -196,7 +246,10 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "weights-state": (lambda: decode_state, (BadMessage,)),
     "state-manifest": (lambda: lambda data: open_state_manifest(data, SWARM), (BadMessage,)),
     "weights-payload": (lambda: lambda data: payload.parse(data, LAYOUT, "float32"), (BadMessage,)),
-    "weights-int4": (lambda: lambda data: int4_from_bytes(data[:39].ljust(39, b"\x11"), 70), (BadMessage,)),
+    "weights-int4": (
+        lambda: lambda data: int4_from_bytes(data[:39].ljust(39, b"\x11"), 70),
+        (BadMessage,),
+    ),
     "crew-request": (lambda: decode_request, (BadMessage,)),
     "crew-answer": (lambda: decode_answer, (BadMessage,)),
     "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
@@ -204,18 +257,39 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "state-frame": (lambda: lambda data: drive(read_state(Bytes(data), FRAMES)), (BadMessage,)),
     "gossip": (lambda: lambda data: rpc.parse(data, ["t"]), (rpc.Undecodable,)),
     "address": (lambda: text(addresses.parse_any), (ValueError,)),
-    "mdns": (lambda: lambda data: parse_service({b"id": data[:64].strip()}, [data[64:].decode(errors="replace")], 9), (ValueError,)),
+    "mdns": (
+        lambda: (
+            lambda data: parse_service(
+                {b"id": data[:64].strip()}, [data[64:].decode(errors="replace")], 9
+            )
+        ),
+        (ValueError,),
+    ),
     "http": (http, ()),
 }
 
 
 def seeds() -> list[bytes]:
-    """Every frame of the protocol's vectors and what is in its envelopes, what was found before, and a good one of what has no vectors."""
-    found = {b"/\n\nlocalhost", b"/status\npoints=3\n127.0.0.1:1", b"/metrics\n\n[::1]", payload.build(HEADER, BODIES)}
-    found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/swarm/{SWARM.hex()}".encode(), f"{AUTHOR.peer:<64}1.2.3.4".encode()}
-    found |= {f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/p2p-circuit/p2p/{AUTHOR.peer}".encode(), b"/dns4/a.example/tcp/1"}
-    found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}  # its last bit has it signed, see `admission`
-    found.add(strict.encode(stream_handshake.StreamOpen(CREW, 0, 1, "frames")))  # the vectors are of other crews
+    """Every frame of the protocol's vectors and what is in its envelopes, what was found before,
+    and a good one of what has no vectors."""
+    found = {
+        b"/\n\nlocalhost",
+        b"/status\npoints=3\n127.0.0.1:1",
+        b"/metrics\n\n[::1]",
+        payload.build(HEADER, BODIES),
+    }
+    found |= {
+        f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/swarm/{SWARM.hex()}".encode(),
+        f"{AUTHOR.peer:<64}1.2.3.4".encode(),
+    }
+    found |= {
+        f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/p2p-circuit/p2p/{AUTHOR.peer}".encode(),
+        b"/dns4/a.example/tcp/1",
+    }
+    # its last bit has it signed, see `admission`
+    found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}
+    # the vectors are of other crews
+    found.add(strict.encode(stream_handshake.StreamOpen(CREW, 0, 1, "frames")))
     for path in sorted(VECTORS.glob("*.json")):
         found |= set(_frames(json.loads(path.read_text())["vectors"]))
     for frame in list(found):

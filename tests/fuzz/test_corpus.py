@@ -1,6 +1,8 @@
-"""Every target answers or refuses the vectors, what the fuzzer found before, and a few thousand variations of them.
+"""Every target answers or refuses the vectors, what the fuzzer found before, and a few thousand
+variations of them.
 
-The million executions that coverage guides are `python -m tests.fuzz TARGET`: benchmarks/RESULTS.md has the last ones.
+The million executions that coverage guides are `python -m tests.fuzz TARGET`: benchmarks/RESULTS.md
+has the last ones.
 """
 
 import random

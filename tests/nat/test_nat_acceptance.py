@@ -1,4 +1,5 @@
-"""The joining story of README.md, command by command: `init` on a public machine, `join` from two others behind routers of their own."""
+"""The joining story of README.md, command by command: `init` on a public machine, `join` from two
+others behind routers of their own."""
 
 import json
 import os
@@ -13,9 +14,12 @@ from tests.support.nat_process import wait_until
 from tests.support.netns import Topology, missing
 
 pytestmark = [
-    pytest.mark.nat, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900),
+    pytest.mark.nat,
+    pytest.mark.swarm,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
-]  # fmt: skip
+]
 
 JOINED_SECONDS = 240.0
 PULL = 'sharing.exchange="pull"'
@@ -23,23 +27,34 @@ QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22externa
 
 
 class Machine:
-    """A namespace with one node in it, used by its command line and looked at through its own HTTP server only."""
+    """A namespace with one node in it, used by its command line and looked at through its own HTTP
+    server only."""
 
     def __init__(self, net, name, directory, listen, *more):
         self.net, self.name, self.directory = net, name, directory
         directory.mkdir()
         sets = (
-            f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]', "network.mdns=false", "policy.threads=1", "training.step_interval=1.0",
-            "weights.join_seconds=1.0", *more,
-        )  # fmt: skip
-        self.options = ["--data-dir", str(directory / "data"), *(word for each in sets for word in ("--set", each))]
+            f'network.listen_addrs=["/ip4/{listen}/tcp/9512"]',
+            "network.mdns=false",
+            "policy.threads=1",
+            "training.step_interval=1.0",
+            "weights.join_seconds=1.0",
+            *more,
+        )
+        self.options = [
+            "--data-dir",
+            str(directory / "data"),
+            *(word for each in sets for word in ("--set", each)),
+        ]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")}
         self.environment = {**kept, "HF_HUB_OFFLINE": "1"}
 
     def command(self, *words):
         """Runs to its end; its standard output."""
         command = [sys.executable, "-m", "swarmnode", *words, *self.options]
-        done = self.net.run(self.name, command, capture_output=True, text=True, timeout=240, env=self.environment)
+        done = self.net.run(
+            self.name, command, capture_output=True, text=True, timeout=240, env=self.environment
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -47,7 +62,14 @@ class Machine:
         """Runs on; `words` as they stand in README.md."""
         with open(self.directory / "node.log", "ab") as log:
             command = [sys.executable, "-m", "swarmnode", *words, *self.options]
-            self.process = self.net.spawn(self.name, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+            self.process = self.net.spawn(
+                self.name,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+            )
 
     def get(self, path, port=9464):
         return self.net.get(self.name, f"http://127.0.0.1:{port}/{path}")
@@ -73,7 +95,11 @@ class Machine:
 
     def metric(self, name):
         """Sum over all series of a metric in /metrics."""
-        lines = [line for line in self.get("metrics").splitlines() if line.split("{")[0].split(" ")[0] == name]
+        lines = [
+            line
+            for line in self.get("metrics").splitlines()
+            if line.split("{")[0].split(" ")[0] == name
+        ]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def log(self):
@@ -81,15 +107,22 @@ class Machine:
 
 
 def use_each_other(machines, more_than=()):
-    """Whether each has trained on groups of every other; beyond what it had in `more_than`, {name: {peer: count}}."""
+    """Whether each has trained on groups of every other; beyond what it had in `more_than`, {name:
+    {peer: count}}."""
     before = dict(more_than)
     told = {machine.name: machine.snapshot() for machine in machines}
     if not all(told.values()):
         return False
     peers = {name: snapshot["node"]["peer"] for name, snapshot in told.items()}
-    used = {name: (snapshot["trainer"]["report"] or {}).get("peers_used", {}) for name, snapshot in told.items()}
+    used = {
+        name: (snapshot["trainer"]["report"] or {}).get("peers_used", {})
+        for name, snapshot in told.items()
+    }
     return all(
-        used[one].get(peer, 0) > before.get(one, {}).get(peer, 0) for one in told for other, peer in peers.items() if one != other
+        used[one].get(peer, 0) > before.get(one, {}).get(peer, 0)
+        for one in told
+        for other, peer in peers.items()
+        if one != other
     )
 
 
@@ -106,23 +139,41 @@ def prometheus(machine, directory):
     if shutil.which("prometheus") is None:
         return False
     config = directory / "prometheus.yml"
-    config.write_text("scrape_configs: [{job_name: swarmnode, scrape_interval: 1s, static_configs: [{targets: ['127.0.0.1:9464']}]}]")
+    config.write_text(
+        "scrape_configs: [{job_name: swarmnode, scrape_interval: 1s, static_configs: [{targets:"
+        " ['127.0.0.1:9464']}]}]"
+    )
     command = [
-        "prometheus", f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}", "--web.listen-address=127.0.0.1:9090",
-    ]  # fmt: skip
-    machine.net.spawn(machine.name, command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        "prometheus",
+        f"--config.file={config}",
+        f"--storage.tsdb.path={directory / 'tsdb'}",
+        "--web.listen-address=127.0.0.1:9090",
+    ]
+    machine.net.spawn(
+        machine.name,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     return True
 
 
-@pytest.mark.parametrize("first", [(), pytest.param((PULL,), marks=pytest.mark.long)], ids=["auto, then pull", "pull"])
+@pytest.mark.parametrize(
+    "first", [(), pytest.param((PULL,), marks=pytest.mark.long)], ids=["auto, then pull", "pull"]
+)
 def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(first, tmp_path):
-    """first: settings of the founder and of one member from the beginning; the other one pulls in any case."""
+    """first: settings of the founder and of one member from the beginning; the other one pulls in
+    any case."""
     with Topology() as net:
         net.public("f", "5.5.5.5")
         net.behind_nat("a", "5.5.5.11")
         net.behind_nat("b", "5.5.5.12")
         founder = Machine(net, "f", tmp_path / "f", "5.5.5.5", *first)
-        a, b = Machine(net, "a", tmp_path / "a", "0.0.0.0", PULL), Machine(net, "b", tmp_path / "b", "0.0.0.0", *first)
+        a, b = (
+            Machine(net, "a", tmp_path / "a", "0.0.0.0", PULL),
+            Machine(net, "b", tmp_path / "b", "0.0.0.0", *first),
+        )
         everybody = [founder, a, b]
 
         invite = founder.command("init", "--name", "evening")
@@ -133,30 +184,60 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(firs
         joined = time.monotonic()
         for machine in (a, b):
             machine.start("join", invite)
-        wait_for(lambda: use_each_other(everybody), "all three train on groups of both others", JOINED_SECONDS, everybody)
+        wait_for(
+            lambda: use_each_other(everybody),
+            "all three train on groups of both others",
+            JOINED_SECONDS,
+            everybody,
+        )
         assert time.monotonic() - joined < JOINED_SECONDS
-        assert {machine.snapshot()["node"]["swarm"] for machine in everybody} == {invite.rpartition("/")[2]}
+        assert {machine.snapshot()["node"]["swarm"] for machine in everybody} == {
+            invite.rpartition("/")[2]
+        }
         metrics = lambda: all(
-            machine.metric("swarmnode_peers") >= 2 and machine.metric("swarmnode_contributing_peers") == 2 for machine in everybody
-        )  # fmt: skip
-        wait_for(metrics, "all three are connected and use each other, by their metrics", 240.0, everybody)
+            machine.metric("swarmnode_peers") >= 2
+            and machine.metric("swarmnode_contributing_peers") == 2
+            for machine in everybody
+        )
+        wait_for(
+            metrics,
+            "all three are connected and use each other, by their metrics",
+            240.0,
+            everybody,
+        )
         assert all(machine.metric("swarmnode_trained_groups_total") > 0 for machine in everybody)
         if prometheus(a, tmp_path):
-            wait_until(lambda: '"source":"external"' in a.get(QUERY, 9090), "Prometheus has the series")
+            wait_until(
+                lambda: '"source":"external"' in a.get(QUERY, 9090), "Prometheus has the series"
+            )
 
-        # the founder, who is bootstrap peer and relay too, loses power: the hole is punched, so the two go on with each other
+        # the founder, who is bootstrap peer and relay too, loses power: the hole is punched, so the
+        # two go on with each other
         of_founder = founder.used()
         net.kill_all("f")
         before = {machine.name: machine.used() for machine in (a, b)}
         steps = [machine.steps() for machine in (a, b)]
-        wait_for(lambda: use_each_other([a, b], before), "the two go on without the founder", 240.0, [a, b])
-        stepped = lambda: all(machine.steps() > step for machine, step in zip((a, b), steps, strict=True))
+        wait_for(
+            lambda: use_each_other([a, b], before),
+            "the two go on without the founder",
+            240.0,
+            [a, b],
+        )
+        stepped = lambda: all(
+            machine.steps() > step for machine, step in zip((a, b), steps, strict=True)
+        )
         wait_for(stepped, "the two take steps without the founder", 240.0, [a, b])
 
-        # a member loses power; nothing but `run`, and nobody but the other one behind a router is there, then the founder returns
+        # a member loses power; nothing but `run`, and nobody but the other one behind a router is
+        # there, then the founder returns
         before = {"f": of_founder, "a": a.used(), "b": b.used()}
         peer = b.peer
         net.kill_all("b")
         founder.start("run", "--set", PULL)  # from now on all three pull
         b.start("run", "--set", PULL)
-        wait_for(lambda: b.peer == peer and use_each_other(everybody, before), "all three are back", 240.0, everybody)
+        wait_for(
+            lambda: b.peer == peer and use_each_other(everybody, before),
+            "all three are back",
+            240.0,
+            everybody,
+        )

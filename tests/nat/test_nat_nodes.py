@@ -1,4 +1,5 @@
-"""Real nodes with trainers: two behind masquerading routers, one public. All train on each other's groups."""
+"""Real nodes with trainers: two behind masquerading routers, one public. All train on each other's
+groups."""
 
 import json
 import os
@@ -15,9 +16,12 @@ from tests.support.nat_process import NatHost, wait_until
 from tests.support.netns import Topology, missing
 
 pytestmark = [
-    pytest.mark.nat, pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900),
+    pytest.mark.nat,
+    pytest.mark.swarm,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
-]  # fmt: skip
+]
 
 SETTINGS = {
     "swarm": {"name": "nat"},
@@ -35,15 +39,31 @@ class Node:
         self.net, self.name, self.directory = net, name, directory
         directory.mkdir(mode=0o700)
         config = directory / "nat.toml"
-        config.write_text(toml_of({**SETTINGS, "node": {"data_dir": str(directory), "name": name}, "network": {"mdns": False, **network}}))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")} | {"HF_HUB_OFFLINE": "1"}
+        config.write_text(
+            toml_of(
+                {
+                    **SETTINGS,
+                    "node": {"data_dir": str(directory), "name": name},
+                    "network": {"mdns": False, **network},
+                }
+            )
+        )
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")
+        } | {"HF_HUB_OFFLINE": "1"}
         with open(directory / "node.log", "ab") as log:
             command = [sys.executable, "-m", "swarmnode", "run", "--config", str(config)]
-            self.process = net.spawn(name, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            self.process = net.spawn(
+                name, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
 
     def address(self):
         path = self.directory / "run" / "addresses.json"
-        return wait_until(lambda: path.exists() and json.loads(path.read_bytes()), f"{self.name} starts: {self.log()[-800:]}", 240.0)
+        return wait_until(
+            lambda: path.exists() and json.loads(path.read_bytes()),
+            f"{self.name} starts: {self.log()[-800:]}",
+            240.0,
+        )
 
     def snapshot(self):
         """None while there is none."""
@@ -68,31 +88,47 @@ class Node:
 
 
 def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_path):
-    """The public node does not relay. The relay knows nothing of rollouts, and the routers let no direct connection through: what a and b
-    tell each other goes by circuit, or by the public node; their weights, by circuit alone."""
-    swarm = swarm_id(SETTINGS["swarm"]["name"], {name: task_version(name) for name in Config().task.names}).hex()
+    """The public node does not relay. The relay knows nothing of rollouts, and the routers let no
+    direct connection through: what a and b tell each other goes by circuit, or by the public node;
+    their weights, by circuit alone."""
+    swarm = swarm_id(
+        SETTINGS["swarm"]["name"], {name: task_version(name) for name in Config().task.names}
+    ).hex()
     with Topology() as net:
         net.public("relay", "5.5.5.5")
         net.public("c", "5.5.5.6")
         net.behind_nat("a", "5.5.5.11")
         net.behind_nat("b", "5.5.5.12", "fully-random")
-        relay = NatHost(net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"])
+        relay = NatHost(
+            net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"]
+        )
         private = {"listen_addrs": ["/ip4/0.0.0.0/tcp/9100"], "initial_peers": relay.addrs}
         nodes = [Node(net, name, tmp_path / name, private) for name in ("a", "b")]
-        public = {"listen_addrs": ["/ip4/5.5.5.6/tcp/9000"], "initial_peers": relay.addrs, "relay": "off"}  # else it may be their relay
+        # else it may be their relay
+        public = {
+            "listen_addrs": ["/ip4/5.5.5.6/tcp/9000"],
+            "initial_peers": relay.addrs,
+            "relay": "off",
+        }
         nodes.append(Node(net, "c", tmp_path / "c", public))
         peers = {node.name: node.address()["peer"] for node in nodes}
-        left = {(node.name, peers[other]) for node in nodes for other in peers if other != node.name}
+        left = {
+            (node.name, peers[other]) for node in nodes for other in peers if other != node.name
+        }
 
         def all_used():
             for node in nodes:
-                left.difference_update((node.name, peer) for peer, count in node.peers_used().items() if count)
+                left.difference_update(
+                    (node.name, peer) for peer, count in node.peers_used().items() if count
+                )
             return not left
 
         try:
             wait_until(all_used, "every node trains on groups of both others", 240.0)
         except AssertionError:
-            raise AssertionError(f"missing: {left}; {[node.log()[-1500:] for node in nodes]}") from None
+            raise AssertionError(
+                f"missing: {left}; {[node.log()[-1500:] for node in nodes]}"
+            ) from None
         wait_until(lambda: relay.do("stat")["nat"]["relay"]["reservations"] == 2, "a and b reserve")
 
         def carried():
@@ -102,19 +138,44 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
         try:
             wait_until(carried, "a circuit carries gossip", 240.0)
         except AssertionError:
-            raise AssertionError(f"{relay.do('stat')} {[node.log()[-1500:] for node in nodes]}") from None
+            raise AssertionError(
+                f"{relay.do('stat')} {[node.log()[-1500:] for node in nodes]}"
+            ) from None
         a, b = nodes[:2]
-        wait_until(lambda: a.averaged_with(peers["b"]) and b.averaged_with(peers["a"]), "a and b exchange weights", 240.0)
+        wait_until(
+            lambda: a.averaged_with(peers["b"]) and b.averaged_with(peers["a"]),
+            "a and b exchange weights",
+            240.0,
+        )
 
-        # The public node leaves, then the relay: each is alone, trains on, and is found again when the relay returns.
+        # The public node leaves, then the relay: each is alone, trains on, and is found again when
+        # the relay returns.
         net.kill_all("c")
         net.kill_all("relay")
-        wait_until(lambda: all(each.snapshot()["network"]["peers"]["outbound"] == 0 for each in (a, b)), "they lose each other", 240.0)
+        wait_until(
+            lambda: all(each.snapshot()["network"]["peers"]["outbound"] == 0 for each in (a, b)),
+            "they lose each other",
+            240.0,
+        )
         alone = {each.name: each.report()["step"] for each in (a, b)}
-        wait_until(lambda: all(each.report()["step"] >= alone[each.name] + 3 for each in (a, b)), "each trains on alone", 240.0)
+        wait_until(
+            lambda: all(each.report()["step"] >= alone[each.name] + 3 for each in (a, b)),
+            "each trains on alone",
+            240.0,
+        )
         before = {"a": a.peers_used().get(peers["b"], 0), "b": b.peers_used().get(peers["a"], 0)}
-        relay = NatHost(net, "relay", tmp_path / "relay", swarm=swarm, listen_addrs=["/ip4/5.5.5.5/tcp/9000"], relay="server")
-        found = lambda: a.peers_used().get(peers["b"], 0) > before["a"] and b.peers_used().get(peers["a"], 0) > before["b"]
+        relay = NatHost(
+            net,
+            "relay",
+            tmp_path / "relay",
+            swarm=swarm,
+            listen_addrs=["/ip4/5.5.5.5/tcp/9000"],
+            relay="server",
+        )
+        found = lambda: (
+            a.peers_used().get(peers["b"], 0) > before["a"]
+            and b.peers_used().get(peers["a"], 0) > before["b"]
+        )
         try:
             wait_until(found, "they train on each other's groups again", 240.0)
         except AssertionError:

@@ -1,4 +1,5 @@
-"""Whole swarms in the simulator: a fixed few, one that nobody has seen before, and the same one twice."""
+"""Whole swarms in the simulator: a fixed few, one that nobody has seen before, and the same one
+twice."""
 
 import os
 import random
@@ -16,19 +17,25 @@ FRESH = random.SystemRandom().randrange(2**31)
 
 
 def replay(seed: int, nodes: int, kinds: tuple[str, ...] = ()) -> str:
-    return f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes} --foes {' '.join(kinds)}"
+    return (
+        f"replay: python -m tests.support.sim --seed {seed} --nodes {nodes} --foes"
+        f" {' '.join(kinds)}"
+    )
 
 
 @pytest.mark.parametrize(
     ("seed", "nodes", "kinds"),
     [
-        (2, 3, ("lister", "dripper")), (5, 4, ("garbage", "peers")), (9, 4, ("poet", "vanisher", "forger", "dripper")),
+        (2, 3, ("lister", "dripper")),
+        (5, 4, ("garbage", "peers")),
+        (9, 4, ("poet", "vanisher", "forger", "dripper")),
         (3, 3, ("cherry", "stolen", "storm", "flood")),
     ],
-)  # fmt: skip
+)
 def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
-    """With one hostile node of each of the kinds, and in all cases together of every kind that there is, each where it can do what it
-    does: seed 2 pulls, 3 and 5 gossip, 9 does what suits it."""
+    """With one hostile node of each of the kinds, and in all cases together of every kind that
+    there is, each where it can do what it does: seed 2 pulls, 3 and 5 gossip, 9 does what suits
+    it."""
     ended = simulate(draw(seed, nodes, kinds))
     assert ended.problem == "", replay(seed, nodes, kinds)
     assert ended.used > nodes
@@ -44,9 +51,25 @@ def test_the_same_seed_is_the_same_history_in_a_process_with_another_hash_seed(t
     lines: list[str] = []
     here = simulate(draw(5, 4), lines)
     told = tmp_path / "history"
-    command = [sys.executable, "-m", "tests.support.sim", "--seed", "5", "--nodes", "4", "--history", str(told)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.sim",
+        "--seed",
+        "5",
+        "--nodes",
+        "4",
+        "--history",
+        str(told),
+    ]
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
-    subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, timeout=100)
+    subprocess.run(
+        command,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
     assert told.read_text().splitlines() == lines
     assert len(lines) == here.events > 300
 
@@ -71,10 +94,12 @@ def test_a_thread_that_something_else_has_left_behind_draws_nothing_of_it():
 @pytest.mark.parametrize(
     ("defect", "found", "kinds"),
     [
-        ("guard", "trains on groups of h0", ("stolen", "dripper")), ("deadline", "has waited for", ("stolen", "dripper")),
-        ("commit", "has been in an exchange", ("stolen", "dripper")), ("storm", "which floods", ("flood",)),
+        ("guard", "trains on groups of h0", ("stolen", "dripper")),
+        ("deadline", "has waited for", ("stolen", "dripper")),
+        ("commit", "has been in an exchange", ("stolen", "dripper")),
+        ("storm", "which floods", ("flood",)),
     ],
-)  # fmt: skip
+)
 def test_a_defect_that_was_put_in_is_found(defect, found, kinds):
     problems = (simulate(draw(seed, 4, kinds), broken=defect).problem for seed in range(5))
     assert found in next(filter(None, problems))

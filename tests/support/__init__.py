@@ -1,1 +1,2 @@
-"""What tests share: hosts, fakes, attackers, simulated swarms. Fakes for users' own tests are in `swarmnode.testing`."""
+"""What tests share: hosts, fakes, attackers, simulated swarms. Fakes for users' own tests are in
+`swarmnode.testing`."""

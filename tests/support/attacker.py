@@ -1,11 +1,15 @@
-"""A libp2p client made of sockets, Noise and hand-packed frames, which can send what no library would: for tests of the guards.
+"""A libp2p client made of sockets, Noise and hand-packed frames, which can send what no library
+would: for tests of the guards.
 
-    async with attacker.connect(address) as peer:                 TCP, multistream, Noise with a fresh identity, multistream, Yamux
+    async with attacker.connect(address) as peer:                 TCP, multistream, Noise with a
+    fresh identity, multistream, Yamux
         stream = await peer.open("/test/echo/1")                  SYN and protocol negotiation
         await stream.send(b"…"); await stream.receive(3)
-        await peer.frame(DATA, stream.id, body=…, flags=FIN)      any Yamux frame, whatever the window says
+        await peer.frame(DATA, stream.id, body=…, flags=FIN)      any Yamux frame, whatever the
+        window says
 
-It shares no muxer code with py-libp2p, so it behaves the same whether or not the guards are installed in this process.
+It shares no muxer code with py-libp2p, so it behaves the same whether or not the guards are
+installed in this process.
 """
 
 from __future__ import annotations
@@ -61,7 +65,10 @@ async def _read_line(read) -> str:
 async def select(read, write, protocol: str) -> None:
     """Agree on `protocol`; ConnectionError when the other side does not speak it."""
     await write(line("/multistream/1.0.0") + line(protocol))
-    if await _read_line(read) != "/multistream/1.0.0" or (answer := await _read_line(read)) != protocol:
+    if (
+        await _read_line(read) != "/multistream/1.0.0"
+        or (answer := await _read_line(read)) != protocol
+    ):
         raise ConnectionError(f"no {protocol}: {answer}")
 
 
@@ -80,8 +87,8 @@ class Stream:
         self._changed = trio.Event()
 
     async def send(self, data: bytes, until_ended: bool = False) -> None:
-        """As an honest peer: waits for credit. ConnectionError once the stream was reset. `until_ended`: whoever has closed its own side
-        and grants no credit gets no more."""
+        """As an honest peer: waits for credit. ConnectionError once the stream was reset.
+        `until_ended`: whoever has closed its own side and grants no credit gets no more."""
         view = memoryview(data)
         while view:
             while not self.credit:
@@ -99,7 +106,9 @@ class Stream:
         """Exactly `size` bytes; ConnectionError when the stream ends before."""
         while len(self._buffer) < size:
             if self.was_reset or self.ended or self.peer.lost.is_set():
-                raise ConnectionResetError(f"the stream ended after {len(self._buffer)} of {size} bytes")
+                raise ConnectionResetError(
+                    f"the stream ended after {len(self._buffer)} of {size} bytes"
+                )
             await self._changed.wait()
         out = bytes(self._buffer[:size])
         del self._buffer[:size]
@@ -110,7 +119,8 @@ class Stream:
 
 
 class Peer:
-    """Our end of one Yamux connection. `generous`: grant credit for what arrives; else a paused reader."""
+    """Our end of one Yamux connection. `generous`: grant credit for what arrives; else a paused
+    reader."""
 
     def __init__(self, session, keys: KeyPair) -> None:
         self.session, self.keys = session, keys
@@ -123,10 +133,21 @@ class Peer:
         self._next = 1
         self._lock = trio.Lock()
 
-    async def frame(self, kind: int, stream_id: int, *, flags: int = 0, length: int | None = None, body: bytes = b"") -> None:
+    async def frame(
+        self,
+        kind: int,
+        stream_id: int,
+        *,
+        flags: int = 0,
+        length: int | None = None,
+        body: bytes = b"",
+    ) -> None:
         """Send one frame as given; `length` defaults to that of `body`."""
         async with self._lock:
-            await self.session.write(HEADER.pack(0, kind, flags, stream_id, len(body) if length is None else length) + body)
+            await self.session.write(
+                HEADER.pack(0, kind, flags, stream_id, len(body) if length is None else length)
+                + body
+            )
 
     async def syn(self, stream_id: int | None = None) -> Stream:
         """A new stream without negotiation."""
@@ -206,8 +227,11 @@ async def accept(stream: Stream) -> str:
 
 
 @contextlib.asynccontextmanager
-async def agreed(address: str, protocol: str, *, source: str | None = None) -> AsyncIterator[RawConnection]:
-    """TCP, and agreement on the security `protocol`; ConnectionError when the other side does not speak it."""
+async def agreed(
+    address: str, protocol: str, *, source: str | None = None
+) -> AsyncIterator[RawConnection]:
+    """TCP, and agreement on the security `protocol`; ConnectionError when the other side does not
+    speak it."""
     host, port = endpoint(address)
     async with await trio.open_tcp_stream(host, port, local_address=source) as tcp:
         raw = RawConnection(TrioTCPStream(tcp), True)
@@ -227,20 +251,29 @@ async def agreed(address: str, protocol: str, *, source: str | None = None) -> A
 
 
 @contextlib.asynccontextmanager
-async def secured(address: str, *, source: str | None = None, keys: KeyPair | None = None) -> AsyncIterator[tuple]:
+async def secured(
+    address: str, *, source: str | None = None, keys: KeyPair | None = None
+) -> AsyncIterator[tuple]:
     """TCP and Noise only: yields (session, keys)."""
     async with agreed(address, "/noise", source=source) as raw:
         keys = keys or create_new_key_pair(os.urandom(32))
-        pattern = PatternXX(ID.from_pubkey(keys.public_key), keys.private_key, create_noise_key().private_key)
+        pattern = PatternXX(
+            ID.from_pubkey(keys.public_key), keys.private_key, create_noise_key().private_key
+        )
         yield await pattern.handshake_outbound(raw, None), keys
 
 
 @contextlib.asynccontextmanager
-async def connect(address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 60.0) -> AsyncIterator[Peer]:
-    """A connected `Peer`; `seconds` is for the handshake. Leaving closes the socket without a goodbye."""
+async def connect(
+    address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 60.0
+) -> AsyncIterator[Peer]:
+    """A connected `Peer`; `seconds` is for the handshake. Leaving closes the socket without a
+    goodbye."""
     async with contextlib.AsyncExitStack() as stack:
         with trio.fail_after(seconds):
-            session, keys = await stack.enter_async_context(secured(address, source=source, keys=keys))
+            session, keys = await stack.enter_async_context(
+                secured(address, source=source, keys=keys)
+            )
             await select(session.read, session.write, "/yamux/1.0.0")
         peer = Peer(session, keys)
         nursery = await stack.enter_async_context(trio.open_nursery())
@@ -256,7 +289,12 @@ async def _pump(peer: Peer) -> None:
 
 def signed(keys: KeyPair, topic: str, data: bytes, seqno: bytes | None = None) -> rpc_pb2.Message:
     """A message as strict signing wants it."""
-    message = rpc_pb2.Message(data=data, topicIDs=[topic], from_id=ID.from_pubkey(keys.public_key).to_bytes(), seqno=seqno or os.urandom(8))
+    message = rpc_pb2.Message(
+        data=data,
+        topicIDs=[topic],
+        from_id=ID.from_pubkey(keys.public_key).to_bytes(),
+        seqno=seqno or os.urandom(8),
+    )
     message.signature = keys.private_key.sign(b"libp2p-pubsub:" + message.SerializeToString())
     message.key = keys.public_key.serialize()
     return message

@@ -1,4 +1,5 @@
-"""A headless Chromium that does what it is told: a tab over the DevTools protocol. For tests of the status page, and screenshots."""
+"""A headless Chromium that does what it is told: a tab over the DevTools protocol. For tests of the
+status page, and screenshots."""
 
 from __future__ import annotations
 
@@ -17,11 +18,21 @@ from typing import Any, Self
 import trio
 from trio_websocket import WebSocketConnection, open_websocket_url
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 QUIET = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--disable-default-apps", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+)
 """It speaks to this machine only."""
 START_SECONDS = 60.0
 CALL_SECONDS = 60.0
@@ -40,7 +51,9 @@ class Tab:
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._calls += 1
         with trio.fail_after(CALL_SECONDS):
-            await self._socket.send_message(json.dumps({"id": self._calls, "method": method, "params": params}))
+            await self._socket.send_message(
+                json.dumps({"id": self._calls, "method": method, "params": params})
+            )
             while (told := await self._hear()).get("id") != self._calls:
                 pass
         if "error" in told:
@@ -50,20 +63,29 @@ class Tab:
     async def _hear(self) -> dict[str, Any]:
         told: dict[str, Any] = json.loads(await self._socket.get_message())
         self._loaded |= told.get("method") == "Page.loadEventFired"
-        if told.get("method") == "Runtime.exceptionThrown" or told.get("params", {}).get("type") == "error":
+        if (
+            told.get("method") == "Runtime.exceptionThrown"
+            or told.get("params", {}).get("type") == "error"
+        ):
             self.errors.append(json.dumps(told["params"]))
         return told
 
     async def js(self, expression: str) -> Any:
         """The value of an expression in the page; a promise's once it is settled."""
-        told = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        told = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in told:
             raise RuntimeError(f"{expression}: {told['exceptionDetails']}")
         return told["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Waits in the page until `condition` holds there. Raises RuntimeError after CALL_SECONDS."""
-        turns = f"new Promise((done) => {{ const look = () => ({condition}) ? done(true) : setTimeout(look, 20); look(); }})"
+        """Waits in the page until `condition` holds there. Raises RuntimeError after
+        CALL_SECONDS."""
+        turns = (
+            f"new Promise((done) => {{ const look = () => ({condition}) ? done(true) :"
+            " setTimeout(look, 20); look(); })"
+        )
         try:
             await self.js(turns)
         except trio.TooSlowError:
@@ -79,14 +101,26 @@ class Tab:
 
     async def look(self, width: int, *, dark: bool = False) -> None:
         """As wide as this, px, in light or dark colours."""
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def press(self, key: str) -> None:
         codes = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+            await self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+            )
 
     async def picture(self) -> bytes:
         """The whole page as PNG."""
@@ -96,12 +130,21 @@ class Tab:
 
 @contextlib.asynccontextmanager
 async def chromium(directory: Path) -> AsyncIterator[Tab]:
-    """A browser with its profile in `directory`, ended on the way out. Raises RuntimeError where there is none."""
+    """A browser with its profile in `directory`, ended on the way out. Raises RuntimeError where
+    there is none."""
     if CHROMIUM is None:
         raise RuntimeError("no Chromium on this machine")
-    command = [CHROMIUM, *QUIET, f"--user-data-dir={directory / 'profile'}", "--remote-debugging-port=0", "about:blank"]
+    command = [
+        CHROMIUM,
+        *QUIET,
+        f"--user-data-dir={directory / 'profile'}",
+        "--remote-debugging-port=0",
+        "about:blank",
+    ]
     async with trio.open_nursery() as nursery:
-        quietly = functools.partial(trio.run_process, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+        quietly = functools.partial(
+            trio.run_process, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+        )
         process = await nursery.start(quietly, command)
         with trio.fail_after(START_SECONDS):
             said = b""
@@ -127,5 +170,9 @@ async def _drain(stream: Any) -> None:
 
 def _first_tab(url: str) -> str:
     """The address of its socket."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=START_SECONDS) as answer:
-        return str(next(tab["webSocketDebuggerUrl"] for tab in json.load(answer) if tab["type"] == "page"))
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        url, timeout=START_SECONDS
+    ) as answer:
+        return str(
+            next(tab["webSocketDebuggerUrl"] for tab in json.load(answer) if tab["type"] == "page")
+        )

@@ -1,4 +1,5 @@
-"""A cable between TCP sockets on loopback that a test can cut, hold, slow down or garble: a listener in a thread, in front of a node."""
+"""A cable between TCP sockets on loopback that a test can cut, hold, slow down or garble: a
+listener in a thread, in front of a node."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RESET = b"\1\0\0\0\0\0\0\0"
 
 @dataclass
 class Weather:
-    """What a cable does to what it carries. delay: seconds, each way. rate: bytes per second, each way."""
+    """What a cable does to what it carries. delay: seconds, each way. rate: bytes per second, each
+    way."""
 
     cut: bool = False
     held: bool = False
@@ -30,8 +32,9 @@ class Weather:
 class Cable:
     """Forwards what comes to `port` to `target`, a port on loopback.
 
-    cut: connections are reset, and new ones are too. hold: nothing gets through and nobody is told. slow: each way, so late and no faster.
-    garble: one bit of what comes next, in each connection, is another. mend: as at first; what was cut or garbled stays lost.
+    cut: connections are reset, and new ones are too. hold: nothing gets through and nobody is told.
+    slow: each way, so late and no faster. garble: one bit of what comes next, in each connection,
+    is another. mend: as at first; what was cut or garbled stays lost.
     """
 
     def __init__(self, target: int) -> None:
@@ -77,7 +80,13 @@ class Cable:
             while not self._closed.wait(TICK_SECONDS):
                 self._accept()
                 weather = self.weather
-                self._keep([pair for pair in self._pairs if not weather.cut and pair.move(time.monotonic(), weather)])
+                self._keep(
+                    [
+                        pair
+                        for pair in self._pairs
+                        if not weather.cut and pair.move(time.monotonic(), weather)
+                    ]
+                )
             self._keep([])
 
     def _keep(self, pairs: list[_Pair]) -> None:
@@ -149,7 +158,9 @@ class _Pair:
                     way.chunks.appendleft((due, data[:-1] + bytes([data[-1] ^ 1])))
                     self.garbled = False
                 way.send_on(now, weather)
-            return not any(way.ended and not any(data for _, data in way.chunks) for way in self.ways)
+            return not any(
+                way.ended and not any(data for _, data in way.chunks) for way in self.ways
+            )
         except OSError:
             return False
 

@@ -34,12 +34,20 @@ class Crew:
 
 @asynccontextmanager
 async def open_crew(
-    runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, *, crew: bytes = b"\0" * frames.CREW_BYTES,
-    compute: Any = inline, seconds: float = 600.0, step: int = 0, far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
-) -> AsyncIterator[Crew]:  # fmt: skip
+    runtimes: Sequence[StageRuntime],
+    settings: CrewSettings,
+    limits: FrameLimits,
+    *,
+    crew: bytes = b"\0" * frames.CREW_BYTES,
+    compute: Any = inline,
+    seconds: float = 600.0,
+    step: int = 0,
+    far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
+) -> AsyncIterator[Crew]:
     """All stages in this process, over memory streams: Closed on leaving.
 
-    With `step` committed steps behind it; the members do nothing before the caller's first wait. far: what lies behind each end.
+    With `step` committed steps behind it; the members do nothing before the caller's first wait.
+    far: what lies behind each end.
     """
     count = len(runtimes)
     streams: dict[tuple[int, int], trio.abc.Stream] = {}

@@ -1,4 +1,5 @@
-"""A crew's trainer in a process of its own, to be killed: `python -m swarmnode.trainer`, forked from a server that has torch loaded."""
+"""A crew's trainer in a process of its own, to be killed: `python -m swarmnode.trainer`, forked
+from a server that has torch loaded."""
 
 from __future__ import annotations
 

@@ -17,7 +17,14 @@ def terms_of(config: Config) -> CrewTerms:
 
 
 def opened(config: Config) -> AbstractContextManager[CrewModel]:
-    return open_model(config.policy, config.stages, config.training, config.weights, terms_of(config), config.node.data_dir)
+    return open_model(
+        config.policy,
+        config.stages,
+        config.training,
+        config.weights,
+        terms_of(config),
+        config.node.data_dir,
+    )
 
 
 def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:

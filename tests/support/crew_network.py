@@ -1,10 +1,13 @@
-"""The network half of a crew without a network: real links and stage sockets to real trainers, foundings in between, in one trio program.
+"""The network half of a crew without a network: real links and stage sockets to real trainers,
+foundings in between, in one trio program.
 
-    async with crew_network(directories) as network:        # run `CrewTrainer`s there, in threads or processes
+    async with crew_network(directories) as network:        # run `CrewTrainer`s there, in threads
+    or processes
         await until(lambda: network.step >= 5)
 
-It founds a crew of all at the newest step that they offer, resumes as crew control does, and founds the next one when a trainer comes; a
-stage belongs to its directory for ever. What it does not have: offers between nodes, spares, failures of its own.
+It founds a crew of all at the newest step that they offer, resumes as crew control does, and founds
+the next one when a trainer comes; a stage belongs to its directory for ever. What it does not have:
+offers between nodes, spares, failures of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ class CrewNetwork:
         self._parked: dict[tuple[bytes, int, int, str], trio.SocketStream] = {}
         self._sockets: set[trio.SocketStream] = set()
 
-    # ---- foundings -----------------------------------------------------------------------------------------------------
+    # ---- foundings -------------------------------------------------------------------------------
 
     def offered(self, node: Node, offering: Offering) -> None:
         node.connected, node.offering = True, offering
@@ -118,7 +121,8 @@ class CrewNetwork:
                 node.link.send_to_trainer(Released(why))
 
     def _found(self) -> None:
-        """At the newest step that everybody has, or would take; without one, at the newest that anybody has."""
+        """At the newest step that everybody has, or would take; without one, at the newest that
+        anybody has."""
         self.founded += 1
         self.crew = self.founded.to_bytes(16, "big") * 2
         for stream in list(self._sockets):
@@ -130,16 +134,36 @@ class CrewNetwork:
         for node in self.nodes:
             node.status = node.offering = None
             path = str(local.socket_file(node.directory))
-            node.link.send_to_trainer(Assigned(self.crew, self.lineage, node.stage, self.layers, members, step, digest, taken, path))
+            node.link.send_to_trainer(
+                Assigned(
+                    self.crew,
+                    self.lineage,
+                    node.stage,
+                    self.layers,
+                    members,
+                    step,
+                    digest,
+                    taken,
+                    path,
+                )
+            )
 
     def _newest(self) -> tuple[int, bytes, Taken]:
         starts = [sum(self.layers[: node.stage]) for node in self.nodes]
         own = [
-            [c for c in node.offering.copies if c.lineage == self.lineage and c.first == start and c.where != "neighbour"]
-            for node, start in zip(self.nodes, starts, strict=True) if node.offering is not None
-        ]  # fmt: skip
+            [
+                c
+                for c in node.offering.copies
+                if c.lineage == self.lineage and c.first == start and c.where != "neighbour"
+            ]
+            for node, start in zip(self.nodes, starts, strict=True)
+            if node.offering is not None
+        ]
         points = {(c.step, c.hash): c.taken for copies in own for c in copies}
-        has = lambda copies, step, digest: any((c.step, c.hash) == (step, digest) or (c.step + 1, c.next) == (step, digest) for c in copies)
+        has = lambda copies, step, digest: any(
+            (c.step, c.hash) == (step, digest) or (c.step + 1, c.next) == (step, digest)
+            for c in copies
+        )
         common = [point for point in points if all(has(copies, *point) for copies in own)]
         step, digest = max(common or points, default=(0, NO_HASH))
         return step, digest, points.get((step, digest), Taken())
@@ -150,7 +174,11 @@ class CrewNetwork:
                 node.link.send_to_trainer(Released("that crew is over"))
             return
         before, node.status = node.status, status
-        if status.rung and (before is None or before.phase != "active") and status.phase == "active":
+        if (
+            status.rung
+            and (before is None or before.phase != "active")
+            and status.phase == "active"
+        ):
             node.rungs.append(status.rung)
         statuses = [n.status for n in self.nodes]
         if not all(s is not None and s.phase == "active" for s in statuses):
@@ -165,7 +193,7 @@ class CrewNetwork:
         for node in self.nodes:
             node.link.send_to_trainer(message)
 
-    # ---- streams -------------------------------------------------------------------------------------------------------
+    # ---- streams ---------------------------------------------------------------------------------
 
     async def run(self, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -237,7 +265,9 @@ async def _exactly(stream: trio.SocketStream, count: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def crew_network(directories: Sequence[Path], layers: Sequence[int]) -> AsyncIterator[CrewNetwork]:
+async def crew_network(
+    directories: Sequence[Path], layers: Sequence[int]
+) -> AsyncIterator[CrewNetwork]:
     network = CrewNetwork(directories, layers)
     async with trio.open_nursery() as nursery:
         await nursery.start(network.run)

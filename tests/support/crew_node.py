@@ -1,9 +1,11 @@
-"""A node of a crew over a real network, whose trainer only pretends: it opens stage streams, reports, and counts steps with the others.
+"""A node of a crew over a real network, whose trainer only pretends: it opens stage streams,
+reports, and counts steps with the others.
 
     async with crew_node(network, key, directory) as node:
         node.trainer.step                     that its stage has taken
 
-The step protocol is one u64 through the frames streams: the head says which step is next, the others take it and say so.
+The step protocol is one u64 through the frames streams: the head says which step is next, the
+others take it and say so.
 """
 
 from __future__ import annotations
@@ -33,10 +35,20 @@ MODEL = b"\x05" * 32
 LAYER = 1e9
 """Bytes."""
 QUICK = Settings(
-    tick_seconds=0.25, heartbeat_seconds=1.0, offer_seconds=2.0, gather_seconds=1.5, turn_seconds=2.0, exact_seconds=5.0, join_seconds=4.0,
-    gone_seconds=2.0, evict_seconds=8.0, lost_seconds=25.0, bar_seconds=2.0,
-)  # fmt: skip
-"""About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one thread."""
+    tick_seconds=0.25,
+    heartbeat_seconds=1.0,
+    offer_seconds=2.0,
+    gather_seconds=1.5,
+    turn_seconds=2.0,
+    exact_seconds=5.0,
+    join_seconds=4.0,
+    gone_seconds=2.0,
+    evict_seconds=8.0,
+    lost_seconds=25.0,
+    bar_seconds=2.0,
+)
+"""About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one
+thread."""
 STATUS_SECONDS = 0.5
 STEP_SECONDS = 0.1
 _STEP = struct.Struct(">Q")
@@ -44,7 +56,8 @@ _pids = itertools.count(1000)
 
 
 class PretendedTrainer:
-    """One trainer process, of a model of `layers` layers of which it can hold one. `frozen`: it answers nothing more, as one that hangs."""
+    """One trainer process, of a model of `layers` layers of which it can hold one. `frozen`: it
+    answers nothing more, as one that hangs."""
 
     def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
@@ -57,7 +70,9 @@ class PretendedTrainer:
         """(layer, step) that it has of others."""
         self._service = service
         self._offering = local.Offering(
-            MODEL, Capacity(1.3 * LAYER, 1e9, 0.001), ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5))
+            MODEL,
+            Capacity(1.3 * LAYER, 1e9, 0.001),
+            ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5)),
         )
         self._phase: local.StagePhase = "loading"
         self._lineage, self._layers_held = b"", (0, 0)
@@ -72,8 +87,26 @@ class PretendedTrainer:
 
     def _offer(self) -> None:
         """What is in memory, as of the last step that all have taken."""
-        own = [Copy(self._lineage, *self._layers_held, self.step, hash_of(self.step), "memory", Taken(), b"")] if self.step else []
-        kept = [Copy(self._lineage, i, i + 1, step, hash_of(step), "neighbour", Taken(), b"") for i, step in self.keeps if self._lineage]
+        own = (
+            [
+                Copy(
+                    self._lineage,
+                    *self._layers_held,
+                    self.step,
+                    hash_of(self.step),
+                    "memory",
+                    Taken(),
+                    b"",
+                )
+            ]
+            if self.step
+            else []
+        )
+        kept = [
+            Copy(self._lineage, i, i + 1, step, hash_of(step), "neighbour", Taken(), b"")
+            for i, step in self.keeps
+            if self._lineage
+        ]
         copies = (*own, *kept)
         self._service.receive(msgspec.structs.replace(self._offering, copies=copies))
 
@@ -101,7 +134,10 @@ class PretendedTrainer:
                         self.assigned, self.running = message, False
                         start = sum(message.layers[: message.stage])
                         self._rung = "" if message.step in (0, self.step) else "R2"
-                        self._lineage, self._layers_held = message.lineage, (start, start + message.layers[message.stage])
+                        self._lineage, self._layers_held = (
+                            message.lineage,
+                            (start, start + message.layers[message.stage]),
+                        )
                         self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
                     case local.Resumed():
@@ -117,7 +153,11 @@ class PretendedTrainer:
     def _status(self) -> None:
         if self.assigned is not None and not self.frozen:
             a = self.assigned
-            self._service.receive(local.StageStatus(a.crew, a.stage, self._phase, self.step, self._progress, rung=self._rung))
+            self._service.receive(
+                local.StageStatus(
+                    a.crew, a.stage, self._phase, self.step, self._progress, rung=self._rung
+                )
+            )
 
     async def _repeat(self) -> None:
         while True:
@@ -132,7 +172,9 @@ class PretendedTrainer:
                 streams: dict[int, Any] = {}
                 for stage, peer in enumerate(assigned.members):
                     if peer and stage != assigned.stage:
-                        streams[stage] = await stack.enter_async_context(await open_pipe(self._service.proxy, peers, stage))
+                        streams[stage] = await stack.enter_async_context(
+                            await open_pipe(self._service.proxy, peers, stage)
+                        )
                 if assigned.stage == 0:
                     await self._lead(list(streams.values()))
                 elif 0 in streams:
@@ -161,11 +203,18 @@ class PretendedTrainer:
 
 
 class CrewNode:
-    """A node's network and stage service. `restarts`: reasons with which its trainer was to be ended."""
+    """A node's network and stage service. `restarts`: reasons with which its trainer was to be
+    ended."""
 
     def __init__(
-        self, network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, settings: Settings, cfg: StagesConfig, layers: int,
-    ) -> None:  # fmt: skip
+        self,
+        network: Libp2pNetwork,
+        key: Ed25519PrivateKey,
+        directory: Path,
+        settings: Settings,
+        cfg: StagesConfig,
+        layers: int,
+    ) -> None:
         self.network = network
         self.restarts: list[str] = []
         self.paused = ""
@@ -173,7 +222,12 @@ class CrewNode:
         self._gone = trio.Event()
         self._scope = trio.CancelScope()
         self.service = StageService(
-            network, key, cfg, directory, NodeCallbacks(self._tell, self.restarts.append, lambda: self.paused), settings=settings
+            network,
+            key,
+            cfg,
+            directory,
+            NodeCallbacks(self._tell, self.restarts.append, lambda: self.paused),
+            settings=settings,
         )
         self.trainer = PretendedTrainer(self.service, layers)
 
@@ -218,11 +272,19 @@ class CrewNode:
 
 @contextlib.asynccontextmanager
 async def crew_node(
-    network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, *, settings: Settings = QUICK, layers: int = 3, **cfg: Any
+    network: Libp2pNetwork,
+    key: Ed25519PrivateKey,
+    directory: Path,
+    *,
+    settings: Settings = QUICK,
+    layers: int = 3,
+    **cfg: Any,
 ) -> AsyncIterator[CrewNode]:
     """A running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)
-    node = CrewNode(network, key, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers)
+    node = CrewNode(
+        network, key, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)
         try:

@@ -24,15 +24,21 @@ HEADS = [[5, 6, 7, 8, 9, 10], [2, 4], [11, 12, 13], [14, 3], [7, 7, 7, 7], [9]]
 
 
 def limits_of(model: Any, tokens: int = 4096) -> FrameLimits:
-    return FrameLimits(hidden=model.config.hidden_size, vocab=model.config.vocab_size, tokens=tokens)
+    return FrameLimits(
+        hidden=model.config.hidden_size, vocab=model.config.vocab_size, tokens=tokens
+    )
 
 
-def crew_of(model: Any, layers: list[int], settings: CrewSettings = EXACT, **keys: Any) -> AbstractAsyncContextManager[Crew]:
+def crew_of(
+    model: Any, layers: list[int], settings: CrewSettings = EXACT, **keys: Any
+) -> AbstractAsyncContextManager[Crew]:
     runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
     return open_crew(runtimes, settings, limits_of(model), **keys)
 
 
-def experience(policy: Any, noise: float = 0.1) -> tuple[list[tuple[list[int], list[int]]], list[list[float]]]:
+def experience(
+    policy: Any, noise: float = 0.1
+) -> tuple[list[tuple[list[int], list[int]]], list[list[float]]]:
     prompts = [[5, 6, 7, 8, 9, 10], [2, 4]]
     generator = torch.Generator().manual_seed(2)
     rows, old = [], []
@@ -42,7 +48,9 @@ def experience(policy: Any, noise: float = 0.1) -> tuple[list[tuple[list[int], l
     for _, completion in rows:
         old.append((torch.randn(len(completion), generator=generator) * noise).tolist())
     exact = score(policy, rows, 1.0)
-    return rows, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(exact, old, strict=True)]
+    return rows, [
+        [a + b for a, b in zip(x, y, strict=True)] for x, y in zip(exact, old, strict=True)
+    ]
 
 
 def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
@@ -52,12 +60,28 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
     class Sample:
         def __init__(self, part):
             self.prompt_ids = rows[part[0]][0]
-            self.completions = [type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos"}) for i in part]
+            self.completions = [
+                type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos"})
+                for i in part
+            ]
 
-    own, other = own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]), own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0])
-    assembled = assemble([own, replace(other, peer="someone", sampler_logprobs=[], weights=[1.0, 0.5, 0.25, 1.0])], "grpo")
+    own, other = (
+        own_group(Sample(range(4)), [1.0, 0.0, 0.0, 1.0]),
+        own_group(Sample(range(4, 8)), [0.0, 1.0, 0.0, 0.0]),
+    )
+    assembled = assemble(
+        [own, replace(other, peer="someone", sampler_logprobs=[], weights=[1.0, 0.5, 0.25, 1.0])],
+        "grpo",
+    )
     learn = [
-        LearnRow(*row, assembled.recorded(i), float(assembled.advantages[i]), float(assembled.weights[i]), group, sampled=group == 0)
+        LearnRow(
+            *row,
+            assembled.recorded(i),
+            float(assembled.advantages[i]),
+            float(assembled.weights[i]),
+            group,
+            sampled=group == 0,
+        )
         for i, (row, group) in enumerate(zip(assembled.rows, assembled.groups, strict=True))
     ]
     return assembled, learn

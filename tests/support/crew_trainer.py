@@ -1,4 +1,5 @@
-"""A trainer process of the simulated crew: real `commit` and `fence`, and weights that are a hash of what was learnt."""
+"""A trainer process of the simulated crew: real `commit` and `fence`, and weights that are a hash
+of what was learnt."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ class Trainer:
     held: Weights | None = None
     """What is in memory, as of the last step."""
     own: bool = False
-    """It has taken a step with what it holds, or has it from its own journal: else it keeps a copy, and has learnt nothing."""
+    """It has taken a step with what it holds, or has it from its own journal: else it keeps a copy,
+    and has learnt nothing."""
     linked: bool = True
     """To its network process."""
     rung: str = ""
@@ -113,7 +115,7 @@ class Trainer:
     turns: tuple[int, int] = (1, 0)
     """Attempts of which it spoils one by either, and which one of them."""
 
-    # ---- what the network process says ----------------------------------------------------------------------------------------
+    # ---- what the network process says -----------------------------------------------------------
 
     def notified(self, message: local.ToTrainer, now: float) -> None:
         match message:
@@ -136,9 +138,14 @@ class Trainer:
         if self.disk.journal is not None:
             copies.append(self.disk.journal.copy("disk"))
         if self.held is not None and self.held.step > 0:
-            copies.append(self.held.copy("memory" if self.own else "neighbour", self.participant.next_hash))
+            copies.append(
+                self.held.copy("memory" if self.own else "neighbour", self.participant.next_hash)
+            )
         return local.Offering(
-            MODEL, Capacity(self.world.memory_of(self.node), self.world.speed_of(self.node)), self.world.cost, tuple(copies)
+            MODEL,
+            Capacity(self.world.memory_of(self.node), self.world.speed_of(self.node)),
+            self.world.cost,
+            tuple(copies),
         )
 
     def _assigned(self, assigned: local.Assigned, now: float) -> None:
@@ -149,7 +156,11 @@ class Trainer:
         held = self.held
         if held is not None and (held.lineage, held.block) == (assigned.lineage, block):
             if self.participant.next_hash == assigned.hash:
-                self._take(self.participant.commit(self.participant.step, self.participant.attempt), now, assigned.taken)
+                self._take(
+                    self.participant.commit(self.participant.step, self.participant.attempt),
+                    now,
+                    assigned.taken,
+                )
             if self.participant.hash == assigned.hash:
                 self._enter("R0", self.held, now)
                 return
@@ -184,7 +195,7 @@ class Trainer:
                 self._blamed(self.blame.silent(self.world.whose(self, silent - {0})))
             self._decided(decided, now)
 
-    # ---- restoring ------------------------------------------------------------------------------------------------------------
+    # ---- restoring -------------------------------------------------------------------------------
 
     def _restore(self, now: float) -> None:
         assert self.assigned is not None
@@ -198,8 +209,14 @@ class Trainer:
         if a.step == 0:
             self._enter("", Weights(a.lineage, block, 0, NO_HASH, first_weight(block)), now)
             return
-        here = [w for w in self.disk.all() if (w.lineage, w.block) == (a.lineage, block) and w.step <= a.step]
-        sources = [("R0", w) for w in here] + [("R2", w) for w in self.world.copies_at(a, block) if w.step <= a.step]
+        here = [
+            w
+            for w in self.disk.all()
+            if (w.lineage, w.block) == (a.lineage, block) and w.step <= a.step
+        ]
+        sources = [("R0", w) for w in here] + [
+            ("R2", w) for w in self.world.copies_at(a, block) if w.step <= a.step
+        ]
         exact = [(rung, w) for rung, w in sources if w.hash == a.hash]
         if exact:
             self.own = exact[0][1] is self.disk.journal
@@ -208,7 +225,11 @@ class Trainer:
             rung, older = max(sources, key=lambda one: one[1].step)
             self._enter(rung, replace(older, step=a.step, hash=a.hash, exact=False), now)
         else:  # the base's, or made of its neighbours'
-            self._enter("R3", Weights(a.lineage, block, a.step, a.hash, first_weight(block), exact=False), now)
+            self._enter(
+                "R3",
+                Weights(a.lineage, block, a.step, a.hash, first_weight(block), exact=False),
+                now,
+            )
 
     def _enter(self, rung: str, weights: Weights | None, now: float) -> None:
         assert self.assigned is not None
@@ -222,13 +243,20 @@ class Trainer:
         self.report()
         self._later(self.world.rng.uniform(0.1, 1.0), "passed")
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def _place(self) -> Place:
         assert self.fence is not None
         return Place(self.fence.place.crew, self.fence.place.stage, self.participant.step)
 
-    def _send(self, stage: int, kind: str, attempt: int = 0, micro_batches: tuple[int, ...] = (), refused: Any = None) -> None:
+    def _send(
+        self,
+        stage: int,
+        kind: str,
+        attempt: int = 0,
+        micro_batches: tuple[int, ...] = (),
+        refused: Any = None,
+    ) -> None:
         assert self.assigned is not None
         message = Message(self._place(), kind, attempt, micro_batches, refused)
         if stage == self.assigned.stage:
@@ -237,24 +265,37 @@ class Trainer:
             self.world.send_frame(self, self.assigned.members[stage], message)
 
     def _begin_step(self, now: float) -> None:
-        if self.assigned is None or self.assigned.stage != 0 or not self.resumed or self.phase != "active":
+        if (
+            self.assigned is None
+            or self.assigned.stage != 0
+            or not self.resumed
+            or self.phase != "active"
+        ):
             return
         stages = len(self.assigned.members)
         if self.coordinator is None:
-            self.coordinator, self.in_step = Coordinator(stages, attempt=self.participant.attempt), False
+            self.coordinator, self.in_step = (
+                Coordinator(stages, attempt=self.participant.attempt),
+                False,
+            )
         elif self.in_step:
             return
         self.in_step = True
         attempt, self.deadline = self.coordinator.begin(), now + DEADLINE_SECONDS
         self._later(DEADLINE_SECONDS + 0.01, "deadline")
-        batches = tuple(self.participant.step * 1000 + attempt * 10 + i for i in range(3))  # new ones at each attempt
+        # new ones at each attempt
+        batches = tuple(self.participant.step * 1000 + attempt * 10 + i for i in range(3))
         for kind in ("propose", "work"):
             for stage in reversed(range(stages)):
                 self._send(stage, kind, attempt, batches)
 
     def receive(self, message: Message, sender: int, now: float) -> None:
         """A frame of a trainer which said that it is stage `sender`."""
-        if self.fence is None or self.assigned is None or self.phase in ("idle", "loading", "failed"):
+        if (
+            self.fence is None
+            or self.assigned is None
+            or self.phase in ("idle", "loading", "failed")
+        ):
             return
         step = self.participant.step if message.kind == "work" else None
         if self.world.fence_check(self.fence, message.place, sender, step) is None:
@@ -268,7 +309,11 @@ class Trainer:
             self._work(message.micro_batches, now)
         elif message.kind == "propose" and not (self.keeps and self._its_turn(attempt)):
             self._proposed(attempt, participant.propose(step, attempt, message.micro_batches), now)
-            if (participant.step, participant.attempt, participant.phase) == (step, attempt, "open"):
+            if (participant.step, participant.attempt, participant.phase) == (
+                step,
+                attempt,
+                "open",
+            ):
                 early, self.early, self.proposed = self.early, (), frozenset(message.micro_batches)
                 self._work(early, now)
         elif message.kind == "commit":
@@ -277,11 +322,21 @@ class Trainer:
             if participant.abort(step, attempt):
                 self._drop()
         elif self.coordinator is not None and message.kind == "acknowledge":
-            if message.refused is not None and self.blame is not None and attempt == self.coordinator.attempt:
+            if (
+                message.refused is not None
+                and self.blame is not None
+                and attempt == self.coordinator.attempt
+            ):
                 self._blamed(self.blame.refused({sender}, str(message.refused)))
             if self.coordinator is not None:
-                self._decided(self.coordinator.acknowledged(sender, attempt, message.refused, 1.0), now)
-        elif self.coordinator is not None and message.kind == "done" and step in (participant.step, participant.step + 1):
+                self._decided(
+                    self.coordinator.acknowledged(sender, attempt, message.refused, 1.0), now
+                )
+        elif (
+            self.coordinator is not None
+            and message.kind == "done"
+            and step in (participant.step, participant.step + 1)
+        ):
             if self.coordinator.done(sender, attempt) and step == participant.step + 1:
                 self._handle(0, Message(self._place(), "commit", attempt), now)
             if self.coordinator is not None and not self.coordinator.unfinished and self.in_step:
@@ -291,7 +346,8 @@ class Trainer:
                 self._later(self.world.step_seconds, "step")
 
     def _work(self, micro_batches: tuple[int, ...], now: float) -> None:
-        """What the head has not proposed waits, and is dropped where the proposal does not name it: it is of an attempt that is over."""
+        """What the head has not proposed waits, and is dropped where the proposal does not name it:
+        it is of an attempt that is over."""
         if self.proposed is None:
             self.early += micro_batches
             return
@@ -311,7 +367,9 @@ class Trainer:
 
     def _proposed(self, attempt: int, action: Next | Answer | None, now: float) -> None:
         if action == "prepare":
-            action = self.participant.prepared(attempt, None if self.refuses and self._its_turn(attempt) else 1.0, now)
+            action = self.participant.prepared(
+                attempt, None if self.refuses and self._its_turn(attempt) else 1.0, now
+            )
         if isinstance(action, Answer):
             self._send(0, "acknowledge", action.attempt, refused=action.refused)
             self.world.acknowledged(self)
@@ -343,7 +401,13 @@ class Trainer:
             self._drop()
             weight = next_weight(self.held.weight, self.participant.step - 1, batches)
             self.own = True
-            self.held = replace(self.held, step=self.participant.step, hash=self.participant.hash, weight=weight, taken=taken)
+            self.held = replace(
+                self.held,
+                step=self.participant.step,
+                hash=self.participant.hash,
+                weight=weight,
+                taken=taken,
+            )
             self.progress += 1
             self.world.took_step(self, self.held, batches)
             if self.phase == "active":
@@ -358,7 +422,9 @@ class Trainer:
         if self.assigned is None:
             return
         a, p = self.assigned, self.participant
-        self.world.report(self, local.StageStatus(a.crew, a.stage, self.phase, p.step, self.progress, self.rung))  # type: ignore[arg-type]
+        self.world.report(
+            self, local.StageStatus(a.crew, a.stage, self.phase, p.step, self.progress, self.rung)
+        )  # type: ignore[arg-type]
 
 
 def named_keys(name: str) -> tuple[Any, Any]:

@@ -10,4 +10,10 @@ from swarmnode.trainer import export as child
 
 
 def export(config: Config, target: Path, merge: bool) -> child.Exported:
-    return child.export(config.policy, config.node.data_dir / "trainer", shares_a(config.policy.lora, config.weights), target, merge)
+    return child.export(
+        config.policy,
+        config.node.data_dir / "trainer",
+        shares_a(config.policy.lora, config.weights),
+        target,
+        merge,
+    )

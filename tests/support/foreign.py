@@ -1,4 +1,5 @@
-"""The client of tests/interop, which shares no line with swarmnode, and a network process for it to meet, whose trainer is the test."""
+"""The client of tests/interop, which shares no line with swarmnode, and a network process for it to
+meet, whose trainer is the test."""
 
 from __future__ import annotations
 
@@ -32,27 +33,47 @@ HERE = Path(__file__).parents[1] / "interop"
 MODULES = HERE / "node_modules"
 INSTALL_SECONDS = 300.0
 ANSWER_SECONDS = 60.0
-UNREACHABLE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH", "EHOSTUNREACH", "ERR_SOCKET_TIMEOUT")
+UNREACHABLE = (
+    "ENOTFOUND",
+    "EAI_AGAIN",
+    "ECONNREFUSED",
+    "ECONNRESET",
+    "ETIMEDOUT",
+    "ENETUNREACH",
+    "EHOSTUNREACH",
+    "ERR_SOCKET_TIMEOUT",
+)
 """What npm says of a registry that is not there."""
 T = TypeVar("T")
 
 
 def install() -> None:
-    """js-libp2p as package-lock.json pins it, unless it is there. No package runs a script of its own. Skips where no registry answers;
-    in CI that is a failure (`--must-run`)."""
+    """js-libp2p as package-lock.json pins it, unless it is there. No package runs a script of its
+    own. Skips where no registry answers; in CI that is a failure (`--must-run`)."""
     wanted = hashlib.sha256((HERE / "package-lock.json").read_bytes()).hexdigest()
     installed = MODULES / "installed"
     if not (installed.exists() and installed.read_text() == wanted):
         command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+        done = subprocess.run(
+            command, cwd=HERE, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
+        )
         if any(code in done.stderr for code in UNREACHABLE):
-            pytest.skip(f"js-libp2p is not installed and npm's registry cannot be reached: {done.stderr.strip().splitlines()[0][:200]}")
+            pytest.skip(
+                "js-libp2p is not installed and npm's registry cannot be reached:"
+                f" {done.stderr.strip().splitlines()[0][:200]}"
+            )
         assert done.returncode == 0, done.stdout + done.stderr
         installed.write_text(wanted)
 
 
-def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = 30.0, pause: float = 0.05) -> T:
-    """The first result of `condition` that is true, asked again after each `pause`. `what`: called for the message where none was."""
+def until(
+    condition: Callable[[], T],
+    what: Callable[[], object],
+    seconds: float = 30.0,
+    pause: float = 0.05,
+) -> T:
+    """The first result of `condition` that is true, asked again after each `pause`. `what`: called
+    for the message where none was."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
@@ -66,12 +87,17 @@ class Reset(Exception):
 
 
 class Foreign:
-    """A process of client.mjs. `client("publish", name="a", sequence=1)` returns what the action of that name answers."""
+    """A process of client.mjs. `client("publish", name="a", sequence=1)` returns what the action of
+    that name answers."""
 
     def __init__(self, log: Path) -> None:
         with open(log, "wb") as errors:
             self._process = subprocess.Popen(
-                ["node", "client.mjs"], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                ["node", "client.mjs"],
+                cwd=HERE,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
             )
         self._log = log
         self._read = b""
@@ -97,7 +123,9 @@ class Foreign:
         assert self._process.stdout is not None
         deadline = time.monotonic() + ANSWER_SECONDS
         while b"\n" not in self._read:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._process.stdout], [], [], max(0.0, deadline - time.monotonic())
+            )
             part = os.read(self._process.stdout.fileno(), 1 << 20) if ready else b""
             assert part, f"the client says nothing: {self._log.read_text()[-2000:]}"
             self._read += part
@@ -115,7 +143,8 @@ class Foreign:
 
 
 class NetworkProcess:
-    """A node's network process in a swarm with a manifest, and its trainer's end of the link. `author` signs with its key."""
+    """A node's network process in a swarm with a manifest, and its trainer's end of the link.
+    `author` signs with its key."""
 
     def __init__(self, node: DemoNode, link: Link, author: Author) -> None:
         self._node = node
@@ -124,10 +153,12 @@ class NetworkProcess:
 
     @property
     def invite(self) -> str:
-        return f"{self._node.wait_for_address(time.monotonic() + 120)[0]}/swarm/{self.author.swarm.hex()}"
+        address = self._node.wait_for_address(time.monotonic() + 120)[0]
+        return f"{address}/swarm/{self.author.swarm.hex()}"
 
     def publish(self, sequence: int, *, long: bool = False) -> list[float]:
-        """Publish a group of its own, which asks for a sum where `sequence` is odd; returns its rewards."""
+        """Publish a group of its own, which asks for a sum where `sequence` is odd; returns its
+        rewards."""
         own = self.author.long_group(sequence) if long else self.author.own_group(sequence)
         reward = question(own.task).reward
         rewards = [reward(completion.text) for completion in own.completions]
@@ -135,7 +166,8 @@ class NetworkProcess:
         return rewards
 
     def draw(self, count: int = 6) -> list[Any]:
-        """Groups of others that were admitted and not drawn before, as a step would train on them."""
+        """Groups of others that were admitted and not drawn before, as a step would train on
+        them."""
         self._link.request_external(count, 0, count)
         return self._link.take_external(0.2)
 
@@ -146,7 +178,12 @@ class NetworkProcess:
     def outcomes(self) -> dict[str, int]:
         """Of admission, by name."""
         admission = self.status()["rollouts"]["admission"]
-        return {**admission["ignored"], **admission["rejected"], "admitted": admission["admitted"], "candidates": admission["candidates"]}
+        return {
+            **admission["ignored"],
+            **admission["rejected"],
+            "admitted": admission["admitted"],
+            "candidates": admission["candidates"],
+        }
 
     def last_words(self) -> str:
         return self._node.last_words()
@@ -154,7 +191,8 @@ class NetworkProcess:
 
 @contextlib.contextmanager
 def network_process(directory: Path, exchange: str) -> Iterator[NetworkProcess]:
-    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks with `sharing.exchange` as given."""
+    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks with
+    `sharing.exchange` as given."""
     sections = {
         "swarm": {"name": "interop"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
@@ -163,14 +201,18 @@ def network_process(directory: Path, exchange: str) -> Iterator[NetworkProcess]:
         "sharing": {"exchange": exchange},
         "http": {"port": 0},
     }
-    opened = founded(config=Config.model_validate(sections), models=[], created_at=int(time.time() * 1000))
+    opened = founded(
+        config=Config.model_validate(sections), models=[], created_at=int(time.time() * 1000)
+    )
     (directory / "run").mkdir(parents=True, mode=0o700)
     store = ManifestStore(directory)
     store.add(opened)
     store.choose(opened.swarm)
     node = DemoNode("interop", directory, sections)
     sections["swarm"]["id"] = opened.swarm.hex()
-    config = Config.model_validate({**sections, "node": {"data_dir": str(directory), "name": "interop"}})
+    config = Config.model_validate(
+        {**sections, "node": {"data_dir": str(directory), "name": "interop"}}
+    )
     (directory / "config.json").write_text(config.model_dump_json())
     author = Author(opened.swarm, key=load_or_create(directory / "identity.key").private_key)
     try:
@@ -191,6 +233,16 @@ def missing() -> str:
 
 def judged(files: list[Path]) -> list[tuple[Path, str, dict[str, Any]]]:
     """(file, vector's name, outcome) of every vector in `files` as the client sees it."""
-    done = subprocess.run(["node", "vectors.mjs", *map(str, files)], cwd=HERE, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        ["node", "vectors.mjs", *map(str, files)],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    return [(Path(path), name, outcome) for path, name, outcome in map(json.loads, done.stdout.splitlines())]
+    return [
+        (Path(path), name, outcome)
+        for path, name, outcome in map(json.loads, done.stdout.splitlines())
+    ]

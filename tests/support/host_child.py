@@ -1,13 +1,18 @@
-"""`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside (see host_process.py).
+"""`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside
+(see host_process.py).
 
-options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume: bool · port: int · seed: int of the key
-          sweep: seconds between sweeps of dead streams · negotiation: seconds that opening a stream may take
-          limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
-hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control": <port>} when it listens
-control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function below>", …}, answered by one line
+options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume:
+bool · port: int · seed: int of the key
+          sweep: seconds between sweeps of dead streams · negotiation: seconds that opening a stream
+          may take limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
+hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control":
+<port>} when it listens
+control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function
+below>", …}, answered by one line
 
-Protocols: /test/echo/1 returns what it gets; /test/hold/1 reads nothing for ever; /test/sink/1 counts; /test/pause/1 after 6 s;
-/test/raise/1 raises ValueError; /test/ends/1 lets the end of the stream escape; /test/leave/1 returns at once and closes nothing.
+Protocols: /test/echo/1 returns what it gets; /test/hold/1 reads nothing for ever; /test/sink/1
+counts; /test/pause/1 after 6 s; /test/raise/1 raises ValueError; /test/ends/1 lets the end of the
+stream escape; /test/leave/1 returns at once and closes nothing.
 """
 
 from __future__ import annotations
@@ -63,16 +68,34 @@ class Node:
 
     def build(self, keys):
         """A host as py-libp2p makes it, or as we do."""
-        seconds = {"outbound_stream_protocol_negotiation_timeout": self.options["negotiation"]} if "negotiation" in self.options else {}
+        seconds = (
+            {"outbound_stream_protocol_negotiation_timeout": self.options["negotiation"]}
+            if "negotiation" in self.options
+            else {}
+        )
         if not self.guarded:
-            return new_host(key_pair=keys, connection_config=ConnectionConfig(**seconds) if seconds else None)
-        config = ConnectionConfig(max_connections=250, high_watermark=250, low_watermark=0, min_connections=0, **seconds)
+            return new_host(
+                key_pair=keys, connection_config=ConnectionConfig(**seconds) if seconds else None
+            )
+        config = ConnectionConfig(
+            max_connections=250, high_watermark=250, low_watermark=0, min_connections=0, **seconds
+        )
         return guards.guard_host(
-            new_host(key_pair=keys, sec_opt=guards.noise_only(keys), muxer_opt=guards.YAMUX_ONLY, connection_config=config)
+            new_host(
+                key_pair=keys,
+                sec_opt=guards.noise_only(keys),
+                muxer_opt=guards.YAMUX_ONLY,
+                connection_config=config,
+            )
         )
 
     def _gossip(self) -> tuple[GossipSub, Pubsub]:
-        tuned = {"heartbeat_interval": 1, "spam_protection_enabled": False, "adaptive_gossip_enabled": False, "prune_back_off": 1}
+        tuned = {
+            "heartbeat_interval": 1,
+            "spam_protection_enabled": False,
+            "adaptive_gossip_enabled": False,
+            "prune_back_off": 1,
+        }
         router = GossipSub(
             protocols=["/meshsub/1.1.0"],
             degree=8,
@@ -82,7 +105,9 @@ class Node:
         )
         if not self.guarded:
             return router, Pubsub(self.host, router, strict_signing=True)
-        return guards.guard_gossip(router), guards.GuardedPubsub(self.host, router, strict_signing=True)
+        return guards.guard_gossip(router), guards.GuardedPubsub(
+            self.host, router, strict_signing=True
+        )
 
     # what peers can reach
 
@@ -129,13 +154,26 @@ class Node:
             "fired": guards.statistics().fired,
             "delivered": len(self.delivered),
             "counted": self.counted,
-            "waiting": sum(one.statistics().current_buffer_used for one in self.pubsub.subscribed_topics_send.values()),
+            "waiting": sum(
+                one.statistics().current_buffer_used
+                for one in self.pubsub.subscribed_topics_send.values()
+            ),
             "equivocation_bytes": sum(len(one.data) for one in equivocation.values()),
-            "seen_bytes": sum(map(len, getattr(self.pubsub.seen_messages, "cache", getattr(self.pubsub.seen_messages, "_until", {})))),
+            "seen_bytes": sum(
+                map(
+                    len,
+                    getattr(
+                        self.pubsub.seen_messages,
+                        "cache",
+                        getattr(self.pubsub.seen_messages, "_until", {}),
+                    ),
+                )
+            ),
             "cache_bytes": sum(len(one.data) for one in self.router.mcache.msgs.values()),
             "deliveries": sum(map(len, self.router.recent_message_deliveries.values())),
             "heartbeat": self.router.heartbeat_interval,
-            "topics": len(self.router.back_off) + sum(map(len, self.router.graft_flood_tracking.values())),
+            "topics": len(self.router.back_off)
+            + sum(map(len, self.router.graft_flood_tracking.values())),
         }
 
     async def saw(self, mark: str) -> dict:
@@ -160,14 +198,21 @@ class Node:
         for _ in range(times):
             other = self.build(create_new_key_pair(os.urandom(32)))
             with trio.move_on_after(5):
-                async with (guards.running if self.guarded else type(other).run)(other, [Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+                async with (guards.running if self.guarded else type(other).run)(
+                    other, [Multiaddr("/ip4/127.0.0.1/tcp/0")]
+                ):
                     await other.connect(PeerInfo(ID.from_base58(peer), [Multiaddr(address)]))
                     await (await other.new_stream(ID.from_base58(peer), ["/test/echo/1"])).close()
         return {}
 
     async def cancel_reads(self, address: str, peer: str, size: int) -> dict:
         """Send and read back `size` bytes while reads are cancelled at random."""
-        stream, rng, sent, got = await self._stream(address, peer, "echo"), random.Random(0), os.urandom(size), bytearray()
+        stream, rng, sent, got = (
+            await self._stream(address, peer, "echo"),
+            random.Random(0),
+            os.urandom(size),
+            bytearray(),
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stream.write, sent)
             while len(got) < size:
@@ -177,7 +222,8 @@ class Node:
         return {"intact": bytes(got) == sent}
 
     async def cancel_writes(self, address: str, peer: str, times: int) -> dict:
-        """Cancel `times` large writes half-way, each on its own stream; then ask for an echo on the same connection."""
+        """Cancel `times` large writes half-way, each on its own stream; then ask for an echo on the
+        same connection."""
         for number in range(times):
             stream = await self._stream(address, peer, "echo")
             with trio.move_on_after(0.02 + 0.003 * number):
@@ -186,8 +232,8 @@ class Node:
         return await self.cancel_reads(address, peer, 1000)
 
     async def give_up(self, address: str, peer: str, times: int, size: int = 200_000) -> dict:
-        """Have `size` bytes echoed and reset the stream when they lie there unread; `times` over. Then ask for an echo on the same
-        connection."""
+        """Have `size` bytes echoed and reset the stream when they lie there unread; `times` over.
+        Then ask for an echo on the same connection."""
         for _ in range(times):
             stream = await self._stream(address, peer, "echo")
             await stream.write(bytes(size))
@@ -198,7 +244,8 @@ class Node:
         return await self.cancel_reads(address, peer, 1000)
 
     async def reset_while_reading(self, address: str, peer: str, just_woken: bool) -> dict:
-        """Reset a stream that another task reads from, which a frame may have woken in the same moment; what that task hears of it."""
+        """Reset a stream that another task reads from, which a frame may have woken in the same
+        moment; what that task hears of it."""
         stream, heard = await self._stream(address, peer, "hold"), []
 
         async def read() -> None:
@@ -228,7 +275,8 @@ class Node:
         return {}
 
     async def cancel_opens(self, address: str, peer: str, times: int) -> dict:
-        """Cancel `new_stream` after 0, 1, 2, … steps of the scheduler; how many of the 256 outbound slots are free afterwards."""
+        """Cancel `new_stream` after 0, 1, 2, … steps of the scheduler; how many of the 256 outbound
+        slots are free afterwards."""
         await self.connect(address, peer)
         other = ID.from_base58(peer)
 
@@ -244,7 +292,12 @@ class Node:
                     await trio.lowlevel.checkpoint()
                 scope.cancel()
         await trio.sleep(0.5)
-        return {"free": min(one.muxed_conn.stream_backlog_semaphore.value for one in self.host.get_network().get_connections(other))}
+        return {
+            "free": min(
+                one.muxed_conn.stream_backlog_semaphore.value
+                for one in self.host.get_network().get_connections(other)
+            )
+        }
 
     async def unclosed(self, address: str, peer: str, count: int) -> dict:
         """Open streams and close none; how many opened, and the error that stopped it."""
@@ -262,14 +315,17 @@ class Node:
         return {}
 
     async def write_kept(self, size: int, cancel_after: float) -> dict:
-        """Write on the last kept stream and cancel that after a time; whether it had to be cancelled."""
+        """Write on the last kept stream and cancel that after a time; whether it had to be
+        cancelled."""
         with trio.move_on_after(cancel_after) as scope:
             await self.streams[-1].write(bytes(size))
         with trio.move_on_after(1):
             await self.streams[-1].reset()
         return {"cancelled": scope.cancelled_caught}
 
-    async def write_paused(self, address: str, peer: str, size: int, protocol: str = "pause") -> dict:
+    async def write_paused(
+        self, address: str, peer: str, size: int, protocol: str = "pause"
+    ) -> dict:
         stream = await self._stream(address, peer, protocol)
         await stream.write(bytes(size))
         await stream.close()
@@ -289,14 +345,26 @@ class Node:
         if self.options.get("validator") == "raise":
             self.pubsub.set_topic_validator(TOPIC, _raise, False)
         start = guards.running if self.guarded else type(self.host).run
-        async with start(self.host, [self.address]), background_trio_service(self.pubsub), background_trio_service(self.router):
+        async with (
+            start(self.host, [self.address]),
+            background_trio_service(self.pubsub),
+            background_trio_service(self.router),
+        ):
             await self.pubsub.wait_until_ready()
             subscription = await self.pubsub.subscribe(TOPIC)
             async with trio.open_nursery() as nursery:
-                control = await nursery.start(functools.partial(trio.serve_tcp, self._control, 0, host="127.0.0.1"))
+                control = await nursery.start(
+                    functools.partial(trio.serve_tcp, self._control, 0, host="127.0.0.1")
+                )
                 listener = next(iter(self.host.get_network().listeners.values()))
                 address = str(listener.get_addrs()[0])
-                self.hello.send({"address": address, "peer": str(self.host.get_id()), "control": control[0].socket.getsockname()[1]})
+                self.hello.send(
+                    {
+                        "address": address,
+                        "peer": str(self.host.get_id()),
+                        "control": control[0].socket.getsockname()[1],
+                    }
+                )
                 if self.options.get("consume", True):
                     async for message in subscription:
                         self.delivered.append(message.data[:8].hex())
@@ -324,7 +392,8 @@ async def _lines(stream: trio.SocketStream):
 
 
 def main(options: dict, hello: Connection) -> None:
-    """Run until killed. Quiet, unless HOST_CHILD_STDERR is set: what a stock host has to say about an attack fills a screen."""
+    """Run until killed. Quiet, unless HOST_CHILD_STDERR is set: what a stock host has to say about
+    an attack fills a screen."""
     if not os.environ.get("HOST_CHILD_STDERR"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     trio.run(Node(options, hello).run)

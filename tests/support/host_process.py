@@ -1,4 +1,5 @@
-"""Runs `host_child` processes for a test: start, ask, see whether it still serves, how much memory it holds, end it by its pid."""
+"""Runs `host_child` processes for a test: start, ask, see whether it still serves, how much memory
+it holds, end it by its pid."""
 
 from __future__ import annotations
 
@@ -22,24 +23,32 @@ class HostProcess:
 
     def __init__(self, **options: object) -> None:
         self._hello, hello = forked.context.Pipe(duplex=False)
-        self.process = forked.context.Process(target=host_child.main, args=(options, hello), daemon=True)
+        self.process = forked.context.Process(
+            target=host_child.main, args=(options, hello), daemon=True
+        )
         self.process.start()
         hello.close()
         self.pid = self.process.pid
 
     def wait_started(self) -> HostProcess:
-        """Read the child's hello; RuntimeError if it ended instead, TimeoutError after `START_SECONDS`."""
+        """Read the child's hello; RuntimeError if it ended instead, TimeoutError after
+        `START_SECONDS`."""
         if not self._hello.poll(START_SECONDS):
             raise TimeoutError("the host did not start")
         try:
             answer = self._hello.recv()
         except EOFError:
             raise RuntimeError("the host ended at its start") from None
-        self.address, self.peer, self._control = answer["address"], answer["peer"], answer["control"]
+        self.address, self.peer, self._control = (
+            answer["address"],
+            answer["peer"],
+            answer["control"],
+        )
         return self
 
     async def ask(self, do: str, seconds: float = 60.0, **arguments: object) -> dict:
-        """The child's answer to one request; `answer["error"]` is what it raised. trio.TooSlowError after `seconds`."""
+        """The child's answer to one request; `answer["error"]` is what it raised. trio.TooSlowError
+        after `seconds`."""
         with trio.fail_after(seconds):
             async with await trio.open_tcp_stream("127.0.0.1", self._control) as stream:
                 await stream.send_all(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -52,7 +61,8 @@ class HostProcess:
                 return json.loads(answer)
 
     async def serves(self, seconds: float = SERVE_SECONDS, source: str | None = None) -> bool:
-        """Whether a new, honest peer gets 100 kB echoed and a signed message delivered within `seconds`."""
+        """Whether a new, honest peer gets 100 kB echoed and a signed message delivered within
+        `seconds`."""
         data, mark = os.urandom(100_000), os.urandom(8)
         with trio.move_on_after(seconds), contextlib.suppress(Exception):
             async with attacker.connect(self.address, source=source) as peer:
@@ -68,14 +78,15 @@ class HostProcess:
         return False
 
     async def settles(self, name: str, most: int, seconds: float = 60.0) -> None:
-        """Wait until the child's statistic `name` is at most `most`; trio.TooSlowError after `seconds`."""
+        """Wait until the child's statistic `name` is at most `most`; trio.TooSlowError after
+        `seconds`."""
         with trio.fail_after(seconds):
             while (await self.ask("stat"))[name] > most:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.05)
 
     async def rests(self, seconds: float = 0.5, within: float = 240.0) -> None:
-        """Wait until the child has done with what it was sent: until it has slept for `seconds`, but for its clocks.
-        trio.TooSlowError after `within`."""
+        """Wait until the child has done with what it was sent: until it has slept for `seconds`,
+        but for its clocks. trio.TooSlowError after `within`."""
         with trio.fail_after(within):
             since, (_, before) = trio.current_time(), self._activity()
             while trio.current_time() - since < seconds:
@@ -113,7 +124,11 @@ class HostProcess:
 
     def sockets(self) -> int:
         """Open sockets."""
-        names = (os.readlink(entry) for entry in Path(f"/proc/{self.pid}/fd").iterdir() if entry.is_symlink())
+        names = (
+            os.readlink(entry)
+            for entry in Path(f"/proc/{self.pid}/fd").iterdir()
+            if entry.is_symlink()
+        )
         return sum(name.startswith("socket:") for name in names)
 
     def stop(self) -> None:

@@ -18,14 +18,19 @@ from swarmnode.p2p.network import Libp2pNetwork
 async def hosts(
     directory: Path, count: int, *, line: bool = False, swarm: bytes = NO_SWARM, **settings: object
 ) -> AsyncIterator[list[Libp2pNetwork]]:
-    """`count` hosts, connected. The first is everybody's bootstrap peer; with `line` each one's is the host before it, and peer exchange
-    is answered with nothing, so that they stay a line. `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 60 s."""
+    """`count` hosts, connected. The first is everybody's bootstrap peer; with `line` each one's is
+    the host before it, and peer exchange is answered with nothing, so that they stay a line.
+    `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 60 s."""
     async with contextlib.AsyncExitStack() as stack:
         networks: list[Libp2pNetwork] = []
         for index in range(count):
             known = [networks[-1 if line else 0].listen_addrs[0]] if networks else []
             swarms = bytes([index]) * 32 if line else swarm
-            networks.append(await stack.enter_async_context(host(directory / str(index), initial_peers=known, swarm=swarms, **settings)))
+            networks.append(
+                await stack.enter_async_context(
+                    host(directory / str(index), initial_peers=known, swarm=swarms, **settings)
+                )
+            )
         with trio.fail_after(60):
             for index, network in enumerate(networks):
                 neighbours = (index > 0) + (index < count - 1) if line else min(1, count - 1)
@@ -34,8 +39,12 @@ async def hosts(
 
 
 @contextlib.asynccontextmanager
-async def host(data_dir: Path, *, swarm: bytes = NO_SWARM, **settings: object) -> AsyncIterator[Libp2pNetwork]:
+async def host(
+    data_dir: Path, *, swarm: bytes = NO_SWARM, **settings: object
+) -> AsyncIterator[Libp2pNetwork]:
     """One host without mDNS, its key in `data_dir`. `settings`: fields of NetworkConfig."""
     cfg = NetworkConfig(**{"mdns": False, **settings})  # type: ignore[arg-type]
-    async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:
+    async with open_host(
+        cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm
+    ) as network:
         yield network

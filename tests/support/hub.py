@@ -1,4 +1,5 @@
-"""A Hub of our own on loopback: as much of its HTTP interface as creating a repository and one commit to it take."""
+"""A Hub of our own on loopback: as much of its HTTP interface as creating a repository and one
+commit to it take."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ class Hub:
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if path == "/api/repos/create":
-            self.made.append(json.loads(body))
-            return {"url": f"{self.url}/{json.loads(body).get('organization', 'me')}/{json.loads(body)['name']}"}
+            asked = json.loads(body)
+            self.made.append(asked)
+            return {"url": f"{self.url}/{asked.get('organization', 'me')}/{asked['name']}"}
         if "/preupload/" in path:
-            return {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]}
+            return {
+                "files": [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(body)["files"]
+                ]
+            }
         if "/commit/" in path:
             for line in body.splitlines():
                 told = json.loads(line)
@@ -35,7 +42,11 @@ class Hub:
                     self.message = told["value"]["summary"]
                 elif told["key"] == "file":
                     self.files[told["value"]["path"]] = base64.b64decode(told["value"]["content"])
-            return {"commitUrl": f"{self.url}/me/model/commit/0", "commitOid": "0" * 40, "success": True}
+            return {
+                "commitUrl": f"{self.url}/me/model/commit/0",
+                "commitOid": "0" * 40,
+                "success": True,
+            }
         return {"errors": [], "warnings": []}
 
 
@@ -47,7 +58,9 @@ def served() -> Iterator[Hub]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             hub.tokens.add(self.headers.get("authorization", ""))
-            answer = hub.answer(self.path.split("?")[0], body) if hub.status == 200 else {"error": "no"}
+            answer = (
+                hub.answer(self.path.split("?")[0], body) if hub.status == 200 else {"error": "no"}
+            )
             self._say(hub.status, answer)
 
         def do_GET(self) -> None:

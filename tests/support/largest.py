@@ -1,4 +1,5 @@
-"""What is ever there at once: the largest tensor of a width that torch makes, and all that it makes together."""
+"""What is ever there at once: the largest tensor of a width that torch makes, and all that it makes
+together."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Largest(TorchDispatchMode):
 
 
 class Alive(TorchDispatchMode):
-    """Bytes at the peak of all that was made and not let go of; what was there before, weights say, does not count."""
+    """Bytes at the peak of all that was made and not let go of; what was there before, weights say,
+    does not count."""
 
     def __init__(self):
         super().__init__()
@@ -33,10 +35,16 @@ class Alive(TorchDispatchMode):
         self._seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        given = [
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        ]
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in {*given, *self._seen}:
+            if isinstance(tensor, torch.Tensor) and (
+                storage := tensor.untyped_storage()
+            ).data_ptr() not in {*given, *self._seen}:
                 self._seen.add(storage.data_ptr())
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage.data_ptr(), storage.nbytes())

@@ -1,4 +1,5 @@
-"""A crew in one process that loses stages and gets them back: real members, real state streams over memory, real files."""
+"""A crew in one process that loses stages and gets them back: real members, real state streams over
+memory, real files."""
 
 from __future__ import annotations
 
@@ -81,18 +82,41 @@ class Fleet:
         base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         lora = self.model.peft_config["default"] if hasattr(self.model, "peft_config") else None
         self.layouts = stage_layouts(base.config, [spec for spec, _ in pieces], lora)
-        self.limits = FrameLimits(hidden=base.config.hidden_size, vocab=base.config.vocab_size, tokens=1024)
+        self.limits = FrameLimits(
+            hidden=base.config.hidden_size, vocab=base.config.vocab_size, tokens=1024
+        )
         for spec, stage in pieces:
-            self.stations.append(self._station(spec, StageRuntime(spec, stage), self.directory / f"node-{spec.index}"))
+            self.stations.append(
+                self._station(
+                    spec, StageRuntime(spec, stage), self.directory / f"node-{spec.index}"
+                )
+            )
 
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
         journal = Journal(directory, CREW, spec)
-        kept = range(spec.stages) if spec.index in self.keepers else (spec.index, *ring(spec.index, spec.stages))
-        store = SnapshotStore(directory / SNAPSHOTS, CREW, {i: self.layouts[i] for i in kept}, {"layers": self.layers, "owner": self.owner})
-        return Station(spec, runtime, directory, journal, store, SnapshotRecorder(spec, self.settings, journal, store))
+        kept = (
+            range(spec.stages)
+            if spec.index in self.keepers
+            else (spec.index, *ring(spec.index, spec.stages))
+        )
+        store = SnapshotStore(
+            directory / SNAPSHOTS,
+            CREW,
+            {i: self.layouts[i] for i in kept},
+            {"layers": self.layers, "owner": self.owner},
+        )
+        return Station(
+            spec,
+            runtime,
+            directory,
+            journal,
+            store,
+            SnapshotRecorder(spec, self.settings, journal, store),
+        )
 
     def kill(self, stage: int, disk: bool = False) -> Station:
-        """The node is gone with its memory; its `disk` may be left. Another one takes its place, with weights that are noise."""
+        """The node is gone with its memory; its `disk` may be left. Another one takes its place,
+        with weights that are noise."""
         old = self.stations[stage]
         old.journal.close()
         runtime = StageRuntime(old.spec, copy.deepcopy(old.runtime.model))
@@ -100,24 +124,33 @@ class Fleet:
         with torch.no_grad():
             for parameter in runtime.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        directory = old.directory if disk else old.directory.with_name(f"{old.directory.name}-again")
+        directory = (
+            old.directory if disk else old.directory.with_name(f"{old.directory.name}-again")
+        )
         self.stations[stage] = self._station(old.spec, runtime, directory)
         return self.stations[stage]
 
     def lose_copy(self, stage: int, at: int) -> None:
-        """The node of stage `at` finds its copy of `stage` damaged on disk, and has none any more."""
+        """The node of stage `at` finds its copy of `stage` damaged on disk, and has none any
+        more."""
         copy_file(self.stations[at].directory / SNAPSHOTS / CREW.hex(), stage).write_bytes(b"")
         with suppress(StateError):
             self.stations[at].store.read(stage)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """(stage, name) → copy of every trained tensor."""
-        named = ((s.spec.index, n, p) for s in self.stations for n, p in s.runtime.model.named_parameters() if p.requires_grad)
+        named = (
+            (s.spec.index, n, p)
+            for s in self.stations
+            for n, p in s.runtime.model.named_parameters()
+            if p.requires_grad
+        )
         return {f"{stage} {name}": p.detach().clone() for stage, name, p in named}
 
     @asynccontextmanager
     async def up(self, step: int | None = None) -> AsyncIterator[Crew | None]:
-        """A roster with everybody in it; who lost his stage gets it back first. None where somebody could not: see `failed`."""
+        """A roster with everybody in it; who lost his stage gets it back first. None where somebody
+        could not: see `failed`."""
         self.epoch += 1
         self.step = self.step if step is None else step
         count = len(self.stations)
@@ -129,9 +162,15 @@ class Fleet:
         for i, station in enumerate(self.stations):
             fence = Fence(Place(CREW, i, self.step), count)
             local = LocalStage(
-                station.runtime, station.spec, self.limits, self.layouts, self.settings, self.crew_settings.codec, station.watch,
+                station.runtime,
+                station.spec,
+                self.limits,
+                self.layouts,
+                self.settings,
+                self.crew_settings.codec,
+                station.watch,
                 station.store,
-            )  # fmt: skip
+            )
             peer = StatePeer(local, fence, streams[i], inline)
             station.watch.sharing = peer.sharing
             self.peers.append(peer)
@@ -146,14 +185,22 @@ class Fleet:
                     for station in self.stations:
                         if station.member is None:
                             restoring.start_soon(self._restore, station)
-            assert not any(peer.channel.refused["repeated"] for peer in self.peers), "who is restored may have all that it needs"
+            assert not any(peer.channel.refused["repeated"] for peer in self.peers), (
+                "who is restored may have all that it needs"
+            )
             if self.failed:
                 yield None
             else:
                 async with open_crew(
-                    [s.runtime for s in self.stations], self.crew_settings, self.limits, crew=CREW, step=self.step
+                    [s.runtime for s in self.stations],
+                    self.crew_settings,
+                    self.limits,
+                    crew=CREW,
+                    step=self.step,
                 ) as crew:
-                    for station, member, peer in zip(self.stations, crew.members, self.peers, strict=True):
+                    for station, member, peer in zip(
+                        self.stations, crew.members, self.peers, strict=True
+                    ):
                         self._seat(station, member, peer)
                     yield crew
                     self.step = crew.head.participant.step
@@ -180,9 +227,14 @@ class Fleet:
         stage = station.spec.index
         try:
             self.restored[stage] = await restore(
-                self.peers[stage], step=self.step, run=self.run, journal=station.journal, base=station.base, replica=station.replica,
+                self.peers[stage],
+                step=self.step,
+                run=self.run,
+                journal=station.journal,
+                base=station.base,
+                replica=station.replica,
                 notify=lambda phase, kind: self.told.append((stage, phase, int(kind))),
-            )  # fmt: skip
+            )
         except Exception as error:  # whatever it is, the test looks at it
             self.failed[stage] = error
 
@@ -193,14 +245,19 @@ class Fleet:
 
 def snapshots_in(store: SnapshotStore) -> dict[int, int]:
     """Stage → committed steps in its snapshot there."""
-    return {stage: kept.step for stage in sorted(store.stages) if (kept := store.get(stage)) is not None}
+    return {
+        stage: kept.step for stage in sorted(store.stages) if (kept := store.get(stage)) is not None
+    }
 
 
 def rows_of(seed: int, count: int = 12) -> list[LearnRow]:
     """Something to learn from, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+    return [
+        LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
+        for i in range(count)
+    ]
 
 
 async def quiet(rounds: int = 200) -> None:

@@ -1,7 +1,9 @@
-"""One real host in a network namespace, driven over a pipe: see nat_process.py, which is the other side.
+"""One real host in a network namespace, driven over a pipe: see nat_process.py, which is the other
+side.
 
-It says first {"peer": …, "addrs": […]}. Then it answers each of {"do": "stat"}, {"do": "publish", "text": …}, {"do": "received"},
-{"do": "request", "peer": …, "bytes": …}. It ends when the pipe does. Gossip and requests accept everything: the network is the test.
+It says first {"peer": …, "addrs": […]}. Then it answers each of {"do": "stat"}, {"do": "publish",
+"text": …}, {"do": "received"}, {"do": "request", "peer": …, "bytes": …}. It ends when the pipe
+does. Gossip and requests accept everything: the network is the test.
 """
 
 from __future__ import annotations
@@ -39,11 +41,18 @@ class Child:
 
     async def stat(self) -> dict:
         nat = msgspec.to_builtins(self.network.statistics().nat)
-        return {"connected": self.network.connected(), "nat": nat, "peers": {each: self._known(each) for each in self.network.connected()}}
+        return {
+            "connected": self.network.connected(),
+            "nat": nat,
+            "peers": {each: self._known(each) for each in self.network.connected()},
+        }
 
     def _known(self, peer: str) -> dict:
         known = self.network.peers.get(peer)
-        return {"direct": self.network.connections.is_direct(peer), "addresses": known.addresses if known is not None else []}
+        return {
+            "direct": self.network.connections.is_direct(peer),
+            "addresses": known.addresses if known is not None else [],
+        }
 
     async def publish(self, text: str) -> dict:
         await self.network.gossip.publish(TOPIC, text.encode())
@@ -53,14 +62,22 @@ class Child:
         data = b"x" * bytes
         at = trio.current_time()
         try:
-            answer = await self.network.requests.request(peer, DIGEST, data, deadline=20.0, max_response_bytes=MOST)
+            answer = await self.network.requests.request(
+                peer, DIGEST, data, deadline=20.0, max_response_bytes=MOST
+            )
         except PeerError as error:
             return {"error": str(error)}
-        return {"same": answer == data, "digest": hashlib.sha256(answer).hexdigest(), "seconds": trio.current_time() - at}
+        return {
+            "same": answer == data,
+            "digest": hashlib.sha256(answer).hexdigest(),
+            "seconds": trio.current_time() - at,
+        }
 
 
 async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes, orders: Connection) -> None:
-    async with open_host(cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm) as network:
+    async with open_host(
+        cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm
+    ) as network:
         child = Child(network)
 
         async def echo(peer: str, data: bytes) -> bytes:
@@ -73,7 +90,11 @@ async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes, orders: Connect
             orders.send({"peer": network.peer_id, "addrs": network.listen_addrs})
             while order := await trio.to_thread.run_sync(_next, orders, abandon_on_cancel=True):
                 what = order.pop("do")
-                orders.send({"texts": child.received} if what == "received" else await getattr(child, what)(**order))
+                orders.send(
+                    {"texts": child.received}
+                    if what == "received"
+                    else await getattr(child, what)(**order)
+                )
             nursery.cancel_scope.cancel()
 
 
@@ -84,7 +105,9 @@ def _next(orders: Connection) -> dict | None:
         return None
 
 
-def run(namespace: str, data_dir: Path, settings: dict[str, Any], swarm: bytes, orders: Connection) -> None:
+def run(
+    namespace: str, data_dir: Path, settings: dict[str, Any], swarm: bytes, orders: Connection
+) -> None:
     """What the process does. settings: fields of NetworkConfig."""
     enter(namespace)
     format = "%(relativeCreated)d %(name)s %(message)s"

@@ -15,14 +15,25 @@ END_SECONDS = 5.0
 
 class NatHost:
     """`name`: the namespace. `swarm`: its id, 32 bytes in hex. `settings`: fields of NetworkConfig.
-    It ends when it is killed or nobody holds it. Its key and port stay in `directory`, so that it can be started again."""
+    It ends when it is killed or nobody holds it. Its key and port stay in `directory`, so that it
+    can be started again."""
 
-    def __init__(self, net: Topology, name: str, directory: Path, *, swarm: str = "09" * 32, **settings: object) -> None:
+    def __init__(
+        self,
+        net: Topology,
+        name: str,
+        directory: Path,
+        *,
+        swarm: str = "09" * 32,
+        **settings: object,
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self._log = directory / "log"
         self._orders, orders = forked.context.Pipe()
         options = (net.file(name), directory, {"mdns": False, **settings}, bytes.fromhex(swarm))
-        self.process = forked.context.Process(target=nat_child.run, args=(*options, orders), daemon=True)
+        self.process = forked.context.Process(
+            target=nat_child.run, args=(*options, orders), daemon=True
+        )
         self.process.start()
         orders.close()
         hello = self._read()
@@ -35,7 +46,8 @@ class NatHost:
         return self._read()
 
     def kill(self) -> None:
-        """As a power cut would, as far as the process is concerned; its kernel still says goodbye."""
+        """As a power cut would, as far as the process is concerned; its kernel still says
+        goodbye."""
         self.process.kill()
         self.process.join(END_SECONDS)
 

@@ -1,12 +1,15 @@
-"""Networks with routers, made of Linux network namespaces: a "public" bridge, private networks behind masquerading NAT. Root only.
+"""Networks with routers, made of Linux network namespaces: a "public" bridge, private networks
+behind masquerading NAT. Root only.
 
     with Topology() as net:
         net.public("relay", "5.5.5.5")             # a namespace on the bridge
-        net.behind_nat("a", "5.5.5.11")            # 192.168.1.2 in namespace a, router at 5.5.5.11; nothing comes in unasked
+        net.behind_nat("a", "5.5.5.11")            # 192.168.1.2 in namespace a, router at 5.5.5.11;
+        nothing comes in unasked
         net.spawn("a", [sys.executable, …])        # a process in there
 
-Nothing leaves: the namespaces have no way out, so that public addresses can be used, without which a node takes itself to be on a LAN.
-Namespaces have names of their own and are torn down with the processes that were spawned in them, also after a failure.
+Nothing leaves: the namespaces have no way out, so that public addresses can be used, without which
+a node takes itself to be on a LAN. Namespaces have names of their own and are torn down with the
+processes that were spawned in them, also after a failure.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 Kind = Literal["preserving", "random", "fully-random"]
-"""How a router chooses the outside port: the inside one if it is free; or any other for each connection."""
+"""How a router chooses the outside port: the inside one if it is free; or any other for each
+connection."""
 
 END_SECONDS = 5.0
 CLONE_NEWNET = 0x40000000
@@ -45,7 +49,11 @@ def missing() -> str:
         return "this kernel or container does not let us make network namespaces"
     try:
         rules = "table ip t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
-        load = subprocess.run(["ip", "netns", "exec", probe, "nft", "-f", "-"], input=rules.encode(), capture_output=True)
+        load = subprocess.run(
+            ["ip", "netns", "exec", probe, "nft", "-f", "-"],
+            input=rules.encode(),
+            capture_output=True,
+        )
         return "this kernel has no nftables masquerading" if load.returncode else ""
     finally:
         subprocess.run(["ip", "netns", "del", probe], capture_output=True)
@@ -59,7 +67,8 @@ def enter(namespace: str) -> None:
 
 
 class Topology:
-    """A bridge `5.5.5.0/24` and what hangs on it. Raises OSError when the kernel refuses something."""
+    """A bridge `5.5.5.0/24` and what hangs on it. Raises OSError when the kernel refuses
+    something."""
 
     def __init__(self) -> None:
         self._tag = f"sn{secrets.token_hex(2)}"
@@ -91,50 +100,66 @@ class Topology:
         self._plug(name, address)
 
     def move(self, name: str, outside: str, *, dark_seconds: float = 2.0) -> None:
-        """The router in front of `name` starts again and has another outside address: nothing gets through meanwhile, and what it knew
-        of connections is gone, without a word to either side."""
+        """The router in front of `name` starts again and has another outside address: nothing
+        gets through meanwhile, and what it knew of connections is gone, without a word to either
+        side."""
         router = self._routers[name]
         self._in(router, "ip addr flush dev outside", "ip link set outside down")
         time.sleep(dark_seconds)
         self._in(router, f"ip addr add {outside}/24 dev outside", "ip link set outside up")
 
-    def behind_nat(self, name: str, outside: str, kind: Kind = "preserving", *, resets: bool = False) -> None:
-        """A namespace `name` in a private network whose router masquerades as `outside`, and drops what was not asked for from inside;
-        with `resets` it answers that with a TCP reset."""
+    def behind_nat(
+        self, name: str, outside: str, kind: Kind = "preserving", *, resets: bool = False
+    ) -> None:
+        """A namespace `name` in a private network whose router masquerades as `outside`, and drops
+        what was not asked for from inside; with `resets` it answers that with a TCP reset."""
         number = len(self._routers) + 1
         router = self._routers[name] = f"{name}r"
         self._add(router)
         self._add(name)
         self._plug(router, outside)
-        self._run(f"ip link add {self._tag}i netns {self._ns(router)} type veth peer name eth0 netns {self._ns(name)}")
+        self._run(
+            f"ip link add {self._tag}i netns {self._ns(router)} type veth peer name eth0 netns"
+            f" {self._ns(name)}"
+        )
         self._in(
-            router, f"ip link set {self._tag}i name inside", f"ip addr add 192.168.{number}.1/24 dev inside", "ip link set inside up",
+            router,
+            f"ip link set {self._tag}i name inside",
+            f"ip addr add 192.168.{number}.1/24 dev inside",
+            "ip link set inside up",
             "sysctl -qw net.ipv4.ip_forward=1",
-        )  # fmt: skip
+        )
         self._in(
-            name, f"ip addr add 192.168.{number}.2/24 dev eth0", "ip link set eth0 up", f"ip route add default via 192.168.{number}.1"
+            name,
+            f"ip addr add 192.168.{number}.2/24 dev eth0",
+            "ip link set eth0 up",
+            f"ip route add default via 192.168.{number}.1",
         )
         flag = "" if kind == "preserving" else kind
         last = "reject with tcp reset;" if resets else ""
         rules = f"""
             table ip router {{
-                chain outgoing {{ type nat hook postrouting priority 100; oifname "outside" masquerade {flag}; }};
+                chain outgoing {{ type nat hook postrouting priority 100;
+                    oifname "outside" masquerade {flag}; }};
                 chain through {{ type filter hook forward priority 0; policy drop;
                     iifname "inside" accept; ct state established,related accept; }};
-                chain incoming {{ type filter hook input priority 0; policy drop; ct state established,related accept;
+                chain incoming {{ type filter hook input priority 0; policy drop;
+                    ct state established,related accept;
                     meta l4proto tcp {last or "drop;"} }};
             }}
         """
         self._in(router, "nft -f -", data=rules)
 
     def spawn(self, name: str, command: list[str], **options: Any) -> subprocess.Popen:
-        """Starts `command` in the namespace; killed when the topology goes. `options`: of subprocess.Popen."""
+        """Starts `command` in the namespace; killed when the topology goes. `options`: of
+        subprocess.Popen."""
         process = subprocess.Popen(["ip", "netns", "exec", self._ns(name), *command], **options)
         self._processes.append(process)
         return process
 
     def kill(self, process: subprocess.Popen) -> None:
-        """As a power cut would, as far as the process is concerned; its kernel still says goodbye."""
+        """As a power cut would, as far as the process is concerned; its kernel still says
+        goodbye."""
         if process.poll() is None:
             process.kill()
             process.wait(END_SECONDS)
@@ -143,7 +168,8 @@ class Topology:
                 pipe.close()
 
     def kill_all(self, name: str) -> None:
-        """As a power cut of that machine: every process in the namespace at once, without a chance to drain."""
+        """As a power cut of that machine: every process in the namespace at once, without a chance
+        to drain."""
         while pids := self._pids(name):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -156,7 +182,8 @@ class Topology:
         return subprocess.run(["ip", "netns", "exec", self._ns(name), *command], **options)
 
     def get(self, name: str, url: str, seconds: float = 30.0) -> str:
-        """What an HTTP server in the namespace answers; empty if it does not. A thread of this process asks: it may be done often."""
+        """What an HTTP server in the namespace answers; empty if it does not. A thread of this
+        process asks: it may be done often."""
 
         def ask() -> str:
             enter(self.file(name))  # this thread, which ends here
@@ -178,7 +205,9 @@ class Topology:
 
     @staticmethod
     def _pids_of(namespace: str) -> list[int]:
-        told = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+        told = subprocess.run(
+            ["ip", "netns", "pids", namespace], capture_output=True, text=True
+        ).stdout
         return [int(pid) for pid in told.split()]
 
     def _ns(self, name: str) -> str:
@@ -191,9 +220,19 @@ class Topology:
 
     def _plug(self, name: str, address: str) -> None:
         port = f"p{len(self._names)}"
-        self._run(f"ip link add outside netns {self._ns(name)} type veth peer name {port} netns {self._ns('wan')}")
+        self._run(
+            f"ip link add outside netns {self._ns(name)} type veth peer name {port} netns"
+            f" {self._ns('wan')}"
+        )
         self._in("wan", f"ip link set {port} master br0", f"ip link set {port} up")
-        self._in(name, f"ip addr add {address}/64 dev outside nodad" if ":" in address else f"ip addr add {address}/24 dev outside")
+        self._in(
+            name,
+            (
+                f"ip addr add {address}/64 dev outside nodad"
+                if ":" in address
+                else f"ip addr add {address}/24 dev outside"
+            ),
+        )
         self._in(name, "ip link set outside up")
 
     def _in(self, name: str, *commands: str, data: str | None = None) -> None:
@@ -202,6 +241,8 @@ class Topology:
 
     @staticmethod
     def _run(command: str, data: str | None = None) -> None:
-        done = subprocess.run(command.split(), capture_output=True, input=None if data is None else data.encode())
+        done = subprocess.run(
+            command.split(), capture_output=True, input=None if data is None else data.encode()
+        )
         if done.returncode:
             raise OSError(f"{command}: {done.stderr.decode().strip()}")

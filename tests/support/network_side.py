@@ -1,4 +1,5 @@
-"""A network process without peers, as a trainer's link sees it: hands out the groups that it was given, and records what it is told."""
+"""A network process without peers, as a trainer's link sees it: hands out the groups that it was
+given, and records what it is told."""
 
 from __future__ import annotations
 

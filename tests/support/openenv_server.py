@@ -1,9 +1,11 @@
-"""`python -m tests.support.openenv_server PORT TLS_PORT CERTIFICATE KEY`: a server as OpenEnv 0.10 has them, written from its wire, and
-some that are none, without TLS and with it.
+"""`python -m tests.support.openenv_server PORT TLS_PORT CERTIFICATE KEY`: a server as OpenEnv 0.10
+has them, written from its wire, and some that are none, without TLS and with it.
 
-    /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer, an error for the answer "raise"
+    /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer, an error for the
+    answer "raise"
     /other      the same with other questions          /moody   another question at every reset
-    /odd        a reward of 7          /none   no reward          /silent   never answers          /huge   2 MiB in an answer
+    /odd        a reward of 7          /none   no reward          /silent   never answers
+    /huge   2 MiB in an answer
     /nonsense   no JSON          /drop   closes at a step          /moved   sends elsewhere
 """
 
@@ -24,7 +26,12 @@ REWARDS: dict[str, float | None] = {"odd": 7.0, "none": None}
 
 
 def observation(text: str, reward: float | None, done: bool) -> str:
-    data = {"observation": {"text": text, "turn": 0}, "reward": reward, "done": done, "metadata": {"by": "test"}}
+    data = {
+        "observation": {"text": text, "turn": 0},
+        "reward": reward,
+        "done": done,
+        "metadata": {"by": "test"},
+    }
     return json.dumps({"type": "observation", "data": data})
 
 

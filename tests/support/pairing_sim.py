@@ -1,7 +1,9 @@
-"""Many nodes pairing over a bad network, in virtual time: `python -m tests.support.pairing_sim` prints how many find a partner.
+"""Many nodes pairing over a bad network, in virtual time: `python -m tests.support.pairing_sim`
+prints how many find a partner.
 
-Every node takes one outer step. Messages are delayed, lost, duplicated and overtaken; views miss peers; transfers break. The simulator
-holds each step to what must always be true and raises AssertionError where it is not.
+Every node takes one outer step. Messages are delayed, lost, duplicated and overtaken; views miss
+peers; transfers break. The simulator holds each step to what must always be true and raises
+AssertionError where it is not.
 """
 
 from __future__ import annotations
@@ -81,7 +83,13 @@ class Simulation:
         self.names = [f"peer{i:04d}" for i in range(nodes)]
         self.nodes = {
             name: pairing.Pairing(
-                pairing.PairingSettings(name, FINGERPRINT, tries=conditions.tries, open_seconds=OPEN_SECONDS, rest_seconds=30.0)
+                pairing.PairingSettings(
+                    name,
+                    FINGERPRINT,
+                    tries=conditions.tries,
+                    open_seconds=OPEN_SECONDS,
+                    rest_seconds=30.0,
+                )
             )
             for name in self.names
         }
@@ -95,7 +103,9 @@ class Simulation:
         bucket = self.rng.randrange(2**32)
         for name in self.names:
             view = [p for p in self.names if p != name and self.rng.random() >= conditions.missing]
-            due = pairing.Due(0, 1, tuple(partner_order(name, view, bucket, SWARM)), self.rng.randbytes(16), 10.0)
+            due = pairing.Due(
+                0, 1, tuple(partner_order(name, view, bucket, SWARM)), self.rng.randbytes(16), 10.0
+            )
             self._at(self.rng.uniform(0, conditions.spread), name, due)
 
     def _at(self, when: float, name: str, event: Any) -> None:
@@ -133,7 +143,9 @@ class Simulation:
             self._carry_out(name, action, now)
         state = node.state
         settled = state.phase is Phase.IDLE and state.due is None
-        assert settled == (state.deadline == float("inf")), "whoever has something to do has a deadline"
+        assert settled == (state.deadline == float("inf")), (
+            "whoever has something to do has a deadline"
+        )
         if state.phase is Phase.PAIRED and before.phase is not Phase.PAIRED:
             roles = self._roles.setdefault(state.session, {})
             roles[name] = state.initiator
@@ -150,7 +162,11 @@ class Simulation:
             self.result.messages += 1
             copies = int(rng.random() >= c.loss) + int(rng.random() < c.duplicates)
             for _ in range(copies):
-                self._at(now + rng.uniform(*c.delay), action.peer, pairing.Received(name, action.message, 1, 10.0))
+                self._at(
+                    now + rng.uniform(*c.delay),
+                    action.peer,
+                    pairing.Received(name, action.message, 1, 10.0),
+                )
         elif isinstance(action, pairing.Pull):
             end = pairing.Failed if rng.random() < c.broken else pairing.Transferred
             self._at(now + c.transfer, name, end(action.session))
@@ -208,20 +224,31 @@ class Simulation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.pairing_sim", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.pairing_sim", description=__doc__
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 32, 128, 1000])
     parser.add_argument("--missing", type=float, nargs="+", default=[0.0, 0.01, 0.05, 0.2])
     parser.add_argument("--loss", type=float, default=0.0)
     parser.add_argument("--tries", type=int, default=3)
-    parser.add_argument("--least-nodes", type=int, default=2000, help="repeat until so many nodes have stepped")
+    parser.add_argument(
+        "--least-nodes", type=int, default=2000, help="repeat until so many nodes have stepped"
+    )
     args = parser.parse_args()
-    print("| nodes | view entries missing | averaged with a partner | one-sided | alone | messages per node |")
-    print("|------:|---------------------:|------------------------:|----------:|------:|------------------:|")
+    print(
+        "| nodes | view entries missing | averaged with a partner | one-sided | alone | messages"
+        " per node |"
+    )
+    print(
+        "|------:|---------------------:|------------------------:|----------:|------:|------------------:|"
+    )
     for nodes in args.nodes:
         for missing in args.missing:
             total, messages = Counter(), 0
             for seed in range(max(1, args.least_nodes // nodes)):
-                result = Simulation(nodes, seed, Conditions(missing=missing, loss=args.loss, tries=args.tries)).run()
+                result = Simulation(
+                    nodes, seed, Conditions(missing=missing, loss=args.loss, tries=args.tries)
+                ).run()
                 total += result.outcomes
                 messages += result.messages
             n = sum(total.values())

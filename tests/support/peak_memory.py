@@ -1,5 +1,6 @@
-"""`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a trainer's update for each, on stdout. A
-case with `snapshot_every` is of a stage: what its copies take for each weight, while the disk stands still.
+"""`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a
+trainer's update for each, on stdout. A case with `snapshot_every` is of a stage: what its copies
+take for each weight, while the disk stands still.
 
 torch is loaded once; the kernel forgets the peak between two cases.
 """
@@ -39,7 +40,8 @@ from tests.support.split_models import split_model
 
 
 def peak(case: dict[str, Any]) -> int:
-    """Bytes resident at the peak of an update with one row of `length` completion tokens, Adam's moments there already."""
+    """Bytes resident at the peak of an update with one row of `length` completion tokens, Adam's
+    moments there already."""
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate(case["policy"]))
@@ -51,7 +53,8 @@ def peak(case: dict[str, Any]) -> int:
     updater.optimizer.zero_grad()
     completions = [[5 + i % 7] * case["length"] for i in range(2)]
     old = [[-1.0] * len(completion) for completion in completions]
-    group = TrainingGroup([([3, 4] * 8, c) for c in completions], old, [0.0, 1.0], [0.0, 1.0])  # the first one is not run
+    # the first one is not run
+    group = TrainingGroup([([3, 4] * 8, c) for c in completions], old, [0.0, 1.0], [0.0, 1.0])
     assert updater.update(assemble([group], "grpo")).stepped
     return resident_peak()
 
@@ -66,10 +69,18 @@ def copies_peak(case: dict[str, Any]) -> float:
     """Bytes for each weight, at the peak of what is copied after a step."""
     torch.set_num_threads(1)
     shape = LlamaConfig(
-        vocab_size=64, hidden_size=512, intermediate_size=1536, num_hidden_layers=5, num_attention_heads=8, tie_word_embeddings=False
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        tie_word_embeddings=False,
     )
     spec, model = split_model(AutoModelForCausalLM.from_config(shape), [1, 3, 1])[1]
-    links, fence = Links(1, {}, FrameLimits(hidden=512, vocab=64, tokens=64)), Fence(Place(b"c" * 16, 1, 0), 3)
+    links, fence = (
+        Links(1, {}, FrameLimits(hidden=512, vocab=64, tokens=64)),
+        Fence(Place(b"c" * 16, 1, 0), 3),
+    )
     worker = StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
     for parameter in worker.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -79,7 +90,9 @@ def copies_peak(case: dict[str, Any]) -> float:
     disk.save = lambda *given: (go.wait(60), save(*given))  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory), b"l" * 32, spec)
-        recorder = SnapshotRecorder(spec, RecoverySettings(case["snapshot_every"], exact_bytes=0), journal)
+        recorder = SnapshotRecorder(
+            spec, RecoverySettings(case["snapshot_every"], exact_bytes=0), journal
+        )
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_peak()

@@ -1,4 +1,5 @@
-"""`python -m tests.support.pictures`: the pictures of docs/images anew, of the example in `snapshots`, by a real Chromium."""
+"""`python -m tests.support.pictures`: the pictures of docs/images anew, of the example in
+`snapshots`, by a real Chromium."""
 
 from __future__ import annotations
 
@@ -31,14 +32,25 @@ class Past(History):
 async def main() -> None:
     http.History = Past  # type: ignore[misc]
     async with trio.open_nursery() as nursery:
-        url = await nursery.start(lambda task_status: http.serve_http(HttpConfig(port=0), example, task_status=task_status))
+        url = await nursery.start(
+            lambda task_status: http.serve_http(
+                HttpConfig(port=0), example, task_status=task_status
+            )
+        )
         with tempfile.TemporaryDirectory() as directory:
             async with chromium(Path(directory)) as tab:
                 for name, width in WIDTHS.items():
                     await tab.look(width)
                     await tab.open(url)
-                    await tab.until("document.getElementById('state').textContent === 'ready' && document.querySelector('path.line')")
-                    picture = Image.open(io.BytesIO(await tab.picture())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+                    await tab.until(
+                        "document.getElementById('state').textContent === 'ready' &&"
+                        " document.querySelector('path.line')"
+                    )
+                    picture = (
+                        Image.open(io.BytesIO(await tab.picture()))
+                        .convert("RGB")
+                        .quantize(64, dither=Image.Dither.NONE)
+                    )
                     picture.save(IMAGES / name, optimize=True)
                     print(f"{IMAGES / name}: {picture.width} x {picture.height}")
         nursery.cancel_scope.cancel()

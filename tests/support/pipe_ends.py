@@ -1,4 +1,5 @@
-"""A trainer's end of stage streams, for tests: opens what the stream proxy listens for, without any trainer."""
+"""A trainer's end of stage streams, for tests: opens what the stream proxy listens for, without any
+trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.crew.stream_proxy import StreamProxy
 
 
-async def open_pipe(proxy: StreamProxy, peers: StreamPeers, stage: int, kind: Kind = "frames", **other: Any) -> trio.SocketStream:
-    """A connection that is to be the stream to the trainer of `stage`. other: fields that are not the crew's."""
+async def open_pipe(
+    proxy: StreamProxy, peers: StreamPeers, stage: int, kind: Kind = "frames", **other: Any
+) -> trio.SocketStream:
+    """A connection that is to be the stream to the trainer of `stage`. other: fields that are not
+    the crew's."""
     opened = msgspec.structs.replace(local.Open(peers.crew, stage, kind), **other)
     body = msgspec.msgpack.encode(opened)
     stream = await trio.open_unix_socket(str(proxy.path))

@@ -1,11 +1,14 @@
-"""Who writes and who reads each field of the product's structs and dataclasses, by mypy's own types: equal names do not mislead it.
+"""Who writes and who reads each field of the product's structs and dataclasses, by mypy's own
+types: equal names do not mislead it.
 
     product = analyse(texts_of(ROOT / "swarmnode"))
     product.structs["swarmnode.wire.messages.Announce"].fields
-    product.written["swarmnode.wire.messages.Announce", "size"]       # places: ["swarmnode.rollouts.exchange:120", ...]
+    product.written["swarmnode.wire.messages.Announce", "size"]       # places:
+    ["swarmnode.rollouts.exchange:120", ...]
 
-A *writer* passes a field to the constructor or to a `replace`, assigns it, or puts something into it. A *reader* takes its value anywhere
-but in a dunder method of the class itself. What mypy knows nothing of (Any) is no reader of anything: such places are kept in `lost`.
+A *writer* passes a field to the constructor or to a `replace`, assigns it, or puts something into
+it. A *reader* takes its value anywhere but in a dunder method of the class itself. What mypy knows
+nothing of (Any) is no reader of anything: such places are kept in `lost`.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from mypy.options import Options
 REPLACE = {"msgspec.structs.replace", "dataclasses.replace", "copy.replace"}
 FILLING = {"append", "add", "extend", "update", "setdefault", "insert", "appendleft", "subtract"}
 FOLLOWED = ("msgspec", "msgspec.*")
-"""The only libraries whose types are looked at: of the rest nothing but their names is needed, and torch would take a minute."""
+"""The only libraries whose types are looked at: of the rest nothing but their names is needed, and
+torch would take a minute."""
 APART = 100_000
-"""First line of our modules, far behind any of typeshed's: mypy keeps the types of all modules in one table, which lines tell apart."""
+"""First line of our modules, far behind any of typeshed's: mypy keeps the types of all modules in
+one table, which lines tell apart."""
 
 Field = tuple[str, str]
 """Full name of the class that declares it, name of the field."""
@@ -57,7 +62,8 @@ class Declared:
 class Product:
     structs: dict[str, Declared]
     unions: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Alias, or function that takes or returns one of two or more declared classes → their full names."""
+    """Alias, or function that takes or returns one of two or more declared classes → their full
+    names."""
     written: dict[Field, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     read: dict[Field, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     lost: Places = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -65,7 +71,8 @@ class Product:
     made: Places = dataclasses.field(default_factory=lambda: defaultdict(list))
     """Class → where it, or a class derived from it, is constructed."""
     told_apart: Places = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Class → where an object is known to be one and no other: isinstance, `case`, a table by class, the branch that is left."""
+    """Class → where an object is known to be one and no other: isinstance, `case`, a table by
+    class, the branch that is left."""
 
 
 def texts_of(package: Path) -> dict[str, str]:
@@ -78,18 +85,38 @@ def texts_of(package: Path) -> dict[str, str]:
 
 
 def analyse(texts: Mapping[str, str], without: tuple[str, ...] = ()) -> Product:
-    """without: modules, with all below them, that are looked up but whose own reads and writes do not count."""
+    """without: modules, with all below them, that are looked up but whose own reads and writes do
+    not count."""
     begins, line = {}, APART
     for module, text in texts.items():
         begins[module] = line
         line += text.count("\n") + 2
-    result = build([BuildSource(f"{module}.py", module, "\n" * begins[module] + text) for module, text in texts.items()], _options())
+    result = build(
+        [
+            BuildSource(f"{module}.py", module, "\n" * begins[module] + text)
+            for module, text in texts.items()
+        ],
+        _options(),
+    )
     types: dict[_Position, list[tuple[n.Expression, t.Type]]] = defaultdict(list)
     for expression, type_ in result.types.items():
-        if expression.line > APART and expression.end_line is not None and expression.end_column is not None:
-            types[expression.line, expression.column, expression.end_line, expression.end_column].append((expression, type_))
+        if (
+            expression.line > APART
+            and expression.end_line is not None
+            and expression.end_column is not None
+        ):
+            types[
+                expression.line, expression.column, expression.end_line, expression.end_column
+            ].append((expression, type_))
     trees = {module: result.files[module] for module in texts}
-    product = Product({info.fullname: declared for tree in trees.values() for info in _classes(tree) if (declared := _declared(info))})
+    product = Product(
+        {
+            info.fullname: declared
+            for tree in trees.values()
+            for info in _classes(tree)
+            if (declared := _declared(info))
+        }
+    )
     for tree in trees.values():
         product.unions |= dict(_unions(tree, product.structs))
     for module, text in texts.items():
@@ -132,13 +159,28 @@ def _declared(info: n.TypeInfo) -> Declared | None:
             if not isinstance(statement, n.AssignmentStmt) or statement.unanalyzed_type is None:
                 continue
             target = statement.lvalues[0]
-            if isinstance(target, n.NameExpr) and isinstance(target.node, n.Var) and not target.node.is_classvar:
+            if (
+                isinstance(target, n.NameExpr)
+                and isinstance(target.node, n.Var)
+                and not target.node.is_classvar
+            ):
                 fields[target.name] = not isinstance(statement.rvalue, n.TempNode)
-                parts[target.name] = frozenset(item.fullname for item in _instances(target.node.type))
+                parts[target.name] = frozenset(
+                    item.fullname for item in _instances(target.node.type)
+                )
     optional = frozenset(name for name, default in fields.items() if default)
     keywords = frozenset(word for base in info.mro for word in base.defn.keywords)
     methods = frozenset(name for base in info.mro for name in base.names)
-    return Declared(info.fullname, info.module_name, tuple(fields), optional, keywords, parts, methods, is_struct)
+    return Declared(
+        info.fullname,
+        info.module_name,
+        tuple(fields),
+        optional,
+        keywords,
+        parts,
+        methods,
+        is_struct,
+    )
 
 
 def _instances(type_: t.Type | None) -> Iterator[n.TypeInfo]:
@@ -153,23 +195,39 @@ def _instances(type_: t.Type | None) -> Iterator[n.TypeInfo]:
             yield from _instances(item)
 
 
-def _unions(tree: n.MypyFile, structs: Mapping[str, Declared]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _unions(
+    tree: n.MypyFile, structs: Mapping[str, Declared]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     scopes: list[n.MypyFile | n.TypeInfo] = [tree, *_classes(tree)]
     for scope in scopes:
         for symbol in scope.names.values():
             node = symbol.node.func if isinstance(symbol.node, n.Decorator) else symbol.node
-            if isinstance(node, n.TypeAlias | n.FuncDef) and node.fullname == f"{scope.fullname}.{node.name}":
-                for number, items in enumerate(_alternatives(node.target if isinstance(node, n.TypeAlias) else node.type)):
+            if (
+                isinstance(node, n.TypeAlias | n.FuncDef)
+                and node.fullname == f"{scope.fullname}.{node.name}"
+            ):
+                for number, items in enumerate(
+                    _alternatives(node.target if isinstance(node, n.TypeAlias) else node.type)
+                ):
                     names = tuple(item.fullname for item in items if item.fullname in structs)
                     if len(names) > 1:
-                        yield f"{node.fullname}#{number}" if isinstance(node, n.FuncDef) else node.fullname, names
+                        yield (
+                            f"{node.fullname}#{number}"
+                            if isinstance(node, n.FuncDef)
+                            else node.fullname,
+                            names,
+                        )
 
 
 def _alternatives(type_: t.Type | None) -> Iterator[list[n.TypeInfo]]:
     """The unions in a type, wherever they are in it."""
     proper = t.get_proper_type(type_) if type_ is not None else None
     if isinstance(proper, t.UnionType):
-        yield [item.type for part in proper.items if isinstance(item := t.get_proper_type(part), t.Instance)]
+        yield [
+            item.type
+            for part in proper.items
+            if isinstance(item := t.get_proper_type(part), t.Instance)
+        ]
     inner: list[t.Type] = []
     if isinstance(proper, t.CallableType):
         inner = [*proper.arg_types, proper.ret_type]
@@ -182,9 +240,15 @@ def _alternatives(type_: t.Type | None) -> Iterator[list[n.TypeInfo]]:
 
 
 def read_by_script(product: Product, root: str, script: str, place: str) -> None:
-    """Notes what a script that gets `root` as JSON reads. It has no types, so that the name of a field alone counts, below `root` only."""
+    """Notes what a script that gets `root` as JSON reads. It has no types, so that the name of a
+    field alone counts, below `root` only."""
     below, names = {root}, set(re.findall(r"\.([a-z_]+)\b", script))
-    while more := {part for one in below for parts in product.structs[one].parts.values() for part in parts} & set(product.structs) - below:
+    while (
+        more := {
+            part for one in below for parts in product.structs[one].parts.values() for part in parts
+        }
+        & set(product.structs) - below
+    ):
         below |= more
     for one in below:
         for name in names & set(product.structs[one].fields):
@@ -195,7 +259,11 @@ class _Uses(ast.NodeVisitor):
     """Walks the source of one module, with the types that mypy found at the same places."""
 
     def __init__(
-        self, tree: n.MypyFile, begin: int, types: Mapping[_Position, list[tuple[n.Expression, t.Type]]], product: Product
+        self,
+        tree: n.MypyFile,
+        begin: int,
+        types: Mapping[_Position, list[tuple[n.Expression, t.Type]]],
+        product: Product,
     ) -> None:
         self.tree = tree
         self.begin = begin
@@ -218,7 +286,9 @@ class _Uses(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         before = self.dunder
-        self.dunder = self.dunder or (bool(self.within) and node.name.startswith("__") and node.name != "__call__")
+        self.dunder = self.dunder or (
+            bool(self.within) and node.name.startswith("__") and node.name != "__call__"
+        )
         self.generic_visit(node)
         self.dunder = before
 
@@ -229,7 +299,9 @@ class _Uses(ast.NodeVisitor):
 
     def _found(self, node: ast.expr) -> list[tuple[n.Expression, t.Type]]:
         last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
-        return self.types.get((node.lineno + self.begin, node.col_offset, last + self.begin, column), [])
+        return self.types.get(
+            (node.lineno + self.begin, node.col_offset, last + self.begin, column), []
+        )
 
     def _infos(self, node: ast.expr) -> tuple[list[n.TypeInfo], bool]:
         """(the classes that it may be an instance of, whether mypy has lost sight of it)."""
@@ -264,17 +336,23 @@ class _Uses(ast.NodeVisitor):
         return None
 
     def _owners(self, info: n.TypeInfo, name: str) -> Iterator[str]:
-        """The declared classes whose field `name` of an `info` is. A protocol stands for whatever has all that it asks for."""
+        """The declared classes whose field `name` of an `info` is. A protocol stands for whatever
+        has all that it asks for."""
         if info.is_protocol:
             asked = {member for base in info.mro if base.is_protocol for member in base.names}
             for full, declared in self.product.structs.items():
                 if name in declared.fields and asked <= {*declared.fields, *declared.methods}:
                     yield full
         for base in info.mro:
-            if base.fullname in self.product.structs and name in self.product.structs[base.fullname].fields:
+            if (
+                base.fullname in self.product.structs
+                and name in self.product.structs[base.fullname].fields
+            ):
                 yield base.fullname
 
-    def _note(self, where: dict[Field, list[str]], owner: ast.expr, name: str, place: ast.AST) -> None:
+    def _note(
+        self, where: dict[Field, list[str]], owner: ast.expr, name: str, place: ast.AST
+    ) -> None:
         infos, lost = self._infos(owner)
         for info in infos:
             if where is self.product.read and self.dunder and info in self.within[-1].mro:
@@ -299,7 +377,10 @@ class _Uses(ast.NodeVisitor):
         if isinstance(info, n.TypeInfo):
             self._told(info, node)
             declared = self.product.structs.get(info.fullname)
-            for name in [*node.kwd_attrs, *(declared.fields[: len(node.patterns)] if declared else ())]:
+            for name in [
+                *node.kwd_attrs,
+                *(declared.fields[: len(node.patterns)] if declared else ()),
+            ]:
                 for full in self._owners(info, name):
                     self.product.read[full, name].append(self._place(node))
         self.generic_visit(node)
@@ -350,7 +431,11 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FILLING:
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr in FILLING
+        ):
             self._target(call.func.value)
         self.generic_visit(node)
 
@@ -371,7 +456,8 @@ class _Uses(ast.NodeVisitor):
         if info is not None and info.fullname in self.product.structs:
             self._construction(node, info)
         passes_on = isinstance(symbol, n.FuncDef) and n.ARG_STAR2 in symbol.arg_kinds
-        if node.args and (full in REPLACE or passes_on):  # what comes out is what went in, and a keyword is a field
+        # what comes out is what went in, and a keyword is a field
+        if node.args and (full in REPLACE or passes_on):
             for keyword in node.keywords:
                 for name in [keyword.arg] if keyword.arg is not None else _keys(keyword.value):
                     self._note(self.product.written, node.args[0], name, node)
@@ -401,7 +487,9 @@ class _Uses(ast.NodeVisitor):
                 return proper.type_object()
             if isinstance(proper, t.TypeType):
                 item = t.get_proper_type(proper.item)
-                item = t.get_proper_type(item.upper_bound) if isinstance(item, t.TypeVarType) else item
+                item = (
+                    t.get_proper_type(item.upper_bound) if isinstance(item, t.TypeVarType) else item
+                )
                 return item.type if isinstance(item, t.Instance) else None
         return None
 
@@ -411,9 +499,17 @@ class _Uses(ast.NodeVisitor):
             self.product.made[base.fullname].append(self._place(node))
         given: list[str] = []
         for number, argument in enumerate(node.args):
-            given += declared.fields[number:] if isinstance(argument, ast.Starred) else declared.fields[number : number + 1]
+            given += (
+                declared.fields[number:]
+                if isinstance(argument, ast.Starred)
+                else declared.fields[number : number + 1]
+            )
         for keyword in node.keywords:
-            given += [keyword.arg] if keyword.arg is not None else _keys(keyword.value) or declared.fields
+            given += (
+                [keyword.arg]
+                if keyword.arg is not None
+                else _keys(keyword.value) or declared.fields
+            )
         for field in given:
             for full in self._owners(info, field):
                 self.product.written[full, field].append(self._place(node))

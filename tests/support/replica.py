@@ -1,11 +1,13 @@
-"""A node's averaging without a model: the real network half, the real trainer half, a few random tensors for a policy.
+"""A node's averaging without a model: the real network half, the real trainer half, a few random
+tensors for a policy.
 
     async with averaging(network, key, directory) as node:      # network: of testing.hosts
         node.due()                                          # as after H steps
         await until(lambda: node.outcome("applied"))
 
-Steps do not happen by themselves: `node.step()` moves the weights as an optimizer would. What lies between two steps runs every few
-milliseconds, on the trio thread, which is the trainer's main thread here.
+Steps do not happen by themselves: `node.step()` moves the weights as an optimizer would. What lies
+between two steps runs every few milliseconds, on the trio thread, which is the trainer's main
+thread here.
 """
 
 from __future__ import annotations
@@ -56,13 +58,16 @@ class Tiny(torch.nn.Module):
 
 
 class Judge:
-    """Stands in for MicroBatcher.score: a loss that is the distance from `ideal`, what the weights were when it was made."""
+    """Stands in for MicroBatcher.score: a loss that is the distance from `ideal`, what the weights
+    were when it was made."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.ideal = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     def score(self, policy: Any, rows: list[Any], temperature: float) -> list[list[float]]:
-        loss = sum(float((p.detach() - self.ideal[n]).norm()) for n, p in policy.model.named_parameters())
+        loss = sum(
+            float((p.detach() - self.ideal[n]).norm()) for n, p in policy.model.named_parameters()
+        )
         return [[-loss]] * len(rows)
 
 
@@ -76,18 +81,32 @@ class OptionalProbe(LossProbe):
 
 
 def tensors_of(model: torch.nn.Module, cfg: WeightsConfig) -> AveragedTensors:
-    return AveragedTensors(dict(model.named_parameters()), cfg.codec, cfg.fragments, threading.Lock())
+    return AveragedTensors(
+        dict(model.named_parameters()), cfg.codec, cfg.fragments, threading.Lock()
+    )
 
 
 def probe_of(model: torch.nn.Module, judge: Judge, tensors: AveragedTensors) -> LossProbe:
-    """`judge` in place of a policy's log-probabilities, where rows are remembered; any average is as good as ours where none are."""
-    return OptionalProbe(cast("Policy", SimpleNamespace(model=model)), cast("MicroBatcher", judge), 1.0, tensors)
+    """`judge` in place of a policy's log-probabilities, where rows are remembered; any average is
+    as good as ours where none are."""
+    return OptionalProbe(
+        cast("Policy", SimpleNamespace(model=model)), cast("MicroBatcher", judge), 1.0, tensors
+    )
 
 
 class Node:
-    """One node's averaging. `hold`: kinds of messages that the trainer is slow to act on, i.e. keeps waiting."""
+    """One node's averaging. `hold`: kinds of messages that the trainer is slow to act on, i.e.
+    keeps waiting."""
 
-    def __init__(self, network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, cfg: WeightsConfig, seed: int, fresh: bool) -> None:
+    def __init__(
+        self,
+        network: Libp2pNetwork,
+        key: Ed25519PrivateKey,
+        directory: Path,
+        cfg: WeightsConfig,
+        seed: int,
+        fresh: bool,
+    ) -> None:
         self.network = network
         self.model = Tiny()
         self.counters = Counters(step=0 if fresh else 1)
@@ -97,13 +116,20 @@ class Node:
         self.to_trainer: list[local.ToTrainer] = []
         self.from_trainer: list[local.FromTrainer] = []
         self.service = WeightService(
-            network, Credentials(key, SWARM), cfg, directory, self._send_to_trainer, may_average=lambda: self.may_average
+            network,
+            Credentials(key, SWARM),
+            cfg,
+            directory,
+            self._send_to_trainer,
+            may_average=lambda: self.may_average,
         )
         self._generator = torch.Generator().manual_seed(seed)
         self._token = trio.lowlevel.current_trio_token()
         self.tensors = tensors_of(self.model, cfg)
         self.probe = probe_of(self.model, self.judge, self.tensors)
-        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self._send, probe=self.probe)
+        self.replica = Replica(
+            self.tensors, cfg, self.counters, directory, send=self._send, probe=self.probe
+        )
         self.fresh = fresh
 
     def connect(self) -> None:
@@ -117,7 +143,9 @@ class Node:
                 parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
 
     def due(self, fragment: int = 0, step_seconds: float = 0.01) -> None:
-        self.service.receive(local.OuterStepDue(fragment, self.counters.outer_clocks[fragment], step_seconds))
+        self.service.receive(
+            local.OuterStepDue(fragment, self.counters.outer_clocks[fragment], step_seconds)
+        )
 
     def fingerprint(self) -> bytes:
         return self.replica.facts(self.fresh).fingerprint(SWARM, BASE, TOKENIZER)
@@ -130,7 +158,11 @@ class Node:
 
     def phi(self) -> Tensors:
         """Slow weights."""
-        return {n.removeprefix("phi."): t for n, t in self.replica.tensors().items() if n.startswith("phi.")}
+        return {
+            n.removeprefix("phi."): t
+            for n, t in self.replica.tensors().items()
+            if n.startswith("phi.")
+        }
 
     def outcome(self, name: str) -> int:
         return self.service.statistics().outcomes[name]
@@ -160,9 +192,15 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def averaging(
-    network: Libp2pNetwork, key: Ed25519PrivateKey, directory: Path, *, cfg: WeightsConfig = CONFIG, seed: int = 0, fresh: bool = False,
+    network: Libp2pNetwork,
+    key: Ed25519PrivateKey,
+    directory: Path,
+    *,
+    cfg: WeightsConfig = CONFIG,
+    seed: int = 0,
+    fresh: bool = False,
     prepare: Callable[[Node], None] = lambda node: None,
-) -> AsyncIterator[Node]:  # fmt: skip
+) -> AsyncIterator[Node]:
     """A running node, its trainer connected."""
     node = Node(network, key, directory, cfg, seed, fresh)
     prepare(node)
@@ -178,7 +216,8 @@ async def averaging(
 
 
 def settle(receive: Callable[[local.ToTrainer], None], said: list[local.FromTrainer]) -> None:
-    """Wait until a replica's worker has done everything before this: what it cannot copy it answers in its turn."""
+    """Wait until a replica's worker has done everything before this: what it cannot copy it answers
+    in its turn."""
     ping = local.SnapshotWritten(secrets.token_bytes(16), 99, "", 0)
     receive(local.TakeSnapshot(ping.session, ping.fragment, b""))
     deadline = time.monotonic() + 10

@@ -1,4 +1,5 @@
-"""A node in a process of its own that kills itself with -9 when it enters a state of an exchange: a test looks at its partner."""
+"""A node in a process of its own that kills itself with -9 when it enters a state of an exchange: a
+test looks at its partner."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ START_SECONDS = 180.0
 
 
 def start(directory: Path, address: str, *, proposes: bool, die_in: str, linger: float) -> Any:
-    """Start a node that joins through `address`. die_in: a phase, or "" to live. linger: seconds that it stays in it. A process."""
-    process = forked.context.Process(target=main, args=(directory, address, proposes, die_in, linger), daemon=True)
+    """Start a node that joins through `address`. die_in: a phase, or "" to live. linger: seconds
+    that it stays in it. A process."""
+    process = forked.context.Process(
+        target=main, args=(directory, address, proposes, die_in, linger), daemon=True
+    )
     process.start()
     return process
 
@@ -39,7 +43,6 @@ def main(directory: Path, address: str, proposes: bool, die_in: str, linger: flo
 async def _run(directory: Path, address: str, proposes: bool, die_in: str, linger: float) -> None:
     key = identity.load_or_create(directory / "identity.key").private_key
     async with host(directory, initial_peers=[address], swarm=SWARM) as network:
-
         if die_in:
             pairing.Pairing.handle = dying(die_in, linger)  # type: ignore[method-assign]
         async with averaging(network, key, directory, seed=7) as node:
@@ -50,11 +53,15 @@ async def _run(directory: Path, address: str, proposes: bool, die_in: str, linge
             await trio.sleep_forever()
 
 
-def dying(phase: str, linger: float) -> Callable[[pairing.Pairing, pairing.Event, float], tuple[pairing.Action, ...]]:
+def dying(
+    phase: str, linger: float
+) -> Callable[[pairing.Pairing, pairing.Event, float], tuple[pairing.Action, ...]]:
     """`Pairing.handle` that ends this process, `linger` seconds after it has entered `phase`."""
     handle = pairing.Pairing.handle
 
-    def watched(self: pairing.Pairing, event: pairing.Event, now: float) -> tuple[pairing.Action, ...]:
+    def watched(
+        self: pairing.Pairing, event: pairing.Event, now: float
+    ) -> tuple[pairing.Action, ...]:
         actions = handle(self, event, now)
         if self.state.phase.value == phase:
             if not linger:

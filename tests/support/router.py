@@ -28,17 +28,27 @@ class Router:
             def do_POST(self):
                 asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 action = re.search(r"#(\w+)", self.headers["SOAPAction"])[1]
-                fields = {"NewExternalIPAddress": outside} if action == "GetExternalIPAddress" else {}
+                fields = (
+                    {"NewExternalIPAddress": outside} if action == "GetExternalIPAddress" else {}
+                )
                 if action == "GetStatusInfo":
-                    fields = {"NewConnectionStatus": "Connected", "NewLastConnectionError": "ERROR_NONE", "NewUptime": "100"}
+                    fields = {
+                        "NewConnectionStatus": "Connected",
+                        "NewLastConnectionError": "ERROR_NONE",
+                        "NewUptime": "100",
+                    }
                 if action == "AddPortMapping":
                     router.mappings.append(dict(re.findall(r"<(New\w+)>([^<]*)</", asked)))
                     if refuses:
-                        return self.answer("<errorCode>725</errorCode><errorDescription>OnlyPermanentLeases</errorDescription>", 500)
+                        return self.answer(
+                            "<errorCode>725</errorCode><errorDescription>OnlyPermanentLeases</errorDescription>",
+                            500,
+                        )
                 inner = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
                 return self.answer(
-                    '<s:Envelope xmlns:s="http://schemas.xmlsoap.org/soap/envelope/"><s:Body>'
-                    f'<u:{action}Response xmlns:u="{SERVICE}">{inner}</u:{action}Response></s:Body></s:Envelope>'
+                    "<s:Envelope"
+                    f' xmlns:s="http://schemas.xmlsoap.org/soap/envelope/"><s:Body><u:{action}Response'
+                    f' xmlns:u="{SERVICE}">{inner}</u:{action}Response></s:Body></s:Envelope>'
                 )
 
             def answer(self, text, code=200):

@@ -1,4 +1,5 @@
-"""A file system that a test may fill or make read-only; root writes through permission bits, so that nothing less will do."""
+"""A file system that a test may fill or make read-only; root writes through permission bits, so
+that nothing less will do."""
 
 from __future__ import annotations
 
@@ -12,14 +13,20 @@ from pathlib import Path
 
 import pytest
 
-needs_mount = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root")
+needs_mount = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small file system needs root"
+)
 
 
 @contextmanager
 def mounted(directory: Path, size: str) -> Iterator[Path]:
-    """`directory`, made, as a file system of `size` ("12m"); skips the test where none can be mounted."""
+    """`directory`, made, as a file system of `size` ("12m"); skips the test where none can be
+    mounted."""
     directory.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(directory)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(directory)],
+        capture_output=True,
+    ).returncode:
         pytest.skip("this container does not let us mount a file system")
     assert os.path.ismount(directory)
     try:
@@ -29,7 +36,8 @@ def mounted(directory: Path, size: str) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> None:
-    """Not one byte more fits. Never the machine's own disk: a test that replaced `subprocess.run` had mounted nothing."""
+    """Not one byte more fits. Never the machine's own disk: a test that replaced `subprocess.run`
+    had mounted nothing."""
     assert os.path.ismount(directory), f"{directory} is no file system of its own"
     with contextlib.suppress(OSError), open(directory / "filler", "wb", buffering=0) as file:
         while file.write(b"x" * 4096):

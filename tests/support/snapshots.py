@@ -1,6 +1,8 @@
-"""A node in the middle of its life, for tests, screenshots and dashboards: every field set, every family with a sample.
+"""A node in the middle of its life, for tests, screenshots and dashboards: every field set, every
+family with a sample.
 
-`example()` is one moment; `example_at(t)` is the same node t seconds after its start, t = 0 … 600, so that charts have a past.
+`example()` is one moment; `example_at(t)` is the same node t seconds after its start, t = 0 … 600,
+so that charts have a past.
 """
 
 from __future__ import annotations
@@ -80,106 +82,236 @@ def example_at(t: float) -> NodeSnapshot:
     recoveries.observe(3.4)
     report = Report(
         phase=("generating", "training", "training", "evaluating")[int(t) % 4],
-        step=steps, policy_version=steps, step_seconds=2.2 + 0.5 * _wobble(steps, 0.7), generate_seconds=1.3, train_seconds=0.9,
-        reward_own=0.08 + 0.62 * learnt + 0.05 * _wobble(t, 0.9), reward_external=0.14 + 0.55 * learnt + 0.06 * _wobble(t, 0.6),
-        reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)), reward_held_out_start=0.07,
-        loss=0.021 * _wobble(t, 0.4), entropy=1.9 - 1.1 * learnt, kl=0.004, clip_fraction=0.013, grad_norm=0.41, learning_rate=3e-4,
-        zero_advantage_share=0.7 - 0.4 * learnt, external_share=0.5, correction_mean=0.96, own_groups=4, external_groups=4,
-        effective_own=0.99, effective_external=0.93, generation_lag=0.9, generation_rows=41.0, engine_rebuilds=0,
-        own_groups_total=steps * 4, external_groups_total=used, tokens_total=steps * 256, tokens_per_second=212.0,
-        gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2), external_scale=1.0, device="cpu", dtype="float32",
-        device_memory_bytes=312 * 2**20, memory_bytes=640 * 2**20, oom_retries_total=0, micro_batch_tokens=16384,
+        step=steps,
+        policy_version=steps,
+        step_seconds=2.2 + 0.5 * _wobble(steps, 0.7),
+        generate_seconds=1.3,
+        train_seconds=0.9,
+        reward_own=0.08 + 0.62 * learnt + 0.05 * _wobble(t, 0.9),
+        reward_external=0.14 + 0.55 * learnt + 0.06 * _wobble(t, 0.6),
+        reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)),
+        reward_held_out_start=0.07,
+        loss=0.021 * _wobble(t, 0.4),
+        entropy=1.9 - 1.1 * learnt,
+        kl=0.004,
+        clip_fraction=0.013,
+        grad_norm=0.41,
+        learning_rate=3e-4,
+        zero_advantage_share=0.7 - 0.4 * learnt,
+        external_share=0.5,
+        correction_mean=0.96,
+        own_groups=4,
+        external_groups=4,
+        effective_own=0.99,
+        effective_external=0.93,
+        generation_lag=0.9,
+        generation_rows=41.0,
+        engine_rebuilds=0,
+        own_groups_total=steps * 4,
+        external_groups_total=used,
+        tokens_total=steps * 256,
+        tokens_per_second=212.0,
+        gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
+        external_scale=1.0,
+        device="cpu",
+        dtype="float32",
+        device_memory_bytes=312 * 2**20,
+        memory_bytes=640 * 2**20,
+        oom_retries_total=0,
+        micro_batch_tokens=16384,
         scorer_restarts_total=1,
-        reward_by_task={"rg/chain_sum": 0.4 + 0.4 * learnt, "rg/gcd": 0.1 + 0.5 * learnt, "rg/lcm": 0.05 + 0.3 * learnt},
+        reward_by_task={
+            "rg/chain_sum": 0.4 + 0.4 * learnt,
+            "rg/gcd": 0.1 + 0.5 * learnt,
+            "rg/lcm": 0.05 + 0.3 * learnt,
+        },
         signals={"rg/chain_sum 0": 0.7 - 0.4 * learnt, "rg/chain_sum 1": 0.2 + 0.5 * learnt},
         evidence={"rg/chain_sum 0": (9.5, 1.5), "rg/chain_sum 1": (2.25, 0.5)},
-        state_saved_step=steps, peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
+        state_saved_step=steps,
+        peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(
-            rule="noloco", fragments=4, outer_step=steps // 50, exchanges_total=steps // 14, solo_steps_total=1, distance=0.021,
-            clip_ratio=0.97, lag=0.0, momentum_norm=0.4, outcomes={"accepted": steps // 15},
+            rule="noloco",
+            fragments=4,
+            outer_step=steps // 50,
+            exchanges_total=steps // 14,
+            solo_steps_total=1,
+            distance=0.021,
+            clip_ratio=0.97,
+            lag=0.0,
+            momentum_norm=0.4,
+            outcomes={"accepted": steps // 15},
             stall_seconds_total=steps * 0.004,
         ),
-    )  # fmt: skip
+    )
     connected = min(3, int(t / 8))
     ways = ("out", "in", "out", "")
     peers = [
         PeerRow(
-            peer=peer, direction=ways[i] if i < connected else "", admitted=admitted * share // 100, used=used * share // 100,
-            rejected=rejected if i == 2 else 0, reputation=(0.98, 0.91, -4.2, 0.0)[i], last_seen_seconds=(0.4, 2.1, 0.9, 340.0)[i],
+            peer=peer,
+            direction=ways[i] if i < connected else "",
+            admitted=admitted * share // 100,
+            used=used * share // 100,
+            rejected=rejected if i == 2 else 0,
+            reputation=(0.98, 0.91, -4.2, 0.0)[i],
+            last_seen_seconds=(0.4, 2.1, 0.9, 340.0)[i],
         )
         for i, (peer, share) in enumerate(zip(PEERS, (58, 40, 2, 0), strict=True))
-    ]  # fmt: skip
+    ]
     claims = [
         ClaimStatistics(
-            peer=peer, name=("attic", "Küche 2", "", "gpu-box-7")[i], version="0.1.0", step=steps * pace // 10,
-            policy_version=steps * pace // 10, reward=None if i == 2 else (0.1 + 0.5 * learnt) * pace / 10, published=steps * 4,
-            peers=3 + i, uptime_seconds=int(t) + 700 * i, age_seconds=4.0 + 11 * i, direct=i < 3,
+            peer=peer,
+            name=("attic", "Küche 2", "", "gpu-box-7")[i],
+            version="0.1.0",
+            step=steps * pace // 10,
+            policy_version=steps * pace // 10,
+            reward=None if i == 2 else (0.1 + 0.5 * learnt) * pace / 10,
+            published=steps * 4,
+            peers=3 + i,
+            uptime_seconds=int(t) + 700 * i,
+            age_seconds=4.0 + 11 * i,
+            direct=i < 3,
         )
         for i, (peer, pace) in enumerate(zip(PEERS, (10, 9, 3, 11), strict=True))
-    ]  # fmt: skip
+    ]
     stages = StagesStatistics(
         enabled=True,
         crew=CrewStatistics(
-            state="running", id="9b1c40e2" * 8, stage=0, offers=1, standing_seconds=0.0, recovery_seconds=6.4,
+            state="running",
+            id="9b1c40e2" * 8,
+            stage=0,
+            offers=1,
+            standing_seconds=0.0,
+            recovery_seconds=6.4,
             slots=tuple(
                 SlotStatistics(i, holder, "active", steps, (4, 6, 6, 4)[i])
                 for i, holder in enumerate((OWN, PEERS[0], PEERS[1], PEERS[3]))
             ),
         ),
         own=StageStatus(
-            b"\x9b\x1c\x40\xe2" * 8, 0, "active", step=steps, rung="R2", rung_seconds=2.1, shadow_step=steps // 20 * 20,
+            b"\x9b\x1c\x40\xe2" * 8,
+            0,
+            "active",
+            step=steps,
+            rung="R2",
+            rung_seconds=2.1,
+            shadow_step=steps // 20 * 20,
             shadow_age_steps=steps % 20,
-            copy_age_steps=1, copy_bytes=5_800_000, probe_kl=0.0007, bubble_share=0.18 + 0.03 * _wobble(t, 0.5), tokens_per_second=540.0,
-            dropped={"crew": 14, "step": 3}, state_refused={"busy": 2},
+            copy_age_steps=1,
+            copy_bytes=5_800_000,
+            probe_kl=0.0007,
+            bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
+            tokens_per_second=540.0,
+            dropped={"crew": 14, "step": 3},
+            state_refused={"busy": 2},
         ),
         streams=StreamProxyStatistics(
-            open={"frames": 3, "state": 0}, lost={"frames": 1}, refused={"crew": 2},
-            received={"frames": steps * 61_000, "state": 41 * 2**20}, sent={"frames": steps * 58_000, "state": steps // 20 * 2**20},
+            open={"frames": 3, "state": 0},
+            lost={"frames": 1},
+            refused={"crew": 2},
+            received={"frames": steps * 61_000, "state": 41 * 2**20},
+            sent={"frames": steps * 58_000, "state": steps // 20 * 2**20},
             throttled_seconds=0.5,
         ),
-        events={"founded": 1, "running": 2, "paused": 1, "suspected": 2, "refuted": 1, "broken": 1, "proposed": 1},
-        recovery_counts=tuple(int(i == bisect.bisect_left(CREW_BOUNDS, 6.4)) for i in range(len(CREW_BOUNDS) + 1)),
-        recovery_seconds_total=6.4, rungs={"R2": 1}, heartbeat_seconds=0.02, unanswered={"heartbeat": 12, "propose": 1},
-    )  # fmt: skip
+        events={
+            "founded": 1,
+            "running": 2,
+            "paused": 1,
+            "suspected": 2,
+            "refuted": 1,
+            "broken": 1,
+            "proposed": 1,
+        },
+        recovery_counts=tuple(
+            int(i == bisect.bisect_left(CREW_BOUNDS, 6.4)) for i in range(len(CREW_BOUNDS) + 1)
+        ),
+        recovery_seconds_total=6.4,
+        rungs={"R2": 1},
+        heartbeat_seconds=0.02,
+        unanswered={"heartbeat": 12, "propose": 1},
+    )
     return NodeSnapshot(
         at=STARTED_AT + t,
         node=NodeInfo(
-            peer=OWN, name="kitchen-3090", version="0.1.0", swarm="5f3c9ad1" * 8, swarm_name="local", model="embedded",
-            tasks=["rg/chain_sum", "rg/gcd", "rg/lcm", "builtin/copy"], addrs=[f"/ip4/127.0.0.1/tcp/9470/p2p/{OWN}"],
+            peer=OWN,
+            name="kitchen-3090",
+            version="0.1.0",
+            swarm="5f3c9ad1" * 8,
+            swarm_name="local",
+            model="embedded",
+            tasks=["rg/chain_sum", "rg/gcd", "rg/lcm", "builtin/copy"],
+            addrs=[f"/ip4/127.0.0.1/tcp/9470/p2p/{OWN}"],
             started_at=STARTED_AT,
         ),
         health=Health(network_ready=True, policy_loaded=True, joined=connected > 0),
-        trainer=TrainerStatistics(connected=True, report=report, age_seconds=1.2, step_seconds=seconds.statistics(), pid=4242),
+        trainer=TrainerStatistics(
+            connected=True,
+            report=report,
+            age_seconds=1.2,
+            step_seconds=seconds.statistics(),
+            pid=4242,
+        ),
         rollouts=ExchangeStatistics(
-            published=steps * 4, unpublished={"zero_advantage": steps * 3}, received=received,
+            published=steps * 4,
+            unpublished={"zero_advantage": steps * 3},
+            received=received,
             admission=AdmissionStatistics(
-                admitted=admitted, ignored={"duplicate": ignored // 2, "zero_advantage": ignored - ignored // 2},
+                admitted=admitted,
+                ignored={"duplicate": ignored // 2, "zero_advantage": ignored - ignored // 2},
                 rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
             ),
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
             fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
             pulling=PullStatistics(
                 modes={"gossip": True, "trial": False, "pull": False, "visit": False},
-                arrived_per_wanted=1.5, listed_per_wanted=0.5, listings={"ok": 12, "unsupported": 1}, pulled={"ok": 8, "unknown": 1},
-                offered=5, listers=2, claims=BeliefStatistics(8, {"absent": 1}, 2),
+                arrived_per_wanted=1.5,
+                listed_per_wanted=0.5,
+                listings={"ok": 12, "unsupported": 1},
+                pulled={"ok": 8, "unknown": 1},
+                offered=5,
+                listers=2,
+                claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
-            serving=ServingStatistics({"listing": 14, "group": 9}, CatalogueStatistics(40, 680_000), 2),
+            serving=ServingStatistics(
+                {"listing": 14, "group": 9}, CatalogueStatistics(40, 680_000), 2
+            ),
             pool=PoolStatistics(
-                groups=148, bytes=1_240_000, peers=2, oldest_seconds=41.0, max_groups=2000, max_bytes=64 * 2**20, drawn=used + 3,
-                expired_age=3, expired_version=12, evicted_peer_share=2, staleness={0: used // 2, 1: used // 4, 3: used // 8},
+                groups=148,
+                bytes=1_240_000,
+                peers=2,
+                oldest_seconds=41.0,
+                max_groups=2000,
+                max_bytes=64 * 2**20,
+                drawn=used + 3,
+                expired_age=3,
+                expired_version=12,
+                evicted_peer_share=2,
+                staleness={0: used // 2, 1: used // 4, 3: used // 8},
             ),
         ),
         network=NetworkStatistics(
             peers=PeerStatistics(
-                known=5, connected=connected, inbound=min(1, connected // 2), outbound=connected - min(1, connected // 2), dials=9,
-                dial_failures=4, let_go={"exchanged": 6, "full": 2},
+                known=5,
+                connected=connected,
+                inbound=min(1, connected // 2),
+                outbound=connected - min(1, connected // 2),
+                dials=9,
+                dial_failures=4,
+                let_go={"exchanged": 6, "full": 2},
             ),
             gossip=GossipStatistics(
-                received=received, accepted=admitted, ignored=ignored, rejected=rejected, delivered=admitted, published=steps * 4,
+                received=received,
+                accepted=admitted,
+                ignored=ignored,
+                rejected=rejected,
+                delivered=admitted,
+                published=steps * 4,
                 mesh={"/swarmnode/rollouts/1": connected},
             ),
             requests=RequestStatistics(
-                requests={"/swarmnode/fetch/1": {"ok": 4, "timeout": 1}, "/swarmnode/peers/1": {"ok": 8}},
+                requests={
+                    "/swarmnode/fetch/1": {"ok": 4, "timeout": 1},
+                    "/swarmnode/peers/1": {"ok": 8},
+                },
                 served={"/swarmnode/peers/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
@@ -189,40 +321,82 @@ def example_at(t: float) -> NodeSnapshot:
             reputation=ReputationStatistics(peers=4, greylisted=1),
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},
             nat=NatStatistics(
-                reach=ReachStatistics(verdict="private"), client=RelayClientStatistics(relays=[PEERS[1], PEERS[3]]),
-                punch=PunchStatistics(succeeded=3, failed=1), direct=connected - 1, relayed=1,
+                reach=ReachStatistics(verdict="private"),
+                client=RelayClientStatistics(relays=[PEERS[1], PEERS[3]]),
+                punch=PunchStatistics(succeeded=3, failed=1),
+                direct=connected - 1,
+                relayed=1,
             ),
         ),
         stages=stages,
         weights=WeightsStatistics(
-            enabled=True, phase="idle", candidates=2, exchange_seconds=steps * 0.02, received_bytes=steps // 14 * 41_000,
-            outcomes={"applied": steps // 15, "pulled": steps // 90, "solo": 1, "busy": steps // 40, "failed": 2},
-            failures={"timeout": 1, "hash": 1}, judged={"accepted": steps // 15, "clipped": 2},
+            enabled=True,
+            phase="idle",
+            candidates=2,
+            exchange_seconds=steps * 0.02,
+            received_bytes=steps // 14 * 41_000,
+            outcomes={
+                "applied": steps // 15,
+                "pulled": steps // 90,
+                "solo": 1,
+                "busy": steps // 40,
+                "failed": 2,
+            },
+            failures={"timeout": 1, "hash": 1},
+            judged={"accepted": steps // 15, "clipped": 2},
             catch_up=CatchUpStatistics(adoptions={"adopted": 1}, served=1),
             pairs={PEERS[0]: steps // 25, PEERS[1]: steps // 38},
         ),
         swarm=SummaryStatistics(
-            reporting=len(claims), reward_median=0.1 + 0.5 * learnt, policy_version_median=float(steps), rows=claims,
-            heard={"taken": int(t / 10), "known": int(t / 4), "old": 1}, clock_offset_seconds=-0.4,
+            reporting=len(claims),
+            reward_median=0.1 + 0.5 * learnt,
+            policy_version_median=float(steps),
+            rows=claims,
+            heard={"taken": int(t / 10), "known": int(t / 4), "old": 1},
+            clock_offset_seconds=-0.4,
         ),
         disk=DiskStatistics(free_bytes=212 * 2**30, total_bytes=476 * 2**30),
         budget=BudgetStatistics(
-            paused={"quiet_hours": False, "month": False, "download": False}, level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
-            month_bytes={"in": received * 4100, "out": steps * 16400}, month_limit_bytes=200 * 10**9,
+            paused={"quiet_hours": False, "month": False, "download": False},
+            level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
+            month_bytes={"in": received * 4100, "out": steps * 16400},
+            month_limit_bytes=200 * 10**9,
             refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "relay": 0, "fetch": 0},
         ),
-        supervisor=SupervisorStatistics({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()),
+        supervisor=SupervisorStatistics(
+            {"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()
+        ),
         scorer=ScorerStatistics(pid=4243, starts=1),
-        processes={"network": ProcessStatistics(96 * 2**20, t * 0.04), "trainer": ProcessStatistics(640 * 2**20, t * 0.9)},
+        processes={
+            "network": ProcessStatistics(96 * 2**20, t * 0.04),
+            "trainer": ProcessStatistics(640 * 2**20, t * 0.9),
+        },
         loop_lag_seconds=0.002,
         peers=peers,
         logs=[
-            LogLine(STARTED_AT + 1, "info", "swarmnode.daemon.node", "listening on /ip4/127.0.0.1/tcp/9470"),
-            LogLine(STARTED_AT + 9, "info", "swarmnode.p2p.dialer", f"connected to {PEERS[0][:16]}"),
-            LogLine(STARTED_AT + t - 14, "warning", "swarmnode.rollouts.exchange", f"rejected peer={PEERS[2][:16]} reason=seed"),
-            LogLine(STARTED_AT + t - 2, "info", "swarmnode.daemon.node", f"step finished step={steps} reward_own={report.reward_own:.3f}"),
+            LogLine(
+                STARTED_AT + 1,
+                "info",
+                "swarmnode.daemon.node",
+                "listening on /ip4/127.0.0.1/tcp/9470",
+            ),
+            LogLine(
+                STARTED_AT + 9, "info", "swarmnode.p2p.dialer", f"connected to {PEERS[0][:16]}"
+            ),
+            LogLine(
+                STARTED_AT + t - 14,
+                "warning",
+                "swarmnode.rollouts.exchange",
+                f"rejected peer={PEERS[2][:16]} reason=seed",
+            ),
+            LogLine(
+                STARTED_AT + t - 2,
+                "info",
+                "swarmnode.daemon.node",
+                f"step finished step={steps} reward_own={report.reward_own:.3f}",
+            ),
         ],
-    )  # fmt: skip
+    )
 
 
 def example() -> NodeSnapshot:

@@ -14,17 +14,24 @@ from swarmnode.policy.load import base_model
 
 
 def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:
-    """(spec, independent copy) of every stage of a whole model, under the same LoRA adapter where it has one.
+    """(spec, independent copy) of every stage of a whole model, under the same LoRA adapter where
+    it has one.
 
     Raises ConfigError as `stage_specs` does.
     """
     specs = stage_specs(model.config, layers)
     base = base_model(model)
-    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
+    tensors = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()
+    }
     stages: list[PreTrainedModel] = []
     for spec in specs:
-        stage = build_stage(base.config, spec, lambda name: tensors[name].detach().clone(), dtype=base.dtype)
-        stages.append(adapt(stage, model.peft_config["default"]) if hasattr(model, "peft_config") else stage)
+        stage = build_stage(
+            base.config, spec, lambda name: tensors[name].detach().clone(), dtype=base.dtype
+        )
+        stages.append(
+            adapt(stage, model.peft_config["default"]) if hasattr(model, "peft_config") else stage
+        )
     state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for spec, stage in zip(specs, stages, strict=True):
         load_whole_state(spec, stage, state)
@@ -32,12 +39,14 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreT
 
 
 def whole_state(spec: StageSpec, stage: nn.Module) -> dict[str, torch.Tensor]:
-    """Name in the whole model → trained tensor of this stage, not copied. All stages' together are the whole model's."""
+    """Name in the whole model → trained tensor of this stage, not copied. All stages' together are
+    the whole model's."""
     return {spec.whole(name): p.detach() for name, p in stage.named_parameters() if p.requires_grad}
 
 
 def load_whole_state(spec: StageSpec, stage: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Overwrites this stage's trained tensors from the whole model's. Raises Incompatible when one is missing or has another shape."""
+    """Overwrites this stage's trained tensors from the whole model's. Raises Incompatible when one
+    is missing or has another shape."""
     with torch.no_grad():
         for name, tensor in whole_state(spec, stage).items():
             if name not in state or state[name].shape != tensor.shape:

@@ -8,15 +8,29 @@ from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
 
 torch.set_num_threads(1)
-SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 CONFIGS = {
     "llama": lambda: LlamaConfig(num_key_value_heads=4, tie_word_embeddings=False, **SHAPE),
     "llama-tied": lambda: LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **SHAPE),
-    # a sliding window in the last two layers only: a stage has to know which of its layers are which
+    # a sliding window in the last two layers only: a stage has to know which of its layers are
+    # which
     "qwen2": lambda: Qwen2Config(
-        num_key_value_heads=2, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=2, **SHAPE
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=2,
+        **SHAPE,
     ),
-    "qwen3": lambda: Qwen3Config(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **SHAPE),
+    "qwen3": lambda: Qwen3Config(
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **SHAPE
+    ),
     "mistral": lambda: MistralConfig(num_key_value_heads=2, sliding_window=5, **SHAPE),
 }
 

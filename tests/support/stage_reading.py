@@ -1,4 +1,5 @@
-"""What a member of a crew makes of one frame, from its first byte to its last value, in the words of protocol/vectors."""
+"""What a member of a crew makes of one frame, from its first byte to its last value, in the words
+of protocol/vectors."""
 
 from __future__ import annotations
 
@@ -37,13 +38,19 @@ def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     if stream.data:
         raise BadMessage("size", f"{len(stream.data)} bytes too many")
     frame, body = got
-    return {"header": msgspec.to_builtins(frame, builtin_types=(bytes,)), **_body(frame, body, limits, given["codec"])}
+    return {
+        "header": msgspec.to_builtins(frame, builtin_types=(bytes,)),
+        **_body(frame, body, limits, given["codec"]),
+    }
 
 
 def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
-    """One message of a state stream; `given` as above. Raises BadMessage with a reason of STATE_REASONS."""
+    """One message of a state stream; `given` as above. Raises BadMessage with a reason of
+    STATE_REASONS."""
     stream = Bytes(data)
-    got = trio.run(recovery.read, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"]))
+    got = trio.run(
+        recovery.read, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"])
+    )
     if got is None:
         raise BadMessage("truncated", "nothing")
     if stream.data:
@@ -55,10 +62,16 @@ def _body(frame: frames.Frame, body: bytes, limits: FrameLimits, codec: str) -> 
     match frame:
         case frames.Forward():
             about = read_micro_batch(body[: frame.about], frame.rows, limits, frame.purpose)
-            return {"about": _plain(about), "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec)}
+            return {
+                "about": _plain(about),
+                "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
+            }
         case frames.Prefill():
             wave = read_questions(body[: frame.about], frame.rows, limits)
-            return {"about": _plain(wave), "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec)}
+            return {
+                "about": _plain(wave),
+                "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
+            }
         case frames.Decode():
             names, rest = unpack_ids(body[: 4 * frame.rows]).tolist(), body[4 * frame.rows :]
             return {"names": names, "values": _values(rest, frame.rows, limits, frame.codec, codec)}
@@ -67,7 +80,9 @@ def _body(frame: frames.Frame, body: bytes, limits: FrameLimits, codec: str) -> 
         case frames.Embedding():
             return {"values": _values(body, frame.rows, limits, "float32", "float32")}
         case frames.Tokens():
-            return dict(zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True))
+            return dict(
+                zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True)
+            )
         case frames.Scores():
             return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
         case frames.Propose():

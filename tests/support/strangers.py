@@ -1,4 +1,5 @@
-"""What a stranger with a socket may try at a node: attacks, each a coroutine (address, rng), on top of `attacker`."""
+"""What a stranger with a socket may try at a node: attacks, each a coroutine (address, rng), on top
+of `attacker`."""
 
 import contextlib
 import os
@@ -14,7 +15,9 @@ MB = 1_000_000
 
 
 async def garbage(address, rng):
-    async with await trio.open_tcp_stream(*attacker.endpoint(address), local_address="127.0.0.2") as stream:
+    async with await trio.open_tcp_stream(
+        *attacker.endpoint(address), local_address="127.0.0.2"
+    ) as stream:
         await stream.send_all(rng.randbytes(rng.randrange(1, 5000)))
 
 
@@ -28,7 +31,9 @@ async def odd_frames(address, rng):
         for _ in range(20):
             body = rng.randbytes(rng.randrange(0, 100))
             flags, length = rng.randrange(16), rng.choice([len(body), 0, 2**32 - 1])
-            await peer.frame(rng.randrange(6), rng.randrange(8), flags=flags, length=length, body=body)
+            await peer.frame(
+                rng.randrange(6), rng.randrange(8), flags=flags, length=length, body=body
+            )
 
 
 async def flood(address, rng):
@@ -54,7 +59,9 @@ async def raising_handlers(address, rng):
 async def odd_rpcs(address, rng):
     async with attacker.connect(address, source="127.0.0.2") as peer:
         stream = await peer.open(attacker.MESHSUB)
-        frame = bytearray(rpc_pb2.RPC(publish=[attacker.signed(peer.keys, "test", b"x" * 50)]).SerializeToString())
+        frame = bytearray(
+            rpc_pb2.RPC(publish=[attacker.signed(peer.keys, "test", b"x" * 50)]).SerializeToString()
+        )
         for _ in range(5):
             frame[rng.randrange(len(frame))] = rng.randrange(256)
         await stream.send(attacker.frame_rpc(bytes(frame)))
@@ -67,7 +74,12 @@ READ_SECONDS = 1.0
 async def poisoned_key(address, rng):
     async with attacker.connect(address, source="127.0.0.2") as peer:
         stream = await peer.open(attacker.MESHSUB)
-        message = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=rng.randbytes(8), from_id=b"\x12\x20" + rng.randbytes(32))
+        message = rpc_pb2.Message(
+            data=b"x",
+            topicIDs=["test"],
+            seqno=rng.randbytes(8),
+            from_id=b"\x12\x20" + rng.randbytes(32),
+        )
         message.key, message.signature = rng.randbytes(36), rng.randbytes(64)
         await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[message])))
         await trio.sleep(READ_SECONDS)
@@ -76,7 +88,12 @@ async def poisoned_key(address, rng):
 async def many_messages(address, rng):
     async with attacker.connect(address, source="127.0.0.2") as peer:
         stream = await peer.open(attacker.MESHSUB)
-        one = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=bytes(8), from_id=ID.from_pubkey(peer.keys.public_key).to_bytes())
+        one = rpc_pb2.Message(
+            data=b"x",
+            topicIDs=["test"],
+            seqno=bytes(8),
+            from_id=ID.from_pubkey(peer.keys.public_key).to_bytes(),
+        )
         await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[one] * 5000)))
         await trio.sleep(READ_SECONDS)
 
@@ -88,7 +105,18 @@ async def vanish(address, rng):
         await stream.send(os.urandom(200_000))
 
 
-ATTACKS = [garbage, half_handshake, odd_frames, flood, streams, raising_handlers, odd_rpcs, poisoned_key, many_messages, vanish]
+ATTACKS = [
+    garbage,
+    half_handshake,
+    odd_frames,
+    flood,
+    streams,
+    raising_handlers,
+    odd_rpcs,
+    poisoned_key,
+    many_messages,
+    vanish,
+]
 
 
 async def stranger(address, seed):

@@ -11,10 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def typed(line: str, env: dict[str, str], cwd: Path, answers: Sequence[tuple[str, str]] = (), seconds: float = 300.0) -> tuple[int, str]:
-    """Exit code of a line of shell and what it wrote. answers: (what it asks, what is typed then), in order."""
+def typed(
+    line: str,
+    env: dict[str, str],
+    cwd: Path,
+    answers: Sequence[tuple[str, str]] = (),
+    seconds: float = 300.0,
+) -> tuple[int, str]:
+    """Exit code of a line of shell and what it wrote. answers: (what it asks, what is typed then),
+    in order."""
     ours, theirs = os.openpty()
-    process = subprocess.Popen(["bash", "-c", line], env=env, cwd=cwd, preexec_fn=lambda: os.login_tty(theirs))
+    process = subprocess.Popen(
+        ["bash", "-c", line], env=env, cwd=cwd, preexec_fn=lambda: os.login_tty(theirs)
+    )
     os.close(theirs)
     written, seen, due, late = b"", 0, list(answers), time.monotonic() + seconds
     try:
@@ -29,7 +38,9 @@ def typed(line: str, env: dict[str, str], cwd: Path, answers: Sequence[tuple[str
                 if not more:
                     break
                 written += more
-        return process.wait(max(0.1, late - time.monotonic())), written.decode(errors="replace").replace("\r\n", "\n")
+        return process.wait(max(0.1, late - time.monotonic())), written.decode(
+            errors="replace"
+        ).replace("\r\n", "\n")
     finally:
         if process.poll() is None:
             process.kill()

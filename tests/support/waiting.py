@@ -1,4 +1,5 @@
-"""For tests over real processes and sockets, which have no clock to advance: poll, with a deadline."""
+"""For tests over real processes and sockets, which have no clock to advance: poll, with a
+deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import trio
 T = TypeVar("T")
 
 
-async def until(condition: Callable[[], object], seconds: float = 120.0, interval: float = 0.02) -> None:
+async def until(
+    condition: Callable[[], object], seconds: float = 120.0, interval: float = 0.02
+) -> None:
     """Return when `condition()` is true; raise trio.TooSlowError after `seconds`."""
     with trio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is outside this process
@@ -18,7 +21,8 @@ async def until(condition: Callable[[], object], seconds: float = 120.0, interva
 
 
 async def still(value: Callable[[], T], seconds: float = 0.5, within: float = 120.0) -> T:
-    """Return `value()` once it has been the same for `seconds`; raise trio.TooSlowError after `within`."""
+    """Return `value()` once it has been the same for `seconds`; raise trio.TooSlowError after
+    `within`."""
     last, since = value(), trio.current_time()
     with trio.fail_after(within):
         while trio.current_time() - since < seconds:

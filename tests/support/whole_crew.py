@@ -1,4 +1,5 @@
-"""Crews of whole nodes on this machine: each a `swarmnode run` with its supervisor, its network process and its trainer."""
+"""Crews of whole nodes on this machine: each a `swarmnode run` with its supervisor, its network
+process and its trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ Seen = dict[int, tuple[DemoNode, dict[str, Any]]]
 """Stage → who holds it, and what that node's status page says of its crew."""
 
 
-def whole_settings(model: Path, number: int, members: int = STAGES, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def whole_settings(
+    model: Path, number: int, members: int = STAGES, **sections: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Configuration of node `number`; what `sections` say of theirs goes before it."""
     settings: dict[str, dict[str, Any]] = {
         "swarm": {"name": "crew"},
@@ -55,8 +58,11 @@ def whole_settings(model: Path, number: int, members: int = STAGES, **sections: 
     return settings
 
 
-def until(condition: Callable[[], T | None], what: Callable[[], object], seconds: float = PATIENCE) -> T:
-    """The first true value of `condition()`. Raises AssertionError with `what()` after `seconds`."""
+def until(
+    condition: Callable[[], T | None], what: Callable[[], object], seconds: float = PATIENCE
+) -> T:
+    """The first true value of `condition()`. Raises AssertionError with `what()` after
+    `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
@@ -79,7 +85,13 @@ def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
     """What a snapshot says of its node's crew, and of the stage that the node holds in it."""
     stages = told["stages"]
     own = stages["own"] or {"phase": "", "step": 0, "rung": "", "probe_kl": None}
-    return {**own, **stages["crew"], "reason": stages["last_reason"], "rungs": stages["rungs"], "streams": stages["streams"]["open"]}
+    return {
+        **own,
+        **stages["crew"],
+        "reason": stages["last_reason"],
+        "rungs": stages["rungs"],
+        "streams": stages["streams"]["open"],
+    }
 
 
 def child_of(node: DemoNode, module: str) -> psutil.Process | None:
@@ -111,17 +123,32 @@ def start(nodes: Sequence[DemoNode]) -> list[str]:
     return first
 
 
-def like_nodes(directory: Path, model: Path, seed: str, members: int = STAGES, **sections: Mapping[str, Any]) -> list[DemoNode]:
-    """Nodes that are the same each time, for crews that can be compared: keys that follow from `seed`, and so much room that only one split
-    of `model` can be made, whatever speeds are measured. Not started; `is_like` says whether it came so."""
+def like_nodes(
+    directory: Path, model: Path, seed: str, members: int = STAGES, **sections: Mapping[str, Any]
+) -> list[DemoNode]:
+    """Nodes that are the same each time, for crews that can be compared: keys that follow from
+    `seed`, and so much room that only one split of `model` can be made, whatever speeds are
+    measured. Not started; `is_like` says whether it came so."""
     config = Config.model_validate(whole_settings(model, 0, members, **sections))
-    cost = cost_of(config.training, config.policy.lora, config.weights, AutoConfig.from_pretrained(model), probe(config.policy))
+    cost = cost_of(
+        config.training,
+        config.policy.lora,
+        config.weights,
+        AutoConfig.from_pretrained(model),
+        probe(config.policy),
+    )
     layers = [len(cost.layers) // members] * members
-    keys = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest()) for i in range(members)]
+    keys = [
+        Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest())
+        for i in range(members)
+    ]
     nodes = []
     for i, key in enumerate(sorted(keys, key=lambda key: from_key(key).peer_id)):
         settings = whole_settings(model, i, members, **sections)
-        settings["stages"] = {**settings["stages"], "capacity": math.ceil(stage_memory(cost, layers, i) * HEADROOM) + 1}
+        settings["stages"] = {
+            **settings["stages"],
+            "capacity": math.ceil(stage_memory(cost, layers, i) * HEADROOM) + 1,
+        }
         nodes.append(DemoNode(f"node{i}", directory / f"node{i}", settings))
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         write_atomically(nodes[-1].directory / "identity.key", pem, mode=0o600)
@@ -131,7 +158,9 @@ def like_nodes(directory: Path, model: Path, seed: str, members: int = STAGES, *
 def journal_of(node: DemoNode) -> Path:
     """Of its stage, in the lineage that it last wrote of; whether it is there yet or not."""
     journals = node.directory / "trainer" / "stage"
-    return max(journals.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, default=journals / FILE)
+    return max(
+        journals.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, default=journals / FILE
+    )
 
 
 def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
@@ -141,21 +170,28 @@ def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
 
 
 def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
-    """The journals of all stages after exactly `step` committed steps. The head is stopped for good, and with it the crew.
+    """The journals of all stages after exactly `step` committed steps. The head is stopped for
+    good, and with it the crew.
 
     Raises AssertionError where that step had passed before it was seen.
     """
     node = until(lambda: crew.at(0), crew.story)[0][0]
     head = trainer_of(node)
     assert head is not None
-    until(lambda: max(journal_steps([node]), default=0) >= step, crew.story, seconds)  # it is not the first to take a step
+    # it is not the first to take a step
+    until(lambda: max(journal_steps([node]), default=0) >= step, crew.story, seconds)
     head.suspend()
-    until(lambda: journal_steps(crew.nodes) == [step] * crew.stages, lambda: journal_steps(crew.nodes), 10.0)
+    until(
+        lambda: journal_steps(crew.nodes) == [step] * crew.stages,
+        lambda: journal_steps(crew.nodes),
+        10.0,
+    )
     return [journal_of(node) for node in crew.nodes]
 
 
 def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
-    """(committed step, trained tensors by their names in the whole model) from the journals of all stages of one crew."""
+    """(committed step, trained tensors by their names in the whole model) from the journals of all
+    stages of one crew."""
     whole: dict[str, torch.Tensor] = {}
     found = [disk.load(path) for path in files]
     specs = [StageSpec(**about["spec"]) for _, about in found]
@@ -170,20 +206,25 @@ def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def is_like(crew: WholeCrew) -> bool:
-    """Whether the first of `like_nodes` leads. Either of two may, and on a busy machine it is now and then the other: what is asked, and
-    with it everything, follows from the head's peer id."""
+    """Whether the first of `like_nodes` leads. Either of two may, and on a busy machine it is now
+    and then the other: what is asked, and with it everything, follows from the head's peer id."""
     return until(lambda: crew.at(0), crew.story)[0][0] is crew.nodes[0]
 
 
 @contextlib.contextmanager
 def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
-    """The crew while its head is stopped between two steps: all journals are of one step, and with `shadows` all copies at neighbours."""
+    """The crew while its head is stopped between two steps: all journals are of one step, and with
+    `shadows` all copies at neighbours."""
     seen = until(lambda: crew.at(1), crew.story)
     head = trainer_of(seen[0][0])
     assert head is not None
 
     def steps() -> set[int]:
-        copies = [disk.read_about(path) for node in crew.nodes for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")]
+        copies = [
+            disk.read_about(path)
+            for node in crew.nodes
+            for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")
+        ]
         found = {about["step"] for about in copies if about is not None} if shadows else set()
         return found | set(journal_steps(crew.nodes))
 
@@ -232,18 +273,24 @@ class WholeCrew:
         return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
 
     def at(self, step: int, after: str = "") -> Seen | None:
-        """All stages, once a crew runs with at least so many steps, and it is another one than `after`."""
+        """All stages, once a crew runs with at least so many steps, and it is another one than
+        `after`."""
         seen = self.seen()
         well = len(seen) == self.stages and all(
-            v["state"] == "running" and v["step"] >= step and v["id"] != after for _, v in seen.values()
-        )  # fmt: skip
+            v["state"] == "running" and v["step"] >= step and v["id"] != after
+            for _, v in seen.values()
+        )
         return seen if well else None
 
     def story(self) -> list[tuple[Any, ...]]:
-        return [(stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"]) for stage, (_, v) in sorted(self.seen().items())]
+        return [
+            (stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"])
+            for stage, (_, v) in sorted(self.seen().items())
+        ]
 
     def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
-        """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a step later."""
+        """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a
+        step later."""
         before = until(lambda: self.at(0), self.story)
         step, crew = max(v["step"] for _, v in before.values()), before[0][1]["id"]
         kill({stage: node for stage, (node, _) in before.items()})

@@ -18,7 +18,14 @@ from swarmnode.p2p.bulk import BulkSource, Declined, MemorySink, listener, servi
 from swarmnode.p2p.conversations import LENGTH, frame, read_frame
 from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.wire import bulk, codec, ids, limits
-from swarmnode.wire.messages import BulkManifest, BulkManifestResponse, BulkRequest, BulkResponse, BulkSocketRequest, BulkSocketResponse
+from swarmnode.wire.messages import (
+    BulkManifest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+    BulkSocketRequest,
+    BulkSocketResponse,
+)
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
@@ -39,12 +46,15 @@ def honest(server, chunks: int = 8, chunk_bytes: int = CHUNK) -> tuple[BulkSourc
 
 
 async def fetch(client, server, sink, deadline: float = 20.0, path=None) -> None:
-    await client.bulk.fetch(server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline, path=path)
+    await client.bulk.fetch(
+        server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline, path=path
+    )
 
 
 @contextlib.asynccontextmanager
 async def liar(directory, liar_host, answer: bytes, *, then: str = "close"):
-    """`liar_host` sends `answer` to whoever asks for chunks, on both paths, and then closes or goes silent."""
+    """`liar_host` sends `answer` to whoever asks for chunks, on both paths, and then closes or goes
+    silent."""
 
     async def on_stream(stream) -> None:
         await read_frame(stream, limits.BULK_REQUEST_BYTES)
@@ -71,7 +81,9 @@ async def liar(directory, liar_host, answer: bytes, *, then: str = "close"):
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listeners[0].socket.getsockname()[1]
     liar_host.host.set_handler(ids.BULK_PROTOCOL, on_stream)
-    liar_host.requests.serve(ids.BULK_SOCKET_PROTOCOL, on_token, max_request_bytes=128, max_response_bytes=96)
+    liar_host.requests.serve(
+        ids.BULK_SOCKET_PROTOCOL, on_token, max_request_bytes=128, max_response_bytes=96
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, on_socket, listeners)
         yield
@@ -87,7 +99,8 @@ async def liar(directory, liar_host, answer: bytes, *, then: str = "close"):
         (BulkManifest(TRANSFER, 3 * CHUNK, CHUNK, bytes(64)), "bounds"),  # a hash too few
         (BulkManifest(TRANSFER, 2**50, CHUNK, bytes(96)), "bounds"),
         (BulkManifest(b"o" * 32, 3 * CHUNK, CHUNK, bytes(96)), "bounds"),  # of another transfer
-        (BulkManifest(TRANSFER, 3 * CHUNK, CHUNK, bytes(96)), "bounds"),  # sound, but not what was agreed on
+        # sound, but not what was agreed on
+        (BulkManifest(TRANSFER, 3 * CHUNK, CHUNK, bytes(96)), "bounds"),
         (b"\x84garbage", "schema"),
         (b"\x84\xa8transfer", "malformed"),
         (bytes(limits.BULK_MANIFEST_BYTES + 1), "bounds"),
@@ -96,10 +109,16 @@ async def liar(directory, liar_host, answer: bytes, *, then: str = "close"):
 async def test_a_manifest_that_lies_is_refused(tmp_path, manifest, reason):
     async def handler(peer: str, data: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
-        return codec.encode(BulkManifestResponse("ok", manifest if isinstance(manifest, bytes) else codec.encode(manifest)))
+        return codec.encode(
+            BulkManifestResponse(
+                "ok", manifest if isinstance(manifest, bytes) else codec.encode(manifest)
+            )
+        )
 
     async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ids.BULK_MANIFEST_PROTOCOL, handler, max_request_bytes=64, max_response_bytes=2**21)
+        server.requests.serve(
+            ids.BULK_MANIFEST_PROTOCOL, handler, max_request_bytes=64, max_response_bytes=2**21
+        )
         with pytest.raises(BadMessage, match=reason):
             await client.bulk.manifest(server.peer_id, TRANSFER, root=bytes(32))
 
@@ -110,7 +129,9 @@ async def test_a_wrong_chunk_is_not_accepted_and_what_came_before_it_stays(tmp_p
         source, sink = honest(server)
         content = bytearray(b"".join(map(bytes, (source.chunk(index) for index in range(8)))))
         content[5 * CHUNK + 17] ^= 1
-        async with liar(tmp_path / "0", server, framed(BulkResponse("ok", source.size)) + bytes(content)):
+        async with liar(
+            tmp_path / "0", server, framed(BulkResponse("ok", source.size)) + bytes(content)
+        ):
             with pytest.raises(BadMessage, match="hash"):
                 await fetch(client, server, sink, path=path)
         assert {0, 1, 2, 3, 4}.isdisjoint(sink.missing())
@@ -128,7 +149,8 @@ async def test_a_wrong_chunk_is_not_accepted_and_what_came_before_it_stays(tmp_p
         (LENGTH.pack(2**32 - 1), "malformed"),
         (LENGTH.pack(5) + b"\xff\xff\xff\xff\xff", "malformed"),
         (framed(BulkResponse("busy", 0)), "busy"),
-        (framed(BulkResponse("ok", 8 * CHUNK)) + bytes(3 * CHUNK), "hash"),  # and the rest never comes
+        # and the rest never comes
+        (framed(BulkResponse("ok", 8 * CHUNK)) + bytes(3 * CHUNK), "hash"),
     ],
 )
 async def test_an_answer_that_does_not_fit_the_request_ends_it(tmp_path, path, answer, outcome):
@@ -138,7 +160,10 @@ async def test_an_answer_that_does_not_fit_the_request_ends_it(tmp_path, path, a
             with pytest.raises(PeerError):
                 await fetch(client, server, sink, path=path if outcome != "malformed" else "stream")
         assert len(sink.missing()) == 8
-        assert client.bulk.statistics().fetched[path if outcome == "hash" else "stream"].get(outcome) == 1
+        assert (
+            client.bulk.statistics().fetched[path if outcome == "hash" else "stream"].get(outcome)
+            == 1
+        )
 
 
 async def test_more_than_was_announced_is_not_read(tmp_path):
@@ -146,7 +171,11 @@ async def test_more_than_was_announced_is_not_read(tmp_path):
         for path in ("stream", "socket"):
             source, sink = honest(server)
             content = b"".join(map(bytes, (source.chunk(index) for index in range(8))))
-            async with liar(tmp_path / "0", server, framed(BulkResponse("ok", source.size)) + content + bytes(4 * MIB)):
+            async with liar(
+                tmp_path / "0",
+                server,
+                framed(BulkResponse("ok", source.size)) + content + bytes(4 * MIB),
+            ):
                 await fetch(client, server, sink, path=path)
             assert bytes(sink.data) == content
             assert client.bulk.statistics().received_bytes[path] == source.size
@@ -186,7 +215,11 @@ async def test_after_a_death_in_the_middle_only_the_rest_comes_from_elsewhere(tm
         source, sink = honest(dying)
         other.bulk.offer(TRANSFER, source)
         await until(lambda: other.peer_id in client.connected())
-        partial = framed(BulkResponse("ok", source.size)) + b"".join(bytes(source.chunk(index)) for index in range(3)) + bytes(5)
+        partial = (
+            framed(BulkResponse("ok", source.size))
+            + b"".join(bytes(source.chunk(index)) for index in range(3))
+            + bytes(5)
+        )
         async with liar(tmp_path / "0", dying, partial):
             with pytest.raises(PeerError):
                 await fetch(client, dying, sink, path=path)
@@ -210,7 +243,9 @@ async def test_a_reader_that_does_not_read_gives_its_slot_back(tmp_path, monkeyp
                 await stream.write(framed(request))
             else:
                 connection = await call(stack, server, client, tmp_path / "1")
-                await connection.send_all(await token(client, server, source.root) + framed(request))
+                await connection.send_all(
+                    await token(client, server, source.root) + framed(request)
+                )
             await until(lambda: server.bulk.statistics().serving == 1)
             await until(lambda: server.bulk.statistics().serving == 0)
         assert server.bulk.statistics().served[path] == {"stalled": 1}
@@ -229,7 +264,9 @@ async def test_a_hundred_transfers_at_once_leave_room_for_others(tmp_path):
         most = 0
         async with trio.open_nursery() as nursery:
             for _ in range(100):
-                nursery.start_soon(_grab, greedy, server, framed(BulkRequest(TRANSFER, source.root, b"\xff\xff")))
+                nursery.start_soon(
+                    _grab, greedy, server, framed(BulkRequest(TRANSFER, source.root, b"\xff\xff"))
+                )
             await until(lambda: server.bulk.statistics().serving == serving.SERVING_PER_PEER)
             await fetch(client, server, sink, path="stream")
             most = max(most, server.bulk.statistics().serving)
@@ -257,7 +294,14 @@ async def test_garbage_and_silence_on_the_port_keep_nobody_else_out(tmp_path, mo
                 tcp = await trio.open_tcp_stream("127.0.0.1", port, local_address="127.0.0.2")
                 await stack.enter_async_context(tcp)
                 with contextlib.suppress(trio.BrokenResourceError):
-                    await tcp.send_all([os.urandom(300), b"\x16\x03\x01\xff\xff", b"GET / HTTP/1.1\r\n\r\n", b"\0"][number % 4])
+                    await tcp.send_all(
+                        [
+                            os.urandom(300),
+                            b"\x16\x03\x01\xff\xff",
+                            b"GET / HTTP/1.1\r\n\r\n",
+                            b"\0",
+                        ][number % 4]
+                    )
             await fetch(client, server, sink, path="socket")  # from another address
             assert sink.complete
             await until(lambda: server.bulk.threads.borrowed_tokens == 0)
@@ -272,7 +316,9 @@ async def test_handshakes_under_way_are_bounded_over_all_addresses(tmp_path):
         port = server.bulk.statistics().port
         for number in range(listener.HANDSHAKES + 8):
             source = f"127.0.0.{10 + number // 3}"
-            await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port, local_address=source))
+            await stack.enter_async_context(
+                await trio.open_tcp_stream("127.0.0.1", port, local_address=source)
+            )
         await until(lambda: server.bulk.statistics().handshakes.get("crowded") == 8)
         assert server.bulk.threads.borrowed_tokens == listener.HANDSHAKES
 
@@ -280,11 +326,16 @@ async def test_handshakes_under_way_are_bounded_over_all_addresses(tmp_path):
 # -- peers that are somebody else
 
 
-async def call(stack, server, client, directory=None, context: ssl.SSLContext | None = None) -> trio.SSLStream:
-    """A TLS connection to the server's port, with the certificate of the node in `directory`, or what `context` has."""
+async def call(
+    stack, server, client, directory=None, context: ssl.SSLContext | None = None
+) -> trio.SSLStream:
+    """A TLS connection to the server's port, with the certificate of the node in `directory`, or
+    what `context` has."""
     tcp = await trio.open_tcp_stream("127.0.0.1", server.bulk.statistics().port)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
-    context = context or Contexts(identity.load_or_create(directory / "identity.key").key_pair).client
+    context = (
+        context or Contexts(identity.load_or_create(directory / "identity.key").key_pair).client
+    )
     stream = trio.SSLStream(tcp, context, https_compatible=True)
     stack.callback(tcp.socket.close)
     return stream
@@ -292,7 +343,11 @@ async def call(stack, server, client, directory=None, context: ssl.SSLContext | 
 
 async def token(client, server, root: bytes) -> bytes:
     answer = await client.requests.request(
-        server.peer_id, ids.BULK_SOCKET_PROTOCOL, codec.encode(BulkSocketRequest(TRANSFER, root)), deadline=10, max_response_bytes=96
+        server.peer_id,
+        ids.BULK_SOCKET_PROTOCOL,
+        codec.encode(BulkSocketRequest(TRANSFER, root)),
+        deadline=10,
+        max_response_bytes=96,
     )
     return codec.decode(answer, BulkSocketResponse, 96).token
 
@@ -323,7 +378,9 @@ def self_signed(tmp_path) -> ssl.SSLContext:
     return context
 
 
-@pytest.mark.parametrize("who", ["the peer itself", "nobody", "another peer", "a certificate without a peer id"])
+@pytest.mark.parametrize(
+    "who", ["the peer itself", "nobody", "another peer", "a certificate without a peer id"]
+)
 async def test_a_token_is_worth_nothing_in_other_hands(tmp_path, who):
     async with hosts(tmp_path, 2) as (server, client), contextlib.AsyncExitStack() as stack:
         source, _ = honest(server)
@@ -332,7 +389,9 @@ async def test_a_token_is_worth_nothing_in_other_hands(tmp_path, who):
         context = {
             "the peer itself": None,
             "nobody": anonymous(),
-            "another peer": Contexts(identity.from_key(Ed25519PrivateKey.generate()).key_pair).client,
+            "another peer": Contexts(
+                identity.from_key(Ed25519PrivateKey.generate()).key_pair
+            ).client,
             "a certificate without a peer id": self_signed(tmp_path),
         }[who]
         connection = await call(stack, server, client, tmp_path / "1", context)
@@ -370,9 +429,13 @@ async def test_a_port_behind_which_another_peer_answers_is_not_used(tmp_path):
 
         async def handler(peer: str, data: bytes) -> bytes:
             await trio.lowlevel.checkpoint()
-            return codec.encode(BulkSocketResponse("ok", elsewhere.bulk.statistics().port, bytes(32)))
+            return codec.encode(
+                BulkSocketResponse("ok", elsewhere.bulk.statistics().port, bytes(32))
+            )
 
-        server.requests.serve(ids.BULK_SOCKET_PROTOCOL, handler, max_request_bytes=128, max_response_bytes=96)
+        server.requests.serve(
+            ids.BULK_SOCKET_PROTOCOL, handler, max_request_bytes=128, max_response_bytes=96
+        )
         with pytest.raises(PeerError, match="handshake"):
             await fetch(client, server, sink, path="socket")
         await fetch(client, server, sink)  # by stream
@@ -383,7 +446,9 @@ async def test_a_port_behind_which_another_peer_answers_is_not_used(tmp_path):
 async def test_a_greylisted_peer_gets_nothing_on_either_path(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         _, sink = honest(server)
-        server.reputation.rejected(client.peer_id, "test", trio.current_time(), cost=-reputation.GREYLIST + 1)
+        server.reputation.rejected(
+            client.peer_id, "test", trio.current_time(), cost=-reputation.GREYLIST + 1
+        )
         assert not server.welcome(client.peer_id)
         for path in ("stream", "socket"):
             with pytest.raises(PeerError) as caught:

@@ -1,4 +1,5 @@
-"""Stages of different crews are averaged with each other over real hosts, in the layers that both hold, and nobody with anybody else."""
+"""Stages of different crews are averaged with each other over real hosts, in the layers that both
+hold, and nobody with anybody else."""
 
 import contextlib
 from types import SimpleNamespace
@@ -37,10 +38,14 @@ class Holder:
         crew, index, *cut = seat
         layers = tuple(cut) or (2, 2)
         self.model = model
-        assigned = Assigned(bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, NO_HASH, Taken(), "")
+        assigned = Assigned(
+            bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, NO_HASH, Taken(), ""
+        )
         self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
-        self.service = WeightService(network, Credentials(key, SWARM), config.weights, directory, self._tell)
+        self.service = WeightService(
+            network, Credentials(key, SWARM), config.weights, directory, self._tell
+        )
         self._token = trio.lowlevel.current_trio_token()
         self.averaging = averaging_of(config, self.stage, self._send)
         self._generator = torch.Generator().manual_seed(seed)
@@ -56,7 +61,9 @@ class Holder:
 
     def connect(self):
         self.averaging.begin()
-        self.service.set_policy(self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash)
+        self.service.set_policy(
+            self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash
+        )
 
     def step(self, size=0.001):
         """A step of its crew."""
@@ -74,7 +81,11 @@ class Holder:
 
 
 def phi_of(holder):
-    return {n.removeprefix("phi."): t for n, t in holder.averaging.tensors().items() if n.startswith("phi.")}
+    return {
+        n.removeprefix("phi."): t
+        for n, t in holder.averaging.tensors().items()
+        if n.startswith("phi.")
+    }
 
 
 def distance(a, b):
@@ -84,7 +95,8 @@ def distance(a, b):
 
 
 def as_good(_probe, _mine, _mean, answer):
-    """What a crew says of an average that harms nobody; no crew runs around these stages, and without a verdict nothing is taken."""
+    """What a crew says of an average that harms nobody; no crew runs around these stages, and
+    without a verdict nothing is taken."""
     answer(Losses(1.0, 1.0))
     return True
 
@@ -99,16 +111,27 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def stages(tmp_path, seats):
-    """A holder for each (crew, stage, and how the crew is cut, unless in two halves), hosts connected and weight planes running; nobody is
-    connected to its own plane yet."""
+    """A holder for each (crew, stage, and how the crew is cut, unless in two halves), hosts
+    connected and weight planes running; nobody is connected to its own plane yet."""
     path = write_deep_model(tmp_path / "model", layers=4)
     weights = {"rule": "gossip", "codec": "float32", "fragments": 1, "sync_every": 4}
 
     def config(directory):
         policy = {"model": str(path), "device": "cpu"}
-        return Config.model_validate({"node": {"data_dir": directory}, "policy": policy, "weights": weights, "stages": {"mode": "always"}})
+        return Config.model_validate(
+            {
+                "node": {"data_dir": directory},
+                "policy": policy,
+                "weights": weights,
+                "stages": {"mode": "always"},
+            }
+        )
 
-    async with hosts(tmp_path, len(seats), swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
+    async with (
+        hosts(tmp_path, len(seats), swarm=SWARM) as networks,
+        contextlib.AsyncExitStack() as stack,
+        trio.open_nursery() as nursery,
+    ):
         holders = []
         for number, (network, seat) in enumerate(zip(networks, seats, strict=True)):
             await network.wait_connected(len(seats) - 1)
@@ -122,13 +145,15 @@ async def stages(tmp_path, seats):
 
 
 async def meet(first, second):
-    """An outer step is due at every fourth, and committed between two. How far they were apart before."""
+    """An outer step is due at every fourth, and committed between two. How far they were apart
+    before."""
     for _ in range(2):
         first.step()
         second.step()
     before = distance(first, second)
     counts = lambda: {holder.averaging.report().exchanges_total for holder in (first, second)}
-    with trio.fail_after(280):  # on a busy machine the first payload may be of weights from before these steps
+    # on a busy machine the first payload may be of weights from before these steps
+    with trio.fail_after(280):
         while 0 in counts() or distance(first, second) >= 0.1 * before:
             first.step(0.0)
             second.step(0.0)
@@ -136,11 +161,18 @@ async def meet(first, second):
     return before
 
 
-async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with_nothing_else(tmp_path):
+async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with_nothing_else(
+    tmp_path,
+):
     async with stages(tmp_path, [(1, 1), (2, 1), (1, 0)]) as holders:
         first, second, head = holders
-        # the tied embedding is at both ends of a crew: averaged at one of them with somebody, it would be two
-        assert not any("embed_tokens" in name or "lm_head" in name for holder in holders for name in holder.weights())
+        # the tied embedding is at both ends of a crew: averaged at one of them with somebody, it
+        # would be two
+        assert not any(
+            "embed_tokens" in name or "lm_head" in name
+            for holder in holders
+            for name in holder.weights()
+        )
         assert set(first.weights()) == set(second.weights())
         assert not set(first.weights()) & set(head.weights())
         for holder in holders:
@@ -152,7 +184,9 @@ async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with
         assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
 
 
-async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_layers_that_both_hold(tmp_path):
+async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_layers_that_both_hold(
+    tmp_path,
+):
     async with stages(tmp_path, [(1, 1), (2, 1, 1, 3)]) as (half, long):
         shared = half.weights().keys() & long.weights().keys()
         assert shared == half.weights().keys()
@@ -164,7 +198,9 @@ async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_laye
         assert distance(half, long) < 0.1 * before
         # neither is a source of the other's whole state
         half.averaging.seek()
-        half.service.set_policy(half.averaging.facts(), half.model.text.fingerprint, half.model.text.tokenizer_hash)
+        half.service.set_policy(
+            half.averaging.facts(), half.model.text.fingerprint, half.model.text.tokenizer_hash
+        )
         with trio.fail_after(30), pytest.raises(PeerError, match="no other crew"):
             await half.averaging.fetch()
 
@@ -179,11 +215,16 @@ async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
         assert first.averaging.met()
         assert not lost.averaging.met()
         lost.averaging.seek()
-        lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        lost.service.set_policy(
+            lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash
+        )
         with trio.fail_after(30):
             found, outer = await lost.averaging.fetch()
         sources = [phi_of(holder) for holder in (first, second)]
-        assert any(all(torch.equal(found[n], phi[n].to(torch.bfloat16).float()) for n in phi) for phi in sources)
+        assert any(
+            all(torch.equal(found[n], phi[n].to(torch.bfloat16).float()) for n in phi)
+            for phi in sources
+        )
         assert {f"phi.{n}" for n in found} | {f"delta.{n}" for n in found} | {CLOCKS} == set(outer)
         lost.averaging.begin(outer)
         assert lost.averaging.facts().outer_steps == first.averaging.facts().outer_steps
@@ -192,7 +233,8 @@ async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
 
 @pytest.mark.parametrize("comes", [True, False])
 async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monkeypatch, comes):
-    """At 7 B it is ten minutes on a home's line, and a stage that makes no progress for five is given up."""
+    """At 7 B it is ten minutes on a home's line, and a stage that makes no progress for five is
+    given up."""
     fetch, lacking = PayloadStore.fetch, iter(range(1000, 0, -1))
 
     async def slowly(*args):
@@ -205,12 +247,19 @@ async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monke
         await until(lambda: first.candidates() == second.candidates() == 1)
         await meet(first, second)
         monkeypatch.setattr(PayloadStore, "fetch", slowly)
-        monkeypatch.setattr(PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000)
+        monkeypatch.setattr(
+            PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000
+        )
         monkeypatch.setattr(state_seeker, "COMES_SECONDS", 0.1)
         monkeypatch.setattr(average, "FETCH_SECONDS", 1.0)
         lost.averaging.seek()
-        lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
-        with trio.fail_after(90), contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"):
+        lost.service.set_policy(
+            lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash
+        )
+        with (
+            trio.fail_after(90),
+            contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"),
+        ):
             found, _ = await lost.averaging.fetch()
             assert found.keys() == lost.weights().keys()
         assert lost.averaging.arrived >= (5 if comes else 1)
@@ -221,7 +270,9 @@ async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):
         lost, other = holders
         other.connect()
         lost.averaging.seek()
-        lost.service.set_policy(lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash)
+        lost.service.set_policy(
+            lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash
+        )
         with trio.fail_after(60), pytest.raises(PeerError, match="no other crew"):
             await lost.averaging.fetch()
 
@@ -230,7 +281,11 @@ async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path,
     async with stages(tmp_path, [(1, 1)]) as (holder,):
         between = []
         holder.averaging.begin()
-        monkeypatch.setattr(holder.averaging._replica, "between_steps", lambda *args, **kinds: between.append(holder.steps))
+        monkeypatch.setattr(
+            holder.averaging._replica,
+            "between_steps",
+            lambda *args, **kinds: between.append(holder.steps),
+        )
         for allowed in (True, False, True):
             holder.averaging._averages = lambda allowed=allowed: allowed
             holder.step()

@@ -1,4 +1,5 @@
-"""All nodes are killed at once, and one node's disk is gone: the next crew begins at the newest step that is on the others'."""
+"""All nodes are killed at once, and one node's disk is gone: the next crew begins at the newest
+step that is on the others'."""
 
 import shutil
 

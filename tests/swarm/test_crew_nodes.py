@@ -1,4 +1,5 @@
-"""Three real nodes hold one policy in stages: they find each other, train it, and lose any of themselves without losing a step."""
+"""Three real nodes hold one policy in stages: they find each other, train it, and lose any of
+themselves without losing a step."""
 
 import signal
 import time
@@ -18,12 +19,13 @@ from tests.support.whole_crew import (
     trainer_of,
     until,
     whole_settings,
-)  # fmt: skip
+)
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 STAGES = 3
-"""The fewest with a stage that has two neighbours, and with two neighbours that can be lost together."""
+"""The fewest with a stage that has two neighbours, and with two neighbours that can be lost
+together."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,14 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory, model):
     directory = tmp_path_factory.mktemp("crew")
-    made = WholeCrew([DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES)) for i in range(STAGES)], [], STAGES)
+    made = WholeCrew(
+        [
+            DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES))
+            for i in range(STAGES)
+        ],
+        [],
+        STAGES,
+    )
     try:
         made.address = start(made.nodes)
         until(lambda: made.at(6), made.story)
@@ -50,7 +59,9 @@ def test_they_train_it_together_and_only_the_head_reports_and_publishes(crew):
     assert whole[0]["trainer"]["report"]["step"] >= 6
     assert not any(whole[stage]["rollouts"]["published"] for stage in (1, 2))
     assert all(view["streams"].get("frames") == STAGES - 1 for _, view in seen.values())
-    assert {s["node"]["peer"] for s in whole.values()} == {slot["peer"] for slot in seen[0][1]["slots"]}
+    assert {s["node"]["peer"] for s in whole.values()} == {
+        slot["peer"] for slot in seen[0][1]["slots"]
+    }
 
 
 @pytest.mark.parametrize("stages", [(0,), (1, 2)])
@@ -61,10 +72,13 @@ def test_kill_minus_nine_of_trainers_costs_no_committed_step(crew, stages):
     before, after = crew.lose(kill)
     for stage in stages:
         assert after[stage][1]["rung"] in ("R0", "R2"), crew.story()
-        # Its own journal is exact, and what its probe shows is the last step itself: up to 0.06 nats seen, in so small a policy. Of three
-        # nodes that lose two trainers, the one that is left may have no rows to judge by.
+        # Its own journal is exact, and what its probe shows is the last step itself: up to 0.06
+        # nats seen, in so small a policy. Of three nodes that lose two trainers, the one that is
+        # left may have no rows to judge by.
         judged = after[stage][1]["probe_kl"]
-        assert after[stage][1]["rung"] == "R0" or (judged < 0.05 if judged is not None else len(stages) == 2)
+        assert after[stage][1]["rung"] == "R0" or (
+            judged < 0.05 if judged is not None else len(stages) == 2
+        )
     for stage in set(range(STAGES)) - set(stages):
         assert trainer_of(after[stage][0]) is not None
         assert after[stage][0] is before[stage][0]
@@ -78,7 +92,9 @@ def test_kill_minus_nine_of_a_network_process_costs_no_committed_step(crew):
         child_of(nodes[1], "swarmnode.daemon.node").send_signal(signal.SIGKILL)
 
     _, after = crew.lose(kill)
-    assert {stage: trainer_of(node).pid for stage, (node, _) in after.items()} == trainers, "nobody's trainer had to be started again"
+    assert {stage: trainer_of(node).pid for stage, (node, _) in after.items()} == trainers, (
+        "nobody's trainer had to be started again"
+    )
 
 
 def test_kill_minus_nine_of_a_whole_node_costs_no_committed_step(crew):

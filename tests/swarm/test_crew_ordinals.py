@@ -1,4 +1,5 @@
-"""A node of this version and one of a later one, which speaks another ordinal of crews too: they agree on the older one."""
+"""A node of this version and one of a later one, which speaks another ordinal of crews too: they
+agree on the older one."""
 
 import pytest
 import trio
@@ -24,7 +25,8 @@ OFFER = messages.Offer(MODEL, 1.3e9, 1e9, 0.001)
 
 
 class Newer:
-    """A node of the next version: it offers itself by the ordinal that the other one speaks, and serves `ordinals`."""
+    """A node of the next version: it offers itself by the ordinal that the other one speaks, and
+    serves `ordinals`."""
 
     def __init__(self, network, peer):
         self.network, self.peer = network, peer
@@ -33,7 +35,9 @@ class Newer:
     def serve(self, *ordinals):
         for ordinal in ordinals:
             self.heard[ordinal] = []
-            self.network.requests.serve(ordinal, self._answer(ordinal), max_request_bytes=65536, max_response_bytes=65536)
+            self.network.requests.serve(
+                ordinal, self._answer(ordinal), max_request_bytes=65536, max_response_bytes=65536
+            )
 
     def _answer(self, ordinal):
         async def answer(peer, data):
@@ -47,7 +51,9 @@ class Newer:
         for ordinal in (NEXT_CREWS, ids.CREWS_PROTOCOL):
             try:
                 data = messages.encode_message(OFFER)
-                said = await self.network.requests.request(self.peer, ordinal, data, deadline=10.0, max_response_bytes=65536)
+                said = await self.network.requests.request(
+                    self.peer, ordinal, data, deadline=10.0, max_response_bytes=65536
+                )
                 return ordinal, messages.decode_answer(said)
             except Incompatible:
                 continue
@@ -57,19 +63,25 @@ class Newer:
 async def test_two_versions_speak_of_crews_by_the_older_ordinal(tmp_path):
     async with hosts(tmp_path, 2) as (present, network):
         newer = Newer(network, present.peer_id)
-        newer.serve(NEXT_CREWS)  # it has dropped the older one: nothing in common, and nobody's fault
+        # it has dropped the older one: nothing in common, and nobody's fault
+        newer.serve(NEXT_CREWS)
         key = identity.load_or_create(tmp_path / "0" / "identity.key").private_key
         async with crew_node(present, key, tmp_path / "0") as node:
             await until(lambda: node.service.statistics().unanswered.get("offer", 0) > 0)
-            await still(lambda: node.service.statistics().unanswered["offer"], seconds=5.0)  # it is not asked again and again
+            # it is not asked again and again
+            await still(lambda: node.service.statistics().unanswered["offer"], seconds=5.0)
             assert newer.heard[NEXT_CREWS] == []
             newer.serve(ids.CREWS_PROTOCOL)  # as the specification has it
             assert await newer.offer() == (ids.CREWS_PROTOCOL, messages.Noted())
-            await until(lambda: newer.heard[ids.CREWS_PROTOCOL])  # it speaks of crews after all, and is offered to
-            assert all(isinstance(message, messages.Offer) for message in newer.heard[ids.CREWS_PROTOCOL])
+            # it speaks of crews after all, and is offered to
+            await until(lambda: newer.heard[ids.CREWS_PROTOCOL])
+            assert all(
+                isinstance(message, messages.Offer) for message in newer.heard[ids.CREWS_PROTOCOL]
+            )
             assert newer.heard[NEXT_CREWS] == []
             with pytest.raises(PeerError):
                 await network.streams.open(present.peer_id, NEXT_STREAM, deadline=10.0)
-            assert await newer.offer() == (ids.CREWS_PROTOCOL, messages.Noted())  # on the same connection
+            # on the same connection
+            assert await newer.offer() == (ids.CREWS_PROTOCOL, messages.Noted())
             assert node.service.statistics().malformed == 0
         assert present.reputation.statistics(trio.current_time()).rejected == {}

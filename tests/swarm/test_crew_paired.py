@@ -1,6 +1,8 @@
-"""Two crews of three real nodes with the same keys and seeds: one loses stages, and both end with the same weights, bit by bit.
+"""Two crews of three real nodes with the same keys and seeds: one loses stages, and both end with
+the same weights, bit by bit.
 
-The same with trainers in one process is in tests/unit/trainer/test_crew_trainer.py, which every run of the suite has.
+The same with trainers in one process is in tests/unit/trainer/test_crew_trainer.py, which every run
+of the suite has.
 """
 
 import shutil
@@ -29,12 +31,14 @@ STAGES = 3
 STEPS = 7
 """Committed, of both crews."""
 LOSSES = [(2, (2,), False, "R0"), (4, (1, 2), True, "R2")]
-"""After how many steps, stages that are lost together, whether with their disks, and from where they come back. Not the first one's: a head
-that begins again leaves group numbers out, so that its questions are others."""
+"""After how many steps, stages that are lost together, whether with their disks, and from where
+they come back. Not the first one's: a head that begins again leaves group numbers out, so that its
+questions are others."""
 
 
 def lose(crew, step, stages, disk, rung):
-    """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back is what was there."""
+    """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back
+    is what was there."""
     until(lambda: crew.at(step), crew.story)
     with at_rest(crew, shadows=True) as seen:
         before = seen[0][1]["id"]
@@ -49,13 +53,19 @@ def lose(crew, step, stages, disk, rung):
 
 
 def train(directory, model, losses=()):
-    """(step, weights) after STEPS. Each loss is made good as it says. Steps are so far apart that both neighbours have each snapshot before
-    the next: what is kept for later is fetched at a quarter of a line."""
+    """(step, weights) after STEPS. Each loss is made good as it says. Steps are so far apart that
+    both neighbours have each snapshot before the next: what is kept for later is fetched at a
+    quarter of a line."""
     for attempt in range(5):
         nodes = like_nodes(
-            directory / str(attempt), model, "paired", STAGES,
-            training={"seed": 7, "step_interval": 2.5}, weights={"rule": "off"}, stages={"shadow_every": 1},
-        )  # fmt: skip
+            directory / str(attempt),
+            model,
+            "paired",
+            STAGES,
+            training={"seed": 7, "step_interval": 2.5},
+            weights={"rule": "off"},
+            stages={"shadow_every": 1},
+        )
         crew = WholeCrew(nodes, start(nodes), STAGES)
         try:
             if is_like(crew):
@@ -74,4 +84,6 @@ def test_what_was_lost_and_came_back_is_the_run_that_lost_nothing(tmp_path):
     same, expected = train(tmp_path / "undisturbed", model)
     assert step == same == STEPS
     assert weights.keys() == expected.keys()
-    assert {name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)} == set()
+    assert {
+        name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)
+    } == set()

@@ -1,4 +1,5 @@
-"""Crews over real libp2p hosts on loopback, with real control and trainers that pretend: founding, losses, hostile peers."""
+"""Crews over real libp2p hosts on loopback, with real control and trainers that pretend: founding,
+losses, hostile peers."""
 
 import contextlib
 
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
 
 class Crew:
-    """Nodes, each in a task of its own, so that one can be ended alone. The first host is everybody's bootstrap peer and no node."""
+    """Nodes, each in a task of its own, so that one can be ended alone. The first host is
+    everybody's bootstrap peer and no node."""
 
     def __init__(self, directory, nursery, **options):
         self.directory, self.nursery, self.options = directory, nursery, options
@@ -57,7 +59,8 @@ class Crew:
         return {name: node for name, node in self.nodes.items() if node.stage is not None}
 
     async def running(self, *, stages=3, above=0, seconds=240):
-        """All stages are held by nodes that are here, in one crew, and steps above `above` were taken."""
+        """All stages are held by nodes that are here, in one crew, and steps above `above` were
+        taken."""
 
         def well():
             seated = list(self.seated().values())
@@ -95,13 +98,21 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
         nodes = [made.holder(stage)[1] for stage in range(3)]
         statistics = nodes[0].service.statistics()
         assert [(slot.state, slot.layers) for slot in statistics.crew.slots] == [("active", 1)] * 3
-        assert (statistics.enabled, statistics.crew.state, statistics.crew.stage) == (True, "running", 0)
+        assert (statistics.enabled, statistics.crew.state, statistics.crew.stage) == (
+            True,
+            "running",
+            0,
+        )
         assert statistics.own is not None
         assert (statistics.own.crew.hex(), statistics.own.stage) == (statistics.crew.id, 0)
-        assert [slot.peer for slot in statistics.crew.slots] == [node.network.peer_id for node in nodes]
+        assert [slot.peer for slot in statistics.crew.slots] == [
+            node.network.peer_id for node in nodes
+        ]
         assert statistics.streams.open == {"frames": 2, "state": 0}
         assert statistics.heartbeat_seconds is not None
-        assert 0 < statistics.crew.peer_seconds < statistics.heartbeat_seconds + 5, "which is what it offers of its line"
+        assert 0 < statistics.crew.peer_seconds < statistics.heartbeat_seconds + 5, (
+            "which is what it offers of its line"
+        )
         assert all(notes(node)["broken"] == 0 for node in nodes)
 
 
@@ -111,7 +122,8 @@ async def test_a_trainer_that_is_killed_comes_back_to_its_stage_and_no_step_is_l
         name, node = made.holder(1)
         node.kill_trainer()
         await until(lambda: all(one.stage is None for one in made.nodes.values()))
-        node.start_trainer()  # another process, without anything in memory: the others' copies are offered
+        # another process, without anything in memory: the others' copies are offered
+        node.start_trainer()
         made.nodes[name].trainer.step = 0
         await made.running(above=step, seconds=120)
 
@@ -122,7 +134,8 @@ async def test_a_spare_takes_the_stage_of_a_host_that_is_gone(tmp_path):
         name, _ = made.holder(2)
         spare = next(node for node in made.nodes.values() if node.stage is None)
         await until(lambda: made.holder(0)[1].service.statistics().crew.offers >= 1)
-        for node in made.nodes.values():  # as real trainers do, which keep their neighbours' snapshots
+        # as real trainers do, which keep their neighbours' snapshots
+        for node in made.nodes.values():
             node.trainer.keeps = [(2, step)]
         await made.kill(name)
         await until(lambda: spare.stage == 2, seconds=120)
@@ -167,17 +180,34 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
         target = made.holder(1)[1]
         crew_id = bytes.fromhex(target.crew)
         peers = [node.network.peer_id for node in made.nodes.values()]
-        record = Record(b"l" * 32, MODEL, b"h" * 32, 10**12, Taken(), tuple(Member(peer, 1) for peer in peers), bytes(8))
-        copies = tuple(Copy(b"l" * 32, i, i + 1, 10**12, b"h" * 32, "memory", Taken(), b"") for i in range(3))
+        record = Record(
+            b"l" * 32,
+            MODEL,
+            b"h" * 32,
+            10**12,
+            Taken(),
+            tuple(Member(peer, 1) for peer in peers),
+            bytes(8),
+        )
+        copies = tuple(
+            Copy(b"l" * 32, i, i + 1, 10**12, b"h" * 32, "memory", Taken(), b"") for i in range(3)
+        )
         for message in (
-            messages.Leave(crew_id, "it is over"), messages.Heartbeat(crew_id, messages.Status("failed")), messages.Propose(record),
-            messages.Offer(MODEL, 1e30, 1e30, 0.0, copies), b"no message",
+            messages.Leave(crew_id, "it is over"),
+            messages.Heartbeat(crew_id, messages.Status("failed")),
+            messages.Propose(record),
+            messages.Offer(MODEL, 1e30, 1e30, 0.0, copies),
+            b"no message",
             Founded(record, tuple(Signed(peer, bytes(64)) for peer in peers)),
-        ):  # fmt: skip
+        ):
             data = message if isinstance(message, bytes) else messages.encode_message(message)
             with contextlib.suppress(PeerError):
                 await bootstrap.requests.request(
-                    target.network.peer_id, ids.CREWS_PROTOCOL, data, deadline=5, max_response_bytes=messages.MESSAGE_BYTES
+                    target.network.peer_id,
+                    ids.CREWS_PROTOCOL,
+                    data,
+                    deadline=5,
+                    max_response_bytes=messages.MESSAGE_BYTES,
                 )
         step = target.trainer.step
         await made.running(above=step + 3)
@@ -188,9 +218,14 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
 
 
 async def test_switched_off_it_answers_nobody(tmp_path):
-    async with host(tmp_path / "a") as one, host(tmp_path / "b", initial_peers=[one.listen_addrs[0]]) as other:
+    async with (
+        host(tmp_path / "a") as one,
+        host(tmp_path / "b", initial_peers=[one.listen_addrs[0]]) as other,
+    ):
         key = identity.load_or_create(tmp_path / "b" / "identity.key").private_key
         async with crew_node(other, key, tmp_path / "b", mode="off"):
             await one.wait_connected()
             with pytest.raises(PeerError):
-                await one.requests.request(other.peer_id, ids.CREWS_PROTOCOL, b"", deadline=5, max_response_bytes=64)
+                await one.requests.request(
+                    other.peer_id, ids.CREWS_PROTOCOL, b"", deadline=5, max_response_bytes=64
+                )

@@ -1,4 +1,5 @@
-"""Stage streams between real libp2p hosts on loopback: bytes of a trainer to another's, bounded, of one roster, for its members only."""
+"""Stage streams between real libp2p hosts on loopback: bytes of a trainer to another's, bounded, of
+one roster, for its members only."""
 
 import contextlib
 import gc
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.swarm
 
 @contextlib.asynccontextmanager
 async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
-    """`count` hosts, all connected with all, the first `members` of them a crew: (networks, pipes, circles, what each was told is lost)."""
+    """`count` hosts, all connected with all, the first `members` of them a crew: (networks, pipes,
+    circles, what each was told is lost)."""
     members = count if members is None else members
     async with hosts(directory, count) as networks, trio.open_nursery() as nursery:
         every, lost = [], [[] for _ in networks]
@@ -38,9 +40,12 @@ async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
             (directory / str(number) / "run").mkdir()
             said = lost[number]
             made = StreamProxy(
-                network.streams, directory / str(number), lambda peer, crew, said=said: said.append(peer), allows=allows,
+                network.streams,
+                directory / str(number),
+                lambda peer, crew, said=said: said.append(peer),
+                allows=allows,
                 rejected=network.rejected,
-            )  # fmt: skip
+            )
             await nursery.start(made.run)
             every.append(made)
         seen = stream_peers([network.peer_id for network in networks[:members]])
@@ -104,7 +109,8 @@ async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp
                 transfers.start_soon(receive_all, one, 64 * 2**20, got[1])
             nursery.cancel_scope.cancel()
         assert [each.digest() for each in sent] == [each.digest() for each in got]
-        assert most < 80 * 2**20  # both ends of two directions: windows of 8 MiB and what is on its way
+        # both ends of two directions: windows of 8 MiB and what is on its way
+        assert most < 80 * 2**20
         statistics = a.statistics()
         assert statistics.open == {"frames": 1, "state": 0}
         assert statistics.sent["frames"] == pytest.approx(64 * 2**20, abs=1000)
@@ -119,8 +125,12 @@ async def test_the_metered_bytes_are_those_of_the_stage_protocol(tmp_path):
         one, other = await open_pipe(a, ca, 1, "state"), await open_pipe(b, cb, 0, "state")
         await one.send_all(bytes(100_000))
         assert len(await exactly(other, 100_000)) == 100_000
-        assert networks[0].statistics().traffic.sent[ids.STAGE_STREAM_PROTOCOL] == pytest.approx(100_000, abs=500)
-        assert networks[1].statistics().traffic.received[ids.STAGE_STREAM_PROTOCOL] == pytest.approx(100_000, abs=500)
+        assert networks[0].statistics().traffic.sent[ids.STAGE_STREAM_PROTOCOL] == pytest.approx(
+            100_000, abs=500
+        )
+        assert networks[1].statistics().traffic.received[
+            ids.STAGE_STREAM_PROTOCOL
+        ] == pytest.approx(100_000, abs=500)
 
 
 async def test_what_is_written_before_the_other_end_is_there_arrives(tmp_path):
@@ -143,7 +153,9 @@ async def test_the_upper_end_may_be_there_first_and_both_kinds_side_by_side(tmp_
             for here in (2, 1, 0):
                 for there in range(3):
                     if there != here:
-                        ends[here, there, kind] = await open_pipe(pipes[here], seen[here], there, kind)
+                        ends[here, there, kind] = await open_pipe(
+                            pipes[here], seen[here], there, kind
+                        )
         for (here, there, kind), end in ends.items():
             await end.send_all(f"{here}{there}{kind[0]}".encode())
         for (here, there, kind), end in ends.items():
@@ -151,15 +163,20 @@ async def test_the_upper_end_may_be_there_first_and_both_kinds_side_by_side(tmp_
         assert all(each.statistics().open == {"frames": 2, "state": 2} for each in pipes)
 
 
-async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_nothing(tmp_path, monkeypatch):
-    """The guards give other writers a fifth of a second without credit here; our trainer reads nothing for longer."""
+async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_nothing(
+    tmp_path, monkeypatch
+):
+    """The guards give other writers a fifth of a second without credit here; our trainer reads
+    nothing for longer."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
     async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
 
         async def echo(peer, data):
             return data
 
-        networks[1].requests.serve("/test/echo/1", echo, max_request_bytes=100, max_response_bytes=100)
+        networks[1].requests.serve(
+            "/test/echo/1", echo, max_request_bytes=100, max_response_bytes=100
+        )
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         sent, got = hashlib.blake2b(), hashlib.blake2b()
         async with trio.open_nursery() as nursery:
@@ -168,7 +185,12 @@ async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_not
             await until(lambda: sent_bytes() > 2**18)
             assert await still(sent_bytes) < 20 * 2**20
             ask = networks[0].requests.request
-            assert await ask(networks[1].peer_id, "/test/echo/1", b"x", deadline=10, max_response_bytes=9) == b"x"
+            assert (
+                await ask(
+                    networks[1].peer_id, "/test/echo/1", b"x", deadline=10, max_response_bytes=9
+                )
+                == b"x"
+            )
             await receive_all(other, 40 * 2**20, got)
         assert sent.digest() == got.digest()
         assert lost == [[], []]
@@ -205,7 +227,8 @@ async def test_a_new_crew_ends_every_stream_and_nobody_is_called_lost(tmp_path):
         assert lost == [[], []]
         a.release()
         await ended(one)
-        await until(lambda: lost == [[], [peer_a]])  # b's roster is the same: for b it is the stream of a member that broke
+        # b's roster is the same: for b it is the stream of a member that broke
+        await until(lambda: lost == [[], [peer_a]])
 
 
 async def test_a_member_that_is_a_crew_ahead_tries_until_the_other_is_there_too(tmp_path):
@@ -223,7 +246,12 @@ async def test_a_member_that_is_a_crew_ahead_tries_until_the_other_is_there_too(
 
 async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
     async with crew(tmp_path, 3) as (networks, pipes, seen, lost):
-        ends = {(i, j): await open_pipe(pipes[i], seen[i], j) for i in range(3) for j in range(3) if i != j}
+        ends = {
+            (i, j): await open_pipe(pipes[i], seen[i], j)
+            for i in range(3)
+            for j in range(3)
+            if i != j
+        }
         await until(lambda: all(each.statistics().open["frames"] == 2 for each in pipes))
         began = trio.current_time()
         networks[1].disconnect(networks[0].peer_id)
@@ -239,14 +267,25 @@ async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
     members = {"relay": "client", "hole_punching": False}
     async with host(tmp_path / "relay", relay="server") as relay, trio.open_nursery() as nursery:
         known = {"initial_peers": relay.listen_addrs, **members}
-        async with host(tmp_path / "a", swarm=b"a" * 32, **known) as one, host(tmp_path / "b", swarm=b"b" * 32, **known) as other:
+        async with (
+            host(tmp_path / "a", swarm=b"a" * 32, **known) as one,
+            host(tmp_path / "b", swarm=b"b" * 32, **known) as other,
+        ):
             await until(lambda: relay.statistics().nat.relay.reservations == 2)
-            await one.nat.client.call(other.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
-            await until(lambda: other.peer_id in one.connected() and one.peer_id in other.connected())
+            await one.nat.client.call(
+                other.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
+            )
+            await until(
+                lambda: other.peer_id in one.connected() and one.peer_id in other.connected()
+            )
             lost, made = [], []
             for network, name in ((one, "a"), (other, "b")):
                 (tmp_path / name / "run").mkdir()
-                made.append(StreamProxy(network.streams, tmp_path / name, lambda peer, crew: lost.append(peer)))
+                made.append(
+                    StreamProxy(
+                        network.streams, tmp_path / name, lambda peer, crew: lost.append(peer)
+                    )
+                )
                 await nursery.start(made[-1].run)
             seen = stream_peers([one.peer_id, other.peer_id])
             for each, circle in zip(made, seen, strict=True):
@@ -261,7 +300,8 @@ async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
             with trio.fail_after(60):
                 async with trio.open_nursery() as transfer:
                     transfer.start_soon(drain, b)
-                    with contextlib.suppress(trio.BrokenResourceError):  # more than the relay carries
+                    # more than the relay carries
+                    with contextlib.suppress(trio.BrokenResourceError):
                         await send_all(a, b"12345678", 64, hashlib.blake2b())
             await until(lambda: sorted(lost) == sorted([one.peer_id, other.peer_id]))
             nursery.cancel_scope.cancel()
@@ -292,7 +332,8 @@ async def open_as(network, peer, opened):
 
 
 async def refused(network, peer, opened):
-    """The same, and it does not last: it is reset, perhaps before both have agreed on a protocol."""
+    """The same, and it does not last: it is reset, perhaps before both have agreed on a
+    protocol."""
     with trio.fail_after(60), contextlib.suppress(PeerError):
         await (await open_as(network, peer, opened)).closed.wait()
 
@@ -330,14 +371,23 @@ async def test_a_stranger_gets_no_stream_whatever_it_says(tmp_path):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xc1", b"\x80", bytes(513), msgspec.msgpack.encode({"crew": b"c" * 32}), msgspec.msgpack.encode(("crew",))],
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        bytes(513),
+        msgspec.msgpack.encode({"crew": b"c" * 32}),
+        msgspec.msgpack.encode(("crew",)),
+    ],
     ids=["empty", "garbage", "nothing", "long", "half", "array"],
 )
 async def test_what_is_no_message_costs_standing(tmp_path, data):
     async with crew(tmp_path) as (networks, (_, b), _, _):
         await refused(networks[0], networks[1].peer_id, data)
         assert b.statistics().refused == {"malformed": 1}
-        assert networks[1].reputation.statistics(trio.current_time()).rejected["stages_malformed"] == 1
+        assert (
+            networks[1].reputation.statistics(trio.current_time()).rejected["stages_malformed"] == 1
+        )
 
 
 async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
@@ -356,7 +406,9 @@ async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
 async def test_who_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(proxy_module, "OPEN_SECONDS", 0.3)
     async with crew(tmp_path) as (networks, (a, b), _, _):
-        silent = await networks[0].streams.open(networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5)
+        silent = await networks[0].streams.open(
+            networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5
+        )
         with trio.fail_after(60):
             await silent.closed.wait()
         assert b.statistics().refused == {"timeout": 1}
@@ -400,25 +452,40 @@ async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
                 pipes = []
                 for number, network in enumerate(networks):
                     (tmp_path / str(number) / "run").mkdir(exist_ok=True)
-                    made = StreamProxy(network.streams, tmp_path / str(number), lambda peer, crew: None)
+                    made = StreamProxy(
+                        network.streams, tmp_path / str(number), lambda peer, crew: None
+                    )
                     await nursery.start(made.run)
                     made.assign(seen[number])
                     pipes.append(made)
-                one, other = await open_pipe(pipes[0], seen[0], 1), await open_pipe(pipes[1], seen[1], 0)
+                one, other = (
+                    await open_pipe(pipes[0], seen[0], 1),
+                    await open_pipe(pipes[1], seen[1], 0),
+                )
                 await one.send_all(b"x")
                 assert await exactly(other, 1) == b"x"
                 nursery.cancel_scope.cancel()
             await ended(one)
             await ended(other)
-            await until(lambda: networks[0].streams.statistics().open == networks[1].streams.statistics().open == 0)
+            await until(
+                lambda: (
+                    networks[0].streams.statistics().open
+                    == networks[1].streams.statistics().open
+                    == 0
+                )
+            )
         assert oct(os.stat(pipes[0].path).st_mode)[-3:] == "600"
 
 
 async def test_strangers_keep_no_member_waiting_for_a_place(tmp_path):
     async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
-        for _ in range(3):  # it is reset at once, perhaps before both have agreed on a protocol, and not after OPEN_SECONDS
+        # it is reset at once, perhaps before both have agreed on a protocol, and not after
+        # OPEN_SECONDS
+        for _ in range(3):
             with trio.fail_after(60), contextlib.suppress(PeerError):
-                silent = await networks[2].streams.open(networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5)
+                silent = await networks[2].streams.open(
+                    networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5
+                )
                 await silent.closed.wait()
         assert b.statistics().refused == {"peer": 3}
         await open_as(networks[0], networks[1].peer_id, said(ca))

@@ -10,17 +10,33 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def demo(tmp_path, *arguments):
-    command = [sys.executable, "-m", "swarmnode", "demo", "--http-port", "0", "--data-dir", str(tmp_path / "demo"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=880, env={**os.environ, "COLUMNS": "200"})
+    command = [
+        sys.executable,
+        "-m",
+        "swarmnode",
+        "demo",
+        "--http-port",
+        "0",
+        "--data-dir",
+        str(tmp_path / "demo"),
+        *arguments,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=880, env={**os.environ, "COLUMNS": "200"}
+    )
 
 
 def test_a_swarm_learns_with_a_liar_in_it_and_a_node_killed(tmp_path):
     result = demo(tmp_path, "--byzantine", "1", "--kill", "1", "--minutes", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     for line in (
-        "node0: held-out reward", "node1: held-out reward", "node2: held-out reward", "node0: rejected from peers:",
-        "node2: killed -9", "the swarm learned",
-    ):  # fmt: skip
+        "node0: held-out reward",
+        "node1: held-out reward",
+        "node2: held-out reward",
+        "node0: rejected from peers:",
+        "node2: killed -9",
+        "the swarm learned",
+    ):
         assert line in result.stdout
     assert "FAIL" not in result.stdout
 

@@ -1,8 +1,9 @@
-"""README, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by somebody who does what they say: every command of their code
-blocks, in order, in a shell, with real nodes.
+"""README, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by somebody who does what
+they say: every command of their code blocks, in order, in a shell, with real nodes.
 
-A machine is a home directory. What the pages cannot know (addresses, an invite) is put in by SAID, what cannot be done here is in NOT_HERE;
-an entry of either that no page needs any more is an error. One founder runs for all of them; other nodes end after one step.
+A machine is a home directory. What the pages cannot know (addresses, an invite) is put in by SAID,
+what cannot be done here is in NOT_HERE; an entry of either that no page needs any more is an error.
+One founder runs for all of them; other nodes end after one step.
 """
 
 import json
@@ -24,7 +25,10 @@ from tests.support.terminal import typed
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: ROOT / name for name in ("README.md", "docs/join.md", "docs/host-a-swarm.md", "docs/own-task.md")}
+PAGES = {
+    name: ROOT / name
+    for name in ("README.md", "docs/join.md", "docs/host-a-swarm.md", "docs/own-task.md")
+}
 PASSPHRASE = "five random words are good"
 
 NOT_HERE = {
@@ -38,7 +42,12 @@ NOT_HERE = {
 
 MACHINES = {"swarmnode bootstrap INVITE": "small", "swarmnode key import": "new"}
 """Commands that the page has somebody type elsewhere."""
-OWNERS = {"README.md": "member", "docs/join.md": "member", "docs/host-a-swarm.md": "host", "docs/own-task.md": "author"}
+OWNERS = {
+    "README.md": "member",
+    "docs/join.md": "member",
+    "docs/host-a-swarm.md": "host",
+    "docs/own-task.md": "author",
+}
 """Whose machine a page is about otherwise."""
 
 ANSWERS = {
@@ -49,9 +58,19 @@ ANSWERS = {
 
 
 def commands(page):
-    """What the page has people type, line by line, without the comments behind it; a founder's block comes where it stands."""
-    lines = re.sub(r"^```(?!\n).*?^```", "", PAGES[page].read_text(), flags=re.S | re.M).splitlines()  # files are written, not typed
-    shell = [match[1] for line in lines if (match := re.match(r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|make|scp) .*)", line))]
+    """What the page has people type, line by line, without the comments behind it; a founder's
+    block comes where it stands."""
+    # files are written, not typed
+    lines = re.sub(
+        r"^```(?!\n).*?^```", "", PAGES[page].read_text(), flags=re.S | re.M
+    ).splitlines()
+    shell = [
+        match[1]
+        for line in lines
+        if (
+            match := re.match(r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|make|scp) .*)", line)
+        )
+    ]
     return [re.split(r"\s{2,}#|\s#\s", line)[0].strip() for line in shell]
 
 
@@ -74,14 +93,26 @@ class Machine:
     def __init__(self, home):
         self.home = home
         home.mkdir(parents=True, mode=0o700)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SWARMNODE_", "XDG_", "PYTHON"))}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SWARMNODE_", "XDG_", "PYTHON"))
+        }
         self.env = kept | {
-            "HOME": str(home), "SHELL": "/bin/bash", "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(home / "site"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "SWARMNODE_HTTP_PORT": "0", "SWARMNODE_NETWORK_MDNS": "false",
+            "HOME": str(home),
+            "SHELL": "/bin/bash",
+            "TERM": "dumb",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(home / "site"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SWARMNODE_HTTP_PORT": "0",
+            "SWARMNODE_NETWORK_MDNS": "false",
             "SWARMNODE_TRAINING_MAX_STEPS": "1",
-            "SWARMNODE_TRAINING_EVAL_EVERY": "1000", "SWARMNODE_WEIGHTS_JOIN_SECONDS": "1", "SWARMNODE_POLICY_THREADS": "1",
-        }  # fmt: skip
+            "SWARMNODE_TRAINING_EVAL_EVERY": "1000",
+            "SWARMNODE_WEIGHTS_JOIN_SECONDS": "1",
+            "SWARMNODE_POLICY_THREADS": "1",
+        }
         self.data = home / ".local/state/swarmnode"
 
     def types(self, line, answers=()):
@@ -91,7 +122,11 @@ class Machine:
 
     def starts(self, line, data=None, stays=False):
         """stays: it does not end after one step, but takes few."""
-        env = self.env | ({"SWARMNODE_TRAINING_MAX_STEPS": "0", "SWARMNODE_TRAINING_STEP_INTERVAL": "30"} if stays else {})
+        env = self.env | (
+            {"SWARMNODE_TRAINING_MAX_STEPS": "0", "SWARMNODE_TRAINING_STEP_INTERVAL": "30"}
+            if stays
+            else {}
+        )
         return Node(self, line, env, data or self.data)
 
 
@@ -105,9 +140,14 @@ class Node:
         self._log = machine.home / "node.log"
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                ["bash", "-c", line], env=env, cwd=machine.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                ["bash", "-c", line],
+                env=env,
+                cwd=machine.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def until(self, told, seconds=600.0):
         """Wait until `told(snapshot)` of its status page."""
@@ -159,14 +199,25 @@ class World:
         self.done, self.read = set(), set()
         self.used = set()
         self.said = {
-            'listen_addrs=["/ip4/0.0.0.0/tcp/9512"]\' --set \'network.announce_addrs=["/ip4/203.0.113.5/tcp/9512"]':
-                f'listen_addrs=["/ip4/127.0.0.1/tcp/{free_port()}"]', "/ip4/0.0.0.0/tcp/9512": "/ip4/127.0.0.1/tcp/0",
-            "/media/stick/": f"{root}/", "/var/lib/boot": f"{root}/boot", "/run/credentials/swarmnode.service/": f"{root}/",
-            "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512", "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
-            'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "", "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",
-            "scp ": "cp ", " boot:": " .",
-            "pip install ./wordtasks": f"pip install -q --no-deps --no-build-isolation --target {root}/author/site ./wordtasks",
-        }  # fmt: skip
+            'listen_addrs=["/ip4/0.0.0.0/tcp/9512"]\' '
+            '--set \'network.announce_addrs=["/ip4/203.0.113.5/tcp/9512"]': (
+                f'listen_addrs=["/ip4/127.0.0.1/tcp/{free_port()}"]'
+            ),
+            "/ip4/0.0.0.0/tcp/9512": "/ip4/127.0.0.1/tcp/0",
+            "/media/stick/": f"{root}/",
+            "/var/lib/boot": f"{root}/boot",
+            "/run/credentials/swarmnode.service/": f"{root}/",
+            "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512",
+            "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
+            'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "",
+            "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",
+            "scp ": "cp ",
+            " boot:": " .",
+            "pip install ./wordtasks": (
+                f"pip install -q --no-deps --no-build-isolation --target {root}/author/site"
+                " ./wordtasks"
+            ),
+        }
 
     def machine(self, name):
         if name not in self._machines:
@@ -205,7 +256,11 @@ def world(tmp_path_factory):
         invite = founder.types(world.here(line)).splitlines()[-1]
         world.invite = invite
         for page in ("README.md", "docs/join.md"):
-            (printed,) = {line.split()[2].strip("'") for line in commands(page) if line.startswith("swarmnode join")}
+            (printed,) = {
+                line.split()[2].strip("'")
+                for line in commands(page)
+                if line.startswith("swarmnode join")
+            }
             world.said[printed] = invite
         world.said["INVITE"] = invite
         world.done.add(("founder", world.here(line)))
@@ -218,7 +273,9 @@ def world(tmp_path_factory):
 
 
 def who(page, line):
-    return next((machine for command, machine in MACHINES.items() if line.startswith(command)), OWNERS[page])
+    return next(
+        (machine for command, machine in MACHINES.items() if line.startswith(command)), OWNERS[page]
+    )
 
 
 def not_here(line):
@@ -226,12 +283,17 @@ def not_here(line):
 
 
 def follow(world, page):
-    """Type the page, but for what was typed on that machine already. Yields (line, what it wrote); nodes have ended by then."""
+    """Type the page, but for what was typed on that machine already. Yields (line, what it wrote);
+    nodes have ended by then."""
     world.writes(page)
     for line in commands(page):
         world.read.add(line)
         typed_once = (who(page, line), world.here(line))
-        if not (not_here(line) or typed_once in world.done or ("founder", world.here(line)) in world.done):
+        if not (
+            not_here(line)
+            or typed_once in world.done
+            or ("founder", world.here(line)) in world.done
+        ):
             world.done.add(typed_once)
             yield line, obeyed(world, *typed_once)
 
@@ -239,15 +301,21 @@ def follow(world, page):
 def obeyed(world, name, line):
     """What a command wrote."""
     if line.startswith("swarmnode join"):
-        world.starts(name, line, stays=True).until(lambda snapshot: met(snapshot) and trains(snapshot)).stop()
+        world.starts(name, line, stays=True).until(
+            lambda snapshot: met(snapshot) and trains(snapshot)
+        ).stop()
     elif line.startswith("swarmnode bootstrap --manifest"):
-        world.starts(name, line, Path(world.here("/var/lib/boot"))).until(lambda snapshot: snapshot["node"]["swarm"]).stop()
+        world.starts(name, line, Path(world.here("/var/lib/boot"))).until(
+            lambda snapshot: snapshot["node"]["swarm"]
+        ).stop()
     elif line.startswith("swarmnode bootstrap"):
         world.starts(name, line).until(met).stop()
     elif re.search(r"\bswarmnode run\b", line):
         world.starts(name, line).ends()
     else:
-        answers = next((given for command, given in ANSWERS.items() if line.startswith(command)), ())
+        answers = next(
+            (given for command, given in ANSWERS.items() if line.startswith(command)), ()
+        )
         return world.machine(name).types(line, answers)
     return ""
 
@@ -255,7 +323,10 @@ def obeyed(world, name, line):
 def test_readme(world):
     done = dict(follow(world, "README.md"))
     member = world.machine("member")
-    assert json.loads((member.home / "policy" / "swarmnode.json").read_text())["swarm"] == world.invite.rpartition("/")[2]
+    assert (
+        json.loads((member.home / "policy" / "swarmnode.json").read_text())["swarm"]
+        == world.invite.rpartition("/")[2]
+    )
     assert "FAIL" not in done["swarmnode doctor"]
 
 
@@ -265,7 +336,10 @@ def test_join(world):
         member.types("swarmnode key show")
     done = dict(follow(world, "docs/join.md"))
     new = world.machine("new")
-    assert new.types("swarmnode key show").strip() in done["swarmnode key import /media/stick/node.key"]
+    assert (
+        new.types("swarmnode key show").strip()
+        in done["swarmnode key import /media/stick/node.key"]
+    )
     assert b"ENCRYPTED" in (member.data / "identity.key").read_bytes()
 
 
@@ -282,7 +356,9 @@ def test_host_a_swarm(world):
             world.said["<swarm id>"] = written.strip().rpartition("/")[2]
             shown = written
     page = PAGES["docs/host-a-swarm.md"].read_text()
-    (example,) = re.findall(r"^```\n\$ swarmnode init --successor[^\n]*\n(.*?)\n```$", page, re.S | re.M)
+    (example,) = re.findall(
+        r"^```\n\$ swarmnode init --successor[^\n]*\n(.*?)\n```$", page, re.S | re.M
+    )
     version = lambda text: re.sub(r"version \w{16}", "version", text)
     assert version(example) in version(shown)
 

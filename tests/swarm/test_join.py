@@ -1,4 +1,5 @@
-"""`init`, `join` and `bootstrap` as an operator uses them: real processes, one invite, one swarm."""
+"""`init`, `join` and `bootstrap` as an operator uses them: real processes, one invite, one
+swarm."""
 
 import contextlib
 import json
@@ -55,7 +56,8 @@ def founded_at(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path, founded_at):
-    """The founder is the member; tests/swarm/test_docs_typed.py has those that join train on each other's groups."""
+    """The founder is the member; tests/swarm/test_docs_typed.py has those that join train on each
+    other's groups."""
     a, invite = founded_at
     d = DemoNode("d", tmp_path / "d", {**FAST, "task": {"names": ["rg/gcd"]}})
     try:
@@ -70,18 +72,26 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
         assert told["swarm_name"] == "trial"
         assert told["trainer"] is False  # a bootstrap node needs none
         assert set(status(d)["processes"]) == {"network"}
-        until(lambda: "a" in {row["name"] for row in status(d)["swarm"]["rows"]}, f"it shows the swarm: {d.last_words()}")
+        until(
+            lambda: "a" in {row["name"] for row in status(d)["swarm"]["rows"]},
+            f"it shows the swarm: {d.last_words()}",
+        )
 
         # a second process with its key is found out by the member that is connected to both
         twin = tmp_path / "twin"
         shutil.copytree(d.directory, twin, ignore=shutil.ignore_patterns("run", "port"))
         done = subprocess.run(
-            [sys.executable, *bootstrap, "--data-dir", str(twin)], capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, *bootstrap, "--data-dir", str(twin)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 77
         assert "another running node uses this node's key" in done.stderr
         assert d.alive()
-        assert told["peer"] not in {row["peer"] for row in status(a)["swarm"]["rows"]}  # it trains nothing and tells nothing
+        # it trains nothing and tells nothing
+        assert told["peer"] not in {row["peer"] for row in status(a)["swarm"]["rows"]}
     finally:
         for node in (a, d):
             node.stop()
@@ -95,14 +105,27 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
 
 def served_by_a_child(monkeypatch, opened, successor=None):
     """What `python -m swarmnode.swarm.join` would have printed."""
-    answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": successor.signed.hex() if successor else ""}
+    answer = {
+        "peer": "12D3KooWNobody",
+        "manifest": opened.signed.hex(),
+        "successor": successor.signed.hex() if successor else "",
+    }
     printed = subprocess.CompletedProcess([], 0, json.dumps(answer), "")
     monkeypatch.setattr(membership.subprocess, "run", lambda *_, **__: printed)
 
 
 def join(tmp_path, opened, *more):
     where = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
-    return cli.run(["join", f"{where}/swarm/{opened.swarm.hex()}", "--no-run", "--data-dir", str(tmp_path), *more])
+    return cli.run(
+        [
+            "join",
+            f"{where}/swarm/{opened.swarm.hex()}",
+            "--no-run",
+            "--data-dir",
+            str(tmp_path),
+            *more,
+        ]
+    )
 
 
 def refusal(capsys):
@@ -111,8 +134,12 @@ def refusal(capsys):
     return error
 
 
-@pytest.mark.parametrize(("change", "says"), [({"minimum_version": "99.0"}, "99.0"), ({"protocols": ["/x/1"]}, "/x/1")])
-def test_a_swarm_that_this_version_cannot_honour_is_refused_and_not_joined(tmp_path, monkeypatch, capsys, change, says):
+@pytest.mark.parametrize(
+    ("change", "says"), [({"minimum_version": "99.0"}, "99.0"), ({"protocols": ["/x/1"]}, "/x/1")]
+)
+def test_a_swarm_that_this_version_cannot_honour_is_refused_and_not_joined(
+    tmp_path, monkeypatch, capsys, change, says
+):
     opened = founded(**change)
     served_by_a_child(monkeypatch, opened)
     assert join(tmp_path, opened) == 77
@@ -124,7 +151,11 @@ def kept(data_dir, capsys):
     """Keys that the data directory sets, with their values."""
     assert cli.run(["config", "show", "--json", "--data-dir", str(data_dir)]) == 0
     shown = json.loads(capsys.readouterr().out)
-    return {key: row["value"] for key, row in shown.items() if row["origin"] == str(data_dir / "config.toml")}
+    return {
+        key: row["value"]
+        for key, row in shown.items()
+        if row["origin"] == str(data_dir / "config.toml")
+    }
 
 
 def test_what_join_was_given_is_kept_once_it_has_joined(tmp_path, monkeypatch, capsys):
@@ -138,11 +169,34 @@ def test_what_join_was_given_is_kept_once_it_has_joined(tmp_path, monkeypatch, c
     assert kept(tmp_path / "a", capsys) == {"node.name": "evening", "http.port": 9000}
 
 
-def test_what_a_founder_said_is_kept_and_the_directory_is_in_the_command_that_is_printed(tmp_path, capsys):
-    asked = ["--set", 'task.names=["builtin/copy"]', "--set", 'network.listen_addrs=["/ip4/127.0.0.1/tcp/9512"]']
-    assert cli.run(["init", "--any-model", "--name", "evening", "--data-dir", str(tmp_path / "a b"), *asked]) == 0
+def test_what_a_founder_said_is_kept_and_the_directory_is_in_the_command_that_is_printed(
+    tmp_path, capsys
+):
+    asked = [
+        "--set",
+        'task.names=["builtin/copy"]',
+        "--set",
+        'network.listen_addrs=["/ip4/127.0.0.1/tcp/9512"]',
+    ]
+    assert (
+        cli.run(
+            [
+                "init",
+                "--any-model",
+                "--name",
+                "evening",
+                "--data-dir",
+                str(tmp_path / "a b"),
+                *asked,
+            ]
+        )
+        == 0
+    )
     assert f"`swarmnode run -d '{tmp_path / 'a b'}'`" in capsys.readouterr().err
-    assert kept(tmp_path / "a b", capsys) == {"network.listen_addrs": ["/ip4/127.0.0.1/tcp/9512"], "task.names": ["builtin/copy"]}
+    assert kept(tmp_path / "a b", capsys) == {
+        "network.listen_addrs": ["/ip4/127.0.0.1/tcp/9512"],
+        "task.names": ["builtin/copy"],
+    }
 
 
 def test_a_child_that_brings_back_another_manifest_is_not_believed(tmp_path, monkeypatch, capsys):
@@ -152,7 +206,9 @@ def test_a_child_that_brings_back_another_manifest_is_not_believed(tmp_path, mon
     assert ManifestStore(tmp_path).current() is None
 
 
-def test_a_node_of_one_swarm_does_not_join_another_in_the_same_directory(tmp_path, monkeypatch, capsys):
+def test_a_node_of_one_swarm_does_not_join_another_in_the_same_directory(
+    tmp_path, monkeypatch, capsys
+):
     served_by_a_child(monkeypatch, founded())
     assert join(tmp_path, founded()) == 0
     assert join(tmp_path, founded()) == 0
@@ -173,7 +229,12 @@ def test_whoever_follows_founders_joins_the_successor_and_nobody_else_does(tmp_p
 
 
 def test_a_broken_invite_is_refused_before_anything_is_tried(tmp_path, capsys):
-    assert cli.run(["join", "/ip4/127.0.0.1/tcp/1/swarm/nothex", "--no-run", "--data-dir", str(tmp_path)]) == 78
+    assert (
+        cli.run(
+            ["join", "/ip4/127.0.0.1/tcp/1/swarm/nothex", "--no-run", "--data-dir", str(tmp_path)]
+        )
+        == 78
+    )
     assert "swarm id" in refusal(capsys)
     assert list(tmp_path.iterdir()) == []
 
@@ -186,7 +247,9 @@ def test_a_loose_secret_file_is_refused(tmp_path, capsys):
     assert "chmod 600" in refusal(capsys)
 
 
-def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder_alone(tmp_path, capsys):
+def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder_alone(
+    tmp_path, capsys
+):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
@@ -196,8 +259,17 @@ def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder
     assert "only the founder" in refusal(capsys)
 
 
-def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything(tmp_path, monkeypatch, capsys):
-    found = ["init", "--any-model", "--data-dir", str(tmp_path), "--set", 'task.names=["builtin/copy"]']
+def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything(
+    tmp_path, monkeypatch, capsys
+):
+    found = [
+        "init",
+        "--any-model",
+        "--data-dir",
+        str(tmp_path),
+        "--set",
+        'task.names=["builtin/copy"]',
+    ]
     assert cli.run(found) == 0
     key, current = (tmp_path / "identity.key").read_bytes(), ManifestStore(tmp_path).current()
     capsys.readouterr()
@@ -206,7 +278,10 @@ def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything
         patched.setattr(membership.time, "time", lambda: now - 86_400)
         assert cli.run([*found, "--successor"]) == 78
     assert "clock is behind" in refusal(capsys)
-    assert ((tmp_path / "identity.key").read_bytes(), ManifestStore(tmp_path).current()) == (key, current)
+    assert ((tmp_path / "identity.key").read_bytes(), ManifestStore(tmp_path).current()) == (
+        key,
+        current,
+    )
     assert cli.run([*found, "--successor", "--name", "later", "--yes"]) == 0
     assert ManifestStore(tmp_path).current() != current
 
@@ -223,15 +298,33 @@ def test_config_show_tells_what_the_manifest_set(tmp_path, capsys):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
-    assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), "--set", "training.temperature=0.5"]) == 0
+    assert (
+        cli.run(
+            [
+                "config",
+                "show",
+                "--json",
+                "--data-dir",
+                str(tmp_path),
+                "--set",
+                "training.temperature=0.5",
+            ]
+        )
+        == 0
+    )
     shown = json.loads(capsys.readouterr().out)
-    assert shown["training.temperature"] == {"value": 1.0, "origin": f"manifest {founded().swarm.hex()[:16]}…"}
+    assert shown["training.temperature"] == {
+        "value": 1.0,
+        "origin": f"manifest {founded().swarm.hex()[:16]}…",
+    }
     assert shown["training.learning_rate"]["origin"] == "default"
 
 
 def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):
     assert cli.run(["manifest", "show", "--data-dir", str(tmp_path)]) == 69
-    first = founded(bootstrap=["/ip4/192.0.2.7/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"])
+    first = founded(
+        bootstrap=["/ip4/192.0.2.7/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"]
+    )
     second = founded(predecessor=first.swarm, created_at=first.manifest.created_at + 1)
     store = ManifestStore(tmp_path)
     for opened in (second, first):
@@ -263,12 +356,16 @@ def test_a_bootstrap_node_without_a_swarm_says_what_to_give_it(tmp_path, capsys)
 
 def test_a_manifest_file_beyond_the_cap_is_refused_unread(tmp_path, capsys):
     (tmp_path / "m").write_bytes(founded().signed + bytes(1 << 20))
-    assert cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
+    assert (
+        cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
+    )
     assert "oversize" in refusal(capsys)
     assert ManifestStore(tmp_path).current() is None
 
 
-def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_alone(tmp_path, capsys):
+def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_alone(
+    tmp_path, capsys
+):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
@@ -284,5 +381,7 @@ def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_a
 
 def test_a_manifest_file_that_is_none_is_refused(tmp_path, capsys):
     (tmp_path / "m").write_bytes(founded().signed[:-1])
-    assert cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
+    assert (
+        cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
+    )
     assert "not a manifest" in refusal(capsys)

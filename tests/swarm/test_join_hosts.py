@@ -1,4 +1,5 @@
-"""Joining over real hosts: what a peer in an invite can get wrong, private swarms, successors, and a key in use twice."""
+"""Joining over real hosts: what a peer in an invite can get wrong, private swarms, successors, and
+a key in use twice."""
 
 import itertools
 import random
@@ -74,7 +75,9 @@ async def test_a_successor_comes_with_it(tmp_path):
         (FIRST.signed, succeeding(FIRST, OTHER_KEY).signed, "does not follow"),
     ],
 )
-async def test_a_peer_with_something_else_is_refused_and_told_apart(tmp_path, manifest, successor, says):
+async def test_a_peer_with_something_else_is_refused_and_told_apart(
+    tmp_path, manifest, successor, says
+):
     async with host(tmp_path / "a") as a:
         with pytest.raises(Refused, match=says):
             await join.fetch(JOINER, invite(serving(a, manifest, successor)), None)
@@ -84,7 +87,9 @@ async def test_a_bootstrap_that_is_not_the_peer_it_claims_is_refused(tmp_path):
     async with host(tmp_path / "a") as a:
         where = serving(a).listen_addrs[0].partition("/p2p/")[0]
         with pytest.raises(Refused, match="not the one that the invite names"):
-            await join.fetch(JOINER, Invite((f"{where}/p2p/{NOWHERE.rpartition('/')[2]}",), FIRST.swarm), None)
+            await join.fetch(
+                JOINER, Invite((f"{where}/p2p/{NOWHERE.rpartition('/')[2]}",), FIRST.swarm), None
+            )
 
 
 async def test_an_honest_peer_beside_a_wrong_one_is_enough(tmp_path):
@@ -114,7 +119,9 @@ async def test_who_has_the_secret_gets_the_manifest_and_nobody_else(tmp_path):
 
 
 async def test_members_of_a_swarm_with_a_secret_connect(tmp_path):
-    async with open_host(NetworkConfig(mdns=False), from_key(KEY), tmp_path / "a", secret=SECRET) as a:
+    async with open_host(
+        NetworkConfig(mdns=False), from_key(KEY), tmp_path / "a", secret=SECRET
+    ) as a:
         cfg = NetworkConfig(mdns=False, initial_peers=a.listen_addrs)
         async with open_host(cfg, JOINER, tmp_path / "b", secret=SECRET) as b:
             with trio.fail_after(60):
@@ -123,7 +130,9 @@ async def test_members_of_a_swarm_with_a_secret_connect(tmp_path):
 
 async def test_who_is_not_on_the_list_is_closed_at_the_handshake(tmp_path):
     founder = load_or_create(tmp_path / "identity.key")
-    async with open_host(NetworkConfig(mdns=False), founder, tmp_path, members={JOINER.peer_id}) as network:
+    async with open_host(
+        NetworkConfig(mdns=False), founder, tmp_path, members={JOINER.peer_id}
+    ) as network:
         where = invite(serving(network))
         assert (await join.fetch(JOINER, where, None)).manifest == FIRST
         stranger = load_or_create(tmp_path / "stranger.key")
@@ -144,7 +153,9 @@ def successors(network, directory, follow, opened=FIRST):
 
 
 @pytest.mark.parametrize(("policy", "moves"), [("founder", True), ("ask", False), ("never", False)])
-async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(tmp_path, policy, moves):
+async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(
+    tmp_path, policy, moves
+):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         serving(a, FIRST.signed, SECOND.signed)
         store, following = successors(b, tmp_path / "b", policy)
@@ -188,13 +199,23 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
             clock = itertools.count(1000).__next__
             key = load_or_create(tmp_path / "b" / "identity.key").private_key
             made = {
-                name: Sessions(network.requests, network.peer_id, own, FIRST.swarm, network.connected, clock=clock)
+                name: Sessions(
+                    network.requests,
+                    network.peer_id,
+                    own,
+                    FIRST.swarm,
+                    network.connected,
+                    clock=clock,
+                )
                 for name, network, own in (("a", a, KEY), ("b", b, key))
             }
             later = Sessions(c.requests, c.peer_id, key, FIRST.swarm, c.connected, clock=clock)
             for sessions in (made["b"], later, made["b"]):
-                assert await sessions.notify(a.peer_id)  # neither has seen the other issue a second one
-            with pytest.raises(Refused, match="another running node uses this node's key") as raised:
+                # neither has seen the other issue a second one
+                assert await sessions.notify(a.peer_id)
+            with pytest.raises(
+                Refused, match="another running node uses this node's key"
+            ) as raised:
                 await later.notify(a.peer_id)
             assert raised.value.exit_code == 77
             await made["b"].notify(a.peer_id)  # goes on
@@ -214,7 +235,15 @@ async def test_who_has_just_connected_is_told_more_often(autojump_clock):
             return codec.encode(SessionResponse([]))
 
     answers = Answers()
-    sessions = Sessions(answers, "own", KEY, FIRST.swarm, lambda: ["peer"], clock=itertools.count(1000).__next__, rng=random.Random(0))
+    sessions = Sessions(
+        answers,
+        "own",
+        KEY,
+        FIRST.swarm,
+        lambda: ["peer"],
+        clock=itertools.count(1000).__next__,
+        rng=random.Random(0),
+    )
     began = trio.current_time()
     with trio.move_on_after(600):
         await sessions.run()
@@ -226,12 +255,23 @@ async def test_who_has_just_connected_is_told_more_often(autojump_clock):
 
 async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
     async with host(tmp_path / "a") as a:
-        sessions = Sessions(a.requests, a.peer_id, KEY, FIRST.swarm, a.connected, clock=lambda: 1000.0)
+        sessions = Sessions(
+            a.requests, a.peer_id, KEY, FIRST.swarm, a.connected, clock=lambda: 1000.0
+        )
         own, earlier, other = a.peer_id, bytes(16), bytes([1]) * 16
-        assert not any(sessions.is_twin(own, Session(earlier, 0, at)) for at in (900_000, 999_999, 1_000_000))
-        assert not any(sessions.is_twin(own, Session(earlier, 0, 1_000_500)) for _ in range(3))  # the clock was set back, it issues no more
-        assert [sessions.is_twin(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)] == [False, True]
-        assert not any(sessions.is_twin("somebody else", Session(other, 0, at)) for at in (1_000_001, 1_000_002))
+        assert not any(
+            sessions.is_twin(own, Session(earlier, 0, at)) for at in (900_000, 999_999, 1_000_000)
+        )
+        # the clock was set back, it issues no more
+        assert not any(sessions.is_twin(own, Session(earlier, 0, 1_000_500)) for _ in range(3))
+        assert [sessions.is_twin(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)] == [
+            False,
+            True,
+        ]
+        assert not any(
+            sessions.is_twin("somebody else", Session(other, 0, at))
+            for at in (1_000_001, 1_000_002)
+        )
 
 
 def test_a_witness_remembers_a_few_sessions_of_many_peers_for_a_while():

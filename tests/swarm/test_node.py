@@ -60,12 +60,22 @@ def child(node, module):
 def swarm(tmp_path_factory):
     """Two nodes; the second joins through the first."""
     directory = tmp_path_factory.mktemp("swarm")
-    nodes = [DemoNode(f"node{i}", directory / f"node{i}", {**FAST, "training": {**FAST["training"], "seed": i}}) for i in range(2)]
+    nodes = [
+        DemoNode(
+            f"node{i}",
+            directory / f"node{i}",
+            {**FAST, "training": {**FAST["training"], "seed": i}},
+        )
+        for i in range(2)
+    ]
     try:
         nodes[0].start([])
         nodes[1].start(nodes[0].wait_for_address(time.monotonic() + 240))
         for node in nodes:
-            until(lambda node=node: trained_on_peers(node), f"{node.name} trains on its peer's groups: {node.last_words()}")
+            until(
+                lambda node=node: trained_on_peers(node),
+                f"{node.name} trains on its peer's groups: {node.last_words()}",
+            )
         yield nodes
     finally:
         for node in nodes:
@@ -84,11 +94,15 @@ def test_each_trains_on_groups_of_the_other(swarm):
 
 
 def test_metrics_of_a_running_node_pass_promtool(swarm):
-    promtool = subprocess.run(["sh", "-c", "command -v promtool"], capture_output=True, text=True).stdout.strip()
+    promtool = subprocess.run(
+        ["sh", "-c", "command -v promtool"], capture_output=True, text=True
+    ).stdout.strip()
     if not promtool:
         pytest.skip("promtool is not installed")
     text = get(swarm[0], "/metrics")
-    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "swarmnode_rollouts_used_total " in text.replace("{", " ")
     assert get(swarm[0], "/readyz")
@@ -110,11 +124,22 @@ def told(node, *command):
 
 def test_a_pause_outlives_the_trainer_and_everybody_is_told_why(swarm):
     node = swarm[1]
-    resting = lambda: (s := status(node)) and s["trainer"]["connected"] and s["trainer"]["report"]["phase"] == "paused" and s
+    resting = lambda: (
+        (s := status(node))
+        and s["trainer"]["connected"]
+        and s["trainer"]["report"]["phase"] == "paused"
+        and s
+    )
     assert told(node, "pause").returncode == 0
     before = until(resting, "the trainer rests")
     child(node, "swarmnode.trainer").kill()
-    until(lambda: status(node)["supervisor"]["restarts"]["trainer"] > before["supervisor"]["restarts"]["trainer"], "it was killed")
+    until(
+        lambda: (
+            status(node)["supervisor"]["restarts"]["trainer"]
+            > before["supervisor"]["restarts"]["trainer"]
+        ),
+        "it was killed",
+    )
     again = until(resting, "the next trainer rests too")
     assert again["trainer"]["report"]["step"] <= before["trainer"]["report"]["step"]
     status_command = [sys.executable, "-m", "swarmnode", "status", "--url", node.url]
@@ -123,8 +148,14 @@ def test_a_pause_outlives_the_trainer_and_everybody_is_told_why(swarm):
     assert 'swarmnode_budget_paused{reason="owner"} 1.0' in get(node, "/metrics")
     assert again["network"]["peers"]["connected"] == 1, "it stays connected"
     assert told(node, "resume").returncode == 0
-    until(lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"], "it goes on")
-    steps, samples = ((node.directory / "log" / f"{name}.jsonl").read_text().splitlines() for name in ("steps", "samples"))
+    until(
+        lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"],
+        "it goes on",
+    )
+    steps, samples = (
+        (node.directory / "log" / f"{name}.jsonl").read_text().splitlines()
+        for name in ("steps", "samples")
+    )
     assert json.loads(steps[0])["step"] == 1, "those of the trainer before as well"
     assert json.loads(steps[-1])["step"] > again["trainer"]["report"]["step"]
     assert json.loads(samples[-1])["completions"]
@@ -140,7 +171,12 @@ def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
     assert time.monotonic() - start < 25
     node.start([])  # its peer book knows the other
     after = until(
-        lambda: (s := status(node)) and s["trainer"]["report"] and s["network"]["peers"]["connected"] and s,
+        lambda: (
+            (s := status(node))
+            and s["trainer"]["report"]
+            and s["network"]["peers"]["connected"]
+            and s
+        ),
         "a restarted node finds its peer by the book",
     )
     assert after["node"]["peer"] == before["node"]["peer"]
@@ -166,10 +202,19 @@ def run_until_exit(tmp_path, *settings, seconds=240):
 
 
 def own_line(result, says):
-    """What a process, or the command itself, says of its end: one line, and one record where it is logged."""
+    """What a process, or the command itself, says of its end: one line, and one record where it is
+    logged."""
     records = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
-    lines = [record["event"] for record in records if record["level"] == "error" and record["component"] != "supervisor"]
-    lines += [line for line in result.stderr.splitlines() if line.startswith("swarmnode") and "warning:" not in line]
+    lines = [
+        record["event"]
+        for record in records
+        if record["level"] == "error" and record["component"] != "supervisor"
+    ]
+    lines += [
+        line
+        for line in result.stderr.splitlines()
+        if line.startswith("swarmnode") and "warning:" not in line
+    ]
     assert len(lines) == 1, result.stderr
     assert says in lines[0]
     return lines[0]
@@ -219,8 +264,16 @@ def test_a_model_that_does_not_exist_is_one_line_and_exit_78_before_anything_sta
 def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp_path):
     model = tmp_path / "huge"
     model.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16384, "num_hidden_layers": 200,
-              "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 65536, "vocab_size": 128000}  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16384,
+        "num_hidden_layers": 200,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 65536,
+        "vocab_size": 128000,
+    }
     (model / "config.json").write_text(json.dumps(config))
     result = run_until_exit(tmp_path, f"policy.model={model}")
     assert result.returncode == 75
@@ -229,7 +282,16 @@ def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp
 
 def test_an_unreachable_bootstrap_is_a_warning_and_the_node_trains_alone(tmp_path):
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJGRv7Qiy8JU4HmmyQdgNkMKrw3DiLEvWRFM6WLrMyRXo"
-    result = run_until_exit(tmp_path, f'network.initial_peers=["{dead}"]', "training.max_steps=5", "weights.join_seconds=1.0")
+    result = run_until_exit(
+        tmp_path,
+        f'network.initial_peers=["{dead}"]',
+        "training.max_steps=5",
+        "weights.join_seconds=1.0",
+    )
     assert result.returncode == 0, result.stderr
-    warnings = [line for line in result.stderr.splitlines() if '"warning"' in line and "127.0.0.1/tcp/9" in line]
+    warnings = [
+        line
+        for line in result.stderr.splitlines()
+        if '"warning"' in line and "127.0.0.1/tcp/9" in line
+    ]
     assert len(warnings) == 1

@@ -1,4 +1,5 @@
-"""The exchange over real libp2p hosts with the real scorer, and over the in-memory network: what holds on one must hold on the other."""
+"""The exchange over real libp2p hosts with the real scorer, and over the in-memory network: what
+holds on one must hold on the other."""
 
 import contextlib
 import math
@@ -49,7 +50,10 @@ async def networks(kind, directory, count):
         with trio.fail_after(60):
             for network in real:
                 await network.wait_connected(count - 1)
-        keys = [identity.load_or_create(directory / str(n) / "identity.key").private_key for n in range(count)]
+        keys = [
+            identity.load_or_create(directory / str(n) / "identity.key").private_key
+            for n in range(count)
+        ]
         yield [(network, Author(SWARM, key=key)) for network, key in zip(real, keys, strict=True)]
 
 
@@ -57,17 +61,29 @@ async def networks(kind, directory, count):
 async def exchanges(kind, directory, count, rules=GroupRules(BUILTIN_TASKS)):  # noqa: B008 - immutable
     """(exchange, author, network) for each node, meshed, with one scorer for all."""
     topic = ids.rollout_topic(SWARM, rules.spoken.rollouts)
-    async with networks(kind, directory, count) as nodes, AsyncScorer() as scorer, trio.open_nursery() as nursery:
+    async with (
+        networks(kind, directory, count) as nodes,
+        AsyncScorer() as scorer,
+        trio.open_nursery() as nursery,
+    ):
         running = []
         for network, author in nodes:
             credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(network, scorer, credentials, rules, SharingConfig(), rng=random.Random(0))
+            exchange = RolloutExchange(
+                network, scorer, credentials, rules, SharingConfig(), rng=random.Random(0)
+            )
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
             running.append((exchange, author, network))
-        await until(lambda: all(len(network.gossip.peers(topic)) == count - 1 for network, _ in nodes))
+        await until(
+            lambda: all(len(network.gossip.peers(topic)) == count - 1 for network, _ in nodes)
+        )
         if kind == "libp2p":
-            await until(lambda: all(network.gossip.statistics().mesh[topic] == count - 1 for network, _ in nodes))
+            await until(
+                lambda: all(
+                    network.gossip.statistics().mesh[topic] == count - 1 for network, _ in nodes
+                )
+            )
         yield running
         nursery.cancel_scope.cancel()
 
@@ -109,7 +125,15 @@ async def test_a_long_group_travels_by_announcement_and_fetch(kind, tmp_path):
 async def test_hostile_frames_are_counted_and_an_honest_peer_is_served(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
         (_, author, network), (victim, _, _), (honest, honest_author, _) = nodes
-        chosen = ("duplicated key", "NaN", "wrong swarm", "stale", "unknown task", "deeply nested payload", "zstd bomb")
+        chosen = (
+            "duplicated key",
+            "NaN",
+            "wrong swarm",
+            "stale",
+            "unknown task",
+            "deeply nested payload",
+            "zstd bomb",
+        )
         frames = hostile_frames(author, time.time())
         for name in chosen:
             await network.gossip.publish(TOPIC, frames[name][0])
@@ -132,35 +156,56 @@ def levels():
 
 
 async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_path, levels):
-    """By the ordinal for swarms whose members choose, between two hosts over sockets, whole and announced."""
+    """By the ordinal for swarms whose members choose, between two hosts over sockets, whole and
+    announced."""
     spoken = ids.spoken_in(ids.BUCKET_PROTOCOLS)
     rules = GroupRules(("rg/gcd",), spoken=spoken)
-    async with exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, other, _)), AsyncScorer() as scorer:
+    async with (
+        exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, other, _)),
+        AsyncScorer() as scorer,
+    ):
         told, asked = (
-            Questions(["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), spoken, curriculum=True) for each in (author, other)
+            Questions(
+                ["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), spoken, curriculum=True
+            )
+            for each in (author, other)
         )
-        hard = [(sequence, ref) for sequence, ref in (told.next() for _ in range(24)) if ref.difficulty == 1]
+        hard = [
+            (sequence, ref)
+            for sequence, ref in (told.next() for _ in range(24))
+            if ref.difficulty == 1
+        ]
         assert 2 < len(hard) < 24
 
         async def publish(sequence, ref, *wrong):
             prompt = await scorer.prompt(ref)
-            right = str(math.gcd(*map(int, re.findall(r"\d+", prompt.partition(":")[2].partition(".")[0]))))
+            right = str(
+                math.gcd(*map(int, re.findall(r"\d+", prompt.partition(":")[2].partition(".")[0])))
+            )
             group = author.group(sequence, 0.0, task=ref, texts=[right, *wrong])
             return await teller.publish(
-                OwnGroup(ref, 0, sequence, group.sampling, group.completions, [1.0] + [0.0] * len(wrong))
+                OwnGroup(
+                    ref, 0, sequence, group.sampling, group.completions, [1.0] + [0.0] * len(wrong)
+                )
             )
 
         for sequence, ref in hard[:-1]:
             assert await publish(sequence, ref, "x", "y", "z") == "gossip"
-        texts = ["".join(random.Random(n).choices(string.ascii_letters, k=12_000)) for n in range(7)]
+        texts = [
+            "".join(random.Random(n).choices(string.ascii_letters, k=12_000)) for n in range(7)
+        ]
         assert await publish(*hard[-1], *texts) == "announced"
         await until(lambda: admitted(asker) == len(hard))
         drawn = asker.draw(Draw(1, len(hard), 0, len(hard))).groups
         assert {group.group.task.difficulty for group in drawn} == {1}
-        assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), "it asks the same question and judges itself"
+        assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), (
+            "it asks the same question and judges itself"
+        )
         asked.take_hints(Judgement([], [(group, "used") for group in drawn]))
         assert asked.evidence()["rg/gcd 0"] == (0.0, 0.0)
-        assert asked.evidence()["rg/gcd 1"] == (0.0, pytest.approx(0.45)), "half an own group is the most that one peer counts, a step ago"
+        assert asked.evidence()["rg/gcd 1"] == (0.0, pytest.approx(0.45)), (
+            "half an own group is the most that one peer counts, a step ago"
+        )
         assert asked.signals()["rg/gcd 1"] > asked.signals()["rg/gcd 0"] == 0.5
         sequence, ref = hard[0]
         await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")
@@ -211,59 +256,94 @@ async def test_requests_end_in_an_answer_or_in_one_of_three_errors(kind, tmp_pat
         b.requests.serve("/t/1", handler, max_request_bytes=100, max_response_bytes=200)
 
         async def ask(data, protocol="/t/1", peer=b.peer_id, limit=200, deadline=5):
-            return await a.requests.request(peer, protocol, data, deadline=deadline, max_response_bytes=limit)
+            return await a.requests.request(
+                peer, protocol, data, deadline=deadline, max_response_bytes=limit
+            )
 
         assert await ask(b"abc") == b"abcabc"
         with pytest.raises(BadMessage):
             await ask(b"abc", limit=5)
         with pytest.raises(PeerTimeout):
             await ask(b"hang", deadline=0.5)
-        for failing in (ask(b"refuse"), ask(b"x" * 101), ask(b"abc", protocol="/t/2"), ask(b"abc", peer=Author(SWARM, seed=50).peer)):
+        for failing in (
+            ask(b"refuse"),
+            ask(b"x" * 101),
+            ask(b"abc", protocol="/t/2"),
+            ask(b"abc", peer=Author(SWARM, seed=50).peer),
+        ):
             with pytest.raises(PeerError):
                 await failing
 
 
 @contextlib.asynccontextmanager
 async def mixed(directory, scorer, *choices):
-    """(exchange, author, network) of real hosts, each with its `sharing.exchange`; `before` is a node of the version before, which neither
-    lists nor asks."""
+    """(exchange, author, network) of real hosts, each with its `sharing.exchange`; `before` is a
+    node of the version before, which neither lists nor asks."""
     async with networks("libp2p", directory, len(choices)) as nodes, trio.open_nursery() as nursery:
         running = []
         for (network, author), choice in zip(nodes, choices, strict=True):
             cfg = SharingConfig(exchange="gossip" if choice == "before" else choice)
             credentials = Credentials(author.key, SWARM)
             spoken = Before(network) if choice == "before" else network
-            exchange = RolloutExchange(spoken, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0))
+            exchange = RolloutExchange(
+                spoken, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0)
+            )
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
             running.append((exchange, author, network))
         listening = sum(choice != "pull" for choice in choices)
-        told = lambda: all(len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes)
-        await until(told, seconds=150)  # a stream that did not open is tried again after a minute at most
+        told = lambda: all(
+            len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes
+        )
+        # a stream that did not open is tried again after a minute at most
+        await until(told, seconds=150)
         yield running
         nursery.cancel_scope.cancel()
 
 
-async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_others_groups(tmp_path):
-    """Two that pull, two that gossip, of which one does not list: all have groups of all, a long one too."""
-    async with AsyncScorer() as scorer, mixed(tmp_path, scorer, "pull", "pull", "gossip", "before") as nodes:
-        await until(lambda: [e.statistics().pulling.mode for e, _, _ in nodes] == ["pull", "pull", "gossip", "gossip"])
-        await until(lambda: all(len(network.gossip.peers(TOPIC)) <= 2 for _, _, network in nodes))  # pullers have left it
+async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_others_groups(
+    tmp_path,
+):
+    """Two that pull, two that gossip, of which one does not list: all have groups of all, a long
+    one too."""
+    async with (
+        AsyncScorer() as scorer,
+        mixed(tmp_path, scorer, "pull", "pull", "gossip", "before") as nodes,
+    ):
+        await until(
+            lambda: (
+                [e.statistics().pulling.mode for e, _, _ in nodes]
+                == ["pull", "pull", "gossip", "gossip"]
+            )
+        )
+        # pullers have left it
+        await until(lambda: all(len(network.gossip.peers(TOPIC)) <= 2 for _, _, network in nodes))
         held = {author.peer: set() for _, author, _ in nodes}
 
         async def step(number):
             """Publish, draw."""
             for exchange, author, _ in nodes:
                 own = author.long_group(number) if number == 1 else author.own_group(number)
-                (scored,) = await scorer.score_many([(own.task, [completion.text for completion in own.completions])])
-                assert await exchange.publish(msgspec.structs.replace(own, rewards=scored.rewards)) in ("gossip", "announced")
-                # one at a time, so that three by gossip are plenty: who asks for more stays on its visit, and need not pull
-                held[author.peer] |= {group.peer for group in exchange.draw(Draw(1, 1, 0, 3)).groups}
+                (scored,) = await scorer.score_many(
+                    [(own.task, [completion.text for completion in own.completions])]
+                )
+                assert await exchange.publish(
+                    msgspec.structs.replace(own, rewards=scored.rewards)
+                ) in ("gossip", "announced")
+                # one at a time, so that three by gossip are plenty: who asks for more stays on its
+                # visit, and need not pull
+                held[author.peer] |= {
+                    group.peer for group in exchange.draw(Draw(1, 1, 0, 3)).groups
+                }
 
         number = 0
         everybody = set(held)
-        # what gossip brings first on a visit to the one that does not list is asked for all the same, and not needed any more
-        asked = lambda: [sum(exchange.statistics().pulling.pulled.get(end, 0) for end in ("ok", "refused")) for exchange, _, _ in nodes[:2]]
+        # what gossip brings first on a visit to the one that does not list is asked for all the
+        # same, and not needed any more
+        asked = lambda: [
+            sum(exchange.statistics().pulling.pulled.get(end, 0) for end in ("ok", "refused"))
+            for exchange, _, _ in nodes[:2]
+        ]
         missing = lambda: [len(everybody - {peer} - got) for peer, got in held.items()]
         with trio.move_on_after(240) as waiting:  # on a busy machine a visit to gossip lasts longer
             while any(missing()) or min(asked()) < 1:

@@ -20,16 +20,28 @@ SWARM = b"\x0a" * 32
 def summaries(network, directory, name):
     """Those of one host; without a name it tells nothing of itself."""
     identity = load_or_create(directory / "identity.key")
-    node = Summaries(network.requests, network.peer_id, identity.private_key, SWARM, network.connected, rng=random.Random(3))
+    node = Summaries(
+        network.requests,
+        network.peer_id,
+        identity.private_key,
+        SWARM,
+        network.connected,
+        rng=random.Random(3),
+    )
     if name:
-        node.own_summary = lambda created_at: Summary(name, "0.1.0", created_at, 60, 5, 5, 0.5, 9, len(network.connected()))
+        node.own_summary = lambda created_at: Summary(
+            name, "0.1.0", created_at, 60, 5, 5, 0.5, 9, len(network.connected())
+        )
     return node
 
 
-async def test_a_node_hears_of_one_that_it_is_not_connected_to_through_one_that_tells_nothing_of_itself(tmp_path):
+async def test_summaries_travel_through_a_node_that_has_none(
+    tmp_path,
+):
     async with hosts(tmp_path, 3, line=True) as networks:
         first, middle, last = (
-            summaries(network, tmp_path / str(i), name) for i, (network, name) in enumerate(zip(networks, ("a", "", "c"), strict=True))
+            summaries(network, tmp_path / str(i), name)
+            for i, (network, name) in enumerate(zip(networks, ("a", "", "c"), strict=True))
         )
         await last.round(networks[2].connected())
         await middle.round(networks[1].connected())
@@ -47,7 +59,9 @@ async def test_garbage_over_the_wire_is_refused_and_the_next_is_served(tmp_path)
         ours, theirs = summaries(a, tmp_path / "0", "a"), summaries(b, tmp_path / "1", "b")
         for garbage in (b"", b"\xc1" * 400, b"\xdf\xff\xff\xff\xff", bytes(100_000)):
             with contextlib.suppress(PeerError), trio.fail_after(10):
-                await b.requests.request(a.peer_id, ids.SUMMARY_PROTOCOL, garbage, deadline=5, max_response_bytes=2**16)
+                await b.requests.request(
+                    a.peer_id, ids.SUMMARY_PROTOCOL, garbage, deadline=5, max_response_bytes=2**16
+                )
                 raise AssertionError("garbage was answered")
         served = a.requests.statistics().served[ids.SUMMARY_PROTOCOL]
         assert served["malformed"] == 4

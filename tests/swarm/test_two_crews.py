@@ -1,5 +1,5 @@
-"""Two crews of two real nodes each: who is left over by the first founds the second; each stage is averaged with the same one of the
-other crew, and has its state from there when it is lost."""
+"""Two crews of two real nodes each: who is left over by the first founds the second; each stage is
+averaged with the same one of the other crew, and has its state from there when it is lost."""
 
 import shutil
 
@@ -7,7 +7,16 @@ import pytest
 
 from swarmnode.demo.nodes import TAKEN, DemoNode
 from swarmnode.policy.build_deep import write_deep_model
-from tests.support.whole_crew import journal_of, snapshot, stage_view, start, stop, trainer_of, until, whole_settings
+from tests.support.whole_crew import (
+    journal_of,
+    snapshot,
+    stage_view,
+    start,
+    stop,
+    trainer_of,
+    until,
+    whole_settings,
+)
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -21,7 +30,8 @@ class Crews:
         self.nodes = nodes
 
     def seen(self):
-        """crew → stage → (node, all that it says of itself); as far as they answer and hold a stage."""
+        """crew → stage → (node, all that it says of itself); as far as they answer and hold a
+        stage."""
         found = {}
         for node in self.nodes:
             told = snapshot(node) if node.started else None
@@ -33,12 +43,23 @@ class Crews:
     def running(self, step=0):
         seen = self.seen()
         views = [told["view"] for stages in seen.values() for _, told in stages.values()]
-        well = len(seen) == 2 and len(views) == len(self.nodes) and all(v["state"] == "running" and v["step"] >= step for v in views)
+        well = (
+            len(seen) == 2
+            and len(views) == len(self.nodes)
+            and all(v["state"] == "running" and v["step"] >= step for v in views)
+        )
         return seen if well else None
 
     def story(self):
         return [
-            (crew[:8], stage, told["view"]["state"], told["view"]["step"], told["view"]["rung"], told["weights"]["pairs"])
+            (
+                crew[:8],
+                stage,
+                told["view"]["state"],
+                told["view"]["step"],
+                told["view"]["rung"],
+                told["weights"]["pairs"],
+            )
             for crew, stages in self.seen().items()
             for stage, (_, told) in sorted(stages.items())
         ]
@@ -47,14 +68,17 @@ class Crews:
 @pytest.fixture(scope="module")
 def crews(tmp_path_factory):
     directory = tmp_path_factory.mktemp("crews")
-    # Two layers, so that both crews are split alike; steps so small that the gate finds nothing in what two crews differ by; and no third
-    # crew is there to compare the second one's state with.
+    # Two layers, so that both crews are split alike; steps so small that the gate finds nothing in
+    # what two crews differ by; and no third crew is there to compare the second one's state with.
     model = write_deep_model(directory / "model", layers=2, tied=False)
     sections = {
         "weights": {"sync_every": 2, "fragments": 1, "join_from_one": True},
         "training": {"learning_rate": 1e-6, "step_interval": 0.3},
     }
-    nodes = [DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections)) for i in range(2 * STAGES)]
+    nodes = [
+        DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections))
+        for i in range(2 * STAGES)
+    ]
     made = Crews(nodes)
     try:
         start(nodes)
@@ -66,14 +90,19 @@ def crews(tmp_path_factory):
 
 def peers(seen):
     """stage → the two nodes that hold it."""
-    return {stage: {stages[stage][1]["node"]["peer"] for stages in seen.values()} for stage in range(STAGES)}
+    return {
+        stage: {stages[stage][1]["node"]["peer"] for stages in seen.values()}
+        for stage in range(STAGES)
+    }
 
 
 def averaged(crews, more=None):
     """Once every stage has been averaged with somebody (more often than in `more`, by peer)."""
     seen, more = crews.running(1), more or {}
     told = [] if seen is None else [told for stages in seen.values() for _, told in stages.values()]
-    done = told and all(sum(t["weights"]["pairs"].values()) > more.get(t["node"]["peer"], 0) for t in told)
+    done = told and all(
+        sum(t["weights"]["pairs"].values()) > more.get(t["node"]["peer"], 0) for t in told
+    )
     return seen if done else None
 
 
@@ -84,10 +113,13 @@ def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_n
         for stage, (_, told) in stages.items():
             assert set(told["weights"]["pairs"]) == same[stage] - {told["node"]["peer"]}
             assert told["weights"]["candidates"] == 1
-    # The crew that is ahead may step alone while the other one, which is behind, takes what it is given.
+    # The crew that is ahead may step alone while the other one, which is behind, takes what it is
+    # given.
     for stage in range(STAGES):
         judged = [stages[stage][1]["weights"]["judged"] for stages in seen.values()]
-        assert any(each.get(outcome) for each in judged for outcome in TAKEN if outcome != "lagging")
+        assert any(
+            each.get(outcome) for each in judged for outcome in TAKEN if outcome != "lagging"
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 0])
@@ -105,12 +137,16 @@ def test_a_stage_of_which_no_copy_is_left_in_its_crew_comes_back_from_the_other_
 
     def back():
         now = crews.running(step + 2) or {}
-        return next((found for found in now.values() if found[stage][0] is node and crew not in now), None)
+        return next(
+            (found for found in now.values() if found[stage][0] is node and crew not in now), None
+        )
 
     after = until(back, crews.story)
     assert after[stage][0] is node
     assert after[stage][1]["view"]["rungs"].get("R1"), "whether or not it was lost once more since"
     assert trainer_of(after[1 - stage][0]) is not None
     assert after[1 - stage][1]["view"]["rung"] != "R1" or stage == 0
-    more = {told["node"]["peer"]: sum(told["weights"]["pairs"].values()) for _, told in after.values()}
+    more = {
+        told["node"]["peer"]: sum(told["weights"]["pairs"].values()) for _, told in after.values()
+    }
     until(lambda: averaged(crews, more), crews.story)  # and is averaged as before

@@ -1,4 +1,5 @@
-"""Two versions installed side by side, N with a second ordinal of everything that members must speak alike, and N − 1 as it is now."""
+"""Two versions installed side by side, N with a second ordinal of everything that members must
+speak alike, and N − 1 as it is now."""
 
 import json
 import os
@@ -28,7 +29,9 @@ FAST = {
 }
 NEWER = {
     "FETCH_ORDINALS = (FETCH_PROTOCOL,)": 'FETCH_ORDINALS = ("/swarmnode/fetch/2", FETCH_PROTOCOL)',
-    "ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)": 'ROLLOUT_ORDINALS = ("/swarmnode/rollouts/3", ROLLOUT_TOPIC)',
+    "ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)": (
+        'ROLLOUT_ORDINALS = ("/swarmnode/rollouts/3", ROLLOUT_TOPIC)'
+    ),
 }
 BEFORE = {
     'LISTING_PROTOCOL = "/swarmnode/listing/1"': 'LISTING_PROTOCOL = "/none/listing"',
@@ -43,7 +46,15 @@ class Installed:
         self.site, self.directory = site, directory
         directory.mkdir()
         self.config = directory / "config.toml"
-        self.config.write_text(toml_of({**FAST, "node": {"data_dir": str(directory / "data")}, "sharing": {"exchange": exchange}}))
+        self.config.write_text(
+            toml_of(
+                {
+                    **FAST,
+                    "node": {"data_dir": str(directory / "data")},
+                    "sharing": {"exchange": exchange},
+                }
+            )
+        )
         self.process = None
 
     def _start(self, *words, **options):
@@ -73,7 +84,9 @@ class Installed:
         import urllib.request
 
         try:
-            with urllib.request.urlopen(f"{self.addresses()['http']}/status?points=1", timeout=5) as answer:
+            with urllib.request.urlopen(
+                f"{self.addresses()['http']}/status?points=1", timeout=5
+            ) as answer:
                 return view_of(json.load(answer)["snapshot"]).peers_used
         except (OSError, TypeError):
             return {}
@@ -96,17 +109,23 @@ def until(condition, what, seconds=240.0):
     raise AssertionError(f"not within {seconds} s: {what()}")
 
 
-def test_a_next_version_that_pulls_and_one_from_before_listings_train_on_each_others_groups(tmp_path):
+def test_a_next_version_that_pulls_and_one_from_before_listings_train_on_each_others_groups(
+    tmp_path,
+):
     package = Path(swarmnode.__file__).parent
     for site, changes in (("this", BEFORE), ("next", NEWER)):
-        shutil.copytree(package, tmp_path / site / "swarmnode")  # compiled as it is, but for what changes
+        # compiled as it is, but for what changes
+        shutil.copytree(package, tmp_path / site / "swarmnode")
         names = tmp_path / site / "swarmnode" / "wire" / "ids.py"
         source = names.read_text()
         for present, changed in changes.items():
             assert source.count(present) == 1
             source = source.replace(present, changed)
         names.write_text(source)
-    old, new = Installed(tmp_path / "this", tmp_path / "old"), Installed(tmp_path / "next", tmp_path / "new", exchange="pull")
+    old, new = (
+        Installed(tmp_path / "this", tmp_path / "old"),
+        Installed(tmp_path / "next", tmp_path / "new", exchange="pull"),
+    )
     try:
         code, invite, error = old.command("init", "--name", "long-lived")
         assert code == 0, error
@@ -117,7 +136,10 @@ def test_a_next_version_that_pulls_and_one_from_before_listings_train_on_each_ot
         new.run()
         until(lambda: new.addresses() and old.addresses(), new.log)
         peers = {each: each.addresses()["peer"] for each in (old, new)}
-        until(lambda: old.peers_used().get(peers[new]) and new.peers_used().get(peers[old]), lambda: old.log() + new.log())
+        until(
+            lambda: old.peers_used().get(peers[new]) and new.peers_used().get(peers[old]),
+            lambda: old.log() + new.log(),
+        )
         assert new.modules_from() == {str(tmp_path / "next")}
 
         # what the next version founds speaks its own ordinals; this version says so and stays out
@@ -127,7 +149,10 @@ def test_a_next_version_that_pulls_and_one_from_before_listings_train_on_each_ot
         late = Installed(tmp_path / "this", tmp_path / "late")
         code, _, error = late.command("bootstrap", "--manifest", json.loads(told)["manifest"])
         assert code == 77
-        assert re.search(r"its members speak /swarmnode/\w+/2, this version of swarmnode does not: upgrade", error)
+        assert re.search(
+            r"its members speak /swarmnode/\w+/2, this version of swarmnode does not: upgrade",
+            error,
+        )
     finally:
         for each in (old, new):
             if each.process is not None:

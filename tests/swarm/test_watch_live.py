@@ -1,4 +1,5 @@
-"""Prometheus as Debian ships it watches a running swarm of two: every query of every dashboard finds something to draw."""
+"""Prometheus as Debian ships it watches a running swarm of two: every query of every dashboard
+finds something to draw."""
 
 import contextlib
 import functools
@@ -34,15 +35,25 @@ ROOT = Path(__file__).parents[2]
 NODE = {
     "swarm": {"name": "watched"},
     "network": {
-        "listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False,
-        "upload_bytes_per_second": 2**30, "download_bytes_per_second": 2**30, "monthly_bytes": 2**40,
+        "listen_addrs": ["/ip4/127.0.0.1/tcp/0"],
+        "mdns": False,
+        "upload_bytes_per_second": 2**30,
+        "download_bytes_per_second": 2**30,
+        "monthly_bytes": 2**40,
     },
     "policy": {"threads": 1},
-    "training": {"step_interval": 1.0, "eval_every": 5, "eval_budget": 1.0, "save_every": 1.0, "beta": 0.001},
+    "training": {
+        "step_interval": 1.0,
+        "eval_every": 5,
+        "eval_budget": 1.0,
+        "save_every": 1.0,
+        "beta": 0.001,
+    },
     "weights": {"rule": "noloco", "sync_every": 6, "fragments": 2, "join_seconds": 2.0},
     "http": {"port": 0},
-}  # fmt: skip
-"""A node with everything on that a panel shows: a reference policy for the KL divergence, averaging, caps."""
+}
+"""A node with everything on that a panel shows: a reference policy for the KL divergence,
+averaging, caps."""
 EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "drawn only while sharing is paused",
@@ -53,18 +64,24 @@ SECONDS = 240.0
 
 
 MADE_UP = re.compile(r"swarmnode_(?:crew_|stage_|clock_offset_seconds|task_signal)")
-"""What two nodes cannot show: of crews, of two peers' clocks, of a swarm whose members choose difficulties."""
+"""What two nodes cannot show: of crews, of two peers' clocks, of a swarm whose members choose
+difficulties."""
 
 
 def queries(nodes, member):
-    """(dashboard, panel, query) of every target, as Grafana would ask it: of `nodes`, and what is of crews of `member`."""
+    """(dashboard, panel, query) of every target, as Grafana would ask it: of `nodes`, and what is
+    of crews of `member`."""
     found = []
     for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
         rows = json.loads(path.read_text())["panels"]
         for panel in [each for row in rows for each in (row, *row.get("panels", []))]:
             for target in panel.get("targets", []):
                 who = [member] if MADE_UP.search(target["expr"]) else nodes
-                query = target["expr"].replace("$__rate_interval", "15s").replace("$instance", "|".join(map(re.escape, who)))
+                query = (
+                    target["expr"]
+                    .replace("$__rate_interval", "15s")
+                    .replace("$instance", "|".join(map(re.escape, who)))
+                )
                 query = query.replace("\\", "\\\\")  # a string in a query
                 found.append((path.stem, panel["title"], query))
     return found
@@ -73,7 +90,9 @@ def queries(nodes, member):
 def ask(url, path, **parameters):
     """An answer of Prometheus's HTTP API; None while it does not listen yet."""
     try:
-        with urllib.request.urlopen(f"{url}{path}?{urllib.parse.urlencode(parameters)}", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"{url}{path}?{urllib.parse.urlencode(parameters)}", timeout=5
+        ) as answer:
             return json.load(answer)["data"]
     except (OSError, urllib.error.URLError):
         return None
@@ -81,7 +100,8 @@ def ask(url, path, **parameters):
 
 @contextlib.contextmanager
 def watching(directory, targets):
-    """Prometheus, scraping `targets` each second by the repository's own configuration; yields its URL."""
+    """Prometheus, scraping `targets` each second by the repository's own configuration; yields its
+    URL."""
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ROOT / "deploy" / "prometheus" / "rules.yml")]
@@ -94,9 +114,16 @@ def watching(directory, targets):
     said = directory / "prometheus.log"
     with open(said, "wb") as log:
         process = subprocess.Popen(
-            [PROMETHEUS, f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}", "--web.listen-address=127.0.0.1:0"],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+            [
+                PROMETHEUS,
+                f"--config.file={path}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
         try:
             late = time.monotonic() + 120
             while not (listens := re.search(r'"Listening on".* address=(\S+)', said.read_text())):
@@ -110,15 +137,26 @@ def watching(directory, targets):
 
 @contextlib.contextmanager
 def member_of_a_crew():
-    """Yields where a made-up node with a stage answers: its series are drawn without the minutes that a real crew needs."""
+    """Yields where a made-up node with a stage answers: its series are drawn without the minutes
+    that a real crew needs."""
     stop, begun, where = [], threading.Event(), []
     at = time.monotonic() - 300
 
     async def serve():
         async with trio.open_nursery() as nursery:
             snapshot = lambda: example_at(min(600.0, time.monotonic() - at))
-            where.append(await nursery.start(lambda task_status: serve_http(HttpConfig(port=0), snapshot, task_status=task_status)))
-            stop.append(functools.partial(trio.lowlevel.current_trio_token().run_sync_soon, nursery.cancel_scope.cancel))
+            where.append(
+                await nursery.start(
+                    lambda task_status: serve_http(
+                        HttpConfig(port=0), snapshot, task_status=task_status
+                    )
+                )
+            )
+            stop.append(
+                functools.partial(
+                    trio.lowlevel.current_trio_token().run_sync_soon, nursery.cancel_scope.cancel
+                )
+            )
             begun.set()
 
     thread = threading.Thread(target=trio.run, args=(serve,))
@@ -133,7 +171,8 @@ def member_of_a_crew():
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory):
-    """The URL of one that has watched a swarm of two until nothing was missing, or SECONDS; and what was missing then."""
+    """The URL of one that has watched a swarm of two until nothing was missing, or SECONDS; and
+    what was missing then."""
     directory = tmp_path_factory.mktemp("watched")
     settings = [{**NODE, "training": {**NODE["training"], "seed": i}} for i in range(2)]
     nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(2)]
@@ -149,7 +188,11 @@ def prometheus(tmp_path_factory):
             missing, deadline = queries(real, member), time.monotonic() + SECONDS
             while time.monotonic() < deadline and any(not exempt(query) for *_, query in missing):
                 time.sleep(1)
-                missing = [each for each in missing if not (ask(url, "/api/v1/query", query=each[2]) or {}).get("result")]
+                missing = [
+                    each
+                    for each in missing
+                    if not (ask(url, "/api/v1/query", query=each[2]) or {}).get("result")
+                ]
             yield url, missing
     finally:
         for node in nodes:
@@ -177,7 +220,9 @@ def test_rules_evaluate_against_real_series(prometheus):
     url, _ = prometheus
     rules = [rule for group in ask(url, "/api/v1/rules")["groups"] for rule in group["rules"]]
     assert len(rules) > 15
-    assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
+    assert {
+        rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"
+    } == {}
 
 
 def test_every_node_shows_the_swarm(prometheus):

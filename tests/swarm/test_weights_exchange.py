@@ -1,4 +1,5 @@
-"""Averaging over real libp2p hosts: two sides agree, fetch, gate and commit; a newcomer gets its neighbours' state."""
+"""Averaging over real libp2p hosts: two sides agree, fetch, gate and commit; a newcomer gets its
+neighbours' state."""
 
 import contextlib
 from functools import partial
@@ -26,14 +27,20 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def nodes(directory, count, **options):
-    """`count` planes that know of each other, the weights of each already moved by its own steps."""
-    async with hosts(directory, count, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
+    """`count` planes that know of each other, the weights of each already moved by its own
+    steps."""
+    async with (
+        hosts(directory, count, swarm=SWARM) as networks,
+        contextlib.AsyncExitStack() as stack,
+    ):
         made: list[Node] = []
         for number, network in enumerate(networks):
             await network.wait_connected(count - 1)
             path = directory / str(number)
             key = identity.load_or_create(path / "identity.key").private_key
-            node = await stack.enter_async_context(averaging(network, key, path, seed=number, **options))
+            node = await stack.enter_async_context(
+                averaging(network, key, path, seed=number, **options)
+            )
             node.step()
             made.append(node)
         await until(lambda: all(node.candidates() == count - 1 for node in made))
@@ -68,12 +75,26 @@ async def test_an_exchange_crosses_our_own_socket_five_times_at_most(tmp_path):
         for node in (a, b):
             node.to_trainer.clear()
             node.from_trainer.clear()
-        a.from_trainer.append(local.OuterStepDue(0, 0, 0.01))  # which `due` hands to the other side by itself
+        # which `due` hands to the other side by itself
+        a.from_trainer.append(local.OuterStepDue(0, 0, 0.01))
         a.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
-        crossed = [[type(m).__name__ for m in (*node.from_trainer, *node.to_trainer)] for node in (a, b)]
-        assert sorted(crossed[0]) == ["ApplyPayload", "ExchangeEnded", "OuterStepDue", "SnapshotWritten", "TakeSnapshot"]
-        assert sorted(crossed[1]) == ["ApplyPayload", "ExchangeEnded", "SnapshotWritten", "TakeSnapshot"]
+        crossed = [
+            [type(m).__name__ for m in (*node.from_trainer, *node.to_trainer)] for node in (a, b)
+        ]
+        assert sorted(crossed[0]) == [
+            "ApplyPayload",
+            "ExchangeEnded",
+            "OuterStepDue",
+            "SnapshotWritten",
+            "TakeSnapshot",
+        ]
+        assert sorted(crossed[1]) == [
+            "ApplyPayload",
+            "ExchangeEnded",
+            "SnapshotWritten",
+            "TakeSnapshot",
+        ]
 
 
 async def test_both_propose_at_once_and_average_once(tmp_path):
@@ -109,7 +130,8 @@ async def test_alone_the_outer_step_is_taken_alone(tmp_path):
 async def test_a_busy_partner_is_pulled_from(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         b.due(step_seconds=10.0)  # so slow that it rests for two minutes afterwards
-        await until(lambda: a.outcome("applied") and b.outcome("applied"))  # now both have published
+        # now both have published
+        await until(lambda: a.outcome("applied") and b.outcome("applied"))
         b.step()
         a.step()
         a.due()
@@ -118,7 +140,9 @@ async def test_a_busy_partner_is_pulled_from(tmp_path):
         assert a.counters.outer_clocks == [2]
 
 
-async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(tmp_path, monkeypatch):
+async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(pairing, "WASTED", 0.0)  # else the other one leaves us alone for a while
     async with nodes(tmp_path, 2) as (a, b):
         a.hold = {local.ApplyPayload}
@@ -138,9 +162,13 @@ async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only
 async def test_while_its_trainer_writes_a_state_a_node_begins_no_exchange(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         b.hold = {local.WriteState}
-        ask = encode_message(StateRequest(a.replica.facts(False).state_fingerprint(SWARM, BASE, TOKENIZER)))
+        ask = encode_message(
+            StateRequest(a.replica.facts(False).state_fingerprint(SWARM, BASE, TOKENIZER))
+        )
         async with trio.open_nursery() as nursery:
-            request = partial(a.network.requests.request, deadline=30.0, max_response_bytes=STATE_BYTES)
+            request = partial(
+                a.network.requests.request, deadline=30.0, max_response_bytes=STATE_BYTES
+            )
             nursery.start_soon(request, b.network.peer_id, ids.WEIGHTS_STATE_PROTOCOL, ask)
             await until(lambda: any(isinstance(m, local.WriteState) for m in b.to_trainer))
             a.due()
@@ -156,22 +184,31 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
         with trio.fail_after(60):
             for network in networks:
                 await network.wait_connected(3)
-        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(4)]
+        keys = [
+            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
+            for n in range(4)
+        ]
         old = []
         for number in range(3):
-            node = await stack.enter_async_context(averaging(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node = await stack.enter_async_context(
+                averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
+            )
             node.step()
             old.append(node)
             node.replica.receive(local.SoloStep(0))  # φ is its own now
         await until(lambda: all(node.counters.solo_steps_total for node in old))
-        for clock, node in zip((30, 31, 900), old, strict=True):  # the third lies about how far it is
+        # the third lies about how far it is
+        for clock, node in zip((30, 31, 900), old, strict=True):
             node.counters.outer_clocks[0] = clock
             node.connect()
         await until(lambda: all(node.candidates() == 2 for node in old))
-        new = await stack.enter_async_context(averaging(networks[3], keys[3], tmp_path / "3", fresh=True))
+        new = await stack.enter_async_context(
+            averaging(networks[3], keys[3], tmp_path / "3", fresh=True)
+        )
         await until(lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1})
         assert new.replica.wait_for_state(0)
-        assert new.service.statistics().catch_up.source == old[1].network.peer_id  # what two claim to have reached
+        # what two claim to have reached
+        assert new.service.statistics().catch_up.source == old[1].network.peer_id
         assert identical(new.weights(), rounded(old[1].phi()))
         assert identical(new.phi(), new.weights())
         assert new.counters.outer_clocks == [31]
@@ -195,44 +232,71 @@ async def test_a_neighbour_that_stays_silent_does_not_hold_up_a_newcomer(tmp_pat
         with trio.fail_after(60):
             for network in networks:
                 await network.wait_connected(3)
-        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(4)]
+        keys = [
+            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
+            for n in range(4)
+        ]
         for number in range(3):
-            node = await stack.enter_async_context(averaging(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node = await stack.enter_async_context(
+                averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
+            )
             node.counters.outer_clocks[0] = 30
             node.connect()
-        node.hold = {local.WriteState}  # the last: its answer may take half a minute, for which nobody who joins waits
+        # the last: its answer may take half a minute, for which nobody who joins waits
+        node.hold = {local.WriteState}
         cfg = CONFIG.model_copy(update={"join_seconds": 25.0})
-        new = await stack.enter_async_context(averaging(networks[3], keys[3], tmp_path / "3", fresh=True, cfg=cfg))
-        await until(lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1}, seconds=cfg.join_seconds)
+        new = await stack.enter_async_context(
+            averaging(networks[3], keys[3], tmp_path / "3", fresh=True, cfg=cfg)
+        )
+        await until(
+            lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1},
+            seconds=cfg.join_seconds,
+        )
 
 
 @pytest.mark.parametrize("from_one", [False, True])
 async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(from_one, tmp_path):
     async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(2)]
+        keys = [
+            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
+            for n in range(2)
+        ]
         old = await stack.enter_async_context(averaging(networks[0], keys[0], tmp_path / "0"))
         old.step()
         old.counters.outer_clocks[0] = 30
         old.connect()
         cfg = CONFIG.model_copy(update={"join_from_one": from_one})
-        new = await stack.enter_async_context(averaging(networks[1], keys[1], tmp_path / "1", fresh=True, cfg=cfg))
+        new = await stack.enter_async_context(
+            averaging(networks[1], keys[1], tmp_path / "1", fresh=True, cfg=cfg)
+        )
         before = new.weights()
         await until(lambda: new.replica.wait_for_state(0))
-        await until(lambda: new.service.statistics().catch_up.adoptions == ({"adopted": 1} if from_one else {}))
+        await until(
+            lambda: (
+                new.service.statistics().catch_up.adoptions == ({"adopted": 1} if from_one else {})
+            )
+        )
         assert identical(new.weights(), rounded(old.phi()) if from_one else before)
 
 
 async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_asked_for(tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
-        keys = [identity.load_or_create(tmp_path / str(n) / "identity.key").private_key for n in range(3)]
+        keys = [
+            identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
+            for n in range(3)
+        ]
         for number, clock in enumerate((900, 30)):  # the first lies about how far it is
-            node = await stack.enter_async_context(averaging(networks[number], keys[number], tmp_path / str(number), seed=number))
+            node = await stack.enter_async_context(
+                averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
+            )
             node.counters.outer_clocks[0] = clock
             node.connect()
         cfg = CONFIG.model_copy(update={"join_from_one": True})
         with trio.fail_after(60):
             await networks[2].wait_connected(2)
-        new = await stack.enter_async_context(averaging(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg))
+        new = await stack.enter_async_context(
+            averaging(networks[2], keys[2], tmp_path / "2", fresh=True, cfg=cfg)
+        )
         await until(lambda: new.replica.wait_for_state(0))
         assert new.service.statistics().catch_up.source == networks[1].peer_id
 
@@ -244,7 +308,11 @@ async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
             await networks[number].wait_connected(2)
             key = identity.load_or_create(tmp_path / str(number) / "identity.key").private_key
             cfg = CONFIG.model_copy(update={"codec": codec})
-            made.append(await stack.enter_async_context(averaging(networks[number], key, tmp_path / str(number), cfg=cfg)))
+            made.append(
+                await stack.enter_async_context(
+                    averaging(networks[number], key, tmp_path / str(number), cfg=cfg)
+                )
+            )
         a, other, b = made
         await until(lambda: a.candidates() == b.candidates() == 1)
         assert other.candidates() == 0
@@ -263,7 +331,9 @@ async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_serv
         b.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         assert identical(a.weights(), ahead)
-        assert all(torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=1e-5) for n, t in b.weights().items())
+        assert all(
+            torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=1e-5) for n, t in b.weights().items()
+        )
         assert a.service.statistics().judged == {"lagging": 1}
         assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
         assert a.network.welcome(b.network.peer_id)

@@ -1,4 +1,5 @@
-"""A partner that lies, dies or stalls, over real sockets: not one bit of ours changes, it is counted by cause, and it costs standing."""
+"""A partner that lies, dies or stalls, over real sockets: not one bit of ours changes, it is
+counted by cause, and it costs standing."""
 
 import contextlib
 
@@ -20,14 +21,33 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.swarm
 
 JUDGED = {
-    "nan": "not_finite", "infinite": "not_finite", "huge": "bounds", "flipped": "probe", "shape": "shape", "dtype": "dtype",
-    "names": "names", "checksum": "payload", "truncated": "payload", "longer": "payload", "codec": "payload", "fragment": "payload",
+    "nan": "not_finite",
+    "infinite": "not_finite",
+    "huge": "bounds",
+    "flipped": "probe",
+    "shape": "shape",
+    "dtype": "dtype",
+    "names": "names",
+    "checksum": "payload",
+    "truncated": "payload",
+    "longer": "payload",
+    "codec": "payload",
+    "fragment": "payload",
     "garbage": "payload",
-}  # fmt: skip
+}
 FAILED = {
-    "too_large": "size", "other_size": "failed", "other_root": "malformed", "not_offered": "failed", "wrong_hash": "hash",
-}  # fmt: skip
-ENDED = {"silent": "open_timeout", "release": "released", "no_answer": "propose_timeout", "other_nonce": "unreachable"}
+    "too_large": "size",
+    "other_size": "failed",
+    "other_root": "malformed",
+    "not_offered": "failed",
+    "wrong_hash": "hash",
+}
+ENDED = {
+    "silent": "open_timeout",
+    "release": "released",
+    "no_answer": "propose_timeout",
+    "other_nonce": "unreachable",
+}
 BLAMELESS = {"other_size", "not_offered", "silent", "release", "no_answer", "flipped"}
 """What an honest partner that crashes, or has learned something else, looks like too."""
 
@@ -65,7 +85,11 @@ async def published(victim, liar):
     with trio.fail_after(30):
         while True:
             with contextlib.suppress(PeerError):
-                return (await liar.ask(victim.network.peer_id, Latest(victim.fingerprint(), 0, victim.blocks()))).size
+                return (
+                    await liar.ask(
+                        victim.network.peer_id, Latest(victim.fingerprint(), 0, victim.blocks())
+                    )
+                ).size
             await trio.sleep(0.05)
 
 
@@ -93,7 +117,10 @@ async def test_a_lie_changes_not_one_bit(kind, tmp_path):
         assert not list((tmp_path / "0" / "weights").glob("in-*"))
 
 
-@pytest.mark.parametrize(("kind", "codec"), [("nan", "int8"), ("huge", "int8"), ("nan", "bfloat16"), ("flipped", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [("nan", "int8"), ("huge", "int8"), ("nan", "bfloat16"), ("flipped", "bfloat16")],
+)
 async def test_hostile_values_are_refused_in_every_codec(kind, codec, tmp_path):
     cfg = CONFIG.model_copy(update={"codec": codec})
     async with victim_and_liar(tmp_path, kind, cfg=cfg) as (victim, _, _):
@@ -126,7 +153,8 @@ async def test_lies_are_not_listened_to_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(pairing, "WASTED", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
         for expected in range(2, 8):
-            victim.counters.outer_clocks[0] = 1  # or it would be far behind us in the end, and not looked at
+            # or it would be far behind us in the end, and not looked at
+            victim.counters.outer_clocks[0] = 1
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
         assert not victim.network.welcome(peer)
@@ -134,7 +162,9 @@ async def test_lies_are_not_listened_to_for_ever(tmp_path, monkeypatch):
         assert victim.candidates() == 0
 
 
-async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(tmp_path, monkeypatch):
+async def test_who_proposes_and_vanishes_is_avoided_and_worse_off_the_second_time(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(pairing, "WASTED", 0.1)
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         before = victim.weights()
@@ -152,7 +182,10 @@ async def test_a_flood_of_proposals_gets_one_accept_and_leaves_nothing_behind(tm
         answers = [await liar.propose(victim.network.peer_id, follow=False) for _ in range(40)]
         assert sum(isinstance(answer, Accept) for answer in answers) == 1
         await until(lambda: victim.service.statistics().phase == "idle")
-        copied, dropped = ([m for m in victim.to_trainer if isinstance(m, kind)] for kind in (local.TakeSnapshot, local.DropExchange))
+        copied, dropped = (
+            [m for m in victim.to_trainer if isinstance(m, kind)]
+            for kind in (local.TakeSnapshot, local.DropExchange)
+        )
         assert [m.session for m in copied] == [m.session for m in dropped]
         assert len(copied) == 1
 
@@ -168,10 +201,14 @@ async def test_a_replayed_proposal_opens_nothing(tmp_path):
 
 async def test_another_fingerprint_or_other_layers_are_told_so_and_blameless(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
-        answer = await liar.ask(victim.network.peer_id, Propose(b"n" * 16, bytes(32), 1023, 0, victim.blocks()))
+        answer = await liar.ask(
+            victim.network.peer_id, Propose(b"n" * 16, bytes(32), 1023, 0, victim.blocks())
+        )
         assert answer == Busy(b"n" * 16, "other_policy")
         elsewhere = pack({0, 1, 500})
-        answer = await liar.ask(victim.network.peer_id, Propose(b"m" * 16, victim.fingerprint(), 0, 0, elsewhere))
+        answer = await liar.ask(
+            victim.network.peer_id, Propose(b"m" * 16, victim.fingerprint(), 0, 0, elsewhere)
+        )
         assert answer == Busy(b"m" * 16, "other_policy")
         assert victim.candidates() == 0
         with pytest.raises(PeerError):  # what it published is of layers that are not asked for
@@ -183,19 +220,26 @@ async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
     async with victim_and_liar(tmp_path, step=2**62) as (victim, liar, _):
         await liar.propose(victim.network.peer_id)
         await until(lambda: victim.outcome("applied") == 1)
-        assert victim.counters.outer_clocks == [3]  # one alone, and this one with the one that is ahead
+        # one alone, and this one with the one that is ahead
+        assert victim.counters.outer_clocks == [3]
         await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1, liar.blocks))
         await until(lambda: victim.service.statistics().catch_up.source == "")
         assert victim.service.statistics().catch_up.adoptions == {}
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa7propose", bytes(256), b"\x82" * 200])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x81\xa4type\xa7propose", bytes(256), b"\x82" * 200]
+)
 async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         with contextlib.suppress(Exception):
             await liar._network.requests.request(
-                victim.network.peer_id, ids.WEIGHTS_PROTOCOL, data, deadline=5.0, max_response_bytes=256
-            )  # fmt: skip
+                victim.network.peer_id,
+                ids.WEIGHTS_PROTOCOL,
+                data,
+                deadline=5.0,
+                max_response_bytes=256,
+            )
         assert score(victim, peer) < -1
         victim.due()
         await until(lambda: victim.outcome("applied") == 1)
@@ -235,8 +279,11 @@ async def test_a_node_that_may_not_average_proposes_accepts_and_leaves_nothing(t
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)
 
 
-async def test_a_node_whose_trainer_is_gone_accepts_nothing_until_there_is_another_and_ends_what_it_was_at(tmp_path):
-    """It may load for minutes: whoever paired with it meanwhile would leave it alone for as long afterwards."""
+async def test_a_node_without_a_trainer_accepts_no_exchange(
+    tmp_path,
+):
+    """It may load for minutes: whoever paired with it meanwhile would leave it alone for as long
+    afterwards."""
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         latest = Latest(victim.fingerprint(), 0, victim.blocks())
         victim.hold = {local.TakeSnapshot}
@@ -245,7 +292,8 @@ async def test_a_node_whose_trainer_is_gone_accepts_nothing_until_there_is_anoth
         victim.service.trainer_left()
         assert victim.service.statistics().phase == "idle"
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
-        assert await liar.ask(victim.network.peer_id, latest)  # what it has published may be pulled all the same
+        # what it has published may be pulled all the same
+        assert await liar.ask(victim.network.peer_id, latest)
         victim.hold = set()
         victim.connect()
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accept)

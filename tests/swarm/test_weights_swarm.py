@@ -1,8 +1,11 @@
-"""Four real nodes at four speeds, one of them Byzantine, one killed and replaced by another with an empty disk: replicas come together.
+"""Four real nodes at four speeds, one of them Byzantine, one killed and replaced by another with an
+empty disk: replicas come together.
 
-How far apart replicas are while they train depends on how many exchanges a machine has time for, but those that do not average are never
-less than some distance apart, which grows. So it is waited for that two which have learnt all the time are nearer than that by far. In
-the end they go on averaging without learning, at a rate of nothing, and whatever was between them has to go away, however long it takes.
+How far apart replicas are while they train depends on how many exchanges a machine has time for,
+but those that do not average are never less than some distance apart, which grows. So it is waited
+for that two which have learnt all the time are nearer than that by far. In the end they go on
+averaging without learning, at a rate of nothing, and whatever was between them has to go away,
+however long it takes.
 """
 
 import itertools
@@ -25,14 +28,17 @@ OUTER_STEPS = 12
 SYNC_EVERY = 4
 RATE = TrainingConfig().learning_rate
 EVER = 3.0
-"""How far two replicas may ever be apart, in units of rate · √n · √steps. AdamW moves a weight by the rate at most; steps that have little
-to do with each other make it √steps. Replicas left alone (`rule = "off"`) are 1.0 to 1.4 apart, and outer steps make it β / (1 − α) = 1.4
-times as much. What a liar sends is further away."""
+"""How far two replicas may ever be apart, in units of rate · √n · √steps. AdamW moves a weight by
+the rate at most; steps that have little to do with each other make it √steps. Replicas left alone
+(`rule = "off"`) are 1.0 to 1.4 apart, and outer steps make it β / (1 − α) = 1.4 times as much. What
+a liar sends is further away."""
 HELD = 0.5
-"""The same of two that average while they learn. One run each, scaled: about 0.2, and 1.6 where each was alone."""
+"""The same of two that average while they learn. One run each, scaled: about 0.2, and 1.6 where
+each was alone."""
 TOGETHER = 0.1
-"""Of what was between replicas when they stopped learning; it would stay if they did not average. An exchange leaves 0.84 of a distance, at
-α = 0.5 and β = 0.7; what it is rounded to is a thousandth."""
+"""Of what was between replicas when they stopped learning; it would stay if they did not average.
+An exchange leaves 0.84 of a distance, at α = 0.5 and β = 0.7; what it is rounded to is a
+thousandth."""
 
 
 def settings(number, port=0, learning=True):
@@ -41,12 +47,18 @@ def settings(number, port=0, learning=True):
         "network": {"listen_addrs": [f"/ip4/127.0.0.1/tcp/{port}"], "mdns": False},
         "policy": {"threads": 1},
         "training": {
-            "step_interval": (0.2, 0.3, 0.4, 0.3)[number] if learning else 0.1, "eval_every": 50, "eval_budget": 1.0, "save_every": 0.0,
-            "seed": number, "groups_per_step": 4, "learning_rate": RATE if learning else 1e-12,
+            "step_interval": (0.2, 0.3, 0.4, 0.3)[number] if learning else 0.1,
+            "eval_every": 50,
+            "eval_budget": 1.0,
+            "save_every": 0.0,
+            "seed": number,
+            "groups_per_step": 4,
+            "learning_rate": RATE if learning else 1e-12,
         },
         "task": {"names": ["rg/chain_sum", "rg/spell_backward"], "held_out_per_task": 4},
         "sharing": {"enabled": False},  # which alone would keep them half as far apart
-        "weights": {"sync_every": SYNC_EVERY, "fragments": 1},  # due every 0.8 s: on a busy machine an exchange takes that long
+        # due every 0.8 s: on a busy machine an exchange takes that long
+        "weights": {"sync_every": SYNC_EVERY, "fragments": 1},
         "http": {"port": 0},
     }
 
@@ -57,7 +69,11 @@ def saved(node):
     if not path.exists():
         return None
     with safe_open(path, "numpy") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys() if name.startswith("weights.")}  # noqa: SIM118
+        weights = {
+            name: file.get_tensor(name)
+            for name in file.keys()  # noqa: SIM118
+            if name.startswith("weights.")
+        }
         return weights, json.loads(file.metadata()["counters"])["step"]
 
 
@@ -75,7 +91,10 @@ def held(one, other):
 
 def largest(nodes):
     """Distance of the two replicas that are furthest apart."""
-    return max(distance(one, other) for (one, _), (other, _) in itertools.combinations(map(saved, nodes), 2))
+    return max(
+        distance(one, other)
+        for (one, _), (other, _) in itertools.combinations(map(saved, nodes), 2)
+    )
 
 
 class Watched:
@@ -89,7 +108,8 @@ class Watched:
         for node in self.nodes:
             node.ask()
         found = [(node, state) for node in self.nodes if (state := saved(node)) is not None]
-        self.steps = max(self.steps, *(steps for _, (_, steps) in found), 0)  # a newcomer is where others have got in theirs
+        # a newcomer is where others have got in theirs
+        self.steps = max(self.steps, *(steps for _, (_, steps) in found), 0)
         for (one, (ones, _)), (other, (others, _)) in itertools.combinations(found, 2):
             assert distance(ones, others) < EVER * np.sqrt(self.steps), (one.view, other.view)
 
@@ -100,35 +120,50 @@ class Watched:
             if condition():
                 return
             time.sleep(1.0)
-        raise AssertionError(f"not within {seconds} s: {what}: {[vars(node.view) for node in self.nodes]}")
+        raise AssertionError(
+            f"not within {seconds} s: {what}: {[vars(node.view) for node in self.nodes]}"
+        )
 
 
 def log_of(node, event):
-    lines = (json.loads(line) for line in (node.directory / "node.log").read_text().splitlines() if line.startswith("{"))
+    lines = (
+        json.loads(line)
+        for line in (node.directory / "node.log").read_text().splitlines()
+        if line.startswith("{")
+    )
     return [line for line in lines if event in line.get("event", "")]
 
 
 def meeting_point(directory):
-    """A port, and the address of the node that will have it: so that all start at once, and nobody is ahead of the others for having been
-    alone with its own port for some seconds."""
+    """A port, and the address of the node that will have it: so that all start at once, and nobody
+    is ahead of the others for having been alone with its own port for some seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     directory.mkdir(mode=0o700)
-    return port, f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.load_or_create(directory / 'identity.key').peer_id}"
+    peer = identity.load_or_create(directory / "identity.key").peer_id
+    return port, f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
 
 
 def test_replicas_come_together_after_a_death_a_birth_and_a_liar(tmp_path):
     port, first = meeting_point(tmp_path / "node0")
-    nodes = [DemoNode(f"node{i}", tmp_path / f"node{i}", settings(i, 0 if i else port)) for i in range(3)]
+    nodes = [
+        DemoNode(f"node{i}", tmp_path / f"node{i}", settings(i, 0 if i else port)) for i in range(3)
+    ]
     liar = Liar("liar", tmp_path / "liar", settings(3))
     swarm = Watched(nodes)
-    refused = lambda: sum(sum(node.view.refused.values()) + node.view.rejected.get("malformed", 0) for node in nodes)
+    refused = lambda: sum(
+        sum(node.view.refused.values()) + node.view.rejected.get("malformed", 0) for node in nodes
+    )
     try:
         for node in nodes:
             node.start([first] if node is not nodes[0] else [])
-        liar.start([address for node in nodes for address in node.wait_for_address(time.monotonic() + 240)])
-        swarm.until(lambda: all(node.view.outer_step >= 6 for node in nodes), "six outer steps everywhere")
+        liar.start(
+            [address for node in nodes for address in node.wait_for_address(time.monotonic() + 240)]
+        )
+        swarm.until(
+            lambda: all(node.view.outer_step >= 6 for node in nodes), "six outer steps everywhere"
+        )
 
         nodes[2].kill()
         shutil.rmtree(tmp_path / "node2")
@@ -141,10 +176,14 @@ def test_replicas_come_together_after_a_death_a_birth_and_a_liar(tmp_path):
         assert any(peer in taken[0]["event"] for peer in peers)
         assert nodes[2].view.outer_step > 0
 
-        done = lambda: all(node.view.outer_step >= OUTER_STEPS and node.view.exchanges > 0 for node in nodes)
+        done = lambda: all(
+            node.view.outer_step >= OUTER_STEPS and node.view.exchanges > 0 for node in nodes
+        )
         swarm.until(done, "twelve outer steps, and the newcomer has averaged")
         swarm.until(refused, "the liar was refused")
-        swarm.until(lambda: held(nodes[0], nodes[1]) < HELD, "replicas that learn are held together")
+        swarm.until(
+            lambda: held(nodes[0], nodes[1]) < HELD, "replicas that learn are held together"
+        )
         assert all(node.view.restarts == 0 for node in nodes)
 
         for node in nodes:
@@ -154,7 +193,9 @@ def test_replicas_come_together_after_a_death_a_birth_and_a_liar(tmp_path):
         apart = largest(nodes)
         assert apart > 0.2  # far more than rounding, or nothing below would say anything
         for i, node in enumerate(nodes):
-            nodes[i] = DemoNode(node.name, node.directory, settings(i, 0 if i else port, learning=False))
+            nodes[i] = DemoNode(
+                node.name, node.directory, settings(i, 0 if i else port, learning=False)
+            )
             nodes[i].start([first] if i else [])
         swarm.until(lambda: largest(nodes) < TOGETHER * apart, f"together, from {apart:.2f}")
         assert all(node.view.restarts == 0 for node in nodes)

@@ -14,12 +14,18 @@ def _no_file_of_this_machine(tmp_path, monkeypatch):
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text('[training]\nlearning_rate = 0.001\nnum_generations = 4\n[policy.lora]\nr = 8\n')
+    path.write_text(
+        "[training]\nlearning_rate = 0.001\nnum_generations = 4\n[policy.lora]\nr = 8\n"
+    )
     return path
 
 
 def test_command_line_beats_environment_beats_file_beats_default(file):
-    environment = {"SWARMNODE_TRAINING_LEARNING_RATE": "0.002", "SWARMNODE_TRAINING_SEED": "7", "PATH": "x"}
+    environment = {
+        "SWARMNODE_TRAINING_LEARNING_RATE": "0.002",
+        "SWARMNODE_TRAINING_SEED": "7",
+        "PATH": "x",
+    }
     resolved = settings.load(file, environment, ["training.seed=9"])
     assert resolved.config.training.learning_rate == 0.002
     assert resolved.config.training.num_generations == 4
@@ -35,9 +41,15 @@ def test_command_line_beats_environment_beats_file_beats_default(file):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("[training]\nlearning_rat = 1\n", "{file}: unknown key training.learning_rat (nearest: training.learning_rate)"),
+        (
+            "[training]\nlearning_rat = 1\n",
+            "{file}: unknown key training.learning_rat (nearest: training.learning_rate)",
+        ),
         ("[trainin]\nx = 1\n", "{file}: unknown key trainin"),
-        ("[training]\nlearning_rate = -1\n", "{file}: training.learning_rate: Input should be greater than 0"),
+        (
+            "[training]\nlearning_rate = -1\n",
+            "{file}: training.learning_rate: Input should be greater than 0",
+        ),
         ("[policy.lora]\nr = 'a'\n", "{file}: policy.lora.r: Input should be a valid integer"),
         ("[training]\nlearning_rate = [1\n", "{file}: "),
     ],
@@ -53,13 +65,20 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text, line):
 
 
 def test_mistakes_in_environment_and_command_line_name_their_origin():
-    with pytest.raises(ConfigError, match=r"environment: unknown key SWARMNODE_HTTP_PROT \(nearest: SWARMNODE_HTTP_PORT\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment: unknown key SWARMNODE_HTTP_PROT \(nearest: SWARMNODE_HTTP_PORT\)",
+    ):
         settings.load(environment={"SWARMNODE_HTTP_PROT": "1"})
-    with pytest.raises(ConfigError, match=r"command line: unknown key http.prot \(nearest: http.port\)"):
+    with pytest.raises(
+        ConfigError, match=r"command line: unknown key http.prot \(nearest: http.port\)"
+    ):
         settings.load(overrides=["http.prot=1"])
     with pytest.raises(ConfigError, match="not key=value"):
         settings.load(overrides=["http.port"])
-    with pytest.raises(ConfigError, match=r"command line: policy\.quantization: .*needs an adapter"):
+    with pytest.raises(
+        ConfigError, match=r"command line: policy\.quantization: .*needs an adapter"
+    ):
         settings.load(overrides=["policy.quantization=4bit"])
 
 
@@ -70,13 +89,17 @@ def test_a_named_file_must_exist_and_the_default_one_need_not(tmp_path):
 
 
 def test_lists_and_texts_parse_as_toml_or_stay_text():
-    config = settings.load(overrides=['network.initial_peers=["/ip4/1.2.3.4/tcp/1/p2p/x"]', "node.name=bob smith"]).config
+    config = settings.load(
+        overrides=['network.initial_peers=["/ip4/1.2.3.4/tcp/1/p2p/x"]', "node.name=bob smith"]
+    ).config
     assert config.network.initial_peers == ["/ip4/1.2.3.4/tcp/1/p2p/x"]
     assert config.node.name == "bob smith"
 
 
 def test_there_are_few_settings():
-    assert len(settings.valid_keys()) <= 80, "what nobody needs to set is a constant with its reason, beside what uses it"
+    assert len(settings.valid_keys()) <= 80, (
+        "what nobody needs to set is a constant with its reason, beside what uses it"
+    )
 
 
 def test_what_only_a_manifest_says_is_no_setting():
@@ -88,7 +111,9 @@ def test_every_key_is_documented_and_the_page_is_up_to_date():
     from pathlib import Path
 
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert page.read_text() == settings.reference(), "run: python -m swarmnode.settings > docs/configuration.md"
+    assert page.read_text() == settings.reference(), (
+        "run: python -m swarmnode.settings > docs/configuration.md"
+    )
     assert "None |" not in settings.reference(), "a key without a description"
     rows = [line for line in settings.reference().splitlines() if line.startswith("| `")]
     assert all(line.endswith(" |") for line in rows), "a row of a table is one line"

@@ -1,7 +1,8 @@
 """The liar itself: `python -m swarmnode.demo.liar --config FILE`.
 
-It joins like any node and then sends, for ever: every hostile frame of `frames`, replays, other people's groups under its own name, more of
-everything than it may, weights that are lies, and raw garbage to its peers' ports.
+It joins like any node and then sends, for ever: every hostile frame of `frames`, replays, other
+people's groups under its own name, more of everything than it may, weights that are lies, and raw
+garbage to its peers' ports.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ async def lie(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
         del received[:-64]
         return Validation.ACCEPT
 
-    async with open_host(cfg, identity, data_dir, swarm=swarm) as network, trio.open_nursery() as nursery:
+    async with (
+        open_host(cfg, identity, data_dir, swarm=swarm) as network,
+        trio.open_nursery() as nursery,
+    ):
         topic = ids.rollout_topic(swarm)
         subscription = await network.gossip.join(topic, listen)
         nursery.start_soon(_empty, subscription)
@@ -60,7 +64,8 @@ async def lie(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
             frames = [frame for frame, _ in hostile_frames(liar, time.time(), sequence).values()]
             stolen = [_resigned(frame, liar) for frame in received[-4:]]
             for frame in rng.sample(frames, len(frames)) + stolen + received[-4:] + frames[:4]:
-                with contextlib.suppress(Exception):  # what cannot be sent (too long, nobody there) is not this node's worry
+                # what cannot be sent (too long, nobody there) is not this node's worry
+                with contextlib.suppress(Exception):
                     await network.gossip.publish(topic, frame)
                 await trio.sleep(1.0 / FRAMES_PER_SECOND)
 

@@ -1,7 +1,7 @@
 """Groups as other nodes see them: an author with a key that signs valid ones.
 
-    author = Author(swarm)
-    frame = author.frame(author.group(sequence=7, created=now))
+author = Author(swarm)
+frame = author.frame(author.group(sequence=7, created=now))
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarmnode.tasks.builtin import GENERATORS, Item
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import Codec, Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.swarm import swarm_id
 
 MODEL = b"m" * 32
@@ -39,11 +39,17 @@ class Author:
     """
 
     def __init__(
-        self, swarm: bytes, seed: int = 0, tasks: Sequence[str] = BUILTIN_TASKS, key: Ed25519PrivateKey | None = None
+        self,
+        swarm: bytes,
+        seed: int = 0,
+        tasks: Sequence[str] = BUILTIN_TASKS,
+        key: Ed25519PrivateKey | None = None,
     ) -> None:
         self.swarm = swarm
         self.tasks = tasks
-        self.key = key or Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"author {seed}".encode(), digest_size=32).digest())
+        self.key = key or Ed25519PrivateKey.from_private_bytes(
+            hashlib.blake2b(f"author {seed}".encode(), digest_size=32).digest()
+        )
         self.peer = envelope.peer_id(self.key.public_key().public_bytes_raw())
 
     def task(self, sequence: int) -> TaskRef:
@@ -63,7 +69,8 @@ class Author:
         tokenizer: bytes = TOKENIZER,
         size: int = 8,
     ) -> RolloutGroup:
-        """Question number `sequence` made at `created` Unix seconds: `size` completions, the first two right (builtin tasks)."""
+        """Question number `sequence` made at `created` Unix seconds: `size` completions, the first
+        two right (builtin tasks)."""
         task = task or self.task(sequence)
         if texts is None:
             right = answer(task)
@@ -83,28 +90,49 @@ class Author:
         """The same as the trainer would hand it to the network process."""
         group = self.group(sequence, 0.0, **kwargs)  # type: ignore[arg-type]
         rewards = [float(each.text == answer(group.task)) for each in group.completions]
-        return OwnGroup(group.task, group.policy_version, group.sequence, group.sampling, group.completions, rewards)
+        return OwnGroup(
+            group.task,
+            group.policy_version,
+            group.sequence,
+            group.sampling,
+            group.completions,
+            rewards,
+        )
 
     def long_group(self, sequence: int, **kwargs: object) -> OwnGroup:
         """A group of about 125 KB as sent: seven of its texts are 12,000 random characters."""
         rng = random.Random(sequence)
-        texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)]
+        texts = [
+            "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)
+        ]
         return self.own_group(sequence, texts=[answer(self.task(sequence)), *texts], **kwargs)
 
     def frame(self, message: msgspec.Struct, swarm: bytes | None = None) -> bytes:
         """`message` signed, compressed where that is shorter."""
         return envelope.seal(message, self.key, ids.DOMAIN_ROLLOUT, swarm or self.swarm)  # type: ignore[arg-type]
 
-    def sign(self, payload: bytes, codec_name: str = "raw") -> bytes:
+    def sign(self, payload: bytes, codec_name: Codec = "raw") -> bytes:
         """Any bytes signed: what only a hostile author sends."""
-        return codec.encode(envelope.sign(payload, self.key, ids.DOMAIN_ROLLOUT, self.swarm, codec_name))  # type: ignore[arg-type]
+        signed = envelope.sign(payload, self.key, ids.DOMAIN_ROLLOUT, self.swarm, codec_name)
+        return codec.encode(signed)
 
 
 def completion(text: str, *, packed: bool = True, logprob: float = -0.5) -> Completion:
     """One token per character, each of `logprob` nats."""
     count = max(1, len(text))
-    ids_, logprobs = (tensors.pack_ids([ord(c) for c in text] or [0]), tensors.pack_logprobs([logprob] * count)) if packed else (b"", b"")
-    return Completion(text=text, tokens=count, logprob=logprob * count, finish="eos", token_ids=ids_, logprobs=logprobs)
+    ids_, logprobs = (
+        (tensors.pack_ids([ord(c) for c in text] or [0]), tensors.pack_logprobs([logprob] * count))
+        if packed
+        else (b"", b"")
+    )
+    return Completion(
+        text=text,
+        tokens=count,
+        logprob=logprob * count,
+        finish="eos",
+        token_ids=ids_,
+        logprobs=logprobs,
+    )
 
 
 def answer(task: TaskRef) -> str:

@@ -1,4 +1,5 @@
-"""What a hostile author makes of its groups, whose signatures are good: each lie with the reason that admission gives for refusing it."""
+"""What a hostile author makes of its groups, whose signatures are good: each lie with the reason
+that admission gives for refusing it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from swarmnode.wire.messages import RolloutGroup
 
 
 def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, tuple[bytes, str]]:
-    """name → (frame, reason expected for it), by an author whose key is good. Takes sequence numbers from `sequence` on."""
+    """name → (frame, reason expected for it), by an author whose key is good. Takes sequence
+    numbers from `sequence` on."""
     replace = msgspec.structs.replace
     stranger = Author(author.swarm, seed=999)
     other_swarm = Author(swarm_of("another"), seed=0)
@@ -28,7 +30,14 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
 
     def with_first(step: int, **changes: object) -> bytes:
         made = author.group(sequence + step, now)
-        return author.sign(codec.encode(replace(made, completions=[replace(made.completions[0], **changes), *made.completions[1:]])))
+        return author.sign(
+            codec.encode(
+                replace(
+                    made,
+                    completions=[replace(made.completions[0], **changes), *made.completions[1:]],
+                )
+            )
+        )
 
     good = author.frame(group(0))
     payload = codec.encode(group(0))
@@ -43,7 +52,10 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "oversized": (good + b"\0" * limits.GOSSIP_BYTES, "oversize"),
         "deeply nested": (b"\x91" * 60_000, "schema"),
         "deeply nested payload": (author.sign(b"\x81\xa1a" + b"\x91" * 60_000), "schema"),
-        "nested in a field": (author.sign(payload.replace(b"\xa4task\x85", b"\xa4task" + b"\x91" * 1000 + b"\x85")), "schema"),
+        "nested in a field": (
+            author.sign(payload.replace(b"\xa4task\x85", b"\xa4task" + b"\x91" * 1000 + b"\x85")),
+            "schema",
+        ),
         "map of a million": (author.sign(b"\xdf\x00\x0f\x42\x40"), "malformed"),
         "huge text header": (author.sign(payload[:30] + b"\xdb\xff\xff\xff\xff"), "malformed"),
         "duplicated key": (author.sign(_duplicated_key(payload)), "malformed"),
@@ -51,20 +63,34 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "NaN": (author.sign(_with_float(payload, b"\x7f\xf8" + b"\0" * 6)), "not_finite"),
         "infinity": (author.sign(_with_float(payload, b"\xff\xf0" + b"\0" * 6)), "not_finite"),
         "bad UTF-8": (author.sign(payload.replace(b"builtin/", b"builtin\xff")), "malformed"),
-        "one completion": (author.sign(codec.encode(group(0, completions=group(0).completions[:1]))), "bounds"),
-        "65 completions": (author.sign(codec.encode(group(0, completions=group(0).completions[:1] * 65))), "bounds"),
+        "one completion": (
+            author.sign(codec.encode(group(0, completions=group(0).completions[:1]))),
+            "bounds",
+        ),
+        "65 completions": (
+            author.sign(codec.encode(group(0, completions=group(0).completions[:1] * 65))),
+            "bounds",
+        ),
         "positive logprob": (with_first(0, logprob=1.0), "bounds"),
         "short token ids": (with_first(0, token_ids=b"\0\0\0\0"), "bounds"),
         "NaN in packed logprobs": (
-            with_first(0, text="1", tokens=1, token_ids=b"", logprobs=tensors.pack_logprobs([float("nan")])),
+            with_first(
+                0, text="1", tokens=1, token_ids=b"", logprobs=tensors.pack_logprobs([float("nan")])
+            ),
             "not_finite",
         ),
         "zstd bomb": (author.sign(_bomb(), "zstd"), "oversize"),
         "zstd garbage": (author.sign(b"\x28\xb5\x2f\xfd" + b"\xff" * 50, "zstd"), "compression"),
         "wrong signature": (bytes(flipped), "signature"),
         "wrong swarm": (other_swarm.frame(group(0)), "signature"),
-        "stale": (author.frame(author.group(sequence, now - limits.GROUP_AGE_SECONDS - 1)), "stale"),
-        "future": (author.frame(author.group(sequence, now + limits.CLOCK_SKEW_SECONDS + 1)), "future"),
+        "stale": (
+            author.frame(author.group(sequence, now - limits.GROUP_AGE_SECONDS - 1)),
+            "stale",
+        ),
+        "future": (
+            author.frame(author.group(sequence, now + limits.CLOCK_SKEW_SECONDS + 1)),
+            "future",
+        ),
         "stolen": (author.frame(stolen), "seed"),
         "forged seed": (with_task(1, seed=5 << limits.INDEX_BITS), "seed"),
         "forged index": (with_task(1, index=12_345), "seed"),
@@ -73,9 +99,18 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "unknown task": (with_task(1, id="builtin/nothing"), "unknown_task"),
         "unknown version": (with_task(1, version="0000000000000000"), "unknown_version"),
         "sum that does not add up": (with_first(1, logprob=-9000.0), "tokens"),
-        "more text than tokens": (with_first(1, text="1" * 300, tokens=1, logprob=-0.5, token_ids=b"", logprobs=b""), "tokens"),
-        "control characters": (author.frame(author.group(sequence + 1, now, texts=["\x1b[2J", "1"])), "charset"),
-        "bidirectional override": (author.frame(author.group(sequence + 1, now, texts=["1", "\u202e1"])), "charset"),
+        "more text than tokens": (
+            with_first(1, text="1" * 300, tokens=1, logprob=-0.5, token_ids=b"", logprobs=b""),
+            "tokens",
+        ),
+        "control characters": (
+            author.frame(author.group(sequence + 1, now, texts=["\x1b[2J", "1"])),
+            "charset",
+        ),
+        "bidirectional override": (
+            author.frame(author.group(sequence + 1, now, texts=["1", "\u202e1"])),
+            "charset",
+        ),
     }
 
 
@@ -86,7 +121,8 @@ def _bomb() -> bytes:
 
 
 def _duplicated_key(payload: bytes) -> bytes:
-    """The same map with its last key twice: decoders take the last one, parsers elsewhere the first."""
+    """The same map with its last key twice: decoders take the last one, parsers elsewhere the
+    first."""
     return bytes([payload[0] + 1]) + payload[1:] + b"\xa8sequence\x01"
 
 

@@ -1,6 +1,8 @@
-"""A hostile partner: speaks the protocol of averaging over a real network, and lies in one way or another. For tests and the demo's liar.
+"""A hostile partner: speaks the protocol of averaging over a real network, and lies in one way or
+another. For tests and the demo's liar.
 
-It needs neither model nor configuration: peers tell their fingerprint, and what they publish is the pattern of what it sends. No torch.
+It needs neither model nor configuration: peers tell their fingerprint, and what they publish is the
+pattern of what it sends. No torch.
 """
 
 from __future__ import annotations
@@ -37,10 +39,32 @@ from swarmnode.weights.payload import Header, build, checksum
 from swarmnode.wire import ids
 
 PAYLOADS: Final = (
-    "nan", "infinite", "huge", "flipped", "shape", "dtype", "names", "checksum", "truncated", "longer", "codec", "fragment", "garbage",
-)  # fmt: skip
+    "nan",
+    "infinite",
+    "huge",
+    "flipped",
+    "shape",
+    "dtype",
+    "names",
+    "checksum",
+    "truncated",
+    "longer",
+    "codec",
+    "fragment",
+    "garbage",
+)
 """Lies that are told in the payload."""
-MANNERS: Final = ("silent", "too_large", "other_size", "other_root", "not_offered", "wrong_hash", "release", "no_answer", "other_nonce")
+MANNERS: Final = (
+    "silent",
+    "too_large",
+    "other_size",
+    "other_root",
+    "not_offered",
+    "wrong_hash",
+    "release",
+    "no_answer",
+    "other_nonce",
+)
 """Lies that are told before."""
 LARGEST: Final = 2**28
 PROPOSE_EVERY_SECONDS: Final = 3.0
@@ -65,7 +89,12 @@ def lie(payload: bytes, kind: str) -> bytes:
     if kind in ("nan", "infinite", "huge", "flipped"):
         bodies = [_altered(body, header.codec, kind) for body in bodies]
     elif kind == "shape":
-        tensors[0] = replace(tensors[0], shape=(*tensors[0].shape[1:], tensors[0].shape[0]) if len(set(tensors[0].shape)) > 1 else (1,))
+        tensors[0] = replace(
+            tensors[0],
+            shape=(*tensors[0].shape[1:], tensors[0].shape[0])
+            if len(set(tensors[0].shape)) > 1
+            else (1,),
+        )
     elif kind == "dtype":
         tensors[0] = replace(tensors[0], dtype="float64")
     elif kind == "names":
@@ -74,7 +103,10 @@ def lie(payload: bytes, kind: str) -> bytes:
         header = replace(header, codec="bfloat16" if header.codec != "bfloat16" else "float32")
     elif kind == "fragment":
         header = replace(header, fragment=header.fragment + 1)
-    tensors = [replace(t, length=len(b), checksum=checksum(b)) for t, b in zip(tensors, bodies, strict=True)]
+    tensors = [
+        replace(t, length=len(b), checksum=checksum(b))
+        for t, b in zip(tensors, bodies, strict=True)
+    ]
     if kind == "checksum":
         tensors[-1] = replace(tensors[-1], checksum=bytes(16))
     made = build(replace(header, tensors=tensors), bodies)
@@ -88,9 +120,11 @@ def lie(payload: bytes, kind: str) -> bytes:
 def _altered(body: bytes, codec: str, kind: str) -> bytes:
     """Values of a body changed: its scales where it has some, else all its floats."""
     change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = {
-        "nan": lambda x: np.full_like(x, np.nan), "infinite": lambda x: np.full_like(x, np.inf), "huge": lambda x: x * 1e6,
+        "nan": lambda x: np.full_like(x, np.nan),
+        "infinite": lambda x: np.full_like(x, np.inf),
+        "huge": lambda x: x * 1e6,
         "flipped": lambda x: -x,
-    }[kind]  # fmt: skip
+    }[kind]
     if codec == "float32":
         return change(np.frombuffer(body, "<f4")).astype("<f4").tobytes()
     if codec == "bfloat16":
@@ -105,9 +139,12 @@ def _altered(body: bytes, codec: str, kind: str) -> bytes:
 
 
 class WeightLiar:
-    """kinds: the lies it tells, in turn, of PAYLOADS and MANNERS; empty is an honest partner that sends back what it was shown."""
+    """kinds: the lies it tells, in turn, of PAYLOADS and MANNERS; empty is an honest partner that
+    sends back what it was shown."""
 
-    def __init__(self, network: Libp2pNetwork, kinds: Sequence[str], *, step: int | None = None) -> None:
+    def __init__(
+        self, network: Libp2pNetwork, kinds: Sequence[str], *, step: int | None = None
+    ) -> None:
         self._network = network
         self._kinds = list(kinds)
         self._told = 0
@@ -119,25 +156,46 @@ class WeightLiar:
         """Those of the peer that it has learnt of last."""
         self.sessions: list[bytes] = []
 
-    async def run(self, *, proposes: bool = False, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(
+        self,
+        *,
+        proposes: bool = False,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Until cancelled. proposes: to everybody, again and again."""
         self._network.requests.serve(
-            ids.WEIGHTS_PROTOCOL, self._serve, max_request_bytes=MESSAGE_BYTES, max_response_bytes=MESSAGE_BYTES, concurrent=64, per_peer=64
-        )  # fmt: skip
+            ids.WEIGHTS_PROTOCOL,
+            self._serve,
+            max_request_bytes=MESSAGE_BYTES,
+            max_response_bytes=MESSAGE_BYTES,
+            concurrent=64,
+            per_peer=64,
+        )
         async with trio.open_nursery() as self._nursery:
             task_status.started()
             rng = random.Random(0)
             while True:
-                await trio.sleep(rng.uniform(0.5, 1.0) * PROPOSE_EVERY_SECONDS if proposes else 3600.0)
+                await trio.sleep(
+                    rng.uniform(0.5, 1.0) * PROPOSE_EVERY_SECONDS if proposes else 3600.0
+                )
                 for peer in self._network.connected():
                     self._nursery.start_soon(self._approach, peer)
 
     async def learn(self, peer: str) -> None:
         """Ask `peer` what it averages, and for what it has published. Raises PeerError."""
-        answer = await self.ask(peer, Here(self.fingerprint or bytes(32), self._step or 0, self.blocks))
+        answer = await self.ask(
+            peer, Here(self.fingerprint or bytes(32), self._step or 0, self.blocks)
+        )
         if isinstance(answer, Here):
             self.fingerprint, self.blocks = answer.fingerprint, answer.blocks
-            await self.ask(peer, Here(self.fingerprint, self._step if self._step is not None else answer.outer_step, self.blocks))
+            await self.ask(
+                peer,
+                Here(
+                    self.fingerprint,
+                    self._step if self._step is not None else answer.outer_step,
+                    self.blocks,
+                ),
+            )
         for fragment in range(64):
             try:
                 ready = await self.ask(peer, Latest(self.fingerprint, fragment, self.blocks))
@@ -152,14 +210,22 @@ class WeightLiar:
     async def ask(self, peer: str, message: Message) -> Message | None:
         """Raises PeerError."""
         data = await self._network.requests.request(
-            peer, ids.WEIGHTS_PROTOCOL, encode_message(message), deadline=10.0, max_response_bytes=MESSAGE_BYTES
-        )  # fmt: skip
+            peer,
+            ids.WEIGHTS_PROTOCOL,
+            encode_message(message),
+            deadline=10.0,
+            max_response_bytes=MESSAGE_BYTES,
+        )
         return decode_message(data) if data else None
 
-    async def propose(self, peer: str, fragment: int = 0, *, follow: bool = True, nonce: bytes = b"") -> Message | None:
+    async def propose(
+        self, peer: str, fragment: int = 0, *, follow: bool = True, nonce: bytes = b""
+    ) -> Message | None:
         """follow: go on with a lie when it accepts; else vanish."""
         nonce = nonce or secrets.token_bytes(NONCE_BYTES)
-        answer = await self.ask(peer, Propose(nonce, self.fingerprint, fragment, self._step or 0, self.blocks))
+        answer = await self.ask(
+            peer, Propose(nonce, self.fingerprint, fragment, self._step or 0, self.blocks)
+        )
         if isinstance(answer, Accept) and follow:
             await self._lie(peer, answer.session, answer.fragment)
         return answer
@@ -178,7 +244,9 @@ class WeightLiar:
         message = decode_message(data)
         if isinstance(message, Here):
             self.fingerprint = self.fingerprint or message.fingerprint
-            return encode_message(Here(message.fingerprint, self._claim(message.outer_step), message.blocks))
+            return encode_message(
+                Here(message.fingerprint, self._claim(message.outer_step), message.blocks)
+            )
         if isinstance(message, Propose) and self._nursery is not None:
             self.sessions.append(message.nonce)
             kind = self._kind(peek=True)
@@ -186,7 +254,15 @@ class WeightLiar:
                 await trio.sleep(5.0)
             nonce = bytes(NONCE_BYTES) if kind == "other_nonce" else message.nonce
             self._nursery.start_soon(self._lie, peer, message.nonce, message.fragment)
-            return encode_message(Accept(nonce, message.nonce, message.fragment, self._claim(message.outer_step), message.blocks))
+            return encode_message(
+                Accept(
+                    nonce,
+                    message.nonce,
+                    message.fragment,
+                    self._claim(message.outer_step),
+                    message.blocks,
+                )
+            )
         return b""
 
     def _claim(self, theirs: int) -> int:
@@ -217,6 +293,10 @@ class WeightLiar:
             root = bytes(32) if kind == "other_root" else source.root
             size = {"too_large": 2**40, "other_size": source.size - 1}.get(kind, source.size)
             await self.ask(peer, Ready(session, transfer, root, size, self._claim(0)))
-            await self.ask(peer, Ready(session, secrets.token_bytes(32), source.root, source.size, self._claim(0)))  # and another one
+            # and another one
+            await self.ask(
+                peer,
+                Ready(session, secrets.token_bytes(32), source.root, source.size, self._claim(0)),
+            )
         except PeerError:
             pass  # found out

@@ -1,6 +1,8 @@
-"""The requester's way to a socket: agree on a port and a token over libp2p, connect, prove who we are, ask.
+"""The requester's way to a socket: agree on a port and a token over libp2p, connect, prove who we
+are, ask.
 
-Until the answer has been read nothing was written to the sink, so whatever goes wrong here leaves the libp2p stream to be used instead.
+Until the answer has been read nothing was written to the sink, so whatever goes wrong here leaves
+the libp2p stream to be used instead.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FORGET_SECONDS = 600.0
 REMEMBERED = 1024
 """Peers of which that is known."""
 FALLBACKS = ("off", "unreachable", "agree", "connect", "handshake")
-"""Why a stream is used: no socket here, not reached a moment ago, not agreed on, no connection, not admitted."""
+"""Why a stream is used: no socket here, not reached a moment ago, not agreed on, no connection, not
+admitted."""
 
 
 class Fallback(Exception):
@@ -37,9 +40,15 @@ class Fallback(Exception):
 
 
 class Calling:
-    """`observed(peer)`: the address at which we see it. `contexts`: None if this node uses no sockets."""
+    """`observed(peer)`: the address at which we see it. `contexts`: None if this node uses no
+    sockets."""
 
-    def __init__(self, requests: Requests, limiter: trio.CapacityLimiter, observed: Callable[[str], Address | None]) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        limiter: trio.CapacityLimiter,
+        observed: Callable[[str], Address | None],
+    ) -> None:
         self._requests = requests
         self._limiter = limiter
         self._observed = observed
@@ -47,7 +56,8 @@ class Calling:
         self.contexts: Contexts | None = None
 
     async def call(self, pull: Pull) -> tuple[socket.socket, ssl.SSLSocket]:
-        """A second handle, and the connection, on which the wanted chunks follow. Raises Fallback, or Declined."""
+        """A second handle, and the connection, on which the wanted chunks follow. Raises Fallback,
+        or Declined."""
         if self.contexts is None:
             raise Fallback("off")
         remote = self._observed(pull.peer)
@@ -58,7 +68,13 @@ class Calling:
         try:
             with trio.move_on_after(HANDSHAKE_SECONDS):
                 return control, await tls.in_thread(
-                    control, self._limiter, self._introduce, raw, response.token, pull, discard=ssl.SSLSocket.close
+                    control,
+                    self._limiter,
+                    self._introduce,
+                    raw,
+                    response.token,
+                    pull,
+                    discard=ssl.SSLSocket.close,
                 )
             raise Fallback("handshake")
         except BaseException as error:
@@ -70,9 +86,12 @@ class Calling:
     async def _agree(self, pull: Pull) -> BulkSocketResponse:
         try:
             data = await self._requests.request(
-                pull.peer, ids.BULK_SOCKET_PROTOCOL, codec.encode(BulkSocketRequest(pull.transfer, pull.root)),
-                deadline=AGREE_SECONDS, max_response_bytes=limits.BULK_SOCKET_RESPONSE_BYTES,
-            )  # fmt: skip
+                pull.peer,
+                ids.BULK_SOCKET_PROTOCOL,
+                codec.encode(BulkSocketRequest(pull.transfer, pull.root)),
+                deadline=AGREE_SECONDS,
+                max_response_bytes=limits.BULK_SOCKET_RESPONSE_BYTES,
+            )
             response = codec.decode(data, BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES)
         except PeerError as error:
             raise Fallback("agree") from error
@@ -80,9 +99,14 @@ class Calling:
             raise Declined(response.status)
         return response
 
-    async def _connect(self, peer: str, remote: Address, port: int) -> tuple[socket.socket, socket.socket]:
-        """To the IP address at which we see the peer and no other: it chooses a port, not whom we call."""
-        handle = trio.socket.socket(socket.AF_INET if remote.kind == "ip4" else socket.AF_INET6, socket.SOCK_STREAM)
+    async def _connect(
+        self, peer: str, remote: Address, port: int
+    ) -> tuple[socket.socket, socket.socket]:
+        """To the IP address at which we see the peer and no other: it chooses a port, not whom we
+        call."""
+        handle = trio.socket.socket(
+            socket.AF_INET if remote.kind == "ip4" else socket.AF_INET6, socket.SOCK_STREAM
+        )
         with handle, trio.move_on_after(CONNECT_SECONDS):
             try:
                 await handle.connect((remote.host, port))

@@ -1,6 +1,8 @@
-"""What is sent and where it goes: sources that do not change, and sinks that know which chunks they have.
+"""What is sent and where it goes: sources that do not change, and sinks that know which chunks they
+have.
 
-Both are memory, the process's own or a file's, so that a socket reads into it and writes out of it without a copy of the whole.
+Both are memory, the process's own or a file's, so that a socket reads into it and writes out of it
+without a copy of the whole.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class BulkSource:
-    """Bytes that do not change from now on. Hashes all of them when it is made: do that in a thread if there are many.
+    """Bytes that do not change from now on. Hashes all of them when it is made: do that in a thread
+    if there are many.
 
-    data: bytes, or anything with a buffer; kept, not copied. Whoever changes it afterwards will be taken for a liar by peers.
-    chunk_bytes: 4 KiB to 1 MiB. Raises ValueError for nothing at all, and for more than 32,768 chunks.
+    data: bytes, or anything with a buffer; kept, not copied. Whoever changes it afterwards will be
+    taken for a liar by peers. chunk_bytes: 4 KiB to 1 MiB. Raises ValueError for nothing at all,
+    and for more than 32,768 chunks.
     """
 
     def __init__(self, data: Buffer, *, chunk_bytes: int = limits.BULK_CHUNK_BYTES) -> None:
@@ -33,17 +37,22 @@ class BulkSource:
             raise ValueError(f"chunks are 4 KiB to 1 MiB, not {chunk_bytes} bytes")
         if not 1 <= self.size <= chunk_bytes * limits.BULK_CHUNKS:
             raise ValueError(f"{self.size} bytes do not make 1 to {limits.BULK_CHUNKS} chunks")
-        pieces = (self._view[start : start + chunk_bytes] for start in range(0, self.size, chunk_bytes))
+        pieces = (
+            self._view[start : start + chunk_bytes] for start in range(0, self.size, chunk_bytes)
+        )
         self.hashes = b"".join(map(bulk.digest, pieces))
         self.root = bulk.root(self.manifest(bytes(limits.TRANSFER_BYTES)))
 
     @classmethod
     def from_file(cls, path: Path, *, chunk_bytes: int = limits.BULK_CHUNK_BYTES) -> BulkSource:
-        """A file, mapped: its pages come and go as they are read. It may be replaced by renaming another over it, never cut short: reading
-        what is no longer there would end the process. Raises Unavailable if it cannot be read, ValueError if it is empty."""
+        """A file, mapped: its pages come and go as they are read. It may be replaced by renaming
+        another over it, never cut short: reading what is no longer there would end the process.
+        Raises Unavailable if it cannot be read, ValueError if it is empty."""
         try:
             with open(path, "rb") as file:
-                return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), chunk_bytes=chunk_bytes)
+                return cls(
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), chunk_bytes=chunk_bytes
+                )
         except OSError as error:
             raise Unavailable(f"cannot read {path}: {error.strerror}") from error
 
@@ -57,7 +66,8 @@ class BulkSource:
 
 
 class BulkSink(Protocol):
-    """Where a fetch puts what it receives. Called in the event loop or in a worker thread, `accept` in one at a time."""
+    """Where a fetch puts what it receives. Called in the event loop or in a worker thread, `accept`
+    in one at a time."""
 
     size: int
     """Bytes in all; that of the manifest."""
@@ -66,7 +76,8 @@ class BulkSink(Protocol):
         """Chunks that are still to be fetched, ascending."""
 
     def view(self, index: int) -> memoryview:
-        """Where chunk `index` belongs: writable, of its length. What is in there counts for nothing before `accept`."""
+        """Where chunk `index` belongs: writable, of its length. What is in there counts for nothing
+        before `accept`."""
 
     def accept(self, index: int) -> None:
         """What is in `view(index)` is the chunk that the manifest announced."""
@@ -75,9 +86,10 @@ class BulkSink(Protocol):
 class MemorySink:
     """A manifest's bytes in memory.
 
-    limit: bytes; a manifest of more raises BadMessage("oversize") before anything is allocated. memory: to be filled instead of pages of
-    its own (which the kernel hands out as they are written; a bytearray would be zeroed first, in the event loop); writable and exactly as
-    long, ValueError if not.
+    limit: bytes; a manifest of more raises BadMessage("oversize") before anything is allocated.
+    memory: to be filled instead of pages of its own (which the kernel hands out as they are
+    written; a bytearray would be zeroed first, in the event loop); writable and exactly as long,
+    ValueError if not.
     """
 
     def __init__(self, manifest: BulkManifest, *, limit: int, memory: Buffer | None = None) -> None:
@@ -107,10 +119,12 @@ class MemorySink:
 
 
 class FileSink(MemorySink):
-    """A manifest's bytes in a file of their own, mapped. What an earlier process left at `path` is taken up where its hashes are right.
+    """A manifest's bytes in a file of their own, mapped. What an earlier process left at `path` is
+    taken up where its hashes are right.
 
-    That hashes the whole file if there is one: make it in a thread. The disk space is taken at once, because a mapped file that finds the
-    disk full ends the process. Raises BadMessage("oversize") as MemorySink does, Unavailable if there is no room or no access.
+    That hashes the whole file if there is one: make it in a thread. The disk space is taken at
+    once, because a mapped file that finds the disk full ends the process. Raises
+    BadMessage("oversize") as MemorySink does, Unavailable if there is no room or no access.
     """
 
     def __init__(self, manifest: BulkManifest, path: Path, *, limit: int) -> None:

@@ -1,9 +1,12 @@
 """Our fetches: whose turn it is, over which path, how long it may take, and what came of it.
 
-    fetch ─▶ a slot ─▶ ask over libp2p for a port and a token ─▶ connect, handshake ─▶ chunks over the socket
-                        └─ none, no connection, no handshake ─────────────────────▶ chunks over a libp2p stream
+    fetch ─▶ a slot ─▶ ask over libp2p for a port and a token ─▶ connect, handshake ─▶ chunks over
+    the socket
+                        └─ none, no connection, no handshake ─────────────────────▶ chunks over a
+                        libp2p stream
 
-A transfer that breaks off in the middle is not taken up here: the sink knows what it has, the caller decides whether to call again.
+A transfer that breaks off in the middle is not taken up here: the sink knows what it has, the
+caller decides whether to call again.
 """
 
 from __future__ import annotations
@@ -35,11 +38,14 @@ OUTCOMES = ("ok", "timeout", "unknown", "busy", "hash", "malformed", "failed", "
 
 
 class FetchCounts:
-    """By path, of the fetches that have ended: how often they ended how (OUTCOMES), bytes, seconds; fallbacks by reason
-    (`calling.FALLBACKS`)."""
+    """By path, of the fetches that have ended: how often they ended how (OUTCOMES), bytes, seconds;
+    fallbacks by reason (`calling.FALLBACKS`)."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[BulkPath, collections.Counter[str]] = {"stream": collections.Counter(), "socket": collections.Counter()}
+        self.outcomes: dict[BulkPath, collections.Counter[str]] = {
+            "stream": collections.Counter(),
+            "socket": collections.Counter(),
+        }
         self.received: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.fallbacks: collections.Counter[str] = collections.Counter()
@@ -49,7 +55,13 @@ class Fetcher:
     """`threads`: limits those that hash and read sockets."""
 
     def __init__(
-        self, host: Host, requests: Requests, calling: Calling, scores: PeerScoring, traffic: Traffic, threads: trio.CapacityLimiter
+        self,
+        host: Host,
+        requests: Requests,
+        calling: Calling,
+        scores: PeerScoring,
+        traffic: Traffic,
+        threads: trio.CapacityLimiter,
     ) -> None:
         self.bandwidth = Bandwidth()
         self.counts = FetchCounts()
@@ -61,12 +73,17 @@ class Fetcher:
         self._traffic = traffic
         self._threads = threads
 
-    async def manifest(self, peer: str, transfer: bytes, deadline: float, root: bytes | None) -> BulkManifest:
+    async def manifest(
+        self, peer: str, transfer: bytes, deadline: float, root: bytes | None
+    ) -> BulkManifest:
         """See `api.Bulk.manifest`."""
         data = await self._requests.request(
-            peer, ids.BULK_MANIFEST_PROTOCOL, codec.encode(BulkManifestRequest(transfer)),
-            deadline=deadline, max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
-        )  # fmt: skip
+            peer,
+            ids.BULK_MANIFEST_PROTOCOL,
+            codec.encode(BulkManifestRequest(transfer)),
+            deadline=deadline,
+            max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
+        )
         response = codec.decode(data, BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES)
         if response.status != "ok":
             raise Declined(response.status)
@@ -76,7 +93,13 @@ class Fetcher:
         return manifest
 
     async def fetch(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, deadline: float, path: BulkPath | None
+        self,
+        peer: str,
+        transfer: bytes,
+        manifest: BulkManifest,
+        sink: BulkSink,
+        deadline: float,
+        path: BulkPath | None,
     ) -> None:
         """See `api.Bulk.fetch`."""
         check_message(manifest)
@@ -92,7 +115,9 @@ class Fetcher:
                 async with self.slots.turn(peer), self._measured(pull):
                     await self._pull(pull, path)
             if scope.cancelled_caught:
-                raise PeerTimeout(f"{pull.moved} of {pull.size} bytes came from {peer} within {deadline:g} s")
+                raise PeerTimeout(
+                    f"{pull.moved} of {pull.size} bytes came from {peer} within {deadline:g} s"
+                )
             outcome = "ok"
         except (trio.Cancelled, BaseExceptionGroup):  # out of a nursery it comes in a group
             outcome = "cancelled"
@@ -135,8 +160,8 @@ class Fetcher:
 
     @contextlib.asynccontextmanager
     async def _watched(self, pull: Pull) -> AsyncIterator[None]:
-        """Ends the block when nothing moves any more; raises PeerTimeout then. The scope is around waiting for the work, never around a
-        libp2p stream."""
+        """Ends the block when nothing moves any more; raises PeerTimeout then. The scope is around
+        waiting for the work, never around a libp2p stream."""
         watching, working = trio.CancelScope(), trio.CancelScope()
 
         def moved() -> int:

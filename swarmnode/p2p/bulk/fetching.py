@@ -1,9 +1,11 @@
-"""The side that wants something: reads chunks into a sink, verifies each beside the reading, accepts what fits.
+"""The side that wants something: reads chunks into a sink, verifies each beside the reading,
+accepts what fits.
 
     stream   event loop: read ─▶ sink's memory ─▶ (4 chunks) ─▶ worker thread: hash ─▶ accept
     socket   thread: recv_into the sink's memory ─▶ (4 chunks) ─▶ another thread: hash ─▶ accept
 
-Reading and hashing overlap, because each of them can use a core; four chunks bound what one may be ahead of the other.
+Reading and hashing overlap, because each of them can use a core; four chunks bound what one may be
+ahead of the other.
 """
 
 from __future__ import annotations
@@ -30,17 +32,21 @@ AHEAD = 4
 
 
 class Pull:
-    """What is fetched, and how far it is. Once `live` is False, because a chunk was wrong or nobody waits any more, nothing is written to
-    the sink."""
+    """What is fetched, and how far it is. Once `live` is False, because a chunk was wrong or nobody
+    waits any more, nothing is written to the sink."""
 
-    def __init__(self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, wanted: list[int]) -> None:
+    def __init__(
+        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, wanted: list[int]
+    ) -> None:
         self.peer = peer
         self.transfer = transfer
         self.root = bulk.root(manifest)
         self.manifest = manifest
         self.sink = sink
         self.wanted = wanted
-        self.size = sum(end - start for start, end in (bulk.span(manifest, index) for index in wanted))
+        self.size = sum(
+            end - start for start, end in (bulk.span(manifest, index) for index in wanted)
+        )
         self.path: BulkPath = "stream"
         self.moved = 0
         self.accepted = 0
@@ -51,7 +57,15 @@ class Pull:
 
     def request(self) -> bytes:
         """The frame that asks for what is wanted."""
-        return frame(codec.encode(BulkRequest(self.transfer, self.root, bulk.pack_wanted(self.wanted, bulk.count(self.manifest)))))
+        return frame(
+            codec.encode(
+                BulkRequest(
+                    self.transfer,
+                    self.root,
+                    bulk.pack_wanted(self.wanted, bulk.count(self.manifest)),
+                )
+            )
+        )
 
     def check_response(self, data: bytes) -> None:
         """Raises Declined, or BadMessage when what is to follow is not what was asked for."""
@@ -59,24 +73,29 @@ class Pull:
         if response.status != "ok":
             raise Declined(response.status)
         if response.size != self.size:
-            raise BadMessage("bounds", f"{response.size} bytes are to follow, {self.size} were asked for")
+            raise BadMessage(
+                "bounds", f"{response.size} bytes are to follow, {self.size} were asked for"
+            )
 
     def verify(self, index: int) -> bool:
-        """In a worker thread, one chunk at a time. Whether the chunk is right and accepted; if not, nothing more is verified."""
+        """In a worker thread, one chunk at a time. Whether the chunk is right and accepted; if not,
+        nothing more is verified."""
         if not self.live:
             return False
         try:
             if bulk.digest(self.sink.view(index)) != bulk.expected(self.manifest, index):
                 raise BadMessage("hash", f"chunk {index} is not what the manifest says")
             self.sink.accept(index)
-        except Exception as error:  # the peer's chunk is wrong, or the caller's sink cannot take it: the caller is told
+        except Exception as error:
+            # the peer's chunk is wrong, or the caller's sink cannot take it: the caller is told
             self.error, self.live = error, False
             return False
         self.accepted += 1
         return True
 
     def fail(self, error: Exception) -> None:
-        """The first cause counts, later ones follow from it; but a chunk that was wrong counts however the reading ended."""
+        """The first cause counts, later ones follow from it; but a chunk that was wrong counts
+        however the reading ended."""
         self.error = self.error or error
 
     def count(self, more: int) -> None:
@@ -94,8 +113,9 @@ class Pull:
 
 
 async def over_stream(host: Host, pull: Pull, limiter: trio.CapacityLimiter) -> None:
-    """Returns when everything is accepted; raises PeerError, and what the sink raises. May be cancelled: the stream is reset then, and
-    nothing touches the sink when this has ended, which takes no longer than to hash a chunk."""
+    """Returns when everything is accepted; raises PeerError, and what the sink raises. May be
+    cancelled: the stream is reset then, and nothing touches the sink when this has ended, which
+    takes no longer than to hash a chunk."""
     read, arrived = trio.open_memory_channel[int](AHEAD)
     verified = trio.Event()
     host.nursery.start_soon(_verify, host, pull, arrived, verified, limiter)
@@ -135,14 +155,22 @@ async def _read_chunks(stream: Stream, pull: Pull, read: trio.MemorySendChannel[
 
 
 async def _verify(
-    host: Host, pull: Pull, arrived: trio.MemoryReceiveChannel[int], verified: trio.Event, limiter: trio.CapacityLimiter
+    host: Host,
+    pull: Pull,
+    arrived: trio.MemoryReceiveChannel[int],
+    verified: trio.Event,
+    limiter: trio.CapacityLimiter,
 ) -> None:
-    """Never raises; takes everything from the channel until it is closed, so that the reader is never held up."""
+    """Never raises; takes everything from the channel until it is closed, so that the reader is
+    never held up."""
     try:
         async for index in arrived:
             if not pull.live:
                 continue
-            if not await trio.to_thread.run_sync(pull.verify, index, limiter=limiter) and pull.stream is not None:
+            if (
+                not await trio.to_thread.run_sync(pull.verify, index, limiter=limiter)
+                and pull.stream is not None
+            ):
                 host.nursery.start_soon(pull.stream.reset)
     finally:
         verified.set()
@@ -156,12 +184,17 @@ def open_socket(connection: ssl.SSLSocket, token: bytes, pull: Pull) -> None:
     tls.send(connection, token + pull.request())
     (length,) = LENGTH.unpack(tls.receive_exactly(connection, LENGTH.size))
     if length > limits.BULK_RESPONSE_BYTES:
-        raise BadMessage("oversize", f"{length} bytes announced, {limits.BULK_RESPONSE_BYTES} allowed")
+        raise BadMessage(
+            "oversize", f"{length} bytes announced, {limits.BULK_RESPONSE_BYTES} allowed"
+        )
     pull.check_response(tls.receive_exactly(connection, length))
 
 
-async def over_socket(control: socket.socket, connection: ssl.SSLSocket, pull: Pull, limiter: trio.CapacityLimiter) -> None:
-    """Returns when everything is accepted; raises PeerError. May be cancelled; nothing touches the sink when it has returned."""
+async def over_socket(
+    control: socket.socket, connection: ssl.SSLSocket, pull: Pull, limiter: trio.CapacityLimiter
+) -> None:
+    """Returns when everything is accepted; raises PeerError. May be cancelled; nothing touches the
+    sink when it has returned."""
     read: queue.Queue[int | None] = queue.Queue(AHEAD)
 
     def verify() -> None:

@@ -1,7 +1,9 @@
 """The listening side of the TLS connections: who may come in, how many at a time, for how long.
 
-    token issued over libp2p ─▶ connection accepted (16 at a time, 4 of one address) ─▶ handshake, token and request within 5 s
-                             ─▶ the peer id of the certificate is one that has a token, and the token is its own, for this transfer, unused
+    token issued over libp2p ─▶ connection accepted (16 at a time, 4 of one address) ─▶ handshake,
+    token and request within 5 s
+                             ─▶ the peer id of the certificate is one that has a token, and the
+                             token is its own, for this transfer, unused
 
 Whatever is wrong, the connection is closed without a word.
 """
@@ -39,21 +41,27 @@ TOKENS_PER_PEER = 4
 ATTEMPTS = 8
 """To find a port that is free at every address."""
 OUTCOMES = ("ok", "crowded", "late", "refused", "token")
-"""How inbound connections end, up to the token; `refused`: the handshake failed, or showed a peer id that nobody waits for."""
+"""How inbound connections end, up to the token; `refused`: the handshake failed, or showed a peer
+id that nobody waits for."""
 
 
 class Tokens:
-    """One-time tokens, each for one peer and one transfer. Pure: `now` in seconds, any clock. `peer in tokens` is safe from threads."""
+    """One-time tokens, each for one peer and one transfer. Pure: `now` in seconds, any clock. `peer
+    in tokens` is safe from threads."""
 
     def __init__(self, random: Callable[[int], bytes] = os.urandom) -> None:
         self._random = random
-        self._granted: collections.OrderedDict[bytes, tuple[str, bytes, float]] = collections.OrderedDict()
+        self._granted: collections.OrderedDict[bytes, tuple[str, bytes, float]] = (
+            collections.OrderedDict()
+        )
         self._peers: collections.Counter[str] = collections.Counter()
 
     def issue(self, peer: str, transfer: bytes, now: float) -> bytes:
         self._expire(now)
         if self._peers[peer] >= TOKENS_PER_PEER:
-            self._drop(next(token for token, (owner, _, _) in self._granted.items() if owner == peer))
+            self._drop(
+                next(token for token, (owner, _, _) in self._granted.items() if owner == peer)
+            )
         if len(self._granted) >= TOKENS:
             self._drop(next(iter(self._granted)))
         token = self._random(limits.TOKEN_BYTES)
@@ -62,7 +70,8 @@ class Tokens:
         return token
 
     def redeem(self, token: bytes, peer: str, transfer: bytes, now: float) -> bool:
-        """Whether `token` was given to `peer` for `transfer`, lately, and not used yet; it is now."""
+        """Whether `token` was given to `peer` for `transfer`, lately, and not used yet; it is
+        now."""
         self._expire(now)
         if token not in self._granted:
             return False
@@ -89,7 +98,8 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """A connection that showed a peer id, a token and a request; whether the token is worth anything is not known yet."""
+    """A connection that showed a peer id, a token and a request; whether the token is worth
+    anything is not known yet."""
 
     peer: str
     connection: ssl.SSLSocket
@@ -104,7 +114,9 @@ Serve = Callable[[Caller, socket.socket], Awaitable[None]]
 class TlsListener:
     """`serve`: called in a task of its own; must not raise. `limiter`: threads."""
 
-    def __init__(self, contexts: Contexts, tokens: Tokens, serve: Serve, limiter: trio.CapacityLimiter) -> None:
+    def __init__(
+        self, contexts: Contexts, tokens: Tokens, serve: Serve, limiter: trio.CapacityLimiter
+    ) -> None:
         self._contexts = contexts
         self._tokens = tokens
         self._serve = serve
@@ -114,7 +126,8 @@ class TlsListener:
         self.port = 0
 
     async def start(self, nursery: trio.Nursery, addresses: list[Address], port: int) -> None:
-        """Listens at the IPs of `addresses`, all on one port; 0 takes a free one. Raises Unavailable."""
+        """Listens at the IPs of `addresses`, all on one port; 0 takes a free one. Raises
+        Unavailable."""
         listeners, self.port = await _listen(sorted({address.host for address in addresses}), port)
         nursery.start_soon(functools.partial(trio.serve_listeners, self._accepted, listeners))
 
@@ -146,9 +159,15 @@ class TlsListener:
         caller = None
         with trio.move_on_after(HANDSHAKE_SECONDS):
             try:
-                caller = await tls.in_thread(control, self._limiter, self._handshake, raw, discard=_close)
+                caller = await tls.in_thread(
+                    control, self._limiter, self._handshake, raw, discard=_close
+                )
                 now = trio.current_time()
-                outcome = "ok" if self._tokens.redeem(caller.token, caller.peer, caller.request.transfer, now) else "token"
+                outcome = (
+                    "ok"
+                    if self._tokens.redeem(caller.token, caller.peer, caller.request.transfer, now)
+                    else "token"
+                )
             except PeerError as error:
                 outcome = "refused"
                 log.debug("a TLS connection was refused: %s", error)
@@ -167,7 +186,9 @@ class TlsListener:
             (length,) = LENGTH.unpack(tls.receive_exactly(connection, LENGTH.size))
             if length > limits.BULK_REQUEST_BYTES:
                 raise PeerError("a request that is too long")
-            request = codec.decode(tls.receive_exactly(connection, length), BulkRequest, limits.BULK_REQUEST_BYTES)
+            request = codec.decode(
+                tls.receive_exactly(connection, length), BulkRequest, limits.BULK_REQUEST_BYTES
+            )
             return Caller(peer, connection, token, request)
         except BaseException:
             connection.close()
@@ -179,7 +200,8 @@ def _close(caller: Caller) -> None:
 
 
 def blocking(handle: trio.socket.SocketType) -> tuple[socket.socket, socket.socket]:
-    """A trio socket as a blocking one, for a thread, and a second handle to it, for us; trio's own is gone."""
+    """A trio socket as a blocking one, for a thread, and a second handle to it, for us; trio's own
+    is gone."""
     raw = socket.socket(fileno=handle.detach())
     raw.setblocking(True)
     return raw, raw.dup()
@@ -199,4 +221,6 @@ async def _listen(hosts: list[str], port: int) -> tuple[list[trio.SocketListener
             error = raised
             for listener in listeners:
                 await listener.aclose()
-    raise Unavailable(f"cannot listen on port {port} (network.bulk_port) of {', '.join(hosts)}: {error}") from error
+    raise Unavailable(
+        f"cannot listen on port {port} (network.bulk_port) of {', '.join(hosts)}: {error}"
+    ) from error

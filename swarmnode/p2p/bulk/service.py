@@ -20,7 +20,13 @@ from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.traffic import Traffic
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.messages import BulkManifest, BulkManifestRequest, BulkManifestResponse, BulkSocketRequest, BulkSocketResponse
+from swarmnode.wire.messages import (
+    BulkManifest,
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkSocketRequest,
+    BulkSocketResponse,
+)
 
 OFF = -1
 """The value of `network.bulk_port` that means no socket."""
@@ -55,8 +61,8 @@ class BulkStatistics(msgspec.Struct, frozen=True):
 
 
 class Libp2pBulk:
-    """See `api.Bulk`. `listen`: our addresses, whose IPs get a TLS listener. `port`: as `network.bulk_port`.
-    `threads`: those that bulk transfers may use."""
+    """See `api.Bulk`. `listen`: our addresses, whose IPs get a TLS listener. `port`: as
+    `network.bulk_port`. `threads`: those that bulk transfers may use."""
 
     def __init__(
         self,
@@ -88,30 +94,43 @@ class Libp2pBulk:
         return self._fetcher.bandwidth
 
     async def start(self) -> None:
-        """Serves from now on; listens for TLS connections unless the port is OFF. Raises Unavailable if that is taken."""
+        """Serves from now on; listens for TLS connections unless the port is OFF. Raises
+        Unavailable if that is taken."""
         self._host.set_handler(ids.BULK_PROTOCOL, self._serving.on_stream)
         self._requests.serve(
-            ids.BULK_MANIFEST_PROTOCOL, self._serve_manifest, deadline=REQUEST_SECONDS,
-            max_request_bytes=limits.BULK_MANIFEST_REQUEST_BYTES, max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
-        )  # fmt: skip
+            ids.BULK_MANIFEST_PROTOCOL,
+            self._serve_manifest,
+            deadline=REQUEST_SECONDS,
+            max_request_bytes=limits.BULK_MANIFEST_REQUEST_BYTES,
+            max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
+        )
         if self._port == OFF:
             return
-        contexts = self._calling.contexts = await trio.to_thread.run_sync(Contexts, self._host.key_pair)
+        contexts = self._calling.contexts = await trio.to_thread.run_sync(
+            Contexts, self._host.key_pair
+        )
         self._listener = TlsListener(contexts, self._tokens, self._serving.on_caller, self.threads)
         await self._listener.start(self._host.nursery, self._listen, self._port)
         self._requests.serve(
-            ids.BULK_SOCKET_PROTOCOL, self._serve_token, deadline=REQUEST_SECONDS,
-            max_request_bytes=limits.BULK_SOCKET_REQUEST_BYTES, max_response_bytes=limits.BULK_SOCKET_RESPONSE_BYTES,
-        )  # fmt: skip
+            ids.BULK_SOCKET_PROTOCOL,
+            self._serve_token,
+            deadline=REQUEST_SECONDS,
+            max_request_bytes=limits.BULK_SOCKET_REQUEST_BYTES,
+            max_response_bytes=limits.BULK_SOCKET_RESPONSE_BYTES,
+        )
 
     # -- what we have
 
-    def offer(self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None) -> None:
+    def offer(
+        self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None
+    ) -> None:
         """See `api.Bulk.offer`."""
         if len(transfer) != limits.TRANSFER_BYTES:
             raise ValueError(f"a transfer's id has {limits.TRANSFER_BYTES} bytes")
         self.withdraw(transfer)
-        self._serving.offers[transfer] = BulkOffer(source, None if audience is None else frozenset(audience))
+        self._serving.offers[transfer] = BulkOffer(
+            source, None if audience is None else frozenset(audience)
+        )
 
     def withdraw(self, transfer: bytes) -> None:
         """See `api.Bulk.withdraw`."""
@@ -119,7 +138,14 @@ class Libp2pBulk:
 
     # -- what others have
 
-    async def manifest(self, peer: str, transfer: bytes, *, deadline: float = REQUEST_SECONDS, root: bytes | None = None) -> BulkManifest:
+    async def manifest(
+        self,
+        peer: str,
+        transfer: bytes,
+        *,
+        deadline: float = REQUEST_SECONDS,
+        root: bytes | None = None,
+    ) -> BulkManifest:
         """See `api.Bulk.manifest`."""
         return await self._fetcher.manifest(peer, transfer, deadline, root)
 
@@ -128,7 +154,14 @@ class Libp2pBulk:
         return self.bandwidth.deadline(peer, count)
 
     async def fetch(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, *, deadline: float, path: BulkPath | None = None
+        self,
+        peer: str,
+        transfer: bytes,
+        manifest: BulkManifest,
+        sink: BulkSink,
+        *,
+        deadline: float,
+        path: BulkPath | None = None,
     ) -> None:
         """See `api.Bulk.fetch`. Once this has ended, nothing writes to the sink."""
         await self._fetcher.fetch(peer, transfer, manifest, sink, deadline, path)
@@ -141,7 +174,9 @@ class Libp2pBulk:
         offer = self._serving.find(peer, request.transfer)
         if offer is None:
             return codec.encode(BulkManifestResponse("unknown", b""))
-        return codec.encode(BulkManifestResponse("ok", codec.encode(offer.source.manifest(request.transfer))))
+        return codec.encode(
+            BulkManifestResponse("ok", codec.encode(offer.source.manifest(request.transfer)))
+        )
 
     async def _serve_token(self, peer: str, data: bytes) -> bytes:
         request = codec.decode(data, BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES)

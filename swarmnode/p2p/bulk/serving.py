@@ -1,7 +1,8 @@
 """The side that has something: what is offered, to whom, how many at a time, and the writing of it.
 
-Transfers offered to everybody may fill at most half of the slots, so that strangers cannot keep a partner from what is offered to it alone.
-Of these a slow one makes room for a peer that has none, and takes up again what is left when there is room.
+Transfers offered to everybody may fill at most half of the slots, so that strangers cannot keep a
+partner from what is offered to it alone. Of these a slow one makes room for a peer that has none,
+and takes up again what is left when there is room.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ SERVING_PUBLIC = SERVING // 2
 """Transfers that anybody may ask for get at most so many of these slots."""
 SERVING_PER_PEER = 2
 STEADY = 10**6
-"""Bytes per second. While all slots for strangers are taken, one in which less has moved is given to the next peer."""
+"""Bytes per second. While all slots for strangers are taken, one in which less has moved is given
+to the next peer."""
 SETTLED_SECONDS = 10.0
 """A transfer keeps its slot at least for so long."""
 STREAMS = 64
-"""Streams that may be open to us at a time, those included that have not asked for anything yet. More are reset."""
+"""Streams that may be open to us at a time, those included that have not asked for anything yet.
+More are reset."""
 STREAMS_PER_PEER = 4
 STALL_SECONDS = 30.0
 """A transfer of which nothing moves for this long is ended, by either side."""
 SLOWEST = 64 * 1024
-"""Bytes per second: no peer may hold a slot longer than its transfer would take at this rate, and STALL_SECONDS."""
+"""Bytes per second: no peer may hold a slot longer than its transfer would take at this rate, and
+STALL_SECONDS."""
 REFUSAL_SECONDS = 5.0
 Refusal = Literal["unknown", "busy"]
 OUTCOMES = ("ok", "unknown", "busy", "unwelcome", "malformed", "stalled", "withdrawn", "failed")
@@ -63,7 +67,8 @@ class BulkOffer:
 
 @dataclasses.dataclass(eq=False)
 class Push:
-    """One transfer under way. `stop()` ends its connection; `outcome` says why, once somebody has."""
+    """One transfer under way. `stop()` ends its connection; `outcome` says why, once somebody
+    has."""
 
     peer: str
     offer: BulkOffer
@@ -91,16 +96,23 @@ class Push:
 
 
 class Serving:
-    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at. `allows()`: whether there is budget.
-    `clock`: seconds."""
+    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at.
+    `allows()`: whether there is budget. `clock`: seconds."""
 
     def __init__(
-        self, nursery: trio.Nursery, limiter: trio.CapacityLimiter, welcome: Callable[[str], bool], traffic: Traffic,
+        self,
+        nursery: trio.Nursery,
+        limiter: trio.CapacityLimiter,
+        welcome: Callable[[str], bool],
+        traffic: Traffic,
         clock: Callable[[], float] = trio.current_time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.allows: Callable[[], bool] = lambda: True
         self.offers: dict[bytes, BulkOffer] = {}
-        self.outcomes: dict[BulkPath, collections.Counter[str]] = {"stream": collections.Counter(), "socket": collections.Counter()}
+        self.outcomes: dict[BulkPath, collections.Counter[str]] = {
+            "stream": collections.Counter(),
+            "socket": collections.Counter(),
+        }
         self.sent: collections.Counter[str] = collections.Counter()
         self._nursery = nursery
         self._limiter = limiter
@@ -129,7 +141,9 @@ class Serving:
     def has_room(self, peer: str, offer: BulkOffer) -> bool:
         if sum(push.peer == peer for push in self._pushes) >= SERVING_PER_PEER or not self.allows():
             return False
-        return self._yielding(peer) is not None if self._is_crowded(offer) else self.active < SERVING
+        return (
+            self._yielding(peer) is not None if self._is_crowded(offer) else self.active < SERVING
+        )
 
     def _is_crowded(self, offer: BulkOffer) -> bool:
         """Whether it is to everybody, and strangers have all the slots that they may have."""
@@ -139,18 +153,30 @@ class Serving:
         return [push for push in self._pushes if push.offer.audience is None]
 
     def _yielding(self, peer: str) -> Push | None:
-        """The slowest of the strangers' transfers, where it is slow enough to make room for `peer`, which has none of them."""
+        """The slowest of the strangers' transfers, where it is slow enough to make room for `peer`,
+        which has none of them."""
         public, now = self._public(), self._clock()
-        slow = [push for push in public if now - push.began >= SETTLED_SECONDS and push.moved < STEADY * (now - push.began)]
+        slow = [
+            push
+            for push in public
+            if now - push.began >= SETTLED_SECONDS and push.moved < STEADY * (now - push.began)
+        ]
         has_none = all(push.peer != peer for push in public)
-        return min(slow, key=lambda push: push.moved / (now - push.began)) if slow and has_none else None
+        return (
+            min(slow, key=lambda push: push.moved / (now - push.began))
+            if slow and has_none
+            else None
+        )
 
     def begin(self, peer: str, request: BulkRequest, stop: Callable[[], None]) -> Push | Refusal:
-        """Takes a slot, or says why not: `unknown` or `busy`. Raises BadMessage when the request does not fit what is offered."""
+        """Takes a slot, or says why not: `unknown` or `busy`. Raises BadMessage when the request
+        does not fit what is offered."""
         offer = self.find(peer, request.transfer, request.root)
         if offer is None:
             return "unknown"
-        indices = bulk.unpack_wanted(request.wanted, bulk.count(offer.source.manifest(request.transfer)))
+        indices = bulk.unpack_wanted(
+            request.wanted, bulk.count(offer.source.manifest(request.transfer))
+        )
         if not self.has_room(peer, offer):
             return "busy"
         if self._is_crowded(offer) and (slow := self._yielding(peer)) is not None:
@@ -179,11 +205,16 @@ class Serving:
         outcome = "failed"
         push: Push | Refusal | None = None
         async with trio.open_nursery() as nursery:
-            stop = lambda: self._nursery.start_soon(stream.reset)  # not this nursery: it may be gone when an offer is withdrawn
+            # not this nursery: it may be gone when an offer is withdrawn
+            stop = lambda: self._nursery.start_soon(stream.reset)
             asking = trio.CancelScope()
             nursery.start_soon(_watch_request, asking, stop)
             try:
-                request = codec.decode(await read_frame(stream, limits.BULK_REQUEST_BYTES), BulkRequest, limits.BULK_REQUEST_BYTES)
+                request = codec.decode(
+                    await read_frame(stream, limits.BULK_REQUEST_BYTES),
+                    BulkRequest,
+                    limits.BULK_REQUEST_BYTES,
+                )
                 asking.cancel()
                 push = self.begin(stream.peer, request, stop)
                 if isinstance(push, str):
@@ -191,7 +222,9 @@ class Serving:
                     outcome = push
                 else:
                     stream.keep_connection()
-                    nursery.start_soon(watch, lambda: push.moved, lambda: push.end("stalled"), push.longest)
+                    nursery.start_soon(
+                        watch, lambda: push.moved, lambda: push.end("stalled"), push.longest
+                    )
                     await stream.write(response(push))
                     for index in push.indices:
                         await stream.write(push.offer.source.chunk(index))
@@ -211,7 +244,8 @@ class Serving:
         return outcome
 
     async def on_caller(self, caller: Caller, control: socket.socket) -> None:
-        """A TLS connection whose token was good. Never raises; whoever calls closes the connection."""
+        """A TLS connection whose token was good. Never raises; whoever calls closes the
+        connection."""
         outcome = "unwelcome"
         if self._welcome(caller.peer):
             try:
@@ -221,7 +255,9 @@ class Serving:
                 outcome = "malformed"
         self.outcomes["socket"][outcome] += 1
 
-    async def _send(self, connection: ssl.SSLSocket, control: socket.socket, push: Push | Refusal) -> str:
+    async def _send(
+        self, connection: ssl.SSLSocket, control: socket.socket, push: Push | Refusal
+    ) -> str:
         if isinstance(push, str):
             with trio.move_on_after(REFUSAL_SECONDS), contextlib.suppress(PeerError):
                 await tls.in_thread(control, self._limiter, tls.send, connection, refusal(push))
@@ -229,7 +265,9 @@ class Serving:
         outcome = "failed"
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(watch, lambda: self._meter(push), lambda: push.end("stalled"), push.longest)
+                nursery.start_soon(
+                    watch, lambda: self._meter(push), lambda: push.end("stalled"), push.longest
+                )
                 try:
                     await tls.in_thread(control, self._limiter, _send_chunks, connection, push)
                     outcome = "ok"
@@ -274,7 +312,8 @@ async def _watch_request(scope: trio.CancelScope, stop: Callable[[], None]) -> N
 
 
 async def watch(moved: Callable[[], int], stop: Callable[[], None], longest: float) -> None:
-    """Calls `stop` once `moved()` has not changed for STALL_SECONDS, or `longest` seconds have passed."""
+    """Calls `stop` once `moved()` has not changed for STALL_SECONDS, or `longest` seconds have
+    passed."""
     began = changed = trio.current_time()
     last = moved()
     while True:

@@ -1,8 +1,10 @@
-"""TLS 1.3 between two peer ids on a socket of its own, with libp2p's certificates, driven by a thread.
+"""TLS 1.3 between two peer ids on a socket of its own, with libp2p's certificates, driven by a
+thread.
 
-Why not libp2p's own TLS transport: it reads 4 KiB at a time and feeds a muxer. Its certificates are what is needed here, and an ordinary
-`ssl` socket around them decrypts straight into the memory where the bytes belong, without the interpreter's lock, and ends by being shut
-down: real cancellation, which a stream of a shared connection cannot have.
+Why not libp2p's own TLS transport: it reads 4 KiB at a time and feeds a muxer. Its certificates are
+what is needed here, and an ordinary `ssl` socket around them decrypts straight into the memory
+where the bytes belong, without the interpreter's lock, and ends by being shut down: real
+cancellation, which a stream of a shared connection cannot have.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-def handshake(raw: socket.socket, context: ssl.SSLContext, expected: Container[str], *, server_side: bool) -> tuple[ssl.SSLSocket, str]:
-    """Blocks. The TLS socket that took over `raw`, and the peer id at its other end; `raw` is closed if that fails.
+def handshake(
+    raw: socket.socket, context: ssl.SSLContext, expected: Container[str], *, server_side: bool
+) -> tuple[ssl.SSLSocket, str]:
+    """Blocks. The TLS socket that took over `raw`, and the peer id at its other end; `raw` is
+    closed if that fails.
 
     Raises PeerError unless there is a certificate, and it proves one of the `expected` peer ids.
     """
     try:
-        raw.getpeername()  # of one that is reset already, `wrap_socket` of Python 3.11 leaves its own socket to the garbage collector
+        # of one that is reset already, `wrap_socket` of Python 3.11 leaves its own socket to the
+        # garbage collector
+        raw.getpeername()
         tls = context.wrap_socket(raw, server_side=server_side, do_handshake_on_connect=False)
     except (OSError, ValueError) as error:  # reset before we got here
         raw.close()
@@ -61,7 +68,8 @@ def receive_exactly(tls: ssl.SSLSocket, count: int) -> bytes:
 
 
 def fill(tls: ssl.SSLSocket, view: memoryview, moved: Callable[[int], None]) -> None:
-    """Blocks until all of `view` is received; tells `moved` of every part. Raises PeerError when the connection ends before."""
+    """Blocks until all of `view` is received; tells `moved` of every part. Raises PeerError when
+    the connection ends before."""
     filled, size = 0, len(view)
     try:
         while filled < size:
@@ -97,10 +105,11 @@ async def in_thread(
     *args: *Ts,
     discard: Callable[[T], None] = lambda result: None,
 ) -> T:
-    """`work(*args)` in a thread; when cancelled, shuts the connection down, which ends the work, and waits for that.
+    """`work(*args)` in a thread; when cancelled, shuts the connection down, which ends the work,
+    and waits for that.
 
-    control: a second handle of the socket that `work` uses, so that no thread closes what another one reads. discard: takes a result that
-    came too late.
+    control: a second handle of the socket that `work` uses, so that no thread closes what another
+    one reads. discard: takes a result that came too late.
     """
     result: list[T] = []
     error: list[Exception] = []

@@ -1,13 +1,15 @@
-"""Closes the defects of py-libp2p 0.8.1 that a stranger could use, and those that lose data; docs/py-libp2p.md is the list.
+"""Closes the defects of py-libp2p 0.8.1 that a stranger could use, and those that lose data;
+docs/py-libp2p.md is the list.
 
     guards.install()                                     once, before a host is built
-    host = guards.guard_host(new_host(key_pair=keys, sec_opt=guards.noise_only(keys), muxer_opt=guards.YAMUX_ONLY, …))
-    gossip = guards.guard_gossip(GossipSub(…))
-    pubsub = guards.GuardedPubsub(host, gossip, strict_signing=True)
-    async with guards.running(host, addresses), background_trio_service(pubsub), background_trio_service(gossip): …
+    host = guards.guard_host(new_host(key_pair=keys, sec_opt=guards.noise_only(keys),
+    muxer_opt=guards.YAMUX_ONLY, …)) gossip = guards.guard_gossip(GossipSub(…)) pubsub =
+    guards.GuardedPubsub(host, gossip, strict_signing=True) async with guards.running(host,
+    addresses), background_trio_service(pubsub), background_trio_service(gossip): …
 
-The guards replace private methods, so the version is pinned and checked. Each says in its docstring which defect it closes, where it is
-upstream, what it costs and how to know that it is no longer needed; tests/unit/p2p/test_guards_*.py reproduce each defect on a stock host.
+The guards replace private methods, so the version is pinned and checked. Each says in its docstring
+which defect it closes, where it is upstream, what it costs and how to know that it is no longer
+needed; tests/unit/p2p/test_guards_*.py reproduce each defect on a stock host.
 """
 
 import importlib.metadata
@@ -44,11 +46,15 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the defective methods for this whole process. A second call does nothing; `Refused` for any other py-libp2p."""
+    """Replace the defective methods for this whole process. A second call does nothing; `Refused`
+    for any other py-libp2p."""
     global _installed
     found = importlib.metadata.version("libp2p")
     if found != VERSION:
-        raise Refused(f"py-libp2p {found} is installed, but the guards of this node are made for {VERSION}: pip install libp2p=={VERSION}")
+        raise Refused(
+            f"py-libp2p {found} is installed, but the guards of this node are made for {VERSION}:"
+            f" pip install libp2p=={VERSION}"
+        )
     if not _installed:
         yamux.install()
         inbox.install()

@@ -1,4 +1,5 @@
-"""How often each guard fired, by name, for this process. The names are a closed set, so that they can be a metric label."""
+"""How often each guard fired, by name, for this process. The names are a closed set, so that they
+can be a metric label."""
 
 from __future__ import annotations
 
@@ -9,43 +10,48 @@ from types import TracebackType
 log = logging.getLogger("swarmnode.p2p.guards")
 
 NAMES = (
-    "inbound_failed",          # an inbound connection ended in its handshake, or by an error
-    "slot_released",           # an inbound connection ended and gave its slot back
-    "address_full",            # one address asked for more inbound connections than its share
-    "identify_refused",        # an identify message that is too long or broken
-    "peer_forgotten",          # the peer store was full and its oldest unconnected peer went
-    "handler_failed",          # an exception left a stream handler
-    "stream_abandoned",        # a closed stream whose peer never closed its half was dropped
-    "sending_failed",          # a neighbour's gossip stream ended while something was sent
-    "service_failed",          # an exception left a connection's own task
-    "window_overrun",          # a peer sent more than the credit it was given
-    "streams_overrun",         # a peer opened too many streams, or streams with our ids
-    "connection_full",         # the unread bytes of one connection passed their bound
-    "process_full",            # the unread bytes of all connections passed theirs; the largest holder was dropped
-    "write_stalled",           # a peer read nothing from its socket for WRITE_STALL_SECONDS
-    "answers_full",            # a peer had us answer more than OWED times, and read nothing meanwhile
-    "window_stalled",          # a peer granted no credit for WINDOW_STALL_SECONDS
-    "stream_unopened",         # a stream of ours did not open; one for gossip is tried again
+    "inbound_failed",  # an inbound connection ended in its handshake, or by an error
+    "slot_released",  # an inbound connection ended and gave its slot back
+    "address_full",  # one address asked for more inbound connections than its share
+    "identify_refused",  # an identify message that is too long or broken
+    "peer_forgotten",  # the peer store was full and its oldest unconnected peer went
+    "handler_failed",  # an exception left a stream handler
+    "stream_abandoned",  # a closed stream whose peer never closed its half was dropped
+    "sending_failed",  # a neighbour's gossip stream ended while something was sent
+    "service_failed",  # an exception left a connection's own task
+    "window_overrun",  # a peer sent more than the credit it was given
+    "streams_overrun",  # a peer opened too many streams, or streams with our ids
+    "connection_full",  # the unread bytes of one connection passed their bound
+    # the unread bytes of all connections passed theirs; the largest holder was dropped
+    "process_full",
+    "write_stalled",  # a peer read nothing from its socket for WRITE_STALL_SECONDS
+    # a peer had us answer more than OWED times, and read nothing meanwhile
+    "answers_full",
+    "window_stalled",  # a peer granted no credit for WINDOW_STALL_SECONDS
+    "stream_unopened",  # a stream of ours did not open; one for gossip is tried again
     "stream_slots_exhausted",  # no outbound stream became free within OPEN_STREAM_SECONDS
-    "rpc_undecodable",         # a pubsub frame that is not an RPC
-    "rpc_oversize",            # a pubsub frame longer than the cap
-    "rpc_bounded",             # an RPC lost some of its entries to the caps on counts and lengths
-    "rpc_failed",              # the router raised on a control message
-    "message_refused",         # a message with odd ids, topics or length
-    "message_unsigned",        # signature missing, wrong, or with a poisoned key
-    "validator_failed",        # a topic validator raised
-    "forwarder_paced",         # a forwarder was made to wait
-    "publisher_refused",       # a neighbour published far more than anybody may, and was disconnected
-    "cache_evicted",           # the message cache gave up its oldest message to stay below its bytes
-    "queue_full",              # an outbound RPC did not fit in a peer's queue
-    "heartbeat_failed",        # a GossipSub heartbeat raised and was restarted
-    "delivery_dropped",        # our own subscriber was too slow
-)  # fmt: skip
+    "rpc_undecodable",  # a pubsub frame that is not an RPC
+    "rpc_oversize",  # a pubsub frame longer than the cap
+    "rpc_bounded",  # an RPC lost some of its entries to the caps on counts and lengths
+    "rpc_failed",  # the router raised on a control message
+    "message_refused",  # a message with odd ids, topics or length
+    "message_unsigned",  # signature missing, wrong, or with a poisoned key
+    "validator_failed",  # a topic validator raised
+    "forwarder_paced",  # a forwarder was made to wait
+    # a neighbour published far more than anybody may, and was disconnected
+    "publisher_refused",
+    # the message cache gave up its oldest message to stay below its bytes
+    "cache_evicted",
+    "queue_full",  # an outbound RPC did not fit in a peer's queue
+    "heartbeat_failed",  # a GossipSub heartbeat raised and was restarted
+    "delivery_dropped",  # our own subscriber was too slow
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardStatistics:
-    """`fired[name]`: times that guard fired since the process started; every name of `NAMES` is there."""
+    """`fired[name]`: times that guard fired since the process started; every name of `NAMES` is
+    there."""
 
     fired: dict[str, int]
 
@@ -60,9 +66,11 @@ def fired(name: str, detail: object = "") -> None:
 
 
 class contained:
-    """Within this block every exception ends the block, is counted as guard `name`, and goes no further: then it is `error`.
+    """Within this block every exception ends the block, is counted as guard `name`, and goes no
+    further: then it is `error`.
 
-    What py-libp2p raises has dozens of types without a common base, and a task of the whole service that lets one out ends the process.
+    What py-libp2p raises has dozens of types without a common base, and a task of the whole service
+    that lets one out ends the process.
     """
 
     __slots__ = ("_detail", "_name", "error")
@@ -79,7 +87,12 @@ class contained:
     def __enter__(self) -> contained:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
         if not isinstance(error, Exception):
             return False
         self.error = error

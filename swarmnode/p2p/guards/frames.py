@@ -13,9 +13,10 @@ LENGTH_BYTES = 10
 class Frames:
     """The frames of one stream, each of at most `limit` bytes; nobody else may read from it.
 
-    Defect: utils/varint.py `read_varint_prefixed_bytes_limited` reads a length byte by byte: three reads for a message, each of which takes
-    the connection's locks and three turns of the scheduler. Here: what has arrived is read at once. Cost: up to `READ_BYTES` of memory.
-    Not needed any more when a stock reader takes a frame of 2 KiB in two reads.
+    Defect: utils/varint.py `read_varint_prefixed_bytes_limited` reads a length byte by byte: three
+    reads for a message, each of which takes the connection's locks and three turns of the
+    scheduler. Here: what has arrived is read at once. Cost: up to `READ_BYTES` of memory. Not
+    needed any more when a stock reader takes a frame of 2 KiB in two reads.
     """
 
     def __init__(self, stream: INetStream, limit: int) -> None:
@@ -23,8 +24,8 @@ class Frames:
         self._buffer = bytearray()
 
     async def read(self) -> bytes:
-        """The next frame. Raises ParseError for a length that is no varint, MessageTooLarge before its body is read, IncompleteReadError or
-        what the stream raises for its end."""
+        """The next frame. Raises ParseError for a length that is no varint, MessageTooLarge before
+        its body is read, IncompleteReadError or what the stream raises for its end."""
         while (start := self._prefix()) == 0:
             await self._more(1)
         size = _value(self._buffer[:start])

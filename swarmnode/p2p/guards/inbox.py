@@ -1,6 +1,8 @@
-"""Guards around what Yamux keeps for streams that nobody has read yet: the receive side of libp2p/stream_muxer/yamux/yamux.py.
+"""Guards around what Yamux keeps for streams that nobody has read yet: the receive side of
+libp2p/stream_muxer/yamux/yamux.py.
 
-Upstream keeps what arrived in `Yamux.stream_buffers[id]`, a plain bytearray per stream, and forgets a stream when both sides closed it.
+Upstream keeps what arrived in `Yamux.stream_buffers[id]`, a plain bytearray per stream, and forgets
+a stream when both sides closed it.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -26,14 +28,16 @@ ABANDONED_SECONDS = 30.0
 
 
 class Violation(trio.TooSlowError):
-    """Raised inside `Yamux.handle_incoming`. Of all exceptions only a `TooSlowError` makes that loop close its connection; any other is
-    logged and the peer may go on."""
+    """Raised inside `Yamux.handle_incoming`. Of all exceptions only a `TooSlowError` makes that
+    loop close its connection; any other is logged and the peer may go on."""
 
 
 class Total:
-    """A sum that is cheap to keep: additions are counted, removals are only seen when the estimate passes the limit and is recounted.
+    """A sum that is cheap to keep: additions are counted, removals are only seen when the estimate
+    passes the limit and is recounted.
 
-    Buffers shrink in a dozen places upstream, so counting removals would mean patching each of them.
+    Buffers shrink in a dozen places upstream, so counting removals would mean patching each of
+    them.
     """
 
     def __init__(self, limit: Callable[[], int], exact: Callable[[], int]) -> None:
@@ -66,11 +70,13 @@ _process_streams = Total(lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound,
 class Inbox(bytearray):
     """The unread bytes of one stream; refuses what the peer had no credit for.
 
-    Defect: `handle_incoming` adds whatever arrives and merely logs "peer exceeded receive window": 1 GB pushed is 1.2 GB resident, and
-    nothing bounds the sum over streams and connections. Here: a byte beyond the stream's credit closes the connection (go-yamux does the
-    same); `CONNECTION_BYTES` bounds a connection that stays within its credits; when `PROCESS_BYTES` is passed, the connection that holds
-    most is dropped, so that many small hoarders cannot starve an honest peer. Cost: two comparisons per frame.
-    Not needed any more when upstream closes a connection whose peer passes `recv_window`, and has a bound above streams.
+    Defect: `handle_incoming` adds whatever arrives and merely logs "peer exceeded receive window":
+    1 GB pushed is 1.2 GB resident, and nothing bounds the sum over streams and connections. Here: a
+    byte beyond the stream's credit closes the connection (go-yamux does the same);
+    `CONNECTION_BYTES` bounds a connection that stays within its credits; when `PROCESS_BYTES` is
+    passed, the connection that holds most is dropped, so that many small hoarders cannot starve an
+    honest peer. Cost: two comparisons per frame. Not needed any more when upstream closes a
+    connection whose peer passes `recv_window`, and has a bound above streams.
     """
 
     __slots__ = ("connection", "discards", "stream_id")
@@ -98,11 +104,13 @@ class Inbox(bytearray):
 
 
 class Inboxes(dict):
-    """`Yamux.stream_buffers`: turns each new buffer into an `Inbox`, and refuses streams that the peer should not open.
+    """`Yamux.stream_buffers`: turns each new buffer into an `Inbox`, and refuses streams that the
+    peer should not open.
 
-    Defect: a peer may open any number of streams, also with ids of our own parity, which our next `open_stream` would then overwrite.
-    Here: at most `CONNECTION_STREAMS` and `PROCESS_STREAMS`, ids of the peer's parity only (yamux specification, "StreamID").
-    Cost: one comparison per new stream. Not needed any more when `handle_incoming` checks parity and a limit at SYN.
+    Defect: a peer may open any number of streams, also with ids of our own parity, which our next
+    `open_stream` would then overwrite. Here: at most `CONNECTION_STREAMS` and `PROCESS_STREAMS`,
+    ids of the peer's parity only (yamux specification, "StreamID"). Cost: one comparison per new
+    stream. Not needed any more when `handle_incoming` checks parity and a limit at SYN.
     """
 
     def __init__(self, connection: upstream.Yamux) -> None:
@@ -131,7 +139,8 @@ def discard(stream: upstream.YamuxStream) -> None:
 
 
 def _drop(connection: upstream.Yamux) -> None:
-    """Free the buffers of `connection` at once and close its socket; `handle_incoming` then cleans up as for any lost peer."""
+    """Free the buffers of `connection` at once and close its socket; `handle_incoming` then cleans
+    up as for any lost peer."""
     for stream in connection.streams.values():
         stream.closed = stream.reset_received = True  # readers get a reset, not a premature end
     connection.stream_buffers.clear()
@@ -146,7 +155,8 @@ def _drop(connection: upstream.Yamux) -> None:
 
 
 def abandon(stream: upstream.YamuxStream) -> None:
-    """Mark a stream that nobody will read any more; `_install_sweep` drops it when the peer never closes its half."""
+    """Mark a stream that nobody will read any more; `_install_sweep` drops it when the peer never
+    closes its half."""
     if not stream.recv_closed:
         stream.abandoned_at = trio.current_time()
 
@@ -166,9 +176,10 @@ def _install_buffers() -> None:
 def _install_sweep() -> None:
     """Streams that we closed are forgotten even if the peer never closes its half.
 
-    Defect: only fully closed streams are swept, so a peer that never sends FIN leaves an entry, and up to a window of unread bytes, for
-    every stream. Here: the sweeper (every 30 s) also takes streams marked by `abandon` that are older than `ABANDONED_SECONDS`; later
-    frames for them are ignored upstream. Cost: none. Not needed any more when upstream sweeps half-closed streams.
+    Defect: only fully closed streams are swept, so a peer that never sends FIN leaves an entry, and
+    up to a window of unread bytes, for every stream. Here: the sweeper (every 30 s) also takes
+    streams marked by `abandon` that are older than `ABANDONED_SECONDS`; later frames for them are
+    ignored upstream. Cost: none. Not needed any more when upstream sweeps half-closed streams.
     """
     sweep = upstream.Yamux._sweep_stale_streams
 
@@ -186,14 +197,18 @@ def _install_sweep() -> None:
 
 
 def _install_resets() -> None:
-    """What was not read of a stream is forgotten when either side resets it, and whoever waits for more is told.
+    """What was not read of a stream is forgotten when either side resets it, and whoever waits for
+    more is told.
 
-    Defect: `_finalize_stream_locked` keeps a stream with unread bytes, megabytes of them where its window has grown, for 60 to 90 s for its
-    reader, also after a reset, when reading raises or nobody reads any more. A few transfers given up in a minute, by us or by the peer,
-    and `CONNECTION_BYTES` closes the connection. Here: they are dropped at once, as in go-yamux; what came before an end in order (FIN) is
-    still there for its reader. A stream that we reset is taken off the connection without waking our own reader, which waits for ever;
-    and one that was just woken waits again, if the reset has not got as far. Here: it is marked and its reader woken before anything is
-    awaited. Cost: none. Not needed any more when upstream drops them, and a stock reader hears of a reset of its own side.
+    Defect: `_finalize_stream_locked` keeps a stream with unread bytes, megabytes of them where its
+    window has grown, for 60 to 90 s for its reader, also after a reset, when reading raises or
+    nobody reads any more. A few transfers given up in a minute, by us or by the peer, and
+    `CONNECTION_BYTES` closes the connection. Here: they are dropped at once, as in go-yamux; what
+    came before an end in order (FIN) is still there for its reader. A stream that we reset is taken
+    off the connection without waking our own reader, which waits for ever; and one that was just
+    woken waits again, if the reset has not got as far. Here: it is marked and its reader woken
+    before anything is awaited. Cost: none. Not needed any more when upstream drops them, and a
+    stock reader hears of a reset of its own side.
     """
     reset, finalize = upstream.YamuxStream.reset, upstream.Yamux._finalize_stream_locked
 
@@ -205,7 +220,9 @@ def _install_resets() -> None:
                 event.set()
         await reset(self)
 
-    def _finalize_stream_locked(self: upstream.Yamux, stream: upstream.YamuxStream, *, fully_closed: bool) -> None:
+    def _finalize_stream_locked(
+        self: upstream.Yamux, stream: upstream.YamuxStream, *, fully_closed: bool
+    ) -> None:
         if stream.reset_received and not stream.recv_closed:
             discard(stream)
         finalize(self, stream, fully_closed=fully_closed)

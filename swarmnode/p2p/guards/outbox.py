@@ -1,4 +1,5 @@
-"""What waits to be sent to one gossip neighbour: a message serialised once for all of them, many in one frame, none that it has already."""
+"""What waits to be sent to one gossip neighbour: a message serialised once for all of them, many in
+one frame, none that it has already."""
 
 import collections
 import random
@@ -17,20 +18,25 @@ FRAME_BYTES = 256 * 1024
 FRAME_MESSAGES = 128
 """What is sent in one frame. A receiver takes 1 MiB and 256 messages."""
 FORWARD_SECONDS = 0.25
-"""A forwarded message waits for a random part of this, in case the neighbour sends it to us first."""
+"""A forwarded message waits for a random part of this, in case the neighbour sends it to us
+first."""
 
 
 class Outbox(RpcQueue):
-    """`RpcQueue` by bytes, for messages that many peers get, each of which may get them elsewhere first.
+    """`RpcQueue` by bytes, for messages that many peers get, each of which may get them elsewhere
+    first.
 
-    Defects: `RpcQueue` holds 32 RPCs, so that the 33rd message published without a pause is silently lost, while 32 RPCs of 1 MiB may wait
-    for each peer. For each recipient a message is copied, split and serialised anew, and each is a frame of its own, whose cost (2 ms from
-    socket to socket) hardly depends on its size. Two neighbours that get a message in the same moment send it to each other.
-    Here: `QUEUE_MESSAGES` and `QUEUE_BYTES`; the caller serialises once; what waits is sent as one frame (the concatenation of serialised
-    RPCs is their union, protobuf encoding, "Merging"); what others made waits up to `FORWARD_SECONDS`, so that there is something to put
-    together, and is dropped when the neighbour turns out to have it, which saves IDONTWANT with its own frames.
-    Cost: half of `FORWARD_SECONDS` of delay for each hop but the first.
-    Not needed any more when upstream's bounds are settings, and a stock node sends a burst of 100 messages in fewer than 50 frames.
+    Defects: `RpcQueue` holds 32 RPCs, so that the 33rd message published without a pause is
+    silently lost, while 32 RPCs of 1 MiB may wait for each peer. For each recipient a message is
+    copied, split and serialised anew, and each is a frame of its own, whose cost (2 ms from socket
+    to socket) hardly depends on its size. Two neighbours that get a message in the same moment send
+    it to each other. Here: `QUEUE_MESSAGES` and `QUEUE_BYTES`; the caller serialises once; what
+    waits is sent as one frame (the concatenation of serialised RPCs is their union, protobuf
+    encoding, "Merging"); what others made waits up to `FORWARD_SECONDS`, so that there is something
+    to put together, and is dropped when the neighbour turns out to have it, which saves IDONTWANT
+    with its own frames. Cost: half of `FORWARD_SECONDS` of delay for each hop but the first. Not
+    needed any more when upstream's bounds are settings, and a stock node sends a burst of 100
+    messages in fewer than 50 frames.
     """
 
     def __init__(self) -> None:
@@ -44,7 +50,8 @@ class Outbox(RpcQueue):
         return len(self._rpcs) + len(self._messages)
 
     def push(self, rpc: rpc_pb2.RPC, priority: bool = False) -> bool:
-        """Send `rpc` as soon as the stream takes it; False where there is no room, or nobody to send any more."""
+        """Send `rpc` as soon as the stream takes it; False where there is no room, or nobody to
+        send any more."""
         data = rpc.SerializeToString()
         if not self._fits(len(data)):
             return False
@@ -53,13 +60,16 @@ class Outbox(RpcQueue):
         return True
 
     def publish(self, message_id: bytes, data: bytes, forwarded: bool) -> bool:
-        """Send a message, `data` being an RPC with nothing else in it; a `forwarded` one may wait. False as for `push`."""
+        """Send a message, `data` being an RPC with nothing else in it; a `forwarded` one may wait.
+        False as for `push`."""
         if message_id in self._messages:
             return True
         if not self._fits(len(data)):
             return False
         self._messages[message_id] = data
-        self._send_by(trio.current_time() + (random.uniform(0, FORWARD_SECONDS) if forwarded else 0.0))
+        self._send_by(
+            trio.current_time() + (random.uniform(0, FORWARD_SECONDS) if forwarded else 0.0)
+        )
         return True
 
     def drop(self, message_id: bytes) -> None:
@@ -69,7 +79,8 @@ class Outbox(RpcQueue):
             self._bytes -= len(data)
 
     async def take(self) -> bytes | None:
-        """The next frame with its length before it, once it is due; None when the queue was closed."""
+        """The next frame with its length before it, once it is due; None when the queue was
+        closed."""
         while not self._closed:
             if len(self) and trio.current_time() >= self._due:
                 return encode_varint_prefixed(self._frame())

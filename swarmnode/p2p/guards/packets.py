@@ -1,10 +1,15 @@
-"""Around libp2p/security/noise/io.py and security/secure_session.py: the same bytes in fewer, larger steps."""
+"""Around libp2p/security/noise/io.py and security/secure_session.py: the same bytes in fewer,
+larger steps."""
 
 import trio
 from libp2p.io.exceptions import ConnectionClosedError, IncompleteReadError
 from libp2p.io.utils import read_exactly
 from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH, SIZE_NOISE_MESSAGE_LEN, NoiseTransportReadWriter
+from libp2p.security.noise.io import (
+    MAX_PLAINTEXT_LENGTH,
+    SIZE_NOISE_MESSAGE_LEN,
+    NoiseTransportReadWriter,
+)
 from libp2p.security.secure_session import SecureSession
 from libp2p.stream_muxer.yamux import yamux as upstream
 
@@ -15,11 +20,13 @@ READ_BYTES = 256 * 1024
 class Packets:
     """Noise packets of one connection, read and written in bulk.
 
-    Defect: a packet is read in at least two calls of the socket, and each byte copied nine times on its way to the muxer; a frame of
-    256 KiB is written in five calls; a packet that arrives in more than a hundred pieces ends the connection. Here: the socket is read
-    256 KiB at a time and written a frame at a time, and packets are decrypted where they lie: a stream of bulk data takes a seventh of the
-    socket calls. Cost: up to one packet (64 KiB) of memory for a connection whose peer stops in the middle of it.
-    Not needed any more when upstream's Noise reads through a buffer.
+    Defect: a packet is read in at least two calls of the socket, and each byte copied nine times on
+    its way to the muxer; a frame of 256 KiB is written in five calls; a packet that arrives in more
+    than a hundred pieces ends the connection. Here: the socket is read 256 KiB at a time and
+    written a frame at a time, and packets are decrypted where they lie: a stream of bulk data takes
+    a seventh of the socket calls. Cost: up to one packet (64 KiB) of memory for a connection whose
+    peer stops in the middle of it. Not needed any more when upstream's Noise reads through a
+    buffer.
     """
 
     def __init__(self, transport: NoiseTransportReadWriter) -> None:
@@ -31,7 +38,8 @@ class Packets:
         self._plain = memoryview(b"")
 
     async def read(self, n: int | None = None) -> bytes:
-        """As `SecureSession.read`: exactly `n` bytes, or what there is for None; an early end raises IncompleteReadError."""
+        """As `SecureSession.read`: exactly `n` bytes, or what there is for None; an early end
+        raises IncompleteReadError."""
         if n == 0:
             return b""
         if not self._plain:
@@ -76,9 +84,12 @@ class Packets:
 
 
 def in_bulk(session: SecureSession) -> SecureSession:
-    """`session`, fresh from its handshake, with `Packets` for its reading and writing. Not on a circuit, which buffers by itself."""
+    """`session`, fresh from its handshake, with `Packets` for its reading and writing. Not on a
+    circuit, which buffers by itself."""
     transport = session.conn
-    if isinstance(transport, NoiseTransportReadWriter) and isinstance(transport.read_writer.read_write_closer, RawConnection):
+    if isinstance(transport, NoiseTransportReadWriter) and isinstance(
+        transport.read_writer.read_write_closer, RawConnection
+    ):
         packets = Packets(transport)
         session.read, session.write = packets.read, packets.write  # type: ignore[method-assign]
     return session
@@ -90,6 +101,10 @@ def install() -> None:
     async def _read_data_body(self: upstream.Yamux, length: int) -> bytes:
         with trio.fail_after(upstream._yamux_data_read_timeout()):
             data = await self.secured_conn.read(length) if length else b""
-            return data if len(data) == length else data + await read_exactly(self.secured_conn, length - len(data))
+            return (
+                data
+                if len(data) == length
+                else data + await read_exactly(self.secured_conn, length - len(data))
+            )
 
     upstream.Yamux._read_data_body = _read_data_body  # type: ignore[method-assign]

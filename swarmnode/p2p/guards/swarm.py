@@ -1,6 +1,8 @@
-"""Guards around libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache, shutdown.
+"""Guards around libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache,
+shutdown.
 
-A `Swarm` is libp2p's network service; one exception that reaches its nursery ends it and with it every connection of this node.
+A `Swarm` is libp2p's network service; one exception that reaches its nursery ends it and with it
+every connection of this node.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -30,33 +32,43 @@ RESET_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 """Time that closing a host may take before its sockets are left to the kernel."""
 NEGATIVE_CACHE_SECONDS = 1.0
-"""For this long after a failed dial libp2p refuses to dial the same peer; the redial loop has its own back-off."""
+"""For this long after a failed dial libp2p refuses to dial the same peer; the redial loop has its
+own back-off."""
 INBOUND_PER_ADDRESS = 64
-"""Inbound connections from one IPv4 address or one IPv6 /64, so that one machine cannot take all slots."""
+"""Inbound connections from one IPv4 address or one IPv6 /64, so that one machine cannot take all
+slots."""
 
 _inbound: collections.Counter[str] = collections.Counter()
 
 
 def _origin(stream: object) -> str:
-    """The part of the remote address that one machine cannot choose freely; empty when the transport does not know it."""
+    """The part of the remote address that one machine cannot choose freely; empty when the
+    transport does not know it."""
     remote = stream.get_remote_address()
     if remote is None:
         return ""
     address = ipaddress.ip_address(remote[0].partition("%")[0])
-    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)
+    return (
+        str(ipaddress.ip_network((address, 64), strict=False))
+        if address.version == 6
+        else str(address)
+    )
 
 
 def _install_inbound_slots() -> None:
     """An inbound connection holds its slot while it lives.
 
-    Defect: `Swarm._do_handle_inbound_connection` waits for the end of the swarm, so a slot and a task are lost with every connection ever
-    accepted; after max_connections - min_connections of them all are refused. Here: it waits for the end of the connection; and one address
-    gets at most `INBOUND_PER_ADDRESS` slots. Cost: none.
-    Not needed any more when 400 sequential connections are served by a stock host.
+    Defect: `Swarm._do_handle_inbound_connection` waits for the end of the swarm, so a slot and a
+    task are lost with every connection ever accepted; after max_connections - min_connections of
+    them all are refused. Here: it waits for the end of the connection; and one address gets at most
+    `INBOUND_PER_ADDRESS` slots. Cost: none. Not needed any more when 400 sequential connections are
+    served by a stock host.
     """
     original = Swarm._do_handle_inbound_connection
 
-    async def _do_handle_inbound_connection(self: Swarm, stream: object, maddr: Multiaddr, failure: object) -> None:
+    async def _do_handle_inbound_connection(
+        self: Swarm, stream: object, maddr: Multiaddr, failure: object
+    ) -> None:
         if isinstance(stream, IMuxedConn):  # a transport that multiplexes by itself; we use none
             return await original(self, stream, maddr, failure)
         origin = _origin(stream)
@@ -86,11 +98,13 @@ def _install_inbound_slots() -> None:
 def _install_handlers() -> None:
     """No exception of a stream handler reaches the swarm, and no stream outlives its handler.
 
-    Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any handler (ours, identify, ping, pubsub) ends
-    the host; `StreamEOF` and `StreamReset` end the accept loop, so that all other streams of that peer hang; a handler that returns without
-    `close` leaves entries on both sides, one that returns early leaves up to a window of unread bytes. Here: errors are counted and the
-    stream reset; after a clean return it is closed and its unread bytes are forgotten.
-    Cost: a handler cannot lend its stream to another task. Not needed any more when a stock host survives a handler that raises.
+    Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any
+    handler (ours, identify, ping, pubsub) ends the host; `StreamEOF` and `StreamReset` end the
+    accept loop, so that all other streams of that peer hang; a handler that returns without `close`
+    leaves entries on both sides, one that returns early leaves up to a window of unread bytes.
+    Here: errors are counted and the stream reset; after a clean return it is closed and its unread
+    bytes are forgotten. Cost: a handler cannot lend its stream to another task. Not needed any more
+    when a stock host survives a handler that raises.
     """
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
@@ -102,7 +116,11 @@ def _install_handlers() -> None:
             abandon(stream)
             discard(stream)
         if failure.error is not None:
-            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
+            with (
+                trio.CancelScope(shield=True),
+                trio.move_on_after(RESET_SECONDS),
+                contextlib.suppress(Exception),
+            ):
                 await stream.reset()
 
     async def _close(self: NetStream) -> None:
@@ -117,8 +135,9 @@ def _install_handlers() -> None:
 def _install_new_stream() -> None:
     """A stream that was opened is handed to its caller, or closed.
 
-    Defect: `SwarmConn.new_stream` awaits between opening the stream and registering it; a cancellation there leaves a stream that nobody
-    knows, and one of 256 slots is gone. Here: registering is shielded; what follows in `BasicHost.new_stream` resets the stream by itself.
+    Defect: `SwarmConn.new_stream` awaits between opening the stream and registering it; a
+    cancellation there leaves a stream that nobody knows, and one of 256 slots is gone. Here:
+    registering is shielded; what follows in `BasicHost.new_stream` resets the stream by itself.
     Cost: a cancel scope per stream. Not needed any more when upstream resets the stream there.
     """
 
@@ -133,9 +152,10 @@ def _install_new_stream() -> None:
 def _install_connection_tasks() -> None:
     """An error in a connection's own tasks costs that connection.
 
-    Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole service, so that an error in
-    either ends it. Here: their errors are counted and the connection is closed. Cost: none.
-    Not needed any more when `add_conn` starts them under a supervisor of their own.
+    Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole
+    service, so that an error in either ends it. Here: their errors are counted and the connection
+    is closed. Cost: none. Not needed any more when `add_conn` starts them under a supervisor of
+    their own.
     """
     start_muxer, start_connection = Yamux.start, SwarmConn.start
 
@@ -144,14 +164,22 @@ def _install_connection_tasks() -> None:
             await start_muxer(self)
         if failure.error is not None:
             self.event_started.set()  # whoever waits for the start sees `is_closed`
-            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
+            with (
+                trio.CancelScope(shield=True),
+                trio.move_on_after(RESET_SECONDS),
+                contextlib.suppress(Exception),
+            ):
                 await self._cleanup_on_error()
 
     async def _start_connection(self: SwarmConn) -> None:
         with contained("service_failed", self.muxed_conn.peer_id) as failure:
             await start_connection(self)
         if failure.error is not None:
-            with trio.CancelScope(shield=True), trio.move_on_after(RESET_SECONDS), contextlib.suppress(Exception):
+            with (
+                trio.CancelScope(shield=True),
+                trio.move_on_after(RESET_SECONDS),
+                contextlib.suppress(Exception),
+            ):
                 await self.close()
 
     Yamux.start = _start_muxer
@@ -161,9 +189,11 @@ def _install_connection_tasks() -> None:
 def _install_exclusive_port() -> None:
     """A listening port belongs to one process.
 
-    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching): a second node started on the same port binds it
-    too, and the kernel deals connections out between them. Here: SO_REUSEADDR only, so that the second bind fails. Cost: none; hole
-    punching sets SO_REUSEPORT once the port is ours (`Host.share_ports`). Not needed any more when SO_REUSEPORT is an option upstream.
+    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching): a second
+    node started on the same port binds it too, and the kernel deals connections out between them.
+    Here: SO_REUSEADDR only, so that the second bind fails. Cost: none; hole punching sets
+    SO_REUSEPORT once the port is ours (`Host.share_ports`). Not needed any more when SO_REUSEPORT
+    is an option upstream.
     """
 
     def _set_reuse_flags(sock: trio.socket.SocketType) -> None:
@@ -182,10 +212,12 @@ def install() -> None:
 
 
 def guard_host(host: IHost) -> IHost:
-    """What is set on one host and has no constructor argument, here and in `peerstore.guard_peerstore`; returns `host`.
+    """What is set on one host and has no constructor argument, here and in
+    `peerstore.guard_peerstore`; returns `host`.
 
-    Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts stays unreachable for that long.
-    Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the time is a setting.
+    Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts
+    stays unreachable for that long. Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the
+    time is a setting.
     """
     host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS
     guard_peerstore(host)
@@ -196,15 +228,18 @@ def guard_host(host: IHost) -> IHost:
 async def running(host: IHost, listen_addrs: Sequence[Multiaddr]) -> AsyncIterator[None]:
     """`host.run(listen_addrs)` that fails when it cannot listen and leaves no socket behind.
 
-    Defects: `Swarm.listen` returns False and logs at debug level when a port is taken, so the host runs deaf; leaving `host.run` without
-    `host.close()` leaks every connection's socket. Here: `Unavailable`, and a close bounded by `CLOSE_SECONDS`. Cost: none.
-    Not needed any more when `host.run` raises and closes by itself.
+    Defects: `Swarm.listen` returns False and logs at debug level when a port is taken, so the host
+    runs deaf; leaving `host.run` without `host.close()` leaks every connection's socket. Here:
+    `Unavailable`, and a close bounded by `CLOSE_SECONDS`. Cost: none. Not needed any more when
+    `host.run` raises and closes by itself.
     """
     async with host.run(listen_addrs):
         try:
             for address in listen_addrs:
                 if str(address) not in host.get_network().listeners:
-                    raise Unavailable(f"cannot listen on {address}: is another node using this port?")
+                    raise Unavailable(
+                        f"cannot listen on {address}: is another node using this port?"
+                    )
             yield
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):

@@ -1,12 +1,14 @@
 """What a node offers and accepts on a TCP connection: Noise, then Yamux, nothing else.
 
-Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_opt=None)`), and mplex, whose `NewStream` with a name that
-is not UTF-8 ends the process (stream_muxer/mplex/mplex.py `_handle_new_stream`, C1). Here: neither is offered. Cost: none.
-Not needed any more when upstream drops plaintext, secio and mplex from its defaults.
+Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_opt=None)`), and
+mplex, whose `NewStream` with a name that is not UTF-8 ends the process (stream_muxer/mplex/mplex.py
+`_handle_new_stream`, C1). Here: neither is offered. Cost: none. Not needed any more when upstream
+drops plaintext, secio and mplex from its defaults.
 
-Of a peer that connects by IPv6 a stock host knows no address: `TrioTCPStream.get_remote_address` takes pairs, and IPv6 sockets
-tell four values. Limits and bans by prefix then see nobody, and all IPv6 peers together are one address. Here: the first two. Cost: none.
-Not needed any more when a stock stream over `::1` tells where its peer is.
+Of a peer that connects by IPv6 a stock host knows no address: `TrioTCPStream.get_remote_address`
+takes pairs, and IPv6 sockets tell four values. Limits and bans by prefix then see nobody, and all
+IPv6 peers together are one address. Here: the first two. Cost: none. Not needed any more when a
+stock stream over `::1` tells where its peer is.
 """
 
 from libp2p.abc import IRawConnection, ISecureConn
@@ -37,20 +39,27 @@ def _remote_address(self: TrioTCPStream) -> tuple[str, int] | None:
     if self._cached_remote_address is None:
         try:
             host, port = self.stream.socket.getpeername()[:2]
-        except (AttributeError, OSError, ValueError):  # no socket, or a closed one; a Unix socket's address is one text
+        except (AttributeError, OSError, ValueError):
+            # no socket, or a closed one; a Unix socket's address is one text
             return None
         self._cached_remote_address = (str(host), int(port))
     return self._cached_remote_address
 
 
 def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol, Transport]:
-    """For `new_host(sec_opt=…)`: Noise with the node's `key_pair` as identity and a fresh X25519 key.
+    """For `new_host(sec_opt=…)`: Noise with the node's `key_pair` as identity and a fresh X25519
+    key.
 
-    `secret` (32 bytes): of a private swarm; then another protocol, whose handshake fails at its first message for whoever does not have it.
+    `secret` (32 bytes): of a private swarm; then another protocol, whose handshake fails at its
+    first message for whoever does not have it.
     """
     if secret is None:
         return {PROTOCOL_ID: _Transport(key_pair, create_new_key_pair().private_key)}
-    return {TProtocol(ids.PRIVATE_SECURITY): _PrivateTransport(key_pair, create_new_key_pair().private_key, secret)}
+    return {
+        TProtocol(ids.PRIVATE_SECURITY): _PrivateTransport(
+            key_pair, create_new_key_pair().private_key, secret
+        )
+    }
 
 
 class _Transport(Transport):
@@ -64,18 +73,23 @@ class _Transport(Transport):
 
 
 class _PrivateTransport(_Transport):
-    """libp2p's handshake with the Noise modifier psk0: the secret enters the keys before anything is said."""
+    """libp2p's handshake with the Noise modifier psk0: the secret enters the keys before anything
+    is said."""
 
     def __init__(self, key_pair: KeyPair, noise_key: PrivateKey, secret: bytes) -> None:
         super().__init__(key_pair, noise_key)
         self._secret = secret
 
     def get_pattern(self) -> PatternXX:
-        return _PatternXXpsk0(self.local_peer, self.libp2p_privkey, self.noise_privkey, self._secret)
+        return _PatternXXpsk0(
+            self.local_peer, self.libp2p_privkey, self.noise_privkey, self._secret
+        )
 
 
 class _PatternXXpsk0(PatternXX):
-    def __init__(self, local_peer: ID, identity: PrivateKey, noise_key: PrivateKey, secret: bytes) -> None:
+    def __init__(
+        self, local_peer: ID, identity: PrivateKey, noise_key: PrivateKey, secret: bytes
+    ) -> None:
         super().__init__(local_peer, identity, noise_key)
         self.protocol_name = b"Noise_XXpsk0_25519_ChaChaPoly_SHA256"
         self._secret = secret

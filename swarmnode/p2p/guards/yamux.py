@@ -1,7 +1,8 @@
-"""Guards around libp2p/stream_muxer/yamux/yamux.py: whole frames, no lost bytes, patient writers. What it keeps is in inbox.py.
+"""Guards around libp2p/stream_muxer/yamux/yamux.py: whole frames, no lost bytes, patient writers.
+What it keeps is in inbox.py.
 
-`Yamux` is one connection, `YamuxStream` one stream of it. Upstream writes frames from whichever task happens to call, and the
-cancel scopes of that task then decide whether a frame is whole.
+`Yamux` is one connection, `YamuxStream` one stream of it. Upstream writes frames from whichever
+task happens to call, and the cancel scopes of that task then decide whether a frame is whole.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -17,16 +18,19 @@ from libp2p.stream_muxer.yamux import yamux as upstream
 from swarmnode.p2p.guards.counting import contained, fired
 
 WRITE_STALL_SECONDS = 15.0
-"""One frame must leave within this time, the shortest if need be: a peer reads at least 273 B/s, or its connection is dropped."""
+"""One frame must leave within this time, the shortest if need be: a peer reads at least 273 B/s, or
+its connection is dropped."""
 WINDOW_STALL_SECONDS = 60.0
 """A writer waits this long for credit before its stream fails; upstream waits 5 s."""
 OPEN_STREAM_SECONDS = 10.0
 """`open_stream` waits this long for one of the 256 outbound slots; upstream waits for ever."""
 FRAME_BYTES = 256 * 1024
-"""Payload and header of the frames we send. 64 KiB upstream; 256 KiB is 1.7 times as fast and every receiver takes up to 16 MiB."""
+"""Payload and header of the frames we send. 64 KiB upstream; 256 KiB is 1.7 times as fast and every
+receiver takes up to 16 MiB."""
 SHORTEST_FRAME_BYTES, FIRST_FRAME_BYTES = 4 * 1024, 64 * 1024
 FRAME_SECONDS = 0.1
-"""A stream waits for the frames of others, several times while it is opened: on a line that takes longer for one, frames are shorter."""
+"""A stream waits for the frames of others, several times while it is opened: on a line that takes
+longer for one, frames are shorter."""
 WINDOW_BYTES = 8 * 1024 * 1024
 """Receive window that auto-tuning may reach, and the largest frame accepted. 16 MiB upstream."""
 
@@ -36,24 +40,30 @@ OWED = 1024
 
 
 async def write_frame(self: upstream.Yamux, data: bytes) -> None:
-    """Whole frames or a closed connection, and a loop that never stops reading; replaces `Yamux._write_frame`.
+    """Whole frames or a closed connection, and a loop that never stops reading; replaces
+    `Yamux._write_frame`.
 
-    Defect: a cancel scope of the application that fires during this await leaves half a frame, or a used Noise nonce without its frame, on
-    the wire; every stream of the connection is then lost, while it stays listed as connected. And a peer that stops reading its socket
-    blocks every writer for ever. Here: the write is shielded; after `WRITE_STALL_SECONDS` without room the socket is closed.
-    And the loop that reads a connection itself writes what it answers a SYN or a ping with: where both ends have their sockets full, both
-    loops wait for room that only the other one's reading could make, and for ever. Here: it leaves its answers to whoever writes next, or
-    to a task of their own, which write them first; a peer that asks for more than `OWED` while it reads nothing is dropped.
-    Cost: two cancel scopes per frame (about 3 µs), a task for an answer. Cancellation may take effect that much later.
-    Not needed any more when `secured_conn.write` is shielded upstream, yamux has go-yamux's ConnectionWriteTimeout, and
-    `handle_incoming` writes nothing.
+    Defect: a cancel scope of the application that fires during this await leaves half a frame, or a
+    used Noise nonce without its frame, on the wire; every stream of the connection is then lost,
+    while it stays listed as connected. And a peer that stops reading its socket blocks every writer
+    for ever. Here: the write is shielded; after `WRITE_STALL_SECONDS` without room the socket is
+    closed. And the loop that reads a connection itself writes what it answers a SYN or a ping with:
+    where both ends have their sockets full, both loops wait for room that only the other one's
+    reading could make, and for ever. Here: it leaves its answers to whoever writes next, or to a
+    task of their own, which write them first; a peer that asks for more than `OWED` while it reads
+    nothing is dropped. Cost: two cancel scopes per frame (about 3 µs), a task for an answer.
+    Cancellation may take effect that much later. Not needed any more when `secured_conn.write` is
+    shielded upstream, yamux has go-yamux's ConnectionWriteTimeout, and `handle_incoming` writes
+    nothing.
     """
     owed: collections.deque[bytes] = self.__dict__.setdefault("owed", collections.deque())
     if data and self.__dict__.get("reader") is trio.lowlevel.current_task():
         if len(owed) >= OWED:
             fired("answers_full", self.peer_id)
             await self.secured_conn.close()
-            raise ConnectionClosedError("the peer asked for too many answers and read none", transport="tcp")
+            raise ConnectionClosedError(
+                "the peer asked for too many answers and read none", transport="tcp"
+            )
         owed.append(data)
         if len(owed) == 1:
             trio.lowlevel.spawn_system_task(_answer, self)
@@ -63,10 +73,14 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
             began, whole = trio.current_time(), b"".join((*owed, data))
             owed.clear()
             with trio.move_on_after(WRITE_STALL_SECONDS) as patience:
-                if whole:  # what was owed may have gone while we waited, and a packet of nothing would be taken for the end
+                # what was owed may have gone while we waited, and a packet of nothing would be
+                # taken for the end
+                if whole:
                     await self.secured_conn.write(whole)
             longest = longest_frame(self)
-            self.__dict__["longest_frame"] = fitting(longest, len(whole), trio.current_time() - began)
+            self.__dict__["longest_frame"] = fitting(
+                longest, len(whole), trio.current_time() - began
+            )
             if patience.cancelled_caught:
                 fired("write_stalled", self.peer_id)
                 await self.secured_conn.close()
@@ -89,15 +103,21 @@ def longest_frame(connection: upstream.Yamux) -> int:
 
 
 def fitting(longest: int, length: int, seconds: float) -> int:
-    """How long frames may be after one of `length` bytes took so many seconds: half of it where that was too long, a little more where the
-    longest that may be went fast. Kernel buffers swallow megabytes at once, which says nothing of the line."""
+    """How long frames may be after one of `length` bytes took so many seconds: half of it where
+    that was too long, a little more where the longest that may be went fast. Kernel buffers swallow
+    megabytes at once, which says nothing of the line."""
     if seconds > FRAME_SECONDS:
         return min(longest, max(SHORTEST_FRAME_BYTES, length // 2))
-    return min(FRAME_BYTES, longest + SHORTEST_FRAME_BYTES) if length >= longest and seconds < FRAME_SECONDS / 4 else longest
+    return (
+        min(FRAME_BYTES, longest + SHORTEST_FRAME_BYTES)
+        if length >= longest and seconds < FRAME_SECONDS / 4
+        else longest
+    )
 
 
 class Credit:
-    """`YamuxStream.send_window` as a property, so that a writer without credit can sleep until there is some.
+    """`YamuxStream.send_window` as a property, so that a writer without credit can sleep until
+    there is some.
 
     Upstream polls every 10 ms. Cost: a property call per frame.
     """
@@ -113,12 +133,14 @@ class Credit:
 
 
 async def write(self: upstream.YamuxStream, data: bytes) -> None:
-    """Send `data` as the peer grants credit; replaces `YamuxStream.write`. A cancelled call may have sent part of `data`.
+    """Send `data` as the peer grants credit; replaces `YamuxStream.write`. A cancelled call may
+    have sent part of `data`.
 
-    Defect: a reader that pauses for 5 s costs the sender its stream ("Timed out waiting for window update after 5 seconds").
-    Here: the writer waits `WINDOW_STALL_SECONDS`, or what `patience_seconds` of the stream says, asleep; the caller's own watchdog decides
-    earlier if it wants to.
-    Cost: none, less polling. Not needed any more when upstream makes that timeout a setting.
+    Defect: a reader that pauses for 5 s costs the sender its stream ("Timed out waiting for window
+    update after 5 seconds"). Here: the writer waits `WINDOW_STALL_SECONDS`, or what
+    `patience_seconds` of the stream says, asleep; the caller's own watchdog decides earlier if it
+    wants to. Cost: none, less polling. Not needed any more when upstream makes that timeout a
+    setting.
     """
     view = memoryview(data)
     while True:
@@ -132,7 +154,9 @@ async def write(self: upstream.YamuxStream, data: bytes) -> None:
             continue
         size = min(self.send_window, longest_frame(self.conn) - upstream.HEADER_SIZE, len(view))
         self.send_window -= size
-        header = struct.pack(upstream.YAMUX_HEADER_FORMAT, 0, upstream.TYPE_DATA, 0, self.stream_id, size)
+        header = struct.pack(
+            upstream.YAMUX_HEADER_FORMAT, 0, upstream.TYPE_DATA, 0, self.stream_id, size
+        )
         await self.conn._write_frame(b"".join((header, view[:size])))
         view = view[size:]
 
@@ -149,13 +173,16 @@ async def _wait_for_credit(stream: upstream.YamuxStream) -> None:
 
 
 async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> None:
-    """Tell the peer of new room in our window, once that is half of it; replaces `YamuxStream._auto_tune_and_send_window_update`.
+    """Tell the peer of new room in our window, once that is half of it; replaces
+    `YamuxStream._auto_tune_and_send_window_update`.
 
-    Defect: every `read`, also of one byte, sends a window update: a frame of its own that is encrypted, written, read and handled, four of
-    them for a gossip message, half of what that costs. Here: none before half a window is free, as in go-yamux, whose rule for growing the
-    window is kept; the sender has the other half meanwhile. Nothing is awaited before the update, and that is shielded: upstream loses what
-    `read` took from the buffer when it is cancelled here. Cost: none.
-    Not needed any more when a stock reader of many small messages sends no update for them.
+    Defect: every `read`, also of one byte, sends a window update: a frame of its own that is
+    encrypted, written, read and handled, four of them for a gossip message, half of what that
+    costs. Here: none before half a window is free, as in go-yamux, whose rule for growing the
+    window is kept; the sender has the other half meanwhile. Nothing is awaited before the update,
+    and that is shielded: upstream loses what `read` took from the buffer when it is cancelled here.
+    Cost: none. Not needed any more when a stock reader of many small messages sends no update for
+    them.
     """
     buffered = len(self.conn.stream_buffers.get(self.stream_id, b""))
     free = self.target_recv_window - self.recv_window - buffered
@@ -170,9 +197,10 @@ async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> No
 async def open_stream(self: upstream.Yamux) -> upstream.YamuxStream:
     """Open a stream, or fail in time; replaces `Yamux.open_stream`.
 
-    Defect: with 256 streams not yet closed the semaphore is awaited for ever; and a cancellation between taking the slot and sending SYN
-    loses the slot. Here: `OPEN_STREAM_SECONDS` for the slot, the rest shielded (it is one frame). Cost: two cancel scopes per stream.
-    Not needed any more when upstream takes a timeout here and gives the slot back in a `finally`.
+    Defect: with 256 streams not yet closed the semaphore is awaited for ever; and a cancellation
+    between taking the slot and sending SYN loses the slot. Here: `OPEN_STREAM_SECONDS` for the
+    slot, the rest shielded (it is one frame). Cost: two cancel scopes per stream. Not needed any
+    more when upstream takes a timeout here and gives the slot back in a `finally`.
     """
     with trio.move_on_after(OPEN_STREAM_SECONDS) as patience:
         await self.stream_backlog_semaphore.acquire()
@@ -190,7 +218,14 @@ async def open_stream(self: upstream.Yamux) -> upstream.YamuxStream:
             self.streams[stream.stream_id] = stream
             self.stream_buffers[stream.stream_id] = bytearray()
             self.stream_events[stream.stream_id] = trio.Event()
-        header = struct.pack(upstream.YAMUX_HEADER_FORMAT, 0, upstream.TYPE_WINDOW_UPDATE, upstream.FLAG_SYN, stream.stream_id, 0)
+        header = struct.pack(
+            upstream.YAMUX_HEADER_FORMAT,
+            0,
+            upstream.TYPE_WINDOW_UPDATE,
+            upstream.FLAG_SYN,
+            stream.stream_id,
+            0,
+        )
         with contained("stream_unopened", self.peer_id) as failure:
             await self._write_frame(header)
         if failure.error is not None:
@@ -222,12 +257,15 @@ def install() -> None:
 def _install_shields() -> None:
     """A cancelled read keeps its bytes.
 
-    Defect: `YamuxStream.read` removes bytes from the buffer and then awaits twice (window update, bookkeeping); a cancellation there loses
-    them. Here: both awaits are shielded. Cost: a cancel scope per read. Not needed any more when `read` returns right after removing.
+    Defect: `YamuxStream.read` removes bytes from the buffer and then awaits twice (window update,
+    bookkeeping); a cancellation there loses them. Here: both awaits are shielded. Cost: a cancel
+    scope per read. Not needed any more when `read` returns right after removing.
     """
     finalize = upstream.Yamux._finalize_stream
 
-    async def _finalize_stream(self: upstream.Yamux, stream: upstream.YamuxStream, *, fully_closed: bool) -> None:
+    async def _finalize_stream(
+        self: upstream.Yamux, stream: upstream.YamuxStream, *, fully_closed: bool
+    ) -> None:
         with trio.CancelScope(shield=True):
             await finalize(self, stream, fully_closed=fully_closed)
 

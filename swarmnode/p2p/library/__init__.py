@@ -1,5 +1,5 @@
-"""The one place, with `guards`, that knows py-libp2p's objects: elsewhere in `p2p` peers are text, addresses are `Address`, and whatever
-the library raises is a PeerError.
+"""The one place, with `guards`, that knows py-libp2p's objects: elsewhere in `p2p` peers are text,
+addresses are `Address`, and whatever the library raises is a PeerError.
 
     hosts.py        Host: streams, dials, connections as they come and go
     streams.py      Stream: reads and writes of one stream

@@ -1,5 +1,6 @@
-"""A guarded host and its gossip. Everything that the library would choose by default is passed explicitly: its defaults also accept
-plaintext, secio and mplex, dial peers of their own choosing, and retry behind our back."""
+"""A guarded host and its gossip. Everything that the library would choose by default is passed
+explicitly: its defaults also accept plaintext, secio and mplex, dial peers of their own choosing,
+and retry behind our back."""
 
 from __future__ import annotations
 
@@ -31,20 +32,29 @@ CLOSE_SECONDS = 5.0
 
 
 def build_host(
-    key_pair: KeyPair, announce: list[Address], gater: ConnectionGater, max_connections: int, secret: bytes | None = None
+    key_pair: KeyPair,
+    announce: list[Address],
+    gater: ConnectionGater,
+    max_connections: int,
+    secret: bytes | None = None,
 ) -> IHost:
     """A guarded host that is not running yet."""
     quiet()
-    security = {protocol: gater.around(transport) for protocol, transport in guards.noise_only(key_pair, secret).items()}
+    security = {
+        protocol: gater.around(transport)
+        for protocol, transport in guards.noise_only(key_pair, secret).items()
+    }
     host = new_host(
         key_pair=key_pair,
         transports=[TCP()],
         sec_opt=security,
         muxer_opt=guards.YAMUX_ONLY,
         announce_addrs=[Multiaddr(str(address)) for address in announce] or None,
-        disable_identify_address_discovery=True,  # peers' opinions of our address are not ours to spread
-        # Connections are bounded below and by the guards. A breaker that refuses everybody after five refusals, limits that shrink under
-        # load and tables by peer id, of which a stranger has as many as it likes, would be new ways to hurt us.
+        # peers' opinions of our address are not ours to spread
+        disable_identify_address_discovery=True,
+        # Connections are bounded below and by the guards. A breaker that refuses everybody after
+        # five refusals, limits that shrink under load and tables by peer id, of which a stranger
+        # has as many as it likes, would be new ways to hurt us.
         resource_manager=ResourceManager(
             enable_metrics=False,
             enable_circuit_breaker=False,
@@ -56,18 +66,22 @@ def build_host(
             high_watermark=max_connections,
             low_watermark=0,
             min_connections=0,
-            max_connections_per_peer=4,  # two that dialled each other at once, and again when one of them has restarted unnoticed
+            # two that dialled each other at once, and again when one of them has restarted
+            # unnoticed
+            max_connections_per_peer=4,
         ),
     )
     swarm = typed(host).get_network()
     gater.watch(swarm.upgrader)
     swarm.retry_config = RetryConfig(max_retries=0)
-    swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint  # the redial loop in dialer.py is the only one that dials
+    # the redial loop in dialer.py is the only one that dials
+    swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint
     return guards.guard_host(host)
 
 
 def typed(host: IHost) -> LibraryHost:
-    """The same: what the library annotates as an interface that leaves out most of what a host can do."""
+    """The same: what the library annotates as an interface that leaves out most of what a host can
+    do."""
     return cast("LibraryHost", host)
 
 
@@ -84,7 +98,8 @@ async def running(host: IHost, listen: list[Address]) -> AsyncIterator[tuple[Pub
             heartbeat_interval=1,
             prune_back_off=10,
             do_px=False,  # our own exchange is bounded and checked
-            spam_protection_enabled=False,  # it drops above 10 messages per second and forwarder, silently
+            # it drops above 10 messages per second and forwarder, silently
+            spam_protection_enabled=False,
             adaptive_gossip_enabled=False,  # it slows the heartbeat down to two minutes
         )
     )
@@ -100,7 +115,8 @@ async def running(host: IHost, listen: list[Address]) -> AsyncIterator[tuple[Pub
 
 
 def quiet() -> None:
-    """The library logs at ERROR what any stranger can cause, so a stranger could fill the disk. What matters of it is counted by us.
+    """The library logs at ERROR what any stranger can cause, so a stranger could fill the disk.
+    What matters of it is counted by us.
 
     Left alone when a person has asked for the library's own debugging (LIBP2P_DEBUG).
     """

@@ -12,7 +12,8 @@ from swarmnode.p2p.library.errors import peer_errors
 
 
 class Contexts:
-    """Both sides' `ssl.SSLContext`s of one node, with one certificate. Made once, in a thread: it writes a temporary file to load from."""
+    """Both sides' `ssl.SSLContext`s of one node, with one certificate. Made once, in a thread: it
+    writes a temporary file to load from."""
 
     def __init__(self, key_pair: KeyPair) -> None:
         transport = TLSTransport(key_pair)
@@ -23,5 +24,8 @@ class Contexts:
 
 def peer_of_certificate(der: bytes) -> str:
     """The peer id that a certificate proves. Raises PeerError."""
-    with peer_errors("not a libp2p certificate"):  # two parsers of a stranger's bytes, which raise whatever they come across
-        return ID.from_pubkey(verify_certificate_chain([x509.load_der_x509_certificate(der)])).to_base58()
+    # two parsers of a stranger's bytes, which raise whatever they come across
+    with peer_errors("not a libp2p certificate"):
+        return ID.from_pubkey(
+            verify_certificate_chain([x509.load_der_x509_certificate(der)])
+        ).to_base58()

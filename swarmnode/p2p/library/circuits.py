@@ -1,9 +1,11 @@
 """A connection through a relay: a stream to the relay that is used as if it were a socket.
 
-    us ═ Noise, Yamux ═ circuit ═ Noise, Yamux ═ peer      the peer's id is proved by the inner handshake; the relay sees ciphertext
+    us ═ Noise, Yamux ═ circuit ═ Noise, Yamux ═ peer      the peer's id is proved by the inner
+    handshake; the relay sees ciphertext
           us ─ stream ─ relay ─ stream ─ peer
 
-It has no address of its own: what is limited or banned by network prefix must not hit everybody behind one relay.
+It has no address of its own: what is limited or banned by network prefix must not hit everybody
+behind one relay.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class CircuitConnection(IRawConnection):
-    """`stream`: to or from `relay` (a peer id), past the relay's own handshake. `peer`: who is at the other end, as the relay says."""
+    """`stream`: to or from `relay` (a peer id), past the relay's own handshake. `peer`: who is at
+    the other end, as the relay says."""
 
     def __init__(self, stream: Stream, relay: str, peer: str, *, initiator: bool) -> None:
         self.is_initiator = initiator
@@ -32,8 +35,9 @@ class CircuitConnection(IRawConnection):
         self._unread = bytearray()
 
     async def read(self, n: int | None = None) -> bytes:
-        """Exactly `n` bytes (any number for None), so that many small frames of a relay are not mistaken for a short message.
-        Raises ConnectionClosedError at the end, whatever kind of end it is."""
+        """Exactly `n` bytes (any number for None), so that many small frames of a relay are not
+        mistaken for a short message. Raises ConnectionClosedError at the end, whatever kind of end
+        it is."""
         try:
             while len(self._unread) < (n or 1):
                 self._unread += await self._stream.read()
@@ -66,7 +70,8 @@ class CircuitConnection(IRawConnection):
 
 
 def relay_of(muxed: object) -> str | None:
-    """The relay that a multiplexed connection goes through, None if it is direct. (Yamux ▸ Noise session ▸ its codec ▸ framing ▸ raw.)"""
+    """The relay that a multiplexed connection goes through, None if it is direct. (Yamux ▸ Noise
+    session ▸ its codec ▸ framing ▸ raw.)"""
     raw = muxed
     for name in ("secured_conn", "conn", "read_writer", "read_write_closer"):
         raw = getattr(raw, name, None)

@@ -19,13 +19,16 @@ ANOTHER_PEER = "peer id does not correspond"
 
 
 class StreamEnd(PeerError):
-    """Raised when a peer has sent its last: it finished its side of a stream, or is gone without having said so."""
+    """Raised when a peer has sent its last: it finished its side of a stream, or is gone without
+    having said so."""
 
 
 class peer_errors:
-    """Within this block every exception is a PeerError: `with peer_errors("dialling"): await swarm.dial_addr(…)`.
+    """Within this block every exception is a PeerError: `with peer_errors("dialling"): await
+    swarm.dial_addr(…)`.
 
-    Our own errors and cancellations pass as they are. `doing` begins the message; the original error is attached as the cause.
+    Our own errors and cancellations pass as they are. `doing` begins the message; the original
+    error is attached as the cause.
     """
 
     __slots__ = ("_doing",)
@@ -36,13 +39,19 @@ class peer_errors:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if isinstance(error, Exception) and not isinstance(error, SwarmNodeError):
             raise _translated(error, self._doing) from error
 
 
 class ignored_errors:
-    """Within this block every exception ends the block and no more: for what has nobody left to tell, such as closing."""
+    """Within this block every exception ends the block and no more: for what has nobody left to
+    tell, such as closing."""
 
     __slots__ = ("_doing",)
 
@@ -52,7 +61,12 @@ class ignored_errors:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
         if not isinstance(error, Exception):
             return False
         log.debug("%s: %r", self._doing, error)
@@ -70,7 +84,8 @@ def _translated(error: Exception, doing: str) -> PeerError:
 
 
 def first_cause(error: BaseException) -> str:
-    """The first cause of an error, which says what happened; the library's wrappers only say that something did."""
+    """The first cause of an error, which says what happened; the library's wrappers only say that
+    something did."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, BaseExceptionGroup):

@@ -1,4 +1,5 @@
-"""Who may connect at all, decided at the end of the Noise handshake: the first moment at which a peer's id is proven."""
+"""Who may connect at all, decided at the end of the Noise handshake: the first moment at which a
+peer's id is proven."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Newcomer(NamedTuple):
 class ConnectionGater:
     """`admits(newcomer)` is set once there is somebody to decide; until then everybody may pass.
 
-    `refused`: peers that were not admitted. `failed`: inbound connections that did not get through the handshake: port scans, garbage,
-    peers that went silent.
+    `refused`: peers that were not admitted. `failed`: inbound connections that did not get through
+    the handshake: port scans, garbage, peers that went silent.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,9 @@ class ConnectionGater:
         """Counts in `failed` what ends before it comes to be admitted."""
         upgrade = upgrader.upgrade_security
 
-        async def counting(raw: IRawConnection, is_initiator: bool, peer_id: ID | None = None) -> ISecureConn:
+        async def counting(
+            raw: IRawConnection, is_initiator: bool, peer_id: ID | None = None
+        ) -> ISecureConn:
             refused = self.refused
             try:
                 return await upgrade(raw, is_initiator, peer_id)
@@ -60,7 +63,9 @@ class ConnectionGater:
     async def check(self, connection: ISecureConn, inbound: bool, relay: str | None) -> ISecureConn:
         """`connection` itself, or a closed connection and HandshakeFailure."""
         peer = connection.get_remote_peer().to_base58()
-        if self.admits(Newcomer(peer, address_of_socket(connection.get_remote_address()), inbound, relay)):
+        if self.admits(
+            Newcomer(peer, address_of_socket(connection.get_remote_address()), inbound, relay)
+        ):
             return connection
         self.refused += 1
         await connection.close()
@@ -73,10 +78,14 @@ class _Gated(ISecureTransport):
         self._gater = gater
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
-        return await self._gater.check(await self._transport.secure_inbound(conn), True, _relay(conn))
+        return await self._gater.check(
+            await self._transport.secure_inbound(conn), True, _relay(conn)
+        )
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        return await self._gater.check(await self._transport.secure_outbound(conn, peer_id), False, _relay(conn))
+        return await self._gater.check(
+            await self._transport.secure_outbound(conn, peer_id), False, _relay(conn)
+        )
 
 
 def _relay(raw: IRawConnection) -> str | None:

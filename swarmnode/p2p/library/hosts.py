@@ -20,7 +20,13 @@ from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.circuits import CircuitConnection, relay_of
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
 from swarmnode.p2p.library.identifiers import address_of_socket
-from swarmnode.p2p.library.objects import LibraryHost, MuxedConnection, NetConnection, NetStream, Swarm
+from swarmnode.p2p.library.objects import (
+    LibraryHost,
+    MuxedConnection,
+    NetConnection,
+    NetStream,
+    Swarm,
+)
 from swarmnode.p2p.library.streams import SHORT, Stream
 
 CLOSE_SECONDS = 1.0
@@ -34,8 +40,9 @@ StreamTask = Callable[[Stream], Awaitable[None]]
 
 
 class Connection:
-    """One connection. `peer`: at its other end. `inbound`: it dialled us. `relay`: the peer that it goes through, None if it is direct.
-    `remote`: where it comes from or leads to, None for one through a relay."""
+    """One connection. `peer`: at its other end. `inbound`: it dialled us. `relay`: the peer that it
+    goes through, None if it is direct. `remote`: where it comes from or leads to, None for one
+    through a relay."""
 
     def __init__(self, connection: NetConnection, swarm: Swarm) -> None:
         muxed = connection.muxed_conn
@@ -52,7 +59,8 @@ class Connection:
 
     @property
     def ping(self) -> tuple[int, bool]:
-        """The number of Yamux's latest ping on it, 0 before the first, and whether that was answered."""
+        """The number of Yamux's latest ping on it, 0 before the first, and whether that was
+        answered."""
         muxed = self._connection.muxed_conn
         return muxed._ping_id, muxed._ping_event.is_set()
 
@@ -63,8 +71,9 @@ class Connection:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything of ours is going on over it: what we ask for, and what was granted (`Stream.keep_connection`). Not gossip, nor
-        any other stream that the peer has opened, which it can keep open for as long as it likes."""
+        """Whether anything of ours is going on over it: what we ask for, and what was granted
+        (`Stream.keep_connection`). Not gossip, nor any other stream that the peer has opened, which
+        it can keep open for as long as it likes."""
         return any(_is_ours(each) for each in self._connection.get_streams())
 
     async def close(self) -> None:
@@ -85,8 +94,8 @@ class ConnectionEvents(Protocol):
 
 
 class Host:
-    """`nursery`: where everything that goes on for longer than a call lives; it ends with the host. `peer_id`: ours. `library`: the
-    library's own object, for tests of what it does without us."""
+    """`nursery`: where everything that goes on for longer than a call lives; it ends with the host.
+    `peer_id`: ours. `library`: the library's own object, for tests of what it does without us."""
 
     def __init__(self, host: LibraryHost, nursery: trio.Nursery) -> None:
         self.peer_id = host.get_id().to_base58()
@@ -102,13 +111,18 @@ class Host:
     # -- streams
 
     async def open_stream(self, peer: str, protocol: str, lazily: bool = False) -> Stream:
-        """A new stream to a connected peer. Raises Incompatible if it does not speak the protocol, PeerError if anything else is in the
-        way. lazily: where the peer has said that it speaks it, it is not asked again before something is said: `Stream`, `proposed`."""
+        """A new stream to a connected peer. Raises Incompatible if it does not speak the protocol,
+        PeerError if anything else is in the way. lazily: where the peer has said that it speaks it,
+        it is not asked again before something is said: `Stream`, `proposed`."""
         identity = ID.from_string(peer)
         with peer_errors(f"{protocol} with {peer}"):
             if not self.is_connected(peer):
                 raise PeerError(f"{peer} is not connected")
-            known = lazily and len(protocol) <= SHORT and self.library.get_peerstore().supports_protocols(identity, [protocol])
+            known = (
+                lazily
+                and len(protocol) <= SHORT
+                and self.library.get_peerstore().supports_protocols(identity, [protocol])
+            )
             if not known:
                 return Stream(await self.library.new_stream(identity, [TProtocol(protocol)]))
             stream = await self._swarm.new_stream(identity)
@@ -116,7 +130,8 @@ class Host:
             return Stream(stream, proposed=protocol)
 
     def set_handler(self, protocol: str, handler: StreamTask) -> None:
-        """Has `handler` take the streams that peers open for `protocol`, instead of whoever took them before."""
+        """Has `handler` take the streams that peers open for `protocol`, instead of whoever took
+        them before."""
 
         async def on_stream(stream: NetStream) -> None:
             await handler(Stream(stream))
@@ -129,7 +144,8 @@ class Host:
     # -- connections
 
     def is_connected(self, peer: str) -> bool:
-        """Whether there is any connection with `peer`. Raises ValueError if that is not a peer id."""
+        """Whether there is any connection with `peer`. Raises ValueError if that is not a peer
+        id."""
         return bool(self._swarm.get_connections(ID.from_string(peer)))
 
     async def dial(self, peer: str, address: Address) -> None:
@@ -145,7 +161,8 @@ class Host:
             await self._swarm.close_peer(ID.from_string(peer))
 
     def hold(self, peers: set[str]) -> None:
-        """Keeps the library from pruning connections with these, and no longer with those of the last call."""
+        """Keeps the library from pruning connections with these, and no longer with those of the
+        last call."""
         for peer in self.held - peers:
             self._swarm.unprotect(ID.from_string(peer), HELD)
         for peer in peers - self.held:
@@ -153,24 +170,30 @@ class Host:
         self.held = frozenset(peers)
 
     def watch(self, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]) -> None:
-        """Tells `events` of every connection from now on; some ends the library does not announce. Calls `stream_opened` with every new
-        stream, ours and theirs, before anything is read from it."""
+        """Tells `events` of every connection from now on; some ends the library does not announce.
+        Calls `stream_opened` with every new stream, ours and theirs, before anything is read from
+        it."""
         self._swarm.register_notifee(_Announcements(self._swarm, events, stream_opened))
 
     # -- connections that are not simply dialled
 
     async def upgrade_outbound(self, raw: IRawConnection, peer: str) -> None:
-        """Makes a connection of `raw`, with us as Noise's initiator. Raises PeerError unless `peer` is at its other end."""
+        """Makes a connection of `raw`, with us as Noise's initiator. Raises PeerError unless `peer`
+        is at its other end."""
         with peer_errors(f"the handshake with {peer}"):
             await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer))
 
     async def upgrade_inbound(self, raw: IRawConnection, address: str) -> UpgradedConnection:
-        """Makes a connection of `raw`, with the other side as Noise's initiator, seen at the multiaddr `address`. Raises PeerError."""
+        """Makes a connection of `raw`, with the other side as Noise's initiator, seen at the
+        multiaddr `address`. Raises PeerError."""
         with peer_errors("the handshake of a peer that calls"):
-            return UpgradedConnection(await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(address)))
+            return UpgradedConnection(
+                await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(address))
+            )
 
     async def call_through(self, stream: Stream, relay: str, peer: str) -> None:
-        """Connects with `peer` over a stream to `relay` that has been put through. Raises PeerError; the stream is reset then."""
+        """Connects with `peer` over a stream to `relay` that has been put through. Raises
+        PeerError; the stream is reset then."""
         raw = CircuitConnection(stream, relay, peer, initiator=True)
         try:
             await self.upgrade_outbound(raw, peer)
@@ -179,12 +202,14 @@ class Host:
             raise
 
     async def take_call(self, stream: Stream, relay: str, caller: str) -> UpgradedConnection:
-        """The connection over a stream from `relay`, which says that `caller` calls. Raises PeerError."""
+        """The connection over a stream from `relay`, which says that `caller` calls. Raises
+        PeerError."""
         raw = CircuitConnection(stream, relay, caller, initiator=False)
         return await self.upgrade_inbound(raw, str(raw.get_transport_addresses()[0]))
 
     async def probe(self, peer: str, address: Address) -> None:
-        """Returns if this very peer answers at `address`, with TCP and a handshake; closes that connection again. Raises PeerError."""
+        """Returns if this very peer answers at `address`, with TCP and a handshake; closes that
+        connection again. Raises PeerError."""
         raw: IRawConnection | None = None
         try:
             with peer_errors():
@@ -198,8 +223,11 @@ class Host:
             if raw is not None:
                 await _close_raw(raw)
 
-    async def punch(self, peer: str, connected: trio.SocketStream, target: Address, *, initiator: bool) -> None:
-        """Makes a connection with `peer` of a TCP connection to `target`. Raises PeerError; what is left is closed then."""
+    async def punch(
+        self, peer: str, connected: trio.SocketStream, target: Address, *, initiator: bool
+    ) -> None:
+        """Makes a connection with `peer` of a TCP connection to `target`. Raises PeerError; what is
+        left is closed then."""
         raw = RawConnection(TrioTCPStream(connected), initiator)
         done = False
         try:
@@ -216,8 +244,8 @@ class Host:
                 await _close_raw(raw)
 
     def share_ports(self) -> None:
-        """Lets others of our sockets be bound to the ports that this host listens on, for hole punching. Nobody can listen on them: that
-        takes the option before binding too."""
+        """Lets others of our sockets be bound to the ports that this host listens on, for hole
+        punching. Nobody can listen on them: that takes the option before binding too."""
         for listener in self._swarm.listeners.values():
             for each in getattr(listener, "listeners", []):
                 if hasattr(socket, "SO_REUSEPORT"):
@@ -225,7 +253,8 @@ class Host:
 
 
 class UpgradedConnection:
-    """A connection that the library was made to take over. `peer`: at its other end, as its handshake proved."""
+    """A connection that the library was made to take over. `peer`: at its other end, as its
+    handshake proved."""
 
     def __init__(self, muxed: MuxedConnection) -> None:
         self.peer = muxed.peer_id.to_base58()
@@ -243,7 +272,9 @@ class UpgradedConnection:
 class _Announcements(INotifee):
     """Passes the swarm's announcements on, with our objects for the library's."""
 
-    def __init__(self, swarm: Swarm, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]) -> None:
+    def __init__(
+        self, swarm: Swarm, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]
+    ) -> None:
         self._swarm = swarm
         self._events = events
         self._stream_opened = stream_opened
@@ -277,5 +308,9 @@ def _is_ours(stream: NetStream) -> bool:
 
 
 async def _close_raw(raw: IRawConnection) -> None:
-    with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS), ignored_errors("closing a socket"):
+    with (
+        trio.CancelScope(shield=True),
+        trio.move_on_after(CLOSE_SECONDS),
+        ignored_errors("closing a socket"),
+    ):
         await raw.close()

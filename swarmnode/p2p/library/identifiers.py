@@ -36,7 +36,8 @@ def multiaddr_bytes(text: str) -> bytes:
 
 
 def address_of_bytes(raw: bytes) -> Address:
-    """A binary multiaddr of the one kind that we use. Raises PeerError for any other, and for garbage."""
+    """A binary multiaddr of the one kind that we use. Raises PeerError for any other, and for
+    garbage."""
     if not raw or len(raw) > LONGEST_MULTIADDR:
         raise BadMessage("bounds", f"an address of {len(raw)} bytes")
     with peer_errors("not an address"):

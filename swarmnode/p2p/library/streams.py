@@ -1,8 +1,9 @@
 """One stream to a peer.
 
-No cancel scope may be put around `read` and `write`: cancelled in the middle, py-libp2p burns a Noise nonce or loses bytes that it has
-read, and the whole connection dies. Whoever wants to give up has another task reset the stream, which wakes its reader and its writer
-(conversations.py does that).
+No cancel scope may be put around `read` and `write`: cancelled in the middle, py-libp2p burns a
+Noise nonce or loses bytes that it has read, and the whole connection dies. Whoever wants to give up
+has another task reset the stream, which wakes its reader and its writer (conversations.py does
+that).
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ MULTISTREAM = "/multistream/1.0.0"
 SHORT = 126
 """Characters of a name whose length fits a byte in multistream-select, with the line's end."""
 END_SECONDS = 30.0
-"""Closing or resetting a stream is given up after this. The guards drop a connection that takes no frame for half as long, so that this
-cuts no frame in two."""
+"""Closing or resetting a stream is given up after this. The guards drop a connection that takes no
+frame for half as long, so that this cuts no frame in two."""
 
 
 class Stream:
-    """`peer`: at its other end. Reading and writing raise PeerError when the stream has ended, however it did; ending it never raises.
+    """`peer`: at its other end. Reading and writing raise PeerError when the stream has ended,
+    however it did; ending it never raises.
 
-    proposed: a protocol that was not negotiated yet. It is proposed together with the first that is written, and the peer's answer is read
-    before the first that is read: one round trip instead of three, which counts between homes, and more where a line is full. Reading
-    raises Incompatible where the peer does not speak it after all. Source: multistream-select's lazy form, as go-libp2p has it.
+    proposed: a protocol that was not negotiated yet. It is proposed together with the first that is
+    written, and the peer's answer is read before the first that is read: one round trip instead of
+    three, which counts between homes, and more where a line is full. Reading raises Incompatible
+    where the peer does not speak it after all. Source: multistream-select's lazy form, as go-libp2p
+    has it.
     """
 
     def __init__(self, stream: NetStream, proposed: str = "") -> None:
@@ -54,7 +58,8 @@ class Stream:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the peer has reset it, or its connection is closed. The library calls that an end, too."""
+        """Whether the peer has reset it, or its connection is closed. The library calls that an
+        end, too."""
         muxed = self._stream.muxed_stream
         return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
 
@@ -104,19 +109,30 @@ class Stream:
             raise PeerError(f"{self._doing}: {bytes(word)!r} instead of {expected}")
 
     def wait_for_credit_for_ever(self) -> None:
-        """A writer waits however long the peer reads nothing: whoever uses the stream watches that."""
+        """A writer waits however long the peer reads nothing: whoever uses the stream watches
+        that."""
         self._stream.muxed_stream.patience_seconds = math.inf
 
     def keep_connection(self) -> None:
-        """What was asked for on it lasts, and is granted: the peer is not let go to make room while it does."""
+        """What was asked for on it lasts, and is granted: the peer is not let go to make room while
+        it does."""
         self._stream.muxed_stream.keeps_connection = True
 
     async def close(self) -> None:
         """Ends our side in order."""
-        with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS), ignored_errors("closing a stream"):
+        with (
+            trio.CancelScope(shield=True),
+            trio.move_on_after(END_SECONDS),
+            ignored_errors("closing a stream"),
+        ):
             await self._stream.close()
 
     async def reset(self) -> None:
-        """Ends both sides at once and wakes whoever reads or writes (`guards/inbox.py` sees to our own reader)."""
-        with trio.CancelScope(shield=True), trio.move_on_after(END_SECONDS), ignored_errors("resetting a stream"):
+        """Ends both sides at once and wakes whoever reads or writes (`guards/inbox.py` sees to our
+        own reader)."""
+        with (
+            trio.CancelScope(shield=True),
+            trio.move_on_after(END_SECONDS),
+            ignored_errors("resetting a stream"),
+        ):
             await self._stream.reset()

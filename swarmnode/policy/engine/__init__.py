@@ -1,1 +1,2 @@
-"""What answers questions: requests go in, groups of completions come out, and in between the weights may change."""
+"""What answers questions: requests go in, groups of completions come out, and in between the
+weights may change."""

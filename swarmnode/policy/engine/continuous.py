@@ -1,9 +1,12 @@
-"""Requests that come and go: a completion that has ended makes room at once, so that no step is decoded for what is over.
+"""Requests that come and go: a completion that has ended makes room at once, so that no step is
+decoded for what is over.
 
-A step samples one token of every row under way, takes out the rows that have ended, and runs the model on the others. Prompts are prefilled
-once for all completions of a request, and prompts that begin together in one pass. Weights may change between two calls: rows go on with
-the keys and values that they have, and each token is recorded with the log-probability it was sampled with and the policy version of that
-moment, so that a correction by ratio is exact in what it divides by (PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
+A step samples one token of every row under way, takes out the rows that have ended, and runs the
+model on the others. Prompts are prefilled once for all completions of a request, and prompts that
+begin together in one pass. Weights may change between two calls: rows go on with the keys and
+values that they have, and each token is recorded with the log-probability it was sampled with and
+the policy version of that moment, so that a correction by ratio is exact in what it divides by
+(PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
 
 Why not transformers' continuous batching: docs/learning.md.
 """
@@ -25,10 +28,11 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 
 BURST = 16
-"""Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype once in a call."""
+"""Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
+once in a call."""
 AHEAD = 1
-"""For each request that is wanted next, so many more are begun, so that rows are in use which would wait for a group's longest completion.
-What is learnt from is older by as many updates."""
+"""For each request that is wanted next, so many more are begun, so that rows are in use which would
+wait for a group's longest completion. What is learnt from is older by as many updates."""
 
 
 @dataclass
@@ -55,9 +59,12 @@ class Group:
 
 
 class Continuous:
-    """batcher: bounds what is under way, rows times their longest possible length, and learns from running out of memory."""
+    """batcher: bounds what is under way, rows times their longest possible length, and learns from
+    running out of memory."""
 
-    def __init__(self, policy: Policy, batcher: MicroBatcher, sampling: Sampling, rng: torch.Generator) -> None:
+    def __init__(
+        self, policy: Policy, batcher: MicroBatcher, sampling: Sampling, rng: torch.Generator
+    ) -> None:
         self._policy = policy
         self._batcher = batcher
         self._sampling = sampling
@@ -76,7 +83,9 @@ class Continuous:
 
     def submit(self, request: Request) -> None:
         self._groups[request.number] = Group(self._policy.encode_prompt(request.prompt))
-        self._waiting.extend(Row(request.number, place) for place in range(self._sampling.num_generations))
+        self._waiting.extend(
+            Row(request.number, place) for place in range(self._sampling.num_generations)
+        )
 
     def cancel(self, number: int) -> None:
         self._heads.pop(number, None)
@@ -86,7 +95,8 @@ class Continuous:
 
     @torch.no_grad()
     def finished(self, version: int) -> list[Finished]:
-        """Until a request is finished, BURST steps at most. Raises DeviceError when a single row does not fit into memory."""
+        """Until a request is finished, BURST steps at most. Raises DeviceError when a single row
+        does not fit into memory."""
         done: list[Finished] = []
         with self._policy.accelerator.autocast():
             for _ in range(BURST):
@@ -96,12 +106,14 @@ class Continuous:
                 done = self._step(version) if self._active else []
                 self._batcher.alive()
         if not self._groups:
-            self._slots, self._logits = Slots(self._policy), torch.zeros(0)  # training has use for the memory
+            # training has use for the memory
+            self._slots, self._logits = Slots(self._policy), torch.zeros(0)
         return done
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Rows under way keep what the model has made of them; whatever begins later is prefilled with the new weights."""
+        """Rows under way keep what the model has made of them; whatever begins later is prefilled
+        with the new weights."""
         try:
             yield
         finally:
@@ -124,13 +136,18 @@ class Continuous:
 
     def statistics(self) -> GenerationStatistics:
         begun = [group.since for group in self._groups.values() if group.since is not None]
-        return GenerationStatistics(self._steps, self._tokens, len(self._groups), min(begun, default=None))
+        return GenerationStatistics(
+            self._steps, self._tokens, len(self._groups), min(begun, default=None)
+        )
 
-    # ---- one step -------------------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Begin as many of the rows that wait as there is room for."""
-        longest = max(len(group.prompt_ids) for group in self._groups.values()) + self._sampling.max_tokens
+        longest = (
+            max(len(group.prompt_ids) for group in self._groups.values())
+            + self._sampling.max_tokens
+        )
         room = max(1, self._batcher.tokens // longest) - len(self._active)
         begin = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         if not begin:
@@ -148,9 +165,13 @@ class Continuous:
         self._logits = torch.cat([self._logits, logits]) if len(self._logits) else logits
 
     def _prefilled(self, rows: list[Row]) -> list[Prefilled]:
-        """A prompt is run once for all rows of its request, a row that was interrupted with the tokens that it has."""
+        """A prompt is run once for all rows of its request, a row that was interrupted with the
+        tokens that it has."""
         wanted: dict[tuple[int, int | None], list[int]] = {}
-        key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (row.request, row.place if row.ids else None)
+        key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (
+            row.request,
+            row.place if row.ids else None,
+        )
         for row in rows:
             if row.ids or row.request not in self._heads:
                 wanted.setdefault(key_of(row), self._groups[row.request].prompt_ids + row.ids)
@@ -168,7 +189,9 @@ class Continuous:
         drawn, chances = sample(self._logits, sampling.temperature, sampling.top_p, self._rng)
         tokens, logprobs = drawn.tolist(), chances.tolist()
         ended: list[int] = []
-        for slot, (row, token, logprob) in enumerate(zip(self._active, tokens, logprobs, strict=True)):
+        for slot, (row, token, logprob) in enumerate(
+            zip(self._active, tokens, logprobs, strict=True)
+        ):
             row.ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
@@ -187,12 +210,21 @@ class Continuous:
     def _end(self, row: Row) -> Finished | None:
         """Its request, where it was the last of it."""
         group = self._groups[row.request]
-        finish: Literal["eos", "length"] = "eos" if row.ids[-1] in self._policy.eos_ids else "length"
-        group.done[row.place] = Sampled(row.ids, row.logprobs, self._policy.decode(row.ids), finish, row.versions)
+        finish: Literal["eos", "length"] = (
+            "eos" if row.ids[-1] in self._policy.eos_ids else "length"
+        )
+        group.done[row.place] = Sampled(
+            row.ids, row.logprobs, self._policy.decode(row.ids), finish, row.versions
+        )
         if len(group.done) < self._sampling.num_generations:
             return None
         del self._groups[row.request]
-        return Finished(row.request, GroupSample(group.prompt_ids, [completion for _, completion in sorted(group.done.items())]))
+        return Finished(
+            row.request,
+            GroupSample(
+                group.prompt_ids, [completion for _, completion in sorted(group.done.items())]
+            ),
+        )
 
     def _remove(self, slots: list[int]) -> None:
         """What ended or was dropped; the last row takes the place of each."""
@@ -203,21 +235,26 @@ class Continuous:
             self._active.pop()
             order.pop()
         if slots:
-            self._logits = self._logits[torch.tensor(order, dtype=torch.long, device=self._logits.device)]
+            self._logits = self._logits[
+                torch.tensor(order, dtype=torch.long, device=self._logits.device)
+            ]
 
     def _advance(self) -> None:
         tokens = torch.tensor([row.ids[-1] for row in self._active], device=self._policy.device)
         self._logits = self._slots.advance(tokens)
 
     def _in_memory(self, work: Callable[[], None]) -> None:
-        """Where memory runs out, all rows under way wait with the tokens that they have, and fewer of them go on. Raises RowTooLarge."""
+        """Where memory runs out, all rows under way wait with the tokens that they have, and fewer
+        of them go on. Raises RowTooLarge."""
         try:
             work()
             return
         except Exception as error:
             if not is_oom(error):
                 raise
-            lengths = [len(self._groups[row.request].prompt_ids) + len(row.ids) for row in self._active]
+            lengths = [
+                len(self._groups[row.request].prompt_ids) + len(row.ids) for row in self._active
+            ]
             if len(lengths) == 1:
                 raise RowTooLarge(0, lengths[0]) from error
         # Outside the handler: the exception's frames hold the tensors that have to go.

@@ -1,8 +1,10 @@
-"""Which engine samples, and that it does: chooses one, by measuring where nothing else decides, and builds it anew where it has stopped.
+"""Which engine samples, and that it does: chooses one, by measuring where nothing else decides, and
+builds it anew where it has stopped.
 
-A choice that is measured costs nothing extra: the first steps' questions are answered by both engines in turn. After an update the engine's
-log-probabilities of a fixed text are compared with the trainer's (the canary): an engine that is behind would sample from a policy that is
-not the one being trained, and nothing else would show it but worse learning.
+A choice that is measured costs nothing extra: the first steps' questions are answered by both
+engines in turn. After an update the engine's log-probabilities of a fixed text are compared with
+the trainer's (the canary): an engine that is behind would sample from a policy that is not the one
+being trained, and nothing else would show it but worse learning.
 """
 
 from __future__ import annotations
@@ -32,26 +34,32 @@ log = structlog.get_logger("swarmnode.trainer")
 
 Kind = Literal["lockstep", "continuous"]
 SHORT = 32
-"""Answers of at most so many tokens end so close together that there is nothing to gain: not measured."""
+"""Answers of at most so many tokens end so close together that there is nothing to gain: not
+measured."""
 TRIALS = 2
-"""Times that each engine answers a step's questions before one is chosen; the faster time counts, as the first includes warming up."""
+"""Times that each engine answers a step's questions before one is chosen; the faster time counts,
+as the first includes warming up."""
 DEADLINE = 20.0
-"""Seconds without a decoding step after which an engine has stopped; below the least silence that the supervisor takes for a hang."""
+"""Seconds without a decoding step after which an engine has stopped; below the least silence that
+the supervisor takes for a hang."""
 POLL = 0.01
 """Seconds between two looks at an engine that has neither finished anything nor taken a step."""
 FAILURES = 3
-"""An engine is built anew so often in a row, nothing being finished in between, before the trainer is started again."""
+"""An engine is built anew so often in a row, nothing being finished in between, before the trainer
+is started again."""
 CANARY = "What is 3 + 4?", "7, because 3 + 4 = 7."
 CANARY_TOKENS = 4
 CANARY_BOUND = {torch.float32: 0.01}
-"""Nats that the canary may differ by: rounding is a hundredth of that (tests/unit/policy/test_engine.py)."""
+"""Nats that the canary may differ by: rounding is a hundredth of that
+(tests/unit/policy/test_engine.py)."""
 CANARY_BOUND_ELSEWHERE = 0.5
 """In 16 bits, where single tokens are off by so much from rounding alone."""
 
 
 @dataclass
 class Choice:
-    """kind: the engine to be used now. trials: those to be measured before one is chosen; empty when it is. reason: of what is chosen."""
+    """kind: the engine to be used now. trials: those to be measured before one is chosen; empty
+    when it is. reason: of what is chosen."""
 
     kind: Kind
     reason: str = ""
@@ -61,7 +69,8 @@ class Choice:
 
     @classmethod
     def of(cls, options: Collection[str], longest: int, obstacle: str) -> Choice:
-        """options: of `training.options`. longest: tokens of a completion, at most. obstacle: to `continuous`, empty for none."""
+        """options: of `training.options`. longest: tokens of a completion, at most. obstacle: to
+        `continuous`, empty for none."""
         if "lockstep" in options:
             return cls("lockstep", "as configured")
         if obstacle:
@@ -75,13 +84,20 @@ class Choice:
     def measured(self, tokens: int, seconds: float) -> None:
         """The engine `kind` has answered a step's questions."""
         if tokens and self.trials:
-            self.seconds_per_token[self.kind] = min(seconds / tokens, self.seconds_per_token.get(self.kind, float("inf")))
+            self.seconds_per_token[self.kind] = min(
+                seconds / tokens, self.seconds_per_token.get(self.kind, float("inf"))
+            )
             self.trials.pop(0)
             if self.trials:
                 self.kind = self.trials[0]
             else:
-                self.kind = min(self.seconds_per_token, key=lambda kind: self.seconds_per_token[kind])
-                self.reason = ", ".join(f"{kind} {1 / each:.0f} tokens/s" for kind, each in sorted(self.seconds_per_token.items()))
+                self.kind = min(
+                    self.seconds_per_token, key=lambda kind: self.seconds_per_token[kind]
+                )
+                self.reason = ", ".join(
+                    f"{kind} {1 / each:.0f} tokens/s"
+                    for kind, each in sorted(self.seconds_per_token.items())
+                )
 
 
 @dataclass(frozen=True)
@@ -97,28 +113,43 @@ class Canary:
     @classmethod
     def of(cls, policy: Policy) -> Canary:
         prompt, answer = (policy.encode_prompt(text) for text in CANARY)
-        reference: Callable[[Sequence[int], Sequence[int]], list[float]] = lambda p, c: score(policy, [(list(p), list(c))], 1.0)[0]
-        return cls(prompt, answer[:CANARY_TOKENS], reference, CANARY_BOUND.get(policy.dtype, CANARY_BOUND_ELSEWHERE))
+        reference: Callable[[Sequence[int], Sequence[int]], list[float]] = lambda p, c: score(
+            policy, [(list(p), list(c))], 1.0
+        )[0]
+        return cls(
+            prompt,
+            answer[:CANARY_TOKENS],
+            reference,
+            CANARY_BOUND.get(policy.dtype, CANARY_BOUND_ELSEWHERE),
+        )
 
     def __call__(self, engine: Generation) -> float:
         """How far it is off; 0 for an engine that cannot be."""
         found = engine.score(self.prompt_ids, self.ids)
         if found is None:
             return 0.0
-        gaps = [abs(a - b) for a, b in zip(found, self.reference(self.prompt_ids, self.ids), strict=True)]
+        gaps = [
+            abs(a - b)
+            for a, b in zip(found, self.reference(self.prompt_ids, self.ids), strict=True)
+        ]
         return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
 class Keeper:
     """An engine that goes on when the one inside does not.
 
-    build: makes one. reference: log-probabilities of the canary as the trainer computes them, and by how much they may differ.
+    build: makes one. reference: log-probabilities of the canary as the trainer computes them, and
+    by how much they may differ.
     """
 
     def __init__(
-        self, choice: Choice, build: Callable[[Kind], Generation], canary: Canary,
-        clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
+        self,
+        choice: Choice,
+        build: Callable[[Kind], Generation],
+        canary: Canary,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.choice = choice
         self.rebuilds = 0
         self._build = build
@@ -179,8 +210,12 @@ class Keeper:
             return
         self._rebuild("canary", f"log-probabilities differ from the trainer's by {gap:.2g}")
         if (gap := self._canary(self._engine)) > self._canary.bound:
-            self.choice = Choice("lockstep", "the other engine's log-probabilities are not the trainer's")
-            self._rebuild("canary", f"a new engine's differ by {gap:.2g}: sampling goes on in lockstep")
+            self.choice = Choice(
+                "lockstep", "the other engine's log-probabilities are not the trainer's"
+            )
+            self._rebuild(
+                "canary", f"a new engine's differ by {gap:.2g}: sampling goes on in lockstep"
+            )
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
         return self._engine.score(prompt_ids, ids)
@@ -202,8 +237,16 @@ class Keeper:
         self.rebuilds += 1
         self._failures += 1
         if self._failures > FAILURES:
-            raise DeviceError(f"generation fails again and again: {detail}. Try training.options = [\"lockstep\"]")
-        log.warning("engine rebuilt", reason=reason, detail=detail, engine=self.choice.kind, asked_again=len(self._requests))
+            raise DeviceError(
+                f'generation fails again and again: {detail}. Try training.options = ["lockstep"]'
+            )
+        log.warning(
+            "engine rebuilt",
+            reason=reason,
+            detail=detail,
+            engine=self.choice.kind,
+            asked_again=len(self._requests),
+        )
         for number in self._requests:
             with contextlib.suppress(RuntimeError):
                 self._engine.cancel(number)
@@ -213,7 +256,13 @@ class Keeper:
             self._engine.submit(request)
 
 
-def keeper(policy: Policy, batcher: MicroBatcher, options: Collection[str], sampling: Sampling, rng: torch.Generator) -> Keeper:
+def keeper(
+    policy: Policy,
+    batcher: MicroBatcher,
+    options: Collection[str],
+    sampling: Sampling,
+    rng: torch.Generator,
+) -> Keeper:
     """What samples `policy` by `sampling`, with the engine that `options` name, or the faster."""
 
     def build(kind: Kind) -> Generation:
@@ -221,11 +270,14 @@ def keeper(policy: Policy, batcher: MicroBatcher, options: Collection[str], samp
             return Continuous(policy, batcher, sampling, rng)
         return Lockstep(lambda prompts: batcher.generate(policy, prompts, sampling, rng))
 
-    return Keeper(Choice.of(options, sampling.max_tokens, unsuited(policy)), build, Canary.of(policy))
+    return Keeper(
+        Choice.of(options, sampling.max_tokens, unsuited(policy)), build, Canary.of(policy)
+    )
 
 
 def answered(engine: Generation, prompts: Sequence[str]) -> list[GroupSample]:
-    """A group of completions of each prompt, in order, from an engine that has nothing else to do."""
+    """A group of completions of each prompt, in order, from an engine that has nothing else to
+    do."""
     for number, prompt in enumerate(prompts):
         engine.submit(Request(number, prompt))
     found: dict[int, GroupSample] = {}

@@ -1,4 +1,5 @@
-"""All requests together, one token of each at every step, until the longest has ended: best where answers are short or of one length."""
+"""All requests together, one token of each at every step, until the longest has ended: best where
+answers are short or of one length."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Lockstep:
         if not self._waiting:
             return []
         samples = self._generate(list(self._waiting.values()))
-        done = [Finished(number, sample) for number, sample in zip(self._waiting, samples, strict=True)]
+        done = [
+            Finished(number, sample) for number, sample in zip(self._waiting, samples, strict=True)
+        ]
         self._waiting.clear()
         lengths = [len(completion.ids) for sample in samples for completion in sample.completions]
         self._steps += max(lengths, default=0)

@@ -1,8 +1,12 @@
-"""What every engine does: take requests, go on with them for a while, give out those that are finished.
+"""What every engine does: take requests, go on with them for a while, give out those that are
+finished.
 
-    lockstep     all requests together, until the longest completion has ended              engine/lockstep.py
-    continuous   requests come and go: whoever ends makes room at once                      engine/continuous.py
-    keeper       chooses one of them, watches it, and builds it anew where it must be       engine/keeper.py
+lockstep     all requests together, until the longest completion has ended
+engine/lockstep.py
+continuous   requests come and go: whoever ends makes room at once
+engine/continuous.py
+keeper       chooses one of them, watches it, and builds it anew where it must be
+engine/keeper.py
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class Generation(Protocol):
         ...
 
     def finished(self, version: int) -> list[Finished]:
-        """Go on for a while; what has ended in it, which may be nothing. Tokens that are sampled now are of policy version `version`."""
+        """Go on for a while; what has ended in it, which may be nothing. Tokens that are sampled
+        now are of policy version `version`."""
         ...
 
     def pause(self) -> AbstractContextManager[None]:
@@ -66,14 +71,17 @@ class Generation(Protocol):
         ...
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        """Log-probability at temperature 1 of each of `ids` after the prompt, by the way on which the engine itself samples.
+        """Log-probability at temperature 1 of each of `ids` after the prompt, by the way on which
+        the engine itself samples.
 
-        None from one that keeps nothing from one call to the next, and so cannot be behind the trainer.
+        None from one that keeps nothing from one call to the next, and so cannot be behind the
+        trainer.
         """
         ...
 
     def ahead(self, count: int) -> int:
-        """Requests beyond `count` that are of use to an engine from which the next `count` are wanted."""
+        """Requests beyond `count` that are of use to an engine from which the next `count` are
+        wanted."""
         ...
 
     def statistics(self) -> GenerationStatistics: ...

@@ -1,7 +1,9 @@
-"""Keys and values of rows that come and go: each row has a slot, and a decoding step reads and writes those in use, where they lie.
+"""Keys and values of rows that come and go: each row has a slot, and a decoding step reads and
+writes those in use, where they lie.
 
-transformers' own cache becomes one column longer at each step, for which all of it is copied; here nothing is copied but what moves. A
-slot's row begins at column 0, whatever the others' lengths, and what lies beyond its end is masked.
+transformers' own cache becomes one column longer at each step, for which all of it is copied; here
+nothing is copied but what moves. A slot's row begins at column 0, whatever the others' lengths, and
+what lies beyond its end is masked.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from swarmnode.policy.decode import ALIGNED, has_fixed_form
 from swarmnode.policy.load import Policy
 
 COLUMNS = 128
-"""There is memory for so many columns at first, and for half as many again whenever they are full."""
+"""There is memory for so many columns at first, and for half as many again whenever they are
+full."""
 
 
 def unsuited(policy: Policy) -> str:
@@ -45,16 +48,24 @@ class Prefilled:
 
 @torch.no_grad()
 def prefill(policy: Policy, rows: Sequence[Sequence[int]]) -> list[Prefilled]:
-    """Rows of ids, none empty, in one pass, padded on the left, so that all end at the last column."""
+    """Rows of ids, none empty, in one pass, padded on the left, so that all end at the last
+    column."""
     width = max(map(len, rows))
-    ids = torch.tensor([[policy.pad_id] * (width - len(r)) + list(r) for r in rows], device=policy.device)  # (Q, P)
+    # (Q, P)
+    ids = torch.tensor(
+        [[policy.pad_id] * (width - len(r)) + list(r) for r in rows], device=policy.device
+    )
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=policy.device)
     cache = DynamicCache(config=policy.base.config)
     logits = policy.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1, cache)[:, -1]  # (Q, V)
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     cut = lambda whole, i: whole[i, :, width - len(rows[i]) :]
     return [
-        Prefilled([cut(layer.keys, i) for layer in layers], [cut(layer.values, i) for layer in layers], logits[i])
+        Prefilled(
+            [cut(layer.keys, i) for layer in layers],
+            [cut(layer.values, i) for layer in layers],
+            logits[i],
+        )
         for i in range(len(rows))
     ]
 
@@ -76,10 +87,16 @@ class SlotLayer(DynamicLayer):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, like: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, window: Window) -> None:  # like (heads, P, D)
+    # like (heads, P, D)
+    def __init__(
+        self, like: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, window: Window
+    ) -> None:
         super().__init__()
         shape = (rows, like.shape[0], columns, like.shape[2])
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(2))  # what is masked must be a number
+        # what is masked must be a number
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(2)
+        )
         self.dtype, self.device, self.is_initialized = dtype, like.device, True
         self._window = window
 
@@ -103,7 +120,8 @@ class SlotLayer(DynamicLayer):
 
 
 class Slots:
-    """The rows under way, in slots 0 to n − 1 without a gap, so that a step is never wider than what is under way."""
+    """The rows under way, in slots 0 to n − 1 without a gap, so that a step is never wider than
+    what is under way."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -145,7 +163,9 @@ class Slots:
         window.rows = torch.arange(count, device=device)
         beyond = torch.arange(window.width, device=device) > window.places[:, None]  # (n, W)
         mask = beyond.to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
-        logits = self._policy.logits(tokens[:, None], mask, window.places[:, None], 1, Cache(layers=list(self._layers)))[:, -1]
+        logits = self._policy.logits(
+            tokens[:, None], mask, window.places[:, None], 1, Cache(layers=list(self._layers))
+        )[:, -1]
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 

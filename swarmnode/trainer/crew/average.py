@@ -1,11 +1,14 @@
-"""NoLoCo of one stage, with whoever holds some of its layers: the replica of `trainer.weights`, over this stage's tensors alone.
+"""NoLoCo of one stage, with whoever holds some of its layers: the replica of `trainer.weights`,
+over this stage's tensors alone.
 
-Names are the whole model's, so that a block of layers is the same one to everybody: a stage pairs with any stage of another crew, and any
-whole policy, that has one in common with it. Corrections are applied where a step has just been taken, the one moment at which all stages
-move and no wave is under way.
+Names are the whole model's, so that a block of layers is the same one to everybody: a stage pairs
+with any stage of another crew, and any whole policy, that has one in common with it. Corrections
+are applied where a step has just been taken, the one moment at which all stages move and no wave is
+under way.
 
-Not averaged is a tied embedding that is trained: both ends hold it, and two partners would make two of it. No stage can say
-alone whether an average makes the policy worse: it asks those behind it (`crew_probe`).
+Not averaged is a tied embedding that is trained: both ends hold it, and two partners would make two
+of it. No stage can say alone whether an average makes the policy worse: it asks those behind it
+(`crew_probe`).
 """
 
 from __future__ import annotations
@@ -42,17 +45,24 @@ CLOCKS = "clocks"
 SEEK_SECONDS = 30.0
 """For another crew to be found, beyond the time that writing its state takes."""
 FETCH_SECONDS = 240.0
-"""For more of its state to come: less than the five minutes after which the others give up a stage that makes no progress."""
+"""For more of its state to come: less than the five minutes after which the others give up a stage
+that makes no progress."""
 
 
 class StageAveraging(Observer):
-    """Make it while the stage has the base weights: the codec is relative to them. connected: is there a network process? averages: may
-    this stage be averaged now?"""
+    """Make it while the stage has the base weights: the codec is relative to them. connected: is
+    there a network process? averages: may this stage be averaged now?"""
 
     def __init__(
-        self, cfg: WeightsConfig, adapter: LoraShape | None, data_dir: Path, stage: Stage, send: Callable[[local.FromTrainer], None],
-        connected: Callable[[], bool] = lambda: True, averages: Callable[[], bool] = lambda: True,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: WeightsConfig,
+        adapter: LoraShape | None,
+        data_dir: Path,
+        stage: Stage,
+        send: Callable[[local.FromTrainer], None],
+        connected: Callable[[], bool] = lambda: True,
+        averages: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._counters = Counters()
         self._connected = connected
         self._averages = averages
@@ -65,11 +75,22 @@ class StageAveraging(Observer):
         self.arrived = 0
         """Grows while a state of another crew comes."""
         self.probe = CrewProbe()
-        self._tensors = AveragedTensors(averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock, sum(stage.layers))
-        self._replica = Replica(self._tensors, cfg, self._counters, data_dir, send=send, probe=self.probe, adapter=adapter)
+        self._tensors = AveragedTensors(
+            averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock, sum(stage.layers)
+        )
+        self._replica = Replica(
+            self._tensors,
+            cfg,
+            self._counters,
+            data_dir,
+            send=send,
+            probe=self.probe,
+            adapter=adapter,
+        )
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """The stage has its weights. outer: what `tensors` gave with them, if anything did; else slow weights are theirs, without momentum.
+        """The stage has its weights. outer: what `tensors` gave with them, if anything did; else
+        slow weights are theirs, without momentum.
 
         Raises StateError for another stage's.
         """
@@ -81,7 +102,8 @@ class StageAveraging(Observer):
         self._replica.set_counters(self._counters)  # as many of them as there are fragments now
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`phi.<name>`, `delta.<name>`, float32, and CLOCKS (fragments,): what a restart needs to go on. None of them ever changes.
+        """`phi.<name>`, `delta.<name>`, float32, and CLOCKS (fragments,): what a restart needs to
+        go on. None of them ever changes.
 
         Between two steps, in the thread that takes them: only there do they move, with the weights.
         """
@@ -105,18 +127,27 @@ class StageAveraging(Observer):
         if isinstance(message, local.AdoptState):
             if seeking is not None:
                 seeking.put(message)
-            elif message.path:  # one stage with another crew's weights, and the others with ours, would be no policy at all
-                self._send(local.StateAdopted(message.peer, "local", list(self._counters.outer_clocks)))
+            elif message.path:
+                # one stage with another crew's weights, and the others with ours, would be no
+                # policy at all
+                self._send(
+                    local.StateAdopted(message.peer, "local", list(self._counters.outer_clocks))
+                )
         elif seeking is None:
             self._replica.receive(message)
         else:
             self.refuse(message)
 
     def refuse(self, message: local.ToTrainer) -> None:
-        """Say that nothing is averaged now. The network process would wait for minutes, and refuse all other partners meanwhile."""
+        """Say that nothing is averaged now. The network process would wait for minutes, and refuse
+        all other partners meanwhile."""
         if isinstance(message, local.TakeSnapshot | local.ApplyPayload):
             outer_step = self._counters.outer_clocks[message.fragment]
-            self._send(local.ExchangeEnded(message.session, message.fragment, "", "local", False, outer_step))
+            self._send(
+                local.ExchangeEnded(
+                    message.session, message.fragment, "", "local", False, outer_step
+                )
+            )
         elif isinstance(message, local.WriteState):
             self._send(local.StateWritten("", 0, []))
 
@@ -124,21 +155,24 @@ class StageAveraging(Observer):
         """While a state is sought, as one that has none."""
         return self._replica.facts(self._seeking is not None)
 
-    # ---- R1: the state of the same stage in another crew ------------------------------------------------------------------
+    # ---- R1: the state of the same stage in another crew -----------------------------------------
 
     def met(self) -> bool:
-        """Whether this stage has been averaged with another crew's, by this node: then there is, or was, somebody to ask."""
+        """Whether this stage has been averaged with another crew's, by this node: then there is, or
+        was, somebody to ask."""
         try:
             return self._marker.read_text() == self._whose
         except OSError:
             return False
 
     def seek(self) -> None:
-        """From now on it is φ and δ of somebody else that are waited for; say so to the network process."""
+        """From now on it is φ and δ of somebody else that are waited for; say so to the network
+        process."""
         self._seeking = queue.SimpleQueue()
 
     async def fetch(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """φ of another crew, by names in the whole model, and what `begin` is given with it. Raises PeerError when nothing was found."""
+        """φ of another crew, by names in the whole model, and what `begin` is given with it. Raises
+        PeerError when nothing was found."""
         assert self._seeking is not None
         said = partial(trio.to_thread.run_sync, self._seeking.get, True, abandon_on_cancel=True)
         try:
@@ -151,7 +185,13 @@ class StageAveraging(Observer):
         if not message.peer:
             raise PeerError("no other crew has this stage")
         read = await trio.to_thread.run_sync(read_state, message, self._tensors.layout)
-        self._send(local.StateAdopted(message.peer, read.outcome or "adopted", [message.outer_step] * len(self._counters.outer_clocks)))
+        self._send(
+            local.StateAdopted(
+                message.peer,
+                read.outcome or "adopted",
+                [message.outer_step] * len(self._counters.outer_clocks),
+            )
+        )
         if read.outcome:
             raise PeerError(f"the state of {message.peer}: {read.outcome}")
         clocks = torch.tensor([message.outer_step] * len(self._counters.outer_clocks))
@@ -172,4 +212,8 @@ class StageAveraging(Observer):
 def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
     """Name in the whole model → what is averaged of this stage; empty where that is nothing."""
     spec, shared = stage.runtime.spec, stage.runtime.embedding()
-    return {spec.whole(n): p for n, p in stage.runtime.model.named_parameters() if p.requires_grad and p is not shared}
+    return {
+        spec.whole(n): p
+        for n, p in stage.runtime.model.named_parameters()
+        if p.requires_grad and p is not shared
+    }

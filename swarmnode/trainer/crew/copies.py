@@ -1,8 +1,10 @@
-"""A whole copy of the crew's policy at a member, in int8, to sample from: a token needs no way through the stages.
+"""A whole copy of the crew's policy at a member, in int8, to sample from: a token needs no way
+through the stages.
 
-Training tolerates distance, decoding does not. After each step the member asks every stage for its weights (`recovery.copies`), in the
-background, while it samples from the copy as it is; so the copy is a step old as a rule. What it samples is recorded with the
-log-probabilities of the copy, and the crew corrects for these: rounding and age weigh as any other policy's would.
+Training tolerates distance, decoding does not. After each step the member asks every stage for its
+weights (`recovery.copies`), in the background, while it samples from the copy as it is; so the copy
+is a step old as a rule. What it samples is recorded with the log-probabilities of the copy, and the
+crew corrects for these: rounding and age weigh as any other policy's would.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ At = tuple[int, bytes]
 """Steps taken and the step hash: two crews may have gone on differently from one."""
 BASE: At = (0, NO_HASH)
 AGE = 4
-"""Steps by which a copy may be behind its crew and still be sampled from; else the stages sample until it has caught up."""
+"""Steps by which a copy may be behind its crew and still be sampled from; else the stages sample
+until it has caught up."""
 
 
 class WholeCopy:
-    """peer: this node's end of the state streams, while there is a crew. tokens: padded tokens of a batch of samples.
+    """peer: this node's end of the state streams, while there is a crew. tokens: padded tokens of a
+    batch of samples.
 
     `sample` and `release` are of the thread that samples; `follow` is of the crew's.
     """
@@ -57,7 +61,8 @@ class WholeCopy:
         self._at = BASE
         """What is in `_policy`."""
         self._released = 0
-        """How often its memory was given up: what was asked for before is not of the policy that is built next."""
+        """How often its memory was given up: what was asked for before is not of the policy that is
+        built next."""
         self._arrived: tuple[int, At, list[Parts]] | None = None
         """What is not in it yet, and what `_released` was when it was asked for."""
         self._busy = False
@@ -67,16 +72,26 @@ class WholeCopy:
         """The fields of StageStatus about it, when the crew is at `step`."""
         if self._policy is None:
             return {}
-        return {"copy_age_steps": max(0, step - self._at[0]), **({} if self._bytes is None else {"copy_bytes": self._bytes})}
+        return {
+            "copy_age_steps": max(0, step - self._at[0]),
+            **({} if self._bytes is None else {"copy_bytes": self._bytes}),
+        }
 
     def has(self, at: At) -> bool:
         """Whether the next sample is of a policy `at` that step and hash."""
         arrived = self._arrived
-        return self._policy is not None and (arrived[1] if arrived is not None and arrived[0] == self._released else self._at) == at
+        return (
+            self._policy is not None
+            and (arrived[1] if arrived is not None and arrived[0] == self._released else self._at)
+            == at
+        )
 
-    def sample(self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample] | None:
-        """Completions of each prompt, for a crew at `step`. None where there is no copy that is new enough, or only one of steps that are
-        lost, where its numbers are not finite, and where they do not fit, which gives it up."""
+    def sample(
+        self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample] | None:
+        """Completions of each prompt, for a crew at `step`. None where there is no copy that is new
+        enough, or only one of steps that are lost, where its numbers are not finite, and where they
+        do not fit, which gives it up."""
         if self._policy is None and not self._lacks:
             self._build()
         arrived, self._arrived = self._arrived, None
@@ -90,16 +105,22 @@ class WholeCopy:
         if not 0 <= step - self._at[0] <= AGE:
             return None
         seed = int(torch.randint(2**62, (1,), generator=rng))
-        there = policy.random_generator(seed)  # a CPU draws 0.3 s for the next tokens of 64 answers, of a vocabulary of 150,000
+        # a CPU draws 0.3 s for the next tokens of 64 answers, of a vocabulary of 150,000
+        there = policy.random_generator(seed)
         try:
             samples = self._batcher.generate(policy, prompts, sampling, there)
         except DeviceError as error:
-            log.warning("the copy of the whole policy is given up: the stages sample", error=str(error))
+            log.warning(
+                "the copy of the whole policy is given up: the stages sample", error=str(error)
+            )
             samples, policy, self._lacks = [], None, True
-        if policy is None:  # outside the handler: the exception's frames hold the memory that has to go
+        # outside the handler: the exception's frames hold the memory that has to go
+        if policy is None:
             self.release()
             return None
-        if all(math.isfinite(math.fsum(c.logprobs)) for sample in samples for c in sample.completions):
+        if all(
+            math.isfinite(math.fsum(c.logprobs)) for sample in samples for c in sample.completions
+        ):
             return samples
         log.warning("the copy's numbers are not finite", step=self._at[0])
         return None
@@ -113,9 +134,15 @@ class WholeCopy:
     def _build(self) -> None:
         model, started = self._model, time.monotonic()
         place = model.placement
-        adapter = (lambda bare: adapt(bare, lora_settings(model.policy))) if model.terms.lora.r else (lambda bare: bare)
+        adapter = (
+            (lambda bare: adapt(bare, lora_settings(model.policy)))
+            if model.terms.lora.r
+            else (lambda bare: bare)
+        )
         try:
-            built = build_quantised(model.config, tensors_of(model.directory), place.dtype, place.device, adapter)
+            built = build_quantised(
+                model.config, tensors_of(model.directory), place.dtype, place.device, adapter
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
@@ -125,18 +152,26 @@ class WholeCopy:
         if model.terms.frozen_a:
             freeze_a(dict(built.named_parameters()), A_SEED)
         text = {one.name: getattr(model.text, one.name) for one in fields(PolicyText)}
-        self._policy = Policy(**text, model=built, device=place.device, dtype=place.dtype, accelerator=make_accelerator(place))
+        self._policy = Policy(
+            **text,
+            model=built,
+            device=place.device,
+            dtype=place.dtype,
+            accelerator=make_accelerator(place),
+        )
         log.info("a copy of the whole policy", seconds=round(time.monotonic() - started, 2))
 
-    # ---- in the crew's thread ------------------------------------------------------------------------------------------
+    # ---- in the crew's thread --------------------------------------------------------------------
 
     async def follow(self, layers: Sequence[int], at: At) -> None:
-        """Begins to fetch what a crew has that is cut into `layers` and `at` this step and hash, unless that is here or something is on the
-        way."""
+        """Begins to fetch what a crew has that is cut into `layers` and `at` this step and hash,
+        unless that is here or something is on the way."""
         peer = self._peer()
         if peer is None or self._busy or self._policy is None or self.has(at):
             return
-        self._busy = peer.channel.spawn(partial(self._fetch, peer, stage_specs(self._model.config, layers)))
+        self._busy = peer.channel.spawn(
+            partial(self._fetch, peer, stage_specs(self._model.config, layers))
+        )
 
     async def _fetch(self, peer: StatePeer, specs: Sequence[StageSpec]) -> None:
         found: list[tuple[int, At, Parts]] = []

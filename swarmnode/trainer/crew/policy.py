@@ -1,7 +1,9 @@
-"""The engine of a crew's head: what the loop asks of its policy goes through the stages, and is asked again when a stage was lost.
+"""The engine of a crew's head: what the loop asks of its policy goes through the stages, and is
+asked again when a stage was lost.
 
-Nothing that the loop began is lost with a stage but the work of one step: a wave and a score are repeated, and an update is either found
-taken when the crew is together again, or repeated with the same rows.
+Nothing that the loop began is lost with a stage but the work of one step: a wave and a score are
+repeated, and an update is either found taken when the crew is together again, or repeated with the
+same rows.
 """
 
 from __future__ import annotations
@@ -51,14 +53,17 @@ T = TypeVar("T")
 WAIT_SECONDS = 1.0
 """Between two looks whether we should stop."""
 FIRST_TOKENS = 1024
-"""Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds is many times the head's deadline, and
-a crew that has never worked is given up after two of these."""
+"""Padded tokens of a new head's first micro-batches. What 16,384 take in a stage that a CPU holds
+is many times the head's deadline, and a crew that has never worked is given up after two of
+these."""
 PIECES = 8
-"""Micro-batches for each stage, where there are tokens enough: stages wait less for each other, and for lines, the finer a step is cut."""
+"""Micro-batches for each stage, where there are tokens enough: stages wait less for each other, and
+for lines, the finer a step is cut."""
 LEAST_TOKENS = 1024
 """A step is not cut finer for that: a device would have little to do at a time."""
 SLOW_TOKEN = 0.1
-"""Seconds of a token through all stages from which it is said what would be faster: of homes, not of machines in a room."""
+"""Seconds of a token through all stages from which it is said what would be faster: of homes, not
+of machines in a room."""
 CREWS = 8
 """Crews of which it is remembered what their members can compute at a time, the last ones."""
 REFUSALS = 3
@@ -66,16 +71,25 @@ REFUSALS = 3
 
 
 class CrewPolicy:
-    """lineage: whose head this node is. stop: ends all waiting. wait_seconds: for the crew to be together again. averaging: our own
-    stage's, if it is averaged now. copy: what training samples from, where it is new enough."""
+    """lineage: whose head this node is. stop: ends all waiting. wait_seconds: for the crew to be
+    together again. averaging: our own stage's, if it is averaged now. copy: what training samples
+    from, where it is new enough."""
 
     def __init__(
-        self, training: TrainingConfig, model: CrewModel, runner: StageRunner, lineage: bytes, stop: threading.Event, wait_seconds: float,
-        averaging: Callable[[], StageAveraging | None] = lambda: None, copy: WholeCopy | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        training: TrainingConfig,
+        model: CrewModel,
+        runner: StageRunner,
+        lineage: bytes,
+        stop: threading.Event,
+        wait_seconds: float,
+        averaging: Callable[[], StageAveraging | None] = lambda: None,
+        copy: WholeCopy | None = None,
+    ) -> None:
         self._training = training
         self._batchers: OrderedDict[tuple[str, ...], MicroBatcher] = OrderedDict()
-        """How much all stages can compute at a time, and in time, as far as is known: by the members, in the order of their stages."""
+        """How much all stages can compute at a time, and in time, as far as is known: by the
+        members, in the order of their stages."""
         self._wait_seconds = wait_seconds
         self._model = model
         self._runner = runner
@@ -88,9 +102,12 @@ class CrewPolicy:
 
     @property
     def _memory(self) -> MicroBatcher:
-        """The present crew's. One with another member begins anew: nobody has seen what that one can."""
+        """The present crew's. One with another member begins anew: nobody has seen what that one
+        can."""
         members = self._runner.members()
-        known = self._batchers.pop(members, None) or MicroBatcher(self._training.per_device_train_tokens, first=FIRST_TOKENS)
+        known = self._batchers.pop(members, None) or MicroBatcher(
+            self._training.per_device_train_tokens, first=FIRST_TOKENS
+        )
         self._batchers[members] = known
         if len(self._batchers) > CREWS:
             self._batchers.popitem(last=False)
@@ -110,10 +127,13 @@ class CrewPolicy:
     def random_generator(self, seed: int) -> torch.Generator:
         return torch.Generator().manual_seed(seed)
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
-        """From this node's copy, where it has one that is new enough; else token by token through the stages."""
+    def generate(
+        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample]:
+        """From this node's copy, where it has one that is new enough; else token by token through
+        the stages."""
         copy, stage = self._copy, self._runner.stage
         if not prompts or copy is None or stage is None:
             return self._through_stages(prompts, sampling, rng)
@@ -126,23 +146,36 @@ class CrewPolicy:
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
         return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
 
-    def _through_stages(self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator) -> list[GroupSample]:
+    def _through_stages(
+        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample]:
         if not prompts:
             return []
         heads = [self.text.encode_prompt(prompt) for prompt in prompts]
         longest, room = max(map(len, heads)), self._model.limits().tokens
         if longest + sampling.max_tokens > room:
             raise DeviceError(
-                f"an answer of {sampling.max_tokens} tokens to a question of {longest} tokens, and a crew computes {room} at a time: set "
-                f"training.max_completion_length lower, or leave the question out of the dataset"
+                f"an answer of {sampling.max_tokens} tokens to a question of {longest} tokens, and"
+                f" a crew computes {room} at a time: set training.max_completion_length lower, or"
+                " leave the question out of the dataset"
             )
         seed = int(torch.randint(2**62, (1,), generator=rng))
         ends, s = self.text.eos_ids, sampling
         began = time.monotonic()
         waves = self._ask(
-            lambda head: head.generate(heads, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, random.Random(seed))
+            lambda head: head.generate(
+                heads,
+                s.num_generations,
+                s.max_tokens,
+                s.temperature,
+                s.top_p,
+                ends,
+                random.Random(seed),
+            )
         )
-        self._say_how_slow((time.monotonic() - began) / max(len(ids) for wave in waves for ids in wave.ids))
+        self._say_how_slow(
+            (time.monotonic() - began) / max(len(ids) for wave in waves for ids in wave.ids)
+        )
         groups: list[GroupSample] = []
         for group in (group for wave in waves for group in self._groups(wave)):
             if groups and len(groups[-1].completions) < s.num_generations:
@@ -155,16 +188,28 @@ class CrewPolicy:
         """Once, where a copy would help. seconds: of a token."""
         if self._copy is None and seconds > SLOW_TOKEN and not self._advised:
             self._advised = True
-            log.warning("answers go through all stages, token by token: a node with room samples from a whole copy of the policy instead",
-                        seconds_of_a_token=round(seconds, 2), set='stages.keep_policy = "memory"')  # fmt: skip
+            log.warning(
+                "answers go through all stages, token by token: a node with room samples from a"
+                " whole copy of the policy instead",
+                seconds_of_a_token=round(seconds, 2),
+                set='stages.keep_policy = "memory"',
+            )
 
     def _groups(self, wave: Wave) -> list[GroupSample]:
         def sampled(i: int) -> Sampled:
             ids = wave.ids[i]
-            return Sampled(ids, wave.logprobs[i], self.text.decode(ids), "eos" if ids[-1] in wave.ends else "length")
+            return Sampled(
+                ids,
+                wave.logprobs[i],
+                self.text.decode(ids),
+                "eos" if ids[-1] in wave.ends else "length",
+            )
 
         size = wave.num_generations
-        return [GroupSample(prompt, [sampled(q * size + k) for k in range(size)]) for q, prompt in enumerate(wave.prompts)]
+        return [
+            GroupSample(prompt, [sampled(q * size + k) for k in range(size)])
+            for q, prompt in enumerate(wave.prompts)
+        ]
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         lengths = [len(p) + len(c) for p, c in rows]
@@ -185,22 +230,34 @@ class CrewPolicy:
         return self._ask(work) if rows else []
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
-        """As `Updater.update`; how far own and external gradients agree is not measured, since no node has them all."""
+        """As `Updater.update`; how far own and external gradients agree is not measured, since no
+        node has them all."""
         cfg = self._training
         own, external = trained(rows, cfg)
         if not own and not external:
             return UpdateStatistics(stepped=False)
         learn = [
-            LearnRow(*rows.rows[i], rows.recorded(i), advantage, weight, rows.groups[i], sampled=rows.is_sampled(i))
+            LearnRow(
+                *rows.rows[i],
+                rows.recorded(i),
+                advantage,
+                weight,
+                rows.groups[i],
+                sampled=rows.is_sampled(i),
+            )
             for i in own + external
             for advantage, weight in [(float(rows.advantages[i]), float(rows.weights[i]))]
         ]
         done = self._one(learn, normalizer(rows, cfg), cfg.learning_rate if rate is None else rate)
-        return replace(done, effective_own=None) if external else done  # nobody says of whose tokens it is
+        # nobody says of whose tokens it is
+        return replace(done, effective_own=None) if external else done
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg, memory = self._training, self._memory
-        lengths, groups = [len(row.prompt_ids) + len(row.completion_ids) for row in learn], [row.group for row in learn]
+        lengths, groups = (
+            [len(row.prompt_ids) + len(row.completion_ids) for row in learn],
+            [row.group for row in learn],
+        )
         before, refusals, tokens = self._participant().step, 0, memory.tokens
         pieces = lambda tokens: len(micro_batches(lengths, tokens, groups))
 
@@ -213,7 +270,9 @@ class CrewPolicy:
             while tokens < TOKENS and pieces(tokens) > MICRO_BATCHES:
                 tokens *= 2
             memory.tokens = max(memory.tokens, tokens)
-            return await head.update(learn, cfg.model_copy(update={"per_device_train_tokens": tokens}), divisor, rate)
+            return await head.update(
+                learn, cfg.model_copy(update={"per_device_train_tokens": tokens}), divisor, rate
+            )
 
         while refusals < REFUSALS:
             result = self._ask(work)
@@ -223,11 +282,18 @@ class CrewPolicy:
             if result.refused is None:
                 memory.passed(largest)
                 return UpdateStatistics(
-                    True, result.loss, result.clip_fraction, None, result.entropy, result.grad_norm,
-                    effective_own=result.effective, rate_factor=result.rate_factor,
-                )  # fmt: skip
+                    True,
+                    result.loss,
+                    result.clip_fraction,
+                    None,
+                    result.entropy,
+                    result.grad_norm,
+                    effective_own=result.effective,
+                    rate_factor=result.rate_factor,
+                )
             log.warning("no step", reason=result.refused, tokens=largest)
-            if result.refused in (TOO_MUCH, "timeout") and result.divisible:  # a slow stage answers sooner of less
+            # a slow stage answers sooner of less
+            if result.refused in (TOO_MUCH, "timeout") and result.divisible:
                 (memory.ran_out if result.refused == TOO_MUCH else memory.shrink)(largest)
                 continue
             refusals += 1
@@ -235,10 +301,11 @@ class CrewPolicy:
                 break  # these rows will not become finite
         return UpdateStatistics(stepped=False)
 
-    # ---- asking ---------------------------------------------------------------------------------------------------------
+    # ---- asking ----------------------------------------------------------------------------------
 
     def _ask(self, work: Callable[[Head], Awaitable[T]]) -> T:
-        """What `work` gives, from the first head under which it succeeds. Raises EngineGone; PeerError after many failures."""
+        """What `work` gives, from the first head under which it succeeds. Raises EngineGone;
+        PeerError after many failures."""
         before, failed = None, 0
         while True:
             head = self._head()
@@ -246,9 +313,13 @@ class CrewPolicy:
             try:
                 return self._runner.thread.call(lambda head=head: work(head))  # type: ignore[misc]
             except PeerError as error:
-                failed += not (isinstance(error, CannotScore) and error.divisible)  # less at a time is another call
-                log.warning("the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout))
-                # whoever spoils them has been left out before, however many take turns; and who is blamed ends the crew: there is another
+                # less at a time is another call
+                failed += not (isinstance(error, CannotScore) and error.divisible)
+                log.warning(
+                    "the crew stopped", error=str(error), timeout=isinstance(error, PeerTimeout)
+                )
+                # whoever spoils them has been left out before, however many take turns; and who is
+                # blamed ends the crew: there is another
                 if failed >= PATIENCE * head.stages and head.blamed is None:
                     raise
                 if self._stop.is_set():
@@ -258,9 +329,10 @@ class CrewPolicy:
         return self._head().participant
 
     def _head(self) -> Head:
-        """Waits for the crew to be together, for as long as there is one: a stage of 7 B takes half an hour to come back over a home's
-        line, and the network process says when that is too long. Raises EngineGone when we are not its head any more or should stop,
-        PeerTimeout when there was none for too long."""
+        """Waits for the crew to be together, for as long as there is one: a stage of 7 B takes half
+        an hour to come back over a home's line, and the network process says when that is too long.
+        Raises EngineGone when we are not its head any more or should stop, PeerTimeout when there
+        was none for too long."""
         late = time.monotonic() + self._wait_seconds + 60.0
         while True:
             head = self._runner.wait(self._runner.head, WAIT_SECONDS)
@@ -275,7 +347,7 @@ class CrewPolicy:
             if time.monotonic() > late:
                 raise PeerTimeout("the crew is not together, and nobody says why")
 
-    # ---- between steps --------------------------------------------------------------------------------------------------
+    # ---- between steps ---------------------------------------------------------------------------
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
         """Each stage does so by itself, when it has taken a step."""
@@ -298,10 +370,11 @@ class CrewPolicy:
     def wait_for_state(self, seconds: float, late: float) -> bool:
         return True
 
-    # ---- across restarts ------------------------------------------------------------------------------------------------
+    # ---- across restarts -------------------------------------------------------------------------
 
     def restore(self, directory: Path, rng: torch.Generator) -> Counters:
-        """What this node was as a head: all of it for the same crew, else only which group numbers are used. The crew says the step."""
+        """What this node was as a head: all of it for the same crew, else only which group numbers
+        are used. The crew says the step."""
         step = self._participant().step
         found = state.read(directory, self._owner)
         counters = Counters()
@@ -310,9 +383,14 @@ class CrewPolicy:
             if counters.crew == self.lineage.hex():
                 rng.set_state(tensors["rng"])
             else:
-                counters = Counters(sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm)
+                counters = Counters(
+                    sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm
+                )
         counters.crew = self.lineage.hex()
-        counters.step, counters.policy_version = max(counters.step, step), max(counters.policy_version, step)
+        counters.step, counters.policy_version = (
+            max(counters.step, step),
+            max(counters.policy_version, step),
+        )
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:

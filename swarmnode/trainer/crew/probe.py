@@ -1,12 +1,17 @@
-"""Whether an average with another crew's weights would make this crew's policy worse, which no stage can say alone.
+"""Whether an average with another crew's weights would make this crew's policy worse, which no
+stage can say alone.
 
-    here      the newest committed micro-batches, as they came to this stage, through it as it is and through it with the averaged weights
-    others    both outputs through the stages behind it: the "run" of state streams, which a restored stage asks for too
-    loss      − log-probability of the completions that were better than their group, nats per token: what averaging must not unlearn; while
+    here      the newest committed micro-batches, as they came to this stage, through it as it is
+    and through it with the averaged weights
+    others    both outputs through the stages behind it: the "run" of state streams, which a
+    restored stage asks for too
+    loss      − log-probability of the completions that were better than their group, nats per
+    token: what averaging must not unlearn; while
               there are too few of these, of all completions, and KL (`averaging.probe`)
 
-Both outputs meet the same weights behind this stage, so whatever changed in front of it or since is in neither's favour. Nothing waits for
-it: the stage works with its own weights until the verdict is there, and a verdict that does not come takes nobody's.
+Both outputs meet the same weights behind this stage, so whatever changed in front of it or since is
+in neither's favour. Nothing waits for it: the stage works with its own weights until the verdict is
+there, and a verdict that does not come takes nobody's.
 """
 
 from __future__ import annotations
@@ -37,12 +42,14 @@ log = structlog.get_logger("swarmnode.crew")
 MICRO_BATCHES = 4
 """The newest, at most."""
 SECONDS = (120.0, 3.0)
-"""For a verdict, and for each second that a step takes: what travels for it grows with the policy as a step does, and shares the lines with
-it. A partner waits for six minutes and eight steps (`weights/driver.py`)."""
+"""For a verdict, and for each second that a step takes: what travels for it grows with the policy
+as a step does, and shares the lines with it. A partner waits for six minutes and eight steps
+(`weights/driver.py`)."""
 
 
 class CrewProbe:
-    """The probe of one stage's averages, while `peer` is there: in one crew, in the crew's thread that `token` is of."""
+    """The probe of one stage's averages, while `peer` is there: in one crew, in the crew's thread
+    that `token` is of."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
@@ -58,9 +65,11 @@ class CrewProbe:
         self._peer = None
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
-        """Where a step has just been taken: nothing is remembered meanwhile. Tensors by their names in the whole model.
+        """Where a step has just been taken: nothing is remembered meanwhile. Tensors by their names
+        in the whole model.
 
-        False where there is too little to judge by; else `answer` is called, in the crew's thread: None where there is no verdict.
+        False where there is too little to judge by; else `answer` is called, in the crew's thread:
+        None where there is no verdict.
         """
         peer, token = self._peer, self._token
         if peer is None or token is None:
@@ -77,7 +86,10 @@ class CrewProbe:
         seconds = SECONDS[0] + SECONDS[1] * self.step_seconds
 
         def begin() -> None:
-            if not peer.channel.spawn(lambda: _judge(peer, judged, rewarded, mine, mean, answer, seconds)):  # the crew has ended meanwhile
+            # the crew has ended meanwhile
+            if not peer.channel.spawn(
+                lambda: _judge(peer, judged, rewarded, mine, mean, answer, seconds)
+            ):
                 answer(None)
 
         try:
@@ -88,14 +100,22 @@ class CrewProbe:
 
 
 async def _judge(
-    peer: StatePeer, known: Sequence[tuple[Edge, list[int]]], rewarded: bool, mine: Mapping[str, torch.Tensor],
-    mean: Mapping[str, torch.Tensor], answer: Answer, seconds: float,
-) -> None:  # fmt: skip
+    peer: StatePeer,
+    known: Sequence[tuple[Edge, list[int]]],
+    rewarded: bool,
+    mine: Mapping[str, torch.Tensor],
+    mean: Mapping[str, torch.Tensor],
+    answer: Answer,
+    seconds: float,
+) -> None:
     """known: micro-batches, each with the completions that count. rewarded: see `compare`."""
     losses = None
     try:
         with trio.move_on_after(seconds):  # around waiting only
-            as_is, averaged = [await peer.channel.compute(partial(_with, peer.stage.runtime, tensors)) for tensors in (mine, mean)]
+            as_is, averaged = [
+                await peer.channel.compute(partial(_with, peer.stage.runtime, tensors))
+                for tensors in (mine, mean)
+            ]
             before, after = list[float](), list[float]()
             for edge, chosen in known:
                 found = await _logprobs(peer, edge, chosen, as_is)
@@ -116,7 +136,11 @@ async def _judge(
 def _newest(peer: StatePeer) -> list[Edge]:
     """What arrived at this stage of each micro-batch; for those that began here, what was sent."""
     own = peer.stage.spec.index
-    edges = [edge for edge in peer.stage.recorder.edges if own == (edge.source if peer.stage.spec.has_embedding else edge.target)]
+    edges = [
+        edge
+        for edge in peer.stage.recorder.edges
+        if own == (edge.source if peer.stage.spec.has_embedding else edge.target)
+    ]
     return edges[-MICRO_BATCHES:]
 
 
@@ -130,8 +154,11 @@ def _all(peer: StatePeer, edge: Edge) -> list[int]:
     return list(range(len(work_of(edge, peer.stage.limits).completion_lengths)))
 
 
-async def _logprobs(peer: StatePeer, edge: Edge, completions: list[int], runtime: StageRuntime) -> list[float]:
-    """Log-probabilities of their tokens. Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite."""
+async def _logprobs(
+    peer: StatePeer, edge: Edge, completions: list[int], runtime: StageRuntime
+) -> list[float]:
+    """Log-probabilities of their tokens. Raises PeerError: a stage is gone; Incompatible or
+    ValueError: a number is not finite."""
     work, spec = work_of(edge, peer.stage.limits), peer.stage.spec
     x = b"" if spec.has_embedding else edge.body
     x = await peer.channel.compute(lambda: run_one(runtime, work, x, peer.stage.codec))
@@ -146,17 +173,22 @@ async def _logprobs(peer: StatePeer, edge: Edge, completions: list[int], runtime
 
 
 def _with(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:
-    """The same stage with other values for some weights; the others are shared, and nobody who works with `runtime` sees a difference."""
+    """The same stage with other values for some weights; the others are shared, and nobody who
+    works with `runtime` sees a difference."""
     local = {str(runtime.spec.local(name)): tensor for name, tensor in tensors.items()}
     return StageRuntime(runtime.spec, _replaced(runtime.model, local, ""), dtype=runtime.dtype)
 
 
 def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:
     new = copy.copy(module)
-    inside = lambda name, child: child if child is None else _replaced(child, tensors, f"{prefix}{name}.")
+    inside = lambda name, child: (
+        child if child is None else _replaced(child, tensors, f"{prefix}{name}.")
+    )
     new._modules = {name: inside(name, child) for name, child in module._modules.items()}
     new._parameters = {
-        name: own if (other := tensors.get(prefix + name)) is None else torch.nn.Parameter(other.to(own.device, own.dtype), False)
+        name: own
+        if (other := tensors.get(prefix + name)) is None
+        else torch.nn.Parameter(other.to(own.device, own.dtype), False)
         for name, own in module._parameters.items()
     }
     return new

@@ -1,11 +1,15 @@
-"""This node's stage in a crew, as the network process assigns it: one trio program in a thread of its own, whatever the loop does.
+"""This node's stage in a crew, as the network process assigns it: one trio program in a thread of
+its own, whatever the loop does.
 
-    Assigned    what was under way ends. Stage in memory, and at the crew's step hash: active; else loading, probation, active
+    Assigned    what was under way ends. Stage in memory, and at the crew's step hash: active; else
+    loading, probation, active
     Resumed     the head begins
     Suspended   the gate is shut: nothing is begun, nothing that others send is acted on
-    Released    the session ends; weights and optimizer stay in memory, and others are told what is there
+    Released    the session ends; weights and optimizer stay in memory, and others are told what is
+    there
 
-The thread's state is read by others through `wait`, and only the head's calls come from outside (`thread.call`).
+The thread's state is read by others through `wait`, and only the head's calls come from outside
+(`thread.call`).
 """
 
 from __future__ import annotations
@@ -71,15 +75,20 @@ class StageSession:
 
 
 class StageRunner:
-    """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has its own now.
-    send: to the network process, from any thread. lacked(assigned): this stage does not fit our device. offer(stage): there is no crew, and
-    this is in memory; in a thread."""
+    """build(assigned): makes the stage with the base's weights, in a thread. built(stage): it has
+    its own now. send: to the network process, from any thread. lacked(assigned): this stage does
+    not fit our device. offer(stage): there is no crew, and this is in memory; in a thread."""
 
     def __init__(
-        self, build: Callable[[Assigned], Stage], recovery: StageRecovery, send: Callable[[local.FromTrainer], None], progress: Progress,
-        built: Callable[[Stage], None] = lambda stage: None, lacked: Callable[[Assigned], None] = lambda assigned: None,
+        self,
+        build: Callable[[Assigned], Stage],
+        recovery: StageRecovery,
+        send: Callable[[local.FromTrainer], None],
+        progress: Progress,
+        built: Callable[[Stage], None] = lambda stage: None,
+        lacked: Callable[[Assigned], None] = lambda assigned: None,
         offer: Callable[[Stage | None], None] = lambda stage: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._build = build
         self._built = built
         self._lacked = lacked
@@ -94,7 +103,7 @@ class StageRunner:
         self.stage: Stage | None = None
         self._shown = -1
 
-    # ---- from other threads --------------------------------------------------------------------------------------------
+    # ---- from other threads ----------------------------------------------------------------------
 
     def receive(self, message: local.ToTrainer) -> None:
         """From the link's thread; returns at once."""
@@ -103,7 +112,8 @@ class StageRunner:
         self.thread.wake()
 
     def wait(self, what: Callable[[], T | None], seconds: float) -> T | None:
-        """The first true value of `what()`, which is asked at each change; None after `seconds`. Raises what ended the thread."""
+        """The first true value of `what()`, which is asked at each change; None after `seconds`.
+        Raises what ended the thread."""
         with self._changed:
             found: list[T] = []
 
@@ -126,7 +136,11 @@ class StageRunner:
     def leads(self) -> bytes | None:
         """The lineage whose first stage we hold, or are about to; None otherwise."""
         session = self._session
-        return session.assigned.lineage if session is not None and session.assigned.stage == 0 else None
+        return (
+            session.assigned.lineage
+            if session is not None and session.assigned.stage == 0
+            else None
+        )
 
     def members(self) -> tuple[str, ...]:
         """Peer ids in the present crew, by stage; empty where there is none."""
@@ -134,12 +148,14 @@ class StageRunner:
         return session.assigned.members if session is not None else ()
 
     def leads_no_more(self, lineage: bytes) -> bool:
-        """Whether there is a crew in which we do not hold the first stage of `lineage`; between two crews there is none."""
+        """Whether there is a crew in which we do not hold the first stage of `lineage`; between two
+        crews there is none."""
         return self._session is not None and self.leads() != lineage
 
     def finished(self, limit: int) -> bool:
-        """Whether `limit` steps are taken (0 is none to take), and nobody needs our stage for what comes after the last one, such as the
-        head's evaluation: the crew is over, or has gone on to a step that is none of ours."""
+        """Whether `limit` steps are taken (0 is none to take), and nobody needs our stage for what
+        comes after the last one, such as the head's evaluation: the crew is over, or has gone on to
+        a step that is none of ours."""
         stage = self.stage
         more = stage.step - limit if stage is not None and limit else -1
         return more > 0 or (more == 0 and self._session is None)
@@ -151,7 +167,8 @@ class StageRunner:
 
     @property
     def averages(self) -> bool:
-        """Whether this stage may be averaged with others': not while it has yet to show what it is, nor while it is suspended."""
+        """Whether this stage may be averaged with others': not while it has yet to show what it is,
+        nor while it is suspended."""
         session = self._session
         return session is not None and session.phase == "active" and session.resumed
 
@@ -162,18 +179,35 @@ class StageRunner:
         a = session.assigned
         if stage is None or not stage.is_of(a) or session.phase in ("loading", "probation"):
             return StageStatus(
-                a.crew, a.stage, session.phase, step=a.step, progress=self._recovery.progress(), rung=session.source, reason=session.reason,
-                load=1, state_refused=self._recovery.refused(),
-            )  # fmt: skip
+                a.crew,
+                a.stage,
+                session.phase,
+                step=a.step,
+                progress=self._recovery.progress(),
+                rung=session.source,
+                reason=session.reason,
+                load=1,
+                state_refused=self._recovery.refused(),
+            )
         return StageStatus(
-            a.crew, a.stage, session.phase, step=stage.step, progress=stage.progress(), rung=session.source,
-            rung_seconds=session.restore_seconds, probe_kl=session.probe_kl,
-            bubble_share=stage.meter.waited_share, tokens_per_second=stage.meter.tokens_per_second, reason=session.reason,
-            load=stage.load(), dropped=stage.dropped(), state_refused=self._recovery.refused(),
+            a.crew,
+            a.stage,
+            session.phase,
+            step=stage.step,
+            progress=stage.progress(),
+            rung=session.source,
+            rung_seconds=session.restore_seconds,
+            probe_kl=session.probe_kl,
+            bubble_share=stage.meter.waited_share,
+            tokens_per_second=stage.meter.tokens_per_second,
+            reason=session.reason,
+            load=stage.load(),
+            dropped=stage.dropped(),
+            state_refused=self._recovery.refused(),
             **self._recovery.facts(stage.step),
-        )  # fmt: skip
+        )
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _notify_all(self) -> None:
         with self._changed:
@@ -197,7 +231,9 @@ class StageRunner:
                 await self._leave("another crew")
                 with self._changed:
                     self._session = StageSession(message)
-                log.info("assigned", crew=message.crew.hex()[:16], step=message.step, stage=message.stage)
+                log.info(
+                    "assigned", crew=message.crew.hex()[:16], step=message.step, stage=message.stage
+                )
                 nursery.start_soon(self._hold, self._session)
             case local.Suspended() if session is not None:
                 log.info("suspended", reason=message.reason)
@@ -216,7 +252,8 @@ class StageRunner:
         self._send_status()
 
     async def _leave(self, why: str) -> None:
-        """Everything of the present crew ends; weights and optimizer stay, and what was promised."""
+        """Everything of the present crew ends; weights and optimizer stay, and what was
+        promised."""
         session = self._session
         if session is None:
             return
@@ -233,15 +270,24 @@ class StageRunner:
                     await self._run_session(session)
                 except* DeviceError as group:
                     error = _first(group)
-                    broken, short = str(error), error.__cause__ is not None and is_oom(error.__cause__)
-                except* SwarmNodeError as group:  # also layers that are not the model's, whoever assigned them
+                    broken, short = (
+                        str(error),
+                        error.__cause__ is not None and is_oom(error.__cause__),
+                    )
+                except* SwarmNodeError as group:
+                    # also layers that are not the model's, whoever assigned them
                     self._failed(session, str(_first(group)))
                 if broken:
                     self._give_up(assigned, broken, short)
                     self._failed(session, broken)
         finally:
             session.over.set()
-            log.info("stage session ended", stage=assigned.stage, crew=assigned.crew.hex()[:16], phase=session.phase)
+            log.info(
+                "stage session ended",
+                stage=assigned.stage,
+                crew=assigned.crew.hex()[:16],
+                phase=session.phase,
+            )
 
     async def _run_session(self, session: StageSession) -> None:
         assigned, stage = session.assigned, self.stage
@@ -267,7 +313,8 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _fitting(self, assigned: Assigned) -> Iterator[None]:
-        """What the device cannot do is a stage that cannot be had here. Another process would not do better, and would try for ever.
+        """What the device cannot do is a stage that cannot be had here. Another process would not
+        do better, and would try for ever.
 
         Raises DeviceError.
         """
@@ -283,7 +330,8 @@ class StageRunner:
         raise DeviceError(reason)
 
     def _give_up(self, assigned: Assigned, reason: str, short: bool) -> None:
-        """What is in memory is no stage: not offered, not gone on with, not written down. short: for lack of memory."""
+        """What is in memory is no stage: not offered, not gone on with, not written down. short:
+        for lack of memory."""
         stage = self.stage
         with self._changed:
             self.stage = None
@@ -317,14 +365,21 @@ class StageRunner:
 
         if assigned.step:
             try:
-                session.source, session.probe_kl = await self._recovery.restore(stage, assigned, notify)
+                session.source, session.probe_kl = await self._recovery.restore(
+                    stage, assigned, notify
+                )
             except PeerError as error:
                 log.warning("restoring needs somebody who is gone", error=str(error))
                 await trio.sleep_forever()  # the next crew says with whom to try again
             stage.source = session.source
         self._built(stage)
         session.restore_seconds = time.monotonic() - session.since
-        log.info("stage restored", stage=stage.index, rung=session.source or "base", seconds=round(session.restore_seconds, 2))
+        log.info(
+            "stage restored",
+            stage=stage.index,
+            rung=session.source or "base",
+            seconds=round(session.restore_seconds, 2),
+        )
 
     def _enter(self, session: StageSession, phase: local.StagePhase) -> None:
         with self._changed:
@@ -336,7 +391,7 @@ class StageRunner:
         session.reason = reason[:128]
         self._enter(session, "failed")
 
-    # ---- for whoever watches -------------------------------------------------------------------------------------------
+    # ---- for whoever watches ---------------------------------------------------------------------
 
     def _send_status(self) -> None:
         status = self.status()
@@ -345,7 +400,8 @@ class StageRunner:
         self._notify_all()
 
     async def _beat(self) -> None:
-        """A status a second; and a sign of progress for the supervisor while there is progress, or nothing to do."""
+        """A status a second; and a sign of progress for the supervisor while there is progress, or
+        nothing to do."""
         while True:
             await trio.sleep(STATUS_SECONDS)
             self._send_status()
@@ -363,5 +419,10 @@ class StageRunner:
     def _blame(self) -> None:
         """The head's verdict, if it has come to one, that no step comes of a stage."""
         session, stage = self._session, self.stage
-        if session is not None and stage is not None and isinstance(stage.worker, Head) and stage.worker.blamed is not None:
+        if (
+            session is not None
+            and stage is not None
+            and isinstance(stage.worker, Head)
+            and stage.worker.blamed is not None
+        ):
             self._send(local.Blames(session.assigned.crew, *stage.worker.blamed))

@@ -1,4 +1,5 @@
-"""The stage that this node holds, from one crew to the next: weights, optimizer, and a worker for each crew."""
+"""The stage that this node holds, from one crew to the next: weights, optimizer, and a worker for
+each crew."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 HEAD_SECONDS = 120.0
 """Bounds the time in which no work arrives in one of a head's calls."""
 PATIENCE = 0.8
-"""Share of the time that the others give a head for a step, after which it goes on without whoever had the work for most of it."""
+"""Share of the time that the others give a head for a step, after which it goes on without whoever
+had the work for most of it."""
 
 
 class Meter(Observer):
@@ -61,7 +63,9 @@ class Meter(Observer):
 class Stage:
     """One stage of one lineage in this process. `optimizer` goes from one crew to the next."""
 
-    def __init__(self, assigned: Assigned, runtime: StageRuntime, settings: CrewSettings, limits: FrameLimits) -> None:
+    def __init__(
+        self, assigned: Assigned, runtime: StageRuntime, settings: CrewSettings, limits: FrameLimits
+    ) -> None:
         self.lineage, self.index, self.layers = assigned.lineage, assigned.stage, assigned.layers
         self.runtime = runtime
         self.meter = Meter()
@@ -71,7 +75,8 @@ class Stage:
         self._limits = limits
         self._began = assigned.step
         self.source: str | None = None if assigned.step else ""
-        """One of `local.RUNGS`: where its weights came from; None while they are not what its crew goes on from."""
+        """One of `local.RUNGS`: where its weights came from; None while they are not what its crew
+        goes on from."""
         self._dropped: Counter[str] = Counter()
         self.worker = self._make(assigned, {})
 
@@ -81,26 +86,49 @@ class Stage:
         return self.worker.participant.step
 
     def is_of(self, assigned: Assigned) -> bool:
-        return (self.lineage, self.index, self.layers) == (assigned.lineage, assigned.stage, assigned.layers)
+        return (self.lineage, self.index, self.layers) == (
+            assigned.lineage,
+            assigned.stage,
+            assigned.layers,
+        )
 
     async def follow(self, assigned: Assigned) -> bool:
-        """Whether these weights are what the crew begins with; a step that was prepared here and taken elsewhere is taken. The last worker
-        has stopped."""
+        """Whether these weights are what the crew begins with; a step that was prepared here and
+        taken elsewhere is taken. The last worker has stopped."""
         participant = self.worker.participant
         if self.source is None:  # its crew ended before they were there
             return False
-        if participant.next_hash == assigned.hash and participant.commit(self.step, participant.attempt) == "take":
+        if (
+            participant.next_hash == assigned.hash
+            and participant.commit(self.step, participant.attempt) == "take"
+        ):
             await self.worker.take(assigned.taken.clip, assigned.taken.learning_rate)
         return participant.hash == assigned.hash
 
     def copy(self) -> Copy | None:
-        """What others are told of the weights in memory; None of those that have taken no step, or were not restored. The last worker has
-        stopped. What came from others and has not taken a step here is kept, not learnt."""
-        spec, participant, last = self.runtime.spec, self.worker.participant, self.optimizer.last_commit
+        """What others are told of the weights in memory; None of those that have taken no step, or
+        were not restored. The last worker has stopped. What came from others and has not taken a
+        step here is kept, not learnt."""
+        spec, participant, last = (
+            self.runtime.spec,
+            self.worker.participant,
+            self.optimizer.last_commit,
+        )
         if participant.step == 0 or self.source is None:
             return None
-        where: Where = "memory" if self.source in ("", "R0") or participant.step > self._began else "neighbour"
-        return Copy(self.lineage, spec.first, spec.last, participant.step, participant.hash, where, last, participant.next_hash)
+        where: Where = (
+            "memory" if self.source in ("", "R0") or participant.step > self._began else "neighbour"
+        )
+        return Copy(
+            self.lineage,
+            spec.first,
+            spec.last,
+            participant.step,
+            participant.hash,
+            where,
+            last,
+            participant.next_hash,
+        )
 
     def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
         """A new worker in a new crew, with the stage's weights and optimizer. To be `run`."""
@@ -117,10 +145,20 @@ class Stage:
         fence = Fence(place, len(assigned.layers))
         worker: StageWorker
         if self.index == 0:
-            worker = Head(self.runtime, links, fence, self._settings, self.meter, self.optimizer, seconds=HEAD_SECONDS)
+            worker = Head(
+                self.runtime,
+                links,
+                fence,
+                self._settings,
+                self.meter,
+                self.optimizer,
+                seconds=HEAD_SECONDS,
+            )
             worker.search.patience = PATIENCE * assigned.step_seconds
         else:
-            worker = StageWorker(self.runtime, links, fence, self._settings, self.meter, self.optimizer)
+            worker = StageWorker(
+                self.runtime, links, fence, self._settings, self.meter, self.optimizer
+            )
         worker.participant.hash = assigned.hash
         worker.context.observers = self.observers
         return worker
@@ -134,5 +172,6 @@ class Stage:
         return dict(self._dropped + self.worker.dropped)
 
     def load(self) -> int:
-        """Pieces of work in hand. What waits for a gradient, or for a slow link, is none: no new trainer would do it sooner."""
+        """Pieces of work in hand. What waits for a gradient, or for a slow link, is none: no new
+        trainer would do it sooner."""
         return self.meter.computing + self.worker.ready()

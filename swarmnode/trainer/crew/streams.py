@@ -1,6 +1,8 @@
-"""Streams to the trainers of a crew's other stages, through the network process: a Unix socket each, and a gate that all stop at.
+"""Streams to the trainers of a crew's other stages, through the network process: a Unix socket
+each, and a gate that all stop at.
 
-While the gate is shut nothing is read, so nothing that others do is acted on; what they send waits on its way, and they with it.
+While the gate is shut nothing is read, so nothing that others do is acted on; what they send waits
+on its way, and they with it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class GatedStream(trio.abc.Stream):
 
 
 async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream:
-    """A stream to the trainer of `stage`; it need not be there yet. Raises PeerError when our network process is not."""
+    """A stream to the trainer of `stage`; it need not be there yet. Raises PeerError when our
+    network process is not."""
     opened = headed.pack(Open(assigned.crew, stage, kind))
     with trio.move_on_after(CONNECT_SECONDS):
         while True:

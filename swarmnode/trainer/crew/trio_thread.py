@@ -15,9 +15,12 @@ T = TypeVar("T")
 
 
 class TrioThread:
-    """main: the program; it ends soon after `ending` is true. ended: called in the thread when it is over, however it ended."""
+    """main: the program; it ends soon after `ending` is true. ended: called in the thread when it
+    is over, however it ended."""
 
-    def __init__(self, name: str, main: Callable[[], Awaitable[None]], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, main: Callable[[], Awaitable[None]], ended: Callable[[], None]
+    ) -> None:
         self.ending = False
         self.death: BaseException | None = None
         """What ended the program, if anything did."""
@@ -28,7 +31,7 @@ class TrioThread:
         self._wake: trio.Event | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    # ---- from other threads --------------------------------------------------------------------------------------------
+    # ---- from other threads ----------------------------------------------------------------------
 
     def start(self) -> None:
         """Its loop runs when this returns."""
@@ -52,7 +55,8 @@ class TrioThread:
             raise self.death
 
     def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """`await work()` in the loop. Raises what it raises, and EngineGone when the loop has ended."""
+        """`await work()` in the loop. Raises what it raises, and EngineGone when the loop has
+        ended."""
         if self._token is None:
             raise EngineGone("the crew's thread has not begun")
         try:
@@ -61,7 +65,7 @@ class TrioThread:
             self.check()
             raise EngineGone("the crew's thread has ended") from None
 
-    # ---- in the thread -------------------------------------------------------------------------------------------------
+    # ---- in the thread ---------------------------------------------------------------------------
 
     async def woken(self) -> None:
         """Returns once `wake` was called since the last time that it returned."""

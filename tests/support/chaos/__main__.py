@@ -1,4 +1,5 @@
-"""`python -m tests.support.chaos`: schedules, one by one, and a table of what each fault cost. What fails says how to replay it."""
+"""`python -m tests.support.chaos`: schedules, one by one, and a table of what each fault cost. What
+fails says how to replay it."""
 
 from __future__ import annotations
 
@@ -22,8 +23,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--short", action="store_true", help="without the faults that take long")
-    parser.add_argument("--faults", nargs="*", default=[], choices=sorted(BY_NAME), metavar="FAULT", help="these alone")
-    parser.add_argument("--alone", action="store_true", help="without the undisturbed swarm to compare with")
+    parser.add_argument(
+        "--faults",
+        nargs="*",
+        default=[],
+        choices=sorted(BY_NAME),
+        metavar="FAULT",
+        help="these alone",
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="without the undisturbed swarm to compare with"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without unmounting
     fresh = random.SystemRandom().randrange(2**31)
@@ -32,18 +42,34 @@ def main() -> int:
     return schedules(seeds, args.nodes, short=args.short, names=args.faults, alone=args.alone)
 
 
-def schedules(seeds: Sequence[int], nodes: int, *, short: bool = False, names: Sequence[str] = (), alone: bool = False) -> int:
-    """Plays all of them and prints the table. names: of faults, all if empty. alone: not compared with a swarm without faults."""
+def schedules(
+    seeds: Sequence[int],
+    nodes: int,
+    *,
+    short: bool = False,
+    names: Sequence[str] = (),
+    alone: bool = False,
+) -> int:
+    """Plays all of them and prints the table. names: of faults, all if empty. alone: not compared
+    with a swarm without faults."""
     all_played = []
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="chaos") as directory:
-            played = play(seed, Path(directory), nodes=nodes, long=not short, names=names, tell=told)
+            played = play(
+                seed, Path(directory), nodes=nodes, long=not short, names=names, tell=told
+            )
         all_played.append(played)
         if played.problems:
-            told(f"  replay: python -m tests.support.chaos --seed {seed} --nodes {nodes}" + (" --short" if short else ""))
+            told(
+                f"  replay: python -m tests.support.chaos --seed {seed} --nodes {nodes}"
+                + (" --short" if short else "")
+            )
         if not alone:
             told(f"  {compared(played)}")  # at once: what comes later may fail
-    print("\n" + heading(f"{len(all_played)} schedules of faults, seeds from {seeds[0]}, {nodes} nodes"))
+    print(
+        "\n"
+        + heading(f"{len(all_played)} schedules of faults, seeds from {seeds[0]}, {nodes} nodes")
+    )
     print(table_of(all_played), flush=True)
     return 1 if any(played.problems for played in all_played) else 0
 
@@ -52,17 +78,37 @@ def table_of(all_played: Sequence[Played]) -> str:
     """Seconds until whole, by fault."""
     rows = []
     for fault in FAULTS:
-        outcomes = [one for played in all_played for one in played.outcomes if one.fault == fault.name]
+        outcomes = [
+            one for played in all_played for one in played.outcomes if one.fault == fault.name
+        ]
         seconds = [one.seconds if one.seconds is not None else float("inf") for one in outcomes]
         if outcomes:
-            times = [f"{value:.1f}" for value in (percentile(seconds, 0.5), percentile(seconds, 0.95), max(seconds))]
-            within, problems = sum(one <= GOAL_SECONDS for one in seconds), sum(bool(one.problems) for one in outcomes)
+            times = [
+                f"{value:.1f}"
+                for value in (percentile(seconds, 0.5), percentile(seconds, 0.95), max(seconds))
+            ]
+            within, problems = (
+                sum(one <= GOAL_SECONDS for one in seconds),
+                sum(bool(one.problems) for one in outcomes),
+            )
             rows.append([fault.name, len(outcomes), *times, within, problems])
-    return table(["fault", "times", "p50, s", "p95, s", "longest, s", f"within {GOAL_SECONDS:.0f} s", "with a problem"], rows)
+    return table(
+        [
+            "fault",
+            "times",
+            "p50, s",
+            "p95, s",
+            "longest, s",
+            f"within {GOAL_SECONDS:.0f} s",
+            "with a problem",
+        ],
+        rows,
+    )
 
 
 def compared(played: Played) -> str:
-    """Held-out reward against a swarm of the same seeds to which nothing happened, at equal steps."""
+    """Held-out reward against a swarm of the same seeds to which nothing happened, at equal
+    steps."""
     steps = min((max(curve, default=0) for curve in played.curves), default=0)
     if not steps:
         return f"seed {played.seed}: nothing to compare"
@@ -70,7 +116,10 @@ def compared(played: Played) -> str:
         calm = mean_of(undisturbed(Path(directory), played.nodes, steps, told), steps)
     ours = mean_of(played.curves, steps)
     change = f"{100 * (ours / calm - 1):+.1f} %" if calm else "nothing learnt"
-    return f"seed {played.seed}: held-out over steps {steps // 2} to {steps}: {ours:.3f}, undisturbed {calm:.3f} ({change})"
+    return (
+        f"seed {played.seed}: held-out over steps {steps // 2} to {steps}: {ours:.3f}, undisturbed"
+        f" {calm:.3f} ({change})"
+    )
 
 
 def told(line: str) -> None:

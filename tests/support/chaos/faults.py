@@ -1,4 +1,5 @@
-"""Faults that real processes can have. Each is done to one node, and is over when its function returns."""
+"""Faults that real processes can have. Each is done to one node, and is over when its function
+returns."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ import psutil
 import trio
 
 from tests.support import strangers
-from tests.support.chaos.nodes import NETWORK, SCORER, SUPERVISOR, TRAINER, ChaosNode, ChaosSwarm, stopped, until
+from tests.support.chaos.nodes import (
+    NETWORK,
+    SCORER,
+    SUPERVISOR,
+    TRAINER,
+    ChaosNode,
+    ChaosSwarm,
+    stopped,
+    until,
+)
 from tests.support.small_disk import fill
 
 GONE_SECONDS = 20.0
@@ -26,8 +36,9 @@ Act = Callable[[ChaosSwarm, ChaosNode, random.Random], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """name: as the table has it. act: does it. restarts: of the node's processes that it causes, by the supervisor's names for them.
-    anew: the whole node is started again. explains: what the nodes may log as an error because of it, as regular expressions."""
+    """name: as the table has it. act: does it. restarts: of the node's processes that it causes, by
+    the supervisor's names for them. anew: the whole node is started again. explains: what the nodes
+    may log as an error because of it, as regular expressions."""
 
     name: str
     act: Act
@@ -59,9 +70,13 @@ def hang(name: str, process: str) -> Act:
     def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
         one = found(node, name)
         one.suspend()
-        if not until(lambda: not one.is_running() or one.status() == psutil.STATUS_ZOMBIE, HANG_SECONDS):
+        if not until(
+            lambda: not one.is_running() or one.status() == psutil.STATUS_ZOMBIE, HANG_SECONDS
+        ):
             one.kill()
-            raise AssertionError(f"{process} stood still for {HANG_SECONDS:.0f} s and nobody ended it")
+            raise AssertionError(
+                f"{process} stood still for {HANG_SECONDS:.0f} s and nobody ended it"
+            )
 
     return act
 
@@ -102,7 +117,9 @@ def disk_full_and_killed(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random)
         process.kill()
     _, left = psutil.wait_procs(before, GONE_SECONDS)
     assert not left, "killed, and still there"
-    assert until(lambda: learns(node), FULL_SECONDS), f"it does not train while its disk is full: {node.log()[-1500:]}"
+    assert until(lambda: learns(node), FULL_SECONDS), (
+        f"it does not train while its disk is full: {node.log()[-1500:]}"
+    )
     (node.data / "filler").unlink()
 
 
@@ -120,7 +137,8 @@ def cables_slow(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
 
 
 def garbled(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """A bit of every connection: what is encrypted does not pass, and the connection has to be made anew."""
+    """A bit of every connection: what is encrypted does not pass, and the connection has to be made
+    anew."""
     for each in swarm.nodes:
         each.cable.garble()
 
@@ -139,13 +157,16 @@ def stranger(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
 
     async def attack() -> None:
         with trio.move_on_after(6.0):
-            await strangers.stranger(f"/ip4/127.0.0.1/tcp/{node.port}/p2p/{node.peer}", rng.random())
+            await strangers.stranger(
+                f"/ip4/127.0.0.1/tcp/{node.port}/p2p/{node.peer}", rng.random()
+            )
 
     trio.run(attack)
 
 
 def caches_lost(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """Everything but its key, its port and what it has learnt is gone from the disk; it is told of the others as at its first start."""
+    """Everything but its key, its port and what it has learnt is gone from the disk; it is told of
+    the others as at its first start."""
     node.kill()
     for path in node.data.iterdir():
         if path.name not in ("identity.key", "port", "trainer", "demo.toml", "format"):
@@ -167,7 +188,10 @@ def pause(rng: random.Random) -> None:
 
 def learns(node: ChaosNode) -> bool:
     trainer = (node.snapshot() or {"trainer": {"connected": False}})["trainer"]
-    return trainer["connected"] and (trainer["report"] or {}).get("phase") in ("generating", "training")
+    return trainer["connected"] and (trainer["report"] or {}).get("phase") in (
+        "generating",
+        "training",
+    )
 
 
 def found(node: ChaosNode, name: str) -> psutil.Process:
@@ -189,11 +213,28 @@ FAULTS = (
     Fault("SIGSTOP, scorer", stop(SCORER), explains=(r"scorer",), long=True),
     Fault("SIGSTOP, supervisor", stop(SUPERVISOR)),
     Fault("SIGSTOP, network process, 20 s", stop(NETWORK, 20.0, 20.0), long=True),
-    Fault("SIGSTOP for good, trainer", hang(TRAINER, "trainer"), {"trainer": 1}, explains=(r"no progress",), long=True),
-    Fault("SIGSTOP for good, network process", hang(NETWORK, "network"), {"network": 1}, explains=(r"no progress",), long=True),
+    Fault(
+        "SIGSTOP for good, trainer",
+        hang(TRAINER, "trainer"),
+        {"trainer": 1},
+        explains=(r"no progress",),
+        long=True,
+    ),
+    Fault(
+        "SIGSTOP for good, network process",
+        hang(NETWORK, "network"),
+        {"network": 1},
+        explains=(r"no progress",),
+        long=True,
+    ),
     Fault("disk full", disk_full, explains=FULL, long=True, needs_mount=True),
-    Fault("disk full, trainer and network process killed", disk_full_and_killed, {"trainer": 1, "network": 1}, explains=FULL,
-          needs_mount=True),
+    Fault(
+        "disk full, trainer and network process killed",
+        disk_full_and_killed,
+        {"trainer": 1, "network": 1},
+        explains=FULL,
+        needs_mount=True,
+    ),
     Fault("connections reset", cables_cut),
     Fault("nothing gets through", cables_dark),
     Fault("200 ms, 1 Mbit/s", cables_slow),
@@ -202,5 +243,5 @@ FAULTS = (
     Fault("clock an hour behind", clock(-3600.0)),
     Fault("a stranger's attacks", stranger),
     Fault("its caches are gone", caches_lost, anew=True, long=True),
-)  # fmt: skip
+)
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -1,4 +1,5 @@
-"""Nodes on loopback, each with a disk of its own, a clock that can be set, and a cable in front of it over which all others reach it."""
+"""Nodes on loopback, each with a disk of its own, a clock that can be set, and a cable in front of
+it over which all others reach it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from swarmnode.p2p import identity
 from tests.support.cable import Cable
 
 INSIDE = Path(__file__).parents[1] / "inside"
-SUPERVISOR, NETWORK, TRAINER, SCORER = "supervisor", "swarmnode.daemon.node", "swarmnode.trainer", "swarmnode.tasks.scorer"
+SUPERVISOR, NETWORK, TRAINER, SCORER = (
+    "supervisor",
+    "swarmnode.daemon.node",
+    "swarmnode.trainer",
+    "swarmnode.tasks.scorer",
+)
 PROCESSES = (SUPERVISOR, NETWORK, TRAINER, SCORER)
 DISK = "24m"
 PACE = 0.5
@@ -37,8 +43,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 class ChaosNode(DemoNode):
-    """A node whose data directory is a file system of its own, where `small_disk` says so; its log is elsewhere. It takes a step in
-    `pace` seconds at the least."""
+    """A node whose data directory is a file system of its own, where `small_disk` says so; its log
+    is elsewhere. It takes a step in `pace` seconds at the least."""
 
     def __init__(self, number: int, directory: Path, small_disk: bool, pace: float) -> None:
         self.data, self.number = directory / "data", number
@@ -46,7 +52,10 @@ class ChaosNode(DemoNode):
         directory.mkdir(mode=0o700)
         self.data.mkdir(mode=0o700)
         if small_disk:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK},mode=700", "tmpfs", str(self.data)], check=True)
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", f"size={DISK},mode=700", "tmpfs", str(self.data)],
+                check=True,
+            )
             assert os.path.ismount(self.data)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -55,18 +64,26 @@ class ChaosNode(DemoNode):
         self.peer = identity.load_or_create(self.data / "identity.key").peer_id
         self.wire = f"/ip4/127.0.0.1/tcp/{self.cable.port}/p2p/{self.peer}"
         network = {
-            "listen_addrs": [f"/ip4/127.0.0.1/tcp/{self.port}"], "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
-            "mdns": False, "bulk_port": -1,
-        }  # fmt: skip
+            "listen_addrs": [f"/ip4/127.0.0.1/tcp/{self.port}"],
+            "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
+            "mdns": False,
+            "bulk_port": -1,
+        }
         training = {**SETTINGS["training"], "seed": number, "step_interval": pace}
-        super().__init__(f"node{number}", self.data, {**SETTINGS, "network": network, "training": training})
+        super().__init__(
+            f"node{number}", self.data, {**SETTINGS, "network": network, "training": training}
+        )
         self.log_file = directory / "node.log"
         self.skew_file, self.tasks_dir = directory / "skew", directory / "tasks"
 
     def launch(self, *arguments: str) -> None:
         """With a clock that `skew` sets, and tasks that `tasks` counts."""
         self.tasks_dir.mkdir(exist_ok=True)
-        with changed_environment(PYTHONPATH=f"{INSIDE}:{os.getcwd()}", SKEW_FILE=str(self.skew_file), TASKS_DIR=str(self.tasks_dir)):
+        with changed_environment(
+            PYTHONPATH=f"{INSIDE}:{os.getcwd()}",
+            SKEW_FILE=str(self.skew_file),
+            TASKS_DIR=str(self.tasks_dir),
+        ):
             super().launch(*arguments)
 
     def skew(self, seconds: float) -> None:
@@ -131,11 +148,16 @@ class ChaosNode(DemoNode):
 
 
 class ChaosSwarm:
-    """Nodes that know each other. `can_mount`: whether their disks can be filled; each is a small file system of its own then."""
+    """Nodes that know each other. `can_mount`: whether their disks can be filled; each is a small
+    file system of its own then."""
 
-    def __init__(self, directory: Path, count: int, small_disks: bool = True, pace: float = PACE) -> None:
+    def __init__(
+        self, directory: Path, count: int, small_disks: bool = True, pace: float = PACE
+    ) -> None:
         self.can_mount = small_disks and sys.platform == "linux" and os.geteuid() == 0
-        self.nodes = [ChaosNode(i, directory / f"node{i}", self.can_mount, pace) for i in range(count)]
+        self.nodes = [
+            ChaosNode(i, directory / f"node{i}", self.can_mount, pace) for i in range(count)
+        ]
 
     def start(self) -> None:
         for node in self.nodes:
@@ -154,7 +176,9 @@ class ChaosSwarm:
 
 
 @contextlib.contextmanager
-def swarm_of(directory: Path, count: int, small_disks: bool = True, pace: float = PACE) -> Iterator[ChaosSwarm]:
+def swarm_of(
+    directory: Path, count: int, small_disks: bool = True, pace: float = PACE
+) -> Iterator[ChaosSwarm]:
     swarm = ChaosSwarm(directory, count, small_disks, pace)
     try:
         swarm.start()

@@ -1,10 +1,14 @@
-"""A schedule of faults, drawn from a seed and done to a swarm of real nodes, and what must hold after each of them.
+"""A schedule of faults, drawn from a seed and done to a swarm of real nodes, and what must hold
+after each of them.
 
-    crashed    no process that was not killed ended: the supervisors' counts of restarts are what the fault explains, and no error is logged
-               that it does not explain
-    whole      every node answers, is connected to every other, has taken a step beyond what it had before, trained on a group of another
-               that it had not before, and saved its state
-    kept       a node that was started again goes on from what it had said to be saved, under the same name
+crashed    no process that was not killed ended: the supervisors' counts of restarts are what the
+fault explains, and no error is logged
+           that it does not explain
+whole      every node answers, is connected to every other, has taken a step beyond what it had
+before, trained on a group of another
+           that it had not before, and saved its state
+kept       a node that was started again goes on from what it had said to be saved, under the same
+name
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class Outcome:
     fault: str
     node: str
     seconds: float | None
-    """From the kill, or the end of what lasted, until the swarm was whole; None: not within WHOLE_SECONDS."""
+    """From the kill, or the end of what lasted, until the swarm was whole; None: not within
+    WHOLE_SECONDS."""
     problems: tuple[str, ...] = ()
 
 
@@ -49,7 +54,11 @@ class Played:
 
     @property
     def problems(self) -> list[str]:
-        return [f"{one.fault} ({one.node}): {problem}" for one in self.outcomes for problem in one.problems]
+        return [
+            f"{one.fault} ({one.node}): {problem}"
+            for one in self.outcomes
+            for problem in one.problems
+        ]
 
 
 @dataclass(frozen=True)
@@ -73,31 +82,57 @@ def now(node: ChaosNode) -> Now | None:
         return None
     works = snapshot["trainer"]["connected"] and report["phase"] not in ("loading", "draining")
     return Now(
-        report["step"], report["state_saved_step"], report["external_groups_total"], snapshot["network"]["peers"]["connected"], works,
+        report["step"],
+        report["state_saved_step"],
+        report["external_groups_total"],
+        snapshot["network"]["peers"]["connected"],
+        works,
         {name: count for name, count in snapshot["supervisor"]["restarts"].items() if count},
-    )  # fmt: skip
+    )
 
 
 def drawn(seed: int, long: bool, can_mount: bool, names: Sequence[str] = ()) -> list[Fault]:
     """The faults of a schedule in their order: each of them once, or those that are named."""
-    faults = [one for one in FAULTS if (long or not one.long) and (can_mount or not one.needs_mount) and (not names or one.name in names)]
+    faults = [
+        one
+        for one in FAULTS
+        if (long or not one.long)
+        and (can_mount or not one.needs_mount)
+        and (not names or one.name in names)
+    ]
     random.Random(f"chaos {seed}").shuffle(faults)
     return faults
 
 
-def play(seed: int, directory: Path, *, nodes: int = 2, long: bool = False, names: Sequence[str] = (), tell: Callable = print) -> Played:
-    """The whole schedule. Raises AssertionError where the swarm does not even start; what is wrong later is in the outcomes."""
+def play(
+    seed: int,
+    directory: Path,
+    *,
+    nodes: int = 2,
+    long: bool = False,
+    names: Sequence[str] = (),
+    tell: Callable = print,
+) -> Played:
+    """The whole schedule. Raises AssertionError where the swarm does not even start; what is wrong
+    later is in the outcomes."""
     played, rng = Played(seed, nodes), random.Random(f"chaos of {seed}")
     with swarm_of(directory, nodes) as swarm:
         started = time.monotonic()
-        first = whole(swarm, {node.name: Now(0, 0, 0, 0, False, {}) for node in swarm.nodes}, started)
-        assert first is not None, f"the swarm did not start: {[node.log()[-1500:] for node in swarm.nodes]}"
+        first = whole(
+            swarm, {node.name: Now(0, 0, 0, 0, False, {}) for node in swarm.nodes}, started
+        )
+        assert first is not None, (
+            f"the swarm did not start: {[node.log()[-1500:] for node in swarm.nodes]}"
+        )
         tell(f"seed {seed}: {nodes} nodes, whole {first:.1f} s after their start")
         for fault in drawn(seed, long, swarm.can_mount, names):
             outcome = done(fault, rng.choice(swarm.nodes), swarm, rng)
             played.outcomes.append(outcome)
             took = "never" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
-            tell(f"  {fault.name} ({outcome.node}): whole after {took}" + "".join(f"\n    {problem}" for problem in outcome.problems))
+            tell(
+                f"  {fault.name} ({outcome.node}): whole after {took}"
+                + "".join(f"\n    {problem}" for problem in outcome.problems)
+            )
             if outcome.seconds is None:
                 break
         swarm.stop()
@@ -105,7 +140,9 @@ def play(seed: int, directory: Path, *, nodes: int = 2, long: bool = False, name
         codes = [node.exit_code() for node in swarm.nodes]
         if any(codes):
             tell(f"  asked to stop, they ended with {codes}")
-            played.outcomes.append(Outcome("their end", "all", None, (f"asked to stop, they ended with {codes}",)))
+            played.outcomes.append(
+                Outcome("their end", "all", None, (f"asked to stop, they ended with {codes}",))
+            )
     return played
 
 
@@ -115,15 +152,21 @@ def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -
     if not all(before.values()):
         return Outcome(fault.name, node.name, None, ("a node did not answer before it",))
     logged = {each.name: each.log_size() for each in swarm.nodes}
-    kills, began = bool(fault.restarts) or fault.anew, time.monotonic()  # who was killed has to get back to where it was
+    # who was killed has to get back to where it was
+    kills, began = bool(fault.restarts) or fault.anew, time.monotonic()
     try:
         fault.act(swarm, node, rng)
     except AssertionError as error:
         return Outcome(fault.name, node.name, None, (str(error),))
     ended = time.monotonic()
-    at_end = {each.name: now(each) or before[each.name] for each in swarm.nodes}  # what it still had in its queues is nothing new
+    # what it still had in its queues is nothing new
+    at_end = {each.name: now(each) or before[each.name] for each in swarm.nodes}
     seconds = whole(swarm, before, began) if kills else whole(swarm, at_end, ended)
-    problems = [f"not whole within {WHOLE_SECONDS:.0f} s: {[now(each) for each in swarm.nodes]}"] if seconds is None else []
+    problems = (
+        [f"not whole within {WHOLE_SECONDS:.0f} s: {[now(each) for each in swarm.nodes]}"]
+        if seconds is None
+        else []
+    )
     time.sleep(SETTLE_SECONDS)
     for each in swarm.nodes:
         hit, lines = each is node, logged_since(each, logged[each.name])
@@ -132,7 +175,10 @@ def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -
             expected[name] = expected.get(name, 0) + count
         after = now(each)
         if after is not None and after.restarts != expected:
-            problems.append(f"{each.name}: restarts {after.restarts}, not {expected}: {each.log(logged[each.name])[-800:]}")
+            problems.append(
+                f"{each.name}: restarts {after.restarts}, not {expected}:"
+                f" {each.log(logged[each.name])[-800:]}"
+            )
         problems += [f"{each.name} logged {line}" for line in errors(lines, fault.explains)[:LINES]]
         problems += lost(each, lines, before[each.name])
     return Outcome(fault.name, node.name, seconds, tuple(problems))
@@ -143,17 +189,26 @@ def whole(swarm: ChaosSwarm, before: dict[str, Now], since: float) -> float | No
     left = list(swarm.nodes)
 
     def all_well() -> bool:
-        left[:] = [node for node in left if not well(now(node), before[node.name], len(swarm.nodes) - 1)]
-        return not left and all((at := now(node)) is not None and at.connected == len(swarm.nodes) - 1 for node in swarm.nodes)
+        left[:] = [
+            node for node in left if not well(now(node), before[node.name], len(swarm.nodes) - 1)
+        ]
+        return not left and all(
+            (at := now(node)) is not None and at.connected == len(swarm.nodes) - 1
+            for node in swarm.nodes
+        )
 
     return time.monotonic() - since if until(all_well, WHOLE_SECONDS, 0.25) else None
 
 
 def well(at: Now | None, before: Now, others: int) -> bool:
     return (
-        at is not None and at.works and at.connected == others and at.step > before.step and at.used > before.used
+        at is not None
+        and at.works
+        and at.connected == others
+        and at.step > before.step
+        and at.used > before.used
         and at.saved >= before.step
-    )  # fmt: skip
+    )
 
 
 def logged_since(node: ChaosNode, size: int) -> list[dict[str, Any]]:
@@ -169,7 +224,9 @@ def logged_since(node: ChaosNode, size: int) -> list[dict[str, Any]]:
 
 def errors(lines: Sequence[dict[str, Any]], explains: Sequence[str]) -> list[str]:
     """Errors that nothing explains."""
-    bad = [line for line in lines if line.get("level") in ("error", "critical") or "exception" in line]
+    bad = [
+        line for line in lines if line.get("level") in ("error", "critical") or "exception" in line
+    ]
     texts = [json.dumps(line, ensure_ascii=False)[:600] for line in bad]
     return [text for text in texts if not any(re.search(pattern, text) for pattern in explains)]
 
@@ -177,7 +234,11 @@ def errors(lines: Sequence[dict[str, Any]], explains: Sequence[str]) -> list[str
 def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: Now) -> list[str]:
     """What was said to be saved and is not there any more."""
     restored = [line["step"] for line in lines if line.get("event") == "restored"]
-    problems = [f"{node.name} restored step {step}, and had said that {before.saved} was saved" for step in restored if step < before.saved]
+    problems = [
+        f"{node.name} restored step {step}, and had said that {before.saved} was saved"
+        for step in restored
+        if step < before.saved
+    ]
     snapshot = node.snapshot()
     if snapshot is not None and snapshot["node"]["peer"] != node.peer:
         problems.append(f"{node.name} has another identity")
@@ -186,14 +247,24 @@ def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: Now) -> list[
 
 def curve(node: ChaosNode) -> dict[int, float]:
     """Held-out reward by step; where a step was taken again, what it had then."""
-    return {line["step"]: line["reward_held_out"] for line in node.steps() if line.get("reward_held_out") is not None}
+    return {
+        line["step"]: line["reward_held_out"]
+        for line in node.steps()
+        if line.get("reward_held_out") is not None
+    }
 
 
-def undisturbed(directory: Path, nodes: int, steps: int, tell: Callable = print) -> list[dict[int, float]]:
+def undisturbed(
+    directory: Path, nodes: int, steps: int, tell: Callable = print
+) -> list[dict[int, float]]:
     """Curves of a swarm of which nothing happens, until each has taken `steps`."""
     with swarm_of(directory, nodes) as swarm:
-        there = lambda: all((at := now(node)) is not None and at.step >= steps for node in swarm.nodes)
-        assert until(there, START_SECONDS + 10 * steps, 1.0), f"no {steps} steps: {[node.log()[-800:] for node in swarm.nodes]}"
+        there = lambda: all(
+            (at := now(node)) is not None and at.step >= steps for node in swarm.nodes
+        )
+        assert until(there, START_SECONDS + 10 * steps, 1.0), (
+            f"no {steps} steps: {[node.log()[-800:] for node in swarm.nodes]}"
+        )
         swarm.stop()
         curves = [curve(node) for node in swarm.nodes]
     tell(f"undisturbed: {steps} steps, held-out {mean_of(curves, steps):.3f}")
@@ -201,5 +272,8 @@ def undisturbed(directory: Path, nodes: int, steps: int, tell: Callable = print)
 
 
 def mean_of(curves: Sequence[dict[int, float]], steps: int) -> float:
-    """Mean held-out reward of all nodes over their second half of `steps`: one evaluation alone says little."""
-    return fmean(value for one in curves for step, value in one.items() if steps // 2 < step <= steps)
+    """Mean held-out reward of all nodes over their second half of `steps`: one evaluation alone
+    says little."""
+    return fmean(
+        value for one in curves for step, value in one.items() if steps // 2 < step <= steps
+    )

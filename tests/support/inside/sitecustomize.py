@@ -1,8 +1,11 @@
-"""Put inside the processes of a node that a test starts, by PYTHONPATH. Each part works where its variable is set.
+"""Put inside the processes of a node that a test starts, by PYTHONPATH. Each part works where its
+variable is set.
 
-SKEW_FILE   `time.time` is the clock of a machine that is wrong by as many seconds as that file says; no file is no skew. It is looked at
+SKEW_FILE   `time.time` is the clock of a machine that is wrong by as many seconds as that file
+says; no file is no skew. It is looked at
             ten times a second, so that a running process's clock can be set.
-TASKS_DIR   a process that runs trio writes there, in a file with its pid for a name, how many tasks it has, every few seconds.
+TASKS_DIR   a process that runs trio writes there, in a file with its pid for a name, how many tasks
+it has, every few seconds.
 """
 
 import os
@@ -49,7 +52,9 @@ def count_tasks(directory):
                     file.write(str(self.tasks))
 
     run = trio.run
-    trio.run = lambda *args, instruments=(), **options: run(*args, instruments=[*instruments, Counter()], **options)
+    trio.run = lambda *args, instruments=(), **options: run(
+        *args, instruments=[*instruments, Counter()], **options
+    )
 
 
 if os.environ.get("SKEW_FILE"):

@@ -1,4 +1,5 @@
-"""`python -m tests.support.sim`: seeds, one after another, until the time is up. A seed that fails prints the command that replays it."""
+"""`python -m tests.support.sim`: seeds, one after another, until the time is up. A seed that fails
+prints the command that replays it."""
 
 from __future__ import annotations
 
@@ -20,16 +21,33 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="one swarm, and what it was")
     parser.add_argument("--first", type=int, help="seeds from here on, instead of fresh ones")
     parser.add_argument("--count", type=int, help="so many seeds")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given"
+    )
     parser.add_argument("--nodes", type=int, help="so many nodes, whatever the seed says")
-    parser.add_argument("--foes", nargs="*", default=[], choices=(*KINDS, *NOT_DRAWN), help="one hostile node of each, and no others")
-    parser.add_argument("--break", dest="broken", choices=sorted(BREAKS), default="", help="put a defect in; seeds go on until it is found")
+    parser.add_argument(
+        "--foes",
+        nargs="*",
+        default=[],
+        choices=(*KINDS, *NOT_DRAWN),
+        help="one hostile node of each, and no others",
+    )
+    parser.add_argument(
+        "--break",
+        dest="broken",
+        choices=sorted(BREAKS),
+        default="",
+        help="put a defect in; seeds go on until it is found",
+    )
     parser.add_argument("--history", type=Path, help="write what happened here")
     args = parser.parse_args()
     if args.seed is not None:
         lines: list[str] = []
         schedule = draw(args.seed, args.nodes, args.foes)
-        counts = f"{len(schedule.places)} nodes, {len(schedule.foes)} hostile, {len(schedule.faults)} faults"
+        counts = (
+            f"{len(schedule.places)} nodes, {len(schedule.foes)} hostile, {len(schedule.faults)}"
+            " faults"
+        )
         print(f"seed {args.seed}: {counts}, calm from {schedule.calm_from:.0f} s")
         for foe in schedule.foes:
             print(f"  {foe.name} {foe.kind} at {foe.address}")
@@ -41,8 +59,9 @@ def main() -> int:
         print(f"history {ended.digest}, {ended.events} events")
         _tell(ended, args.nodes)
         print(
-            f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after {ended.whole_after:.0f} s, {ended.steps} steps, "
-            f"{ended.used} groups of others, {ended.averaged} averages"
+            f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after"
+            f" {ended.whole_after:.0f} s, {ended.steps} steps, {ended.used} groups of others,"
+            f" {ended.averaged} averages"
         )
         return 1 if ended.problem else 0
     first = args.first if args.first is not None else random.SystemRandom().randrange(2**31)
@@ -62,9 +81,11 @@ def _many(first: int, count: int | None, seconds: float, nodes: int | None, brok
     hours, cpu = sum(each.simulated for each in ended) / 3600, sum(each.cpu for each in ended)
     nodes_in_all, averages = sum(each.nodes for each in ended), sum(each.averaged for each in ended)
     print(
-        f"{len(ended)} seeds from {first} in {took:.0f} s ({cpu:.0f} s of CPU): {len(ended) / took:.2f} seeds/s, "
-        f"{60 * hours / took:.1f} simulated hours per minute ({60 * hours / cpu:.1f} per minute of CPU); "
-        f"{nodes_in_all} nodes, {sum(each.used for each in ended)} groups of others, {averages} averages; {len(failed)} failed"
+        f"{len(ended)} seeds from {first} in {took:.0f} s ({cpu:.0f} s of CPU):"
+        f" {len(ended) / took:.2f} seeds/s, {60 * hours / took:.1f} simulated hours per minute"
+        f" ({60 * hours / cpu:.1f} per minute of CPU); {nodes_in_all} nodes,"
+        f" {sum(each.used for each in ended)} groups of others, {averages} averages; {len(failed)}"
+        " failed"
     )
     return 1 if failed else 0
 
@@ -72,7 +93,11 @@ def _many(first: int, count: int | None, seconds: float, nodes: int | None, brok
 def _tell(ended: Ended, nodes: int | None) -> None:
     if ended.problem:
         print(f"seed {ended.seed} FAILED: {ended.problem}")
-        print(f"  replay: python -m tests.support.sim --seed {ended.seed}" + (f" --nodes {nodes}" if nodes else ""), flush=True)
+        print(
+            f"  replay: python -m tests.support.sim --seed {ended.seed}"
+            + (f" --nodes {nodes}" if nodes else ""),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The learner's half of averaging: what `trainer/weights.py` says to the network process, with skills for weights.
+"""The learner's half of averaging: what `trainer/weights.py` says to the network process, with
+skills for weights.
 
-It holds the network process to what `weights/pairing.py` promises: one outer step at a time, nothing of a session that was closed, and of a
-partner's weights exactly those that the partner copied for this session, or published.
+It holds the network process to what `weights/pairing.py` promises: one outer step at a time,
+nothing of a session that was closed, and of a partner's weights exactly those that the partner
+copied for this session, or published.
 """
 
 from __future__ import annotations
@@ -38,14 +40,22 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Averaging:
-    """One life of it. `skill()`, `set_skill(values)`: the learner's weights. `fails`: is told what must not be. `done`: outer steps by how
-    they came about, `exchanged` (of a `session`, or `pulled`) or `solo`, and states `adopted`; to be added to."""
+    """One life of it. `skill()`, `set_skill(values)`: the learner's weights. `fails`: is told what
+    must not be. `done`: outer steps by how they came about, `exchanged` (of a `session`, or
+    `pulled`) or `solo`, and states `adopted`; to be added to."""
 
     def __init__(
-        self, peer: str, outer_step: int, skill: Callable[[], list[float]], set_skill: Callable[[list[float]], None], directory: Path,
-        send: Callable[[local.FromTrainer], None], rng: random.Random, fails: Callable[[str], None],
+        self,
+        peer: str,
+        outer_step: int,
+        skill: Callable[[], list[float]],
+        set_skill: Callable[[list[float]], None],
+        directory: Path,
+        send: Callable[[local.FromTrainer], None],
+        rng: random.Random,
+        fails: Callable[[str], None],
         done: Counter[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.outer_step = outer_step
         self.done = done
         self._peer = peer
@@ -84,7 +94,10 @@ class Averaging:
                 return True
             case local.ApplyPayload():
                 if message.session in self._dropped:
-                    self._fails(f"weights of {message.peer[-6:]} are to be applied for a session that was closed")
+                    self._fails(
+                        f"weights of {message.peer[-6:]} are to be applied for a session that was"
+                        " closed"
+                    )
                 if self._judging is not None and self._judging.session not in self._dropped:
                     self._fails("two exchanges at once")
                 self._judging = message
@@ -108,17 +121,27 @@ class Averaging:
         match message:
             case local.TakeSnapshot(session):
                 if session not in self._dropped:
-                    self._send(local.SnapshotWritten(session, 0, str(self._write("out", session)), self.outer_step, BLOCKS))
+                    self._send(
+                        local.SnapshotWritten(
+                            session, 0, str(self._write("out", session)), self.outer_step, BLOCKS
+                        )
+                    )
             case local.ApplyPayload():
                 self._judging = None
                 if message.session not in self._dropped:
                     self._apply(message)
             case local.SoloStep():
                 self._stepped("solo")
-                self._send(local.SnapshotWritten(b"", 0, str(self._write("out", b"")), self.outer_step, BLOCKS))
+                self._send(
+                    local.SnapshotWritten(
+                        b"", 0, str(self._write("out", b"")), self.outer_step, BLOCKS
+                    )
+                )
             case local.WriteState():
                 hashes = [TensorHash("skill", hashlib.sha256(self._packed()).digest())]
-                self._send(local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes))
+                self._send(
+                    local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes)
+                )
             case local.AdoptState(peer, path, outer_step) if path:
                 self._adopt(peer, Path(path), outer_step)
 
@@ -136,7 +159,11 @@ class Averaging:
             self.done["pulled" if published else "session"] += 1
             self._set_skill([(a + b) / 2 for a, b in zip(self._skill(), theirs, strict=True)])
             self._stepped("exchanged")
-        self._send(local.ExchangeEnded(message.session, 0, message.peer, outcome, committed, self.outer_step))
+        self._send(
+            local.ExchangeEnded(
+                message.session, 0, message.peer, outcome, committed, self.outer_step
+            )
+        )
 
     def _adopt(self, peer: str, path: Path, outer_step: int) -> None:
         try:

@@ -1,4 +1,5 @@
-"""Four defects put into the product on purpose, to see whether the simulator finds them: each as a patch for the time of a simulation.
+"""Four defects put into the product on purpose, to see whether the simulator finds them: each as a
+patch for the time of a simulation.
 
 guard      a group's question need not be its author's any more
 deadline   whoever asks for groups waits for ever

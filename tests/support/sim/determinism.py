@@ -1,4 +1,5 @@
-"""Everything in a process that is not decided by its program, decided by a seed: scheduling, time, randomness, threads."""
+"""Everything in a process that is not decided by its program, decided by a seed: scheduling, time,
+randomness, threads."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ LOOK_EVERY = 32
 
 
 def run(seed: int, main: Callable[[Timeline], Awaitable[None]]) -> None:
-    """`trio.run` of main such that another run with this seed does the same: also in another process, with another PYTHONHASHSEED. What
-    main puts on the timeline is called when it is due."""
+    """`trio.run` of main such that another run with this seed does the same: also in another
+    process, with another PYTHONHASHSEED. What main puts on the timeline is called when it is
+    due."""
     clock = _Clock()
     with _seeded(seed):
         try:
@@ -42,8 +44,9 @@ def run(seed: int, main: Callable[[Timeline], Awaitable[None]]) -> None:
 
 
 class _Clock(trio.abc.Clock):
-    """Time passes when nothing can run: it is then the moment at which something is due next. trio asks how long to wait exactly then, so
-    that neither a wait nor a task is needed for a message to arrive, of which there are more than of anything else."""
+    """Time passes when nothing can run: it is then the moment at which something is due next. trio
+    asks how long to wait exactly then, so that neither a wait nor a task is needed for a message to
+    arrive, of which there are more than of anything else."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -91,12 +94,15 @@ def _seeded(seed: int) -> Iterator[None]:
 
     def some_bytes(count: int | None = None) -> bytes:
         some = 32 if count is None else count
-        return entropy.randbytes(some) if threading.get_ident() == ours else really(some)  # a thread that an earlier test has left behind
+        # a thread that an earlier test has left behind
+        return entropy.randbytes(some) if threading.get_ident() == ours else really(some)
 
     patches = [
         mock.patch.object(scheduler, "_r", random.Random(f"scheduler {seed}")),
         mock.patch.object(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING", True),
-        mock.patch.object(scheduler.TheIOManager, "get_events", _seldom(scheduler.TheIOManager.get_events)),
+        mock.patch.object(
+            scheduler.TheIOManager, "get_events", _seldom(scheduler.TheIOManager.get_events)
+        ),
         mock.patch.object(trio.to_thread, "run_sync", _at_once),
         mock.patch.object(time, "time", now),
         mock.patch.object(random, "Random", Seeded),
@@ -118,7 +124,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _seldom(get_events: Callable[[Any, float], Any]) -> Callable[[Any, float], Any]:
-    """A look at sockets after every LOOK_EVERY steps: there are none but trio's own, which says that there is something for its thread."""
+    """A look at sockets after every LOOK_EVERY steps: there are none but trio's own, which says
+    that there is something for its thread."""
     step = itertools.count(1)
 
     def look(manager: Any, timeout: float) -> Any:
@@ -134,7 +141,8 @@ async def _at_once(sync_fn: Callable[..., Any], *args: Any, **options: Any) -> A
 
 
 class _RememberedKeys:
-    """Checks of signatures, each done once in a process instead of once for every node: the answer is the same."""
+    """Checks of signatures, each done once in a process instead of once for every node: the answer
+    is the same."""
 
     def __init__(self) -> None:
         self._good: set[tuple[bytes, bytes, bytes]] = set()

@@ -1,8 +1,10 @@
-"""A small learner in the trainer's place: a bandit over difficulties, which says to the network process what the trainer says.
+"""A small learner in the trainer's place: a bandit over difficulties, which says to the network
+process what the trainer says.
 
-A question has a difficulty, and the learner answers it rightly as often as it is skilled at that. A group that it trains on and that was
-sampled honestly makes it more skilled; one that was made up makes it worse. Like the trainer it looks at what it drew before it trains on
-it: token ids that do not spell the text are always found, made-up text nine times in ten.
+A question has a difficulty, and the learner answers it rightly as often as it is skilled at that. A
+group that it trains on and that was sampled honestly makes it more skilled; one that was made up
+makes it worse. Like the trainer it looks at what it drew before it trains on it: token ids that do
+not spell the text are always found, made-up text nine times in ten.
 """
 
 from __future__ import annotations
@@ -87,9 +89,17 @@ class Learner:
     """One life of it. `note`: for the history."""
 
     def __init__(
-        self, peer: str, swarm: bytes, port: TrainerPort, memory: Memory, tally: Tally, pace: Pace, rng: random.Random,
-        note: Callable[[str], None], averaging: Callable[[Learner], Averaging],
-    ) -> None:  # fmt: skip
+        self,
+        peer: str,
+        swarm: bytes,
+        port: TrainerPort,
+        memory: Memory,
+        tally: Tally,
+        pace: Pace,
+        rng: random.Random,
+        note: Callable[[str], None],
+        averaging: Callable[[Learner], Averaging],
+    ) -> None:
         self.memory = memory
         self.averaging = averaging(self)
         self.tally = tally
@@ -104,7 +114,9 @@ class Learner:
     async def run(self, save: Callable[[Memory], None]) -> None:
         """Steps until cancelled. `save` is given what survives."""
         fresh = self.memory.version == 0 and self.averaging.outer_step == 0
-        self._port.hello(Hello(MODEL, TOKENIZER, self.memory.version, pid=1, replica=self.averaging.facts(fresh)))
+        self._port.hello(
+            Hello(MODEL, TOKENIZER, self.memory.version, pid=1, replica=self.averaging.facts(fresh))
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.averaging.run)
             await self._train(save)
@@ -143,30 +155,60 @@ class Learner:
                 self.tally.used[external.peer] += 1
                 self.tally.made_up += _made_up(external)
                 self.tally.last_external = trio.current_time()
-                learnt.append((_difficulty(external.group.task), -HARM if _made_up(external) else GAIN))
+                learnt.append(
+                    (_difficulty(external.group.task), -HARM if _made_up(external) else GAIN)
+                )
         for difficulty, change in learnt:
             memory.skill[difficulty] = min(0.95, max(0.05, memory.skill[difficulty] + change))
         memory.version += 1
         self.tally.steps += 1
-        self._port.report(Report("training", step=memory.version, policy_version=memory.version, step_seconds=pace.step_seconds))
+        self._port.report(
+            Report(
+                "training",
+                step=memory.version,
+                policy_version=memory.version,
+                step_seconds=pace.step_seconds,
+            )
+        )
         used = sum(1 for change in learnt if change)
-        self._note(f"step {memory.version} of {self._peer[-6:]}: {used} groups, skill {sum(memory.skill):.4f}")
+        self._note(
+            f"step {memory.version} of {self._peer[-6:]}: {used} groups, skill"
+            f" {sum(memory.skill):.4f}"
+        )
 
     def _sample(self) -> OwnGroup:
         memory = self.memory
         task = question(self._swarm, self._peer, memory.sequence)
         right, skill = answer(task), memory.skill[_difficulty(task)]
-        texts = [right if self._rng.random() < skill else wrong(right, self._rng) for _ in range(self._pace.completions)]
+        texts = [
+            right if self._rng.random() < skill else wrong(right, self._rng)
+            for _ in range(self._pace.completions)
+        ]
         if self._rng.random() < self._pace.long:
-            texts[1:] = ["".join(self._rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=16_000)) for _ in texts[1:]]
-        rewards = [float(text == right) if task.id == "builtin/sum" else _in_place(text, right) for text in texts]
-        group = OwnGroup(task, memory.version, memory.sequence, SAMPLING, [completion(text) for text in texts], rewards)
+            texts[1:] = [
+                "".join(self._rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=16_000))
+                for _ in texts[1:]
+            ]
+        rewards = [
+            float(text == right) if task.id == "builtin/sum" else _in_place(text, right)
+            for text in texts
+        ]
+        group = OwnGroup(
+            task,
+            memory.version,
+            memory.sequence,
+            SAMPLING,
+            [completion(text) for text in texts],
+            rewards,
+        )
         memory.sequence += 1
         return group
 
     def _judge(self, external: ExternalGroup) -> Outcome:
         for each in external.group.completions:
-            if tensors.unpack_ids(each.token_ids).tolist() != [ord(character) for character in each.text]:
+            if tensors.unpack_ids(each.token_ids).tolist() != [
+                ord(character) for character in each.text
+            ]:
                 return "forged_ids"
         return "surprise" if _made_up(external) and self._rng.random() < FOUND else "used"
 
@@ -179,7 +221,10 @@ def question(swarm: bytes, peer: str, sequence: int) -> TaskRef:
 
 
 def _difficulty(task: TaskRef) -> int:
-    return hashlib.blake2b(f"{task.seed} {task.index}".encode(), digest_size=1).digest()[0] % DIFFICULTIES
+    return (
+        hashlib.blake2b(f"{task.seed} {task.index}".encode(), digest_size=1).digest()[0]
+        % DIFFICULTIES
+    )
 
 
 def _made_up(external: ExternalGroup) -> bool:

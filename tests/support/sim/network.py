@@ -1,7 +1,9 @@
-"""`p2p.api.Network` over simulated wires, with the product's own table of peers, dialler, peer exchange, reputation and admission.
+"""`p2p.api.Network` over simulated wires, with the product's own table of peers, dialler, peer
+exchange, reputation and admission.
 
-What a libp2p host would do is here: connections with a handshake and pings, one request and its response, gossip to a few neighbours,
-bulk chunks. Bytes are counted by protocol, as `p2p.traffic` does.
+What a libp2p host would do is here: connections with a handshake and pings, one request and its
+response, gossip to a few neighbours, bulk chunks. Bytes are counted by protocol, as `p2p.traffic`
+does.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ BULK = "bulk"
 
 
 class Medium:
-    """Who listens where, and what lies in between. `waits`: requests under way, each with who waits for what since when."""
+    """Who listens where, and what lies in between. `waits`: requests under way, each with who waits
+    for what since when."""
 
     def __init__(self, wires: Wires, timeline: Timeline, history: History) -> None:
         self.history = history
@@ -84,10 +87,14 @@ class SimConnection:
 
     relay = None
 
-    def __init__(self, network: SimNetwork, link: Link, other: SimNetwork, *, inbound: bool) -> None:
+    def __init__(
+        self, network: SimNetwork, link: Link, other: SimNetwork, *, inbound: bool
+    ) -> None:
         self.peer = other.peer_id
         self.inbound = inbound
-        self.remote = Address(other.address.kind, other.address.host, 40_000 if inbound else other.address.port)
+        self.remote = Address(
+            other.address.kind, other.address.host, 40_000 if inbound else other.address.port
+        )
         self.link = link
         self.other = other
         self.network = network
@@ -166,9 +173,17 @@ class SimNetwork:
     """One node's; satisfies `api.Network`. `rng`: its own. `nursery`: ends with the node."""
 
     def __init__(
-        self, medium: Medium, peer_id: str, address: Address, swarm: bytes, data_dir: Path, bootstrap: list[tuple[Address, str]],
-        rng: random.Random, nursery: trio.Nursery, max_connections: int = 200,
-    ) -> None:  # fmt: skip
+        self,
+        medium: Medium,
+        peer_id: str,
+        address: Address,
+        swarm: bytes,
+        data_dir: Path,
+        bootstrap: list[tuple[Address, str]],
+        rng: random.Random,
+        nursery: trio.Nursery,
+        max_connections: int = 200,
+    ) -> None:
         self.medium = medium
         self.peer_id = peer_id
         self.address = address
@@ -186,11 +201,25 @@ class SimNetwork:
         self.bulk = SimBulk(self)
         self.streams = NoStreams()
         dialer = Dialer(self.peers, self._connect)
-        exchange = PeerExchange(self.peers, self.requests, swarm, self.connections, NoNat(address), dialer.wake, rng)  # type: ignore[arg-type]
-        self.discovery = Discovery(self.peers, scores.reputation, exchange, None, data_dir / "peers.json", bootstrap, dialer.wake)
+        exchange = PeerExchange(
+            self.peers, self.requests, swarm, self.connections, NoNat(address), dialer.wake, rng
+        )  # type: ignore[arg-type]
+        self.discovery = Discovery(
+            self.peers,
+            scores.reputation,
+            exchange,
+            None,
+            data_dir / "peers.json",
+            bootstrap,
+            dialer.wake,
+        )
         keeping = Keeping(max_connections, TARGET_PEERS, lambda peer: False, rng)
-        self.manager = ConnectionManager(SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping)  # type: ignore[arg-type]
-        self.admission = Admission(peer_id, self.connections, scores, max_connections, None, lambda peer: None)
+        self.manager = ConnectionManager(
+            SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping
+        )  # type: ignore[arg-type]
+        self.admission = Admission(
+            peer_id, self.connections, scores, max_connections, None, lambda peer: None
+        )
         scores.disconnect = self.disconnect
         self.connections.listeners.append(self.manager)
 
@@ -204,7 +233,8 @@ class SimNetwork:
         self.nursery.start_soon(self.discovery.run)
 
     def stop(self, *, silently: bool) -> None:
-        """silently: as when power is lost; peers find out by their pings, or when the address answers again."""
+        """silently: as when power is lost; peers find out by their pings, or when the address
+        answers again."""
         self.alive = False
         self.medium.listening.pop(str(self.address), None)
         if not silently:
@@ -279,7 +309,9 @@ class SimNetwork:
                 return each
         raise PeerError(f"{peer} is not connected")
 
-    def transmit(self, connection: SimConnection, protocol: str, size: int, arrive: Callable[[], None]) -> None:
+    def transmit(
+        self, connection: SimConnection, protocol: str, size: int, arrive: Callable[[], None]
+    ) -> None:
         """`arrive` is called in the other node, when the bytes are there."""
         size += FRAME_BYTES
         self.sent[protocol] += size
@@ -287,7 +319,9 @@ class SimNetwork:
 
         def arrived() -> None:
             if other.alive:
-                self.medium.history.note(f"{self.peer_id[-6:]} > {other.peer_id[-6:]} {protocol} {size}")
+                self.medium.history.note(
+                    f"{self.peer_id[-6:]} > {other.peer_id[-6:]} {protocol} {size}"
+                )
                 other.received[protocol] += size
                 arrive()
 
@@ -316,7 +350,11 @@ class SimNetwork:
             raise PeerError("gone")
         if not self.admission.admits(Newcomer(peer, address, False, None)):
             raise PeerError("not wanted here")
-        if not other.admission.admits(Newcomer(self.peer_id, Address(self.address.kind, self.address.host, 40_000), True, None)):
+        if not other.admission.admits(
+            Newcomer(
+                self.peer_id, Address(self.address.kind, self.address.host, 40_000), True, None
+            )
+        ):
             raise PeerError("refused")
         link = wires.connect(here, there)
         for network, its_other, inbound in ((self, other, False), (other, self, True)):
@@ -338,7 +376,7 @@ class SimNetwork:
         return book.render(self.peers, self.reputation, trio.current_time())
 
 
-# ---- requests ---------------------------------------------------------------------------------------------------------------------------
+# ---- requests ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -370,18 +408,36 @@ class SimRequests:
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
         self._services: dict[str, Service] = {}
-        self._slots: dict[str, PeerSlots] = collections.defaultdict(lambda: PeerSlots(PER_PEER, IN_ALL))
+        self._slots: dict[str, PeerSlots] = collections.defaultdict(
+            lambda: PeerSlots(PER_PEER, IN_ALL)
+        )
         self._pending: dict[Pending, None] = {}
 
     def serve(
-        self, protocol: str, handler: RequestHandler, *, max_request_bytes: int, max_response_bytes: int, concurrent: int = 16,
-        per_peer: int | None = None, deadline: float = 30.0,
-    ) -> None:  # fmt: skip
+        self,
+        protocol: str,
+        handler: RequestHandler,
+        *,
+        max_request_bytes: int,
+        max_response_bytes: int,
+        concurrent: int = 16,
+        per_peer: int | None = None,
+        deadline: float = 30.0,
+    ) -> None:
         room = PeerCap(per_peer or max(1, concurrent // 4), concurrent)
-        self._services[protocol] = Service(handler, max_request_bytes, max_response_bytes, room, deadline)
+        self._services[protocol] = Service(
+            handler, max_request_bytes, max_response_bytes, room, deadline
+        )
 
     async def request(
-        self, peer: str, protocol: str, data: bytes, *, deadline: float, max_response_bytes: int, urgent: bool = False
+        self,
+        peer: str,
+        protocol: str,
+        data: bytes,
+        *,
+        deadline: float,
+        max_response_bytes: int,
+        urgent: bool = False,
     ) -> bytes:
         medium = self._network.medium
         number = medium.begin(Wait(self._network.peer_id, protocol, trio.current_time()))
@@ -403,7 +459,12 @@ class SimRequests:
         try:
             other = connection.other
             self._network.transmit(
-                connection, protocol, len(data), lambda: other.requests.arrived(connection, pending, protocol, data, max_response_bytes)
+                connection,
+                protocol,
+                len(data),
+                lambda: other.requests.arrived(
+                    connection, pending, protocol, data, max_response_bytes
+                ),
             )
             await pending.done.wait()
         finally:
@@ -421,15 +482,26 @@ class SimRequests:
 
     # -- at the other end
 
-    def arrived(self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int) -> None:
+    def arrived(
+        self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int
+    ) -> None:
         """`connection`: the asker's end of it."""
         self._network.nursery.start_soon(self._answer, connection, pending, protocol, data, most)
 
-    async def _answer(self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int) -> None:
-        peer, outcome = connection.network.peer_id, await self._handle(connection.network.peer_id, protocol, data)
+    async def _answer(
+        self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int
+    ) -> None:
+        peer, outcome = (
+            connection.network.peer_id,
+            await self._handle(connection.network.peer_id, protocol, data),
+        )
         if isinstance(outcome, bytes) and len(outcome) > most:
             outcome = BadMessage("oversize", f"{len(outcome)} bytes announced, {most} allowed")
-        back = [each for each in self._network.connections.of(peer) if isinstance(each, SimConnection) and each.link is connection.link]
+        back = [
+            each
+            for each in self._network.connections.of(peer)
+            if isinstance(each, SimConnection) and each.link is connection.link
+        ]
         if back:
             size = len(outcome) if isinstance(outcome, bytes) else 0
             self._network.transmit(back[0], protocol, size, lambda: pending.resolve(outcome))
@@ -440,7 +512,11 @@ class SimRequests:
         if service is None:
             return Incompatible(f"{protocol} is not spoken here")
         with service.room.entered(peer) as entered:
-            if not entered or len(data) > service.max_request_bytes or not self._network.welcome(peer):
+            if (
+                not entered
+                or len(data) > service.max_request_bytes
+                or not self._network.welcome(peer)
+            ):
                 return refused
             try:
                 with trio.move_on_after(service.deadline):
@@ -451,11 +527,12 @@ class SimRequests:
         return refused
 
 
-# ---- gossip -----------------------------------------------------------------------------------------------------------------------------
+# ---- gossip --------------------------------------------------------------------------------------
 
 
 class SimGossip:
-    """Each message goes to at most MESH neighbours that are in the topic, a publisher's own to twice as many."""
+    """Each message goes to at most MESH neighbours that are in the topic, a publisher's own to
+    twice as many."""
 
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
@@ -465,7 +542,13 @@ class SimGossip:
         self._storms = Storms()
 
     async def join(
-        self, topic: str, validator: Validator, *, messages: int = QUEUE_MESSAGES, size: int = QUEUE_BYTES, rate: float = 0.0
+        self,
+        topic: str,
+        validator: Validator,
+        *,
+        messages: int = QUEUE_MESSAGES,
+        size: int = QUEUE_BYTES,
+        rate: float = 0.0,
     ) -> Topic:
         if topic in self._topics:
             raise ValueError(f"{topic} is joined already")
@@ -491,7 +574,11 @@ class SimGossip:
         self._send(topic, data, 2 * MESH, apart_from="")
 
     def peers(self, topic: str) -> list[str]:
-        return [each.peer for each in self._network.open_connections() if each.other.gossip.listens(topic)]
+        return [
+            each.peer
+            for each in self._network.open_connections()
+            if each.other.gossip.listens(topic)
+        ]
 
     def listens(self, topic: str) -> bool:
         return topic in self._listening
@@ -515,18 +602,26 @@ class SimGossip:
 
     def _send(self, topic: str, data: bytes, count: int, apart_from: str) -> None:
         network = self._network
-        neighbours = [each for each in network.open_connections() if each.peer != apart_from and each.other.gossip.listens(topic)]
+        neighbours = [
+            each
+            for each in network.open_connections()
+            if each.peer != apart_from and each.other.gossip.listens(topic)
+        ]
         if len(neighbours) > count:
             neighbours = network.rng.sample(neighbours, count)
         for connection in neighbours:
             other = connection.other.gossip
-            arrive = lambda other=other: other.receive(topic, data, network.peer_id, own=not apart_from)  # type: ignore[misc]
+            arrive = lambda other=other: other.receive(
+                topic, data, network.peer_id, own=not apart_from
+            )  # type: ignore[misc]
             network.transmit(connection, GOSSIP, len(data), arrive)
 
     def _note(self, data: bytes) -> bool:
         """Whether it is new."""
         now = trio.current_time()
-        while self._seen and (len(self._seen) > SEEN or now - next(iter(self._seen.values())) > SEEN_SECONDS):
+        while self._seen and (
+            len(self._seen) > SEEN or now - next(iter(self._seen.values())) > SEEN_SECONDS
+        ):
             self._seen.popitem(last=False)
         if data in self._seen:
             return False
@@ -534,7 +629,7 @@ class SimGossip:
         return True
 
 
-# ---- bulk -------------------------------------------------------------------------------------------------------------------------------
+# ---- bulk ----------------------------------------------------------------------------------------
 
 
 class SimBulk:
@@ -544,7 +639,9 @@ class SimBulk:
         self._network = network
         self.offers: dict[bytes, tuple[Any, frozenset[str] | None]] = {}
 
-    def offer(self, transfer: bytes, source: Any, *, audience: Collection[str] | None = None) -> None:
+    def offer(
+        self, transfer: bytes, source: Any, *, audience: Collection[str] | None = None
+    ) -> None:
         self.offers[transfer] = source, None if audience is None else frozenset(audience)
 
     def withdraw(self, transfer: bytes) -> None:
@@ -553,11 +650,22 @@ class SimBulk:
     def source(self, peer: str, transfer: bytes) -> Any:
         """What `peer` may have. Raises Declined."""
         source, audience = self.offers.get(transfer, (None, None))
-        if source is None or (audience is not None and peer not in audience) or not self._network.welcome(peer):
+        if (
+            source is None
+            or (audience is not None and peer not in audience)
+            or not self._network.welcome(peer)
+        ):
             raise Declined("unknown")
         return source
 
-    async def manifest(self, peer: str, transfer: bytes, *, deadline: float = BULK_SECONDS, root: bytes | None = None) -> Any:
+    async def manifest(
+        self,
+        peer: str,
+        transfer: bytes,
+        *,
+        deadline: float = BULK_SECONDS,
+        root: bytes | None = None,
+    ) -> Any:
         def answer(other: SimBulk) -> tuple[Any, int]:
             manifest = other.source(self._network.peer_id, transfer).manifest(transfer)
             return manifest, len(manifest.hashes) + 64
@@ -567,11 +675,22 @@ class SimBulk:
             raise BadMessage("bounds", "the manifest of something else")
         return manifest
 
-    async def fetch(self, peer: str, transfer: bytes, manifest: Any, sink: Any, *, deadline: float, path: Any = None) -> None:
+    async def fetch(
+        self,
+        peer: str,
+        transfer: bytes,
+        manifest: Any,
+        sink: Any,
+        *,
+        deadline: float,
+        path: Any = None,
+    ) -> None:
         until = trio.current_time() + deadline
         own = self._network.peer_id
         for index in sink.missing():
-            chunk = partial(SimBulk.chunk, peer=own, transfer=transfer, manifest=manifest, index=index)
+            chunk = partial(
+                SimBulk.chunk, peer=own, transfer=transfer, manifest=manifest, index=index
+            )
             data = await self._call(peer, until - trio.current_time(), chunk)
             view = sink.view(index)
             if len(data) != len(view):
@@ -593,7 +712,9 @@ class SimBulk:
     def deadline(self, peer: str, count: int) -> float:
         return BULK_SECONDS
 
-    async def _call(self, peer: str, deadline: float, answer: Callable[[SimBulk], tuple[Any, int]]) -> Any:
+    async def _call(
+        self, peer: str, deadline: float, answer: Callable[[SimBulk], tuple[Any, int]]
+    ) -> Any:
         network = self._network
         number = network.medium.begin(Wait(network.peer_id, BULK, trio.current_time()))
         try:
@@ -611,7 +732,11 @@ class SimBulk:
                         result, size = answer(other.bulk)
                     except PeerError as error:
                         result = error
-                    back = [e for e in other.connections.of(network.peer_id) if isinstance(e, SimConnection) and e.link is connection.link]
+                    back = [
+                        e
+                        for e in other.connections.of(network.peer_id)
+                        if isinstance(e, SimConnection) and e.link is connection.link
+                    ]
                     if back:
                         other.transmit(back[0], BULK, size, lambda: finish(result))
 

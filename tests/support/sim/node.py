@@ -1,4 +1,5 @@
-"""One simulated node: what `daemon/node.py` puts together, over the simulated network and beside the learner, and what outlives it."""
+"""One simulated node: what `daemon/node.py` puts together, over the simulated network and beside
+the learner, and what outlives it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ KEPT_SNAPSHOTS = 8
 
 
 def key_of(seed: int, name: str) -> Ed25519PrivateKey:
-    return Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=32).digest())
+    return Ed25519PrivateKey.from_private_bytes(
+        hashlib.blake2b(f"{seed} {name}".encode(), digest_size=32).digest()
+    )
 
 
 @dataclass
@@ -73,7 +76,9 @@ class Life:
 class Node:
     """`name`: in the history. `life`: None while it is dead."""
 
-    def __init__(self, name: str, seed: int, swarm: bytes, address: Address, directory: Path, traits: Traits) -> None:
+    def __init__(
+        self, name: str, seed: int, swarm: bytes, address: Address, directory: Path, traits: Traits
+    ) -> None:
         self.name = name
         self.key = key_of(seed, name)
         self.peer = peer_id(self.key.public_key().public_bytes_raw())
@@ -94,7 +99,12 @@ class Node:
     def clock(self) -> float:
         return determinism.now() + self.traits.skew
 
-    async def live(self, medium: Medium, note: Callable[[str], None], task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+    async def live(
+        self,
+        medium: Medium,
+        note: Callable[[str], None],
+        task_status: Any = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Runs until its scope is cancelled. What it raises is a defect."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.lives += 1
@@ -113,33 +123,83 @@ class Node:
     def _make(self, medium: Medium, nursery: trio.Nursery) -> Life:
         rng, traits = self._rng, self.traits
         own = lambda: random.Random(rng.getrandbits(64))
-        network = SimNetwork(medium, self.peer, self.address, self.swarm, self._directory, self.bootstrap, own(), nursery)
+        network = SimNetwork(
+            medium,
+            self.peer,
+            self.address,
+            self.swarm,
+            self._directory,
+            self.bootstrap,
+            own(),
+            nursery,
+        )
         credentials = Credentials(self.key, self.swarm)
         meter = Meter(
-            NetworkConfig(upload_bytes_per_second=traits.upload), "", self._directory, network.traffic, clock=self.clock,
-        )  # fmt: skip
+            NetworkConfig(upload_bytes_per_second=traits.upload),
+            "",
+            self._directory,
+            network.traffic,
+            clock=self.clock,
+        )
         rollouts = RolloutExchange(
-            network, InProcessScorer(seconds=0.01), credentials, GroupRules(TASKS), SharingConfig(exchange=traits.exchange),  # type: ignore[arg-type]
-            clock=self.clock, rng=own(), budget=meter,
-        )  # fmt: skip
+            network,
+            InProcessScorer(seconds=0.01),
+            credentials,
+            GroupRules(TASKS),
+            SharingConfig(exchange=traits.exchange),  # type: ignore[arg-type]
+            clock=self.clock,
+            rng=own(),
+            budget=meter,
+        )
         crew = StageService(
-            network, self.key, StagesConfig(mode="off"), self._directory,
-            NodeCallbacks(lambda message: False, lambda reason: None), rng=own(),
-        )  # fmt: skip
+            network,
+            self.key,
+            StagesConfig(mode="off"),
+            self._directory,
+            NodeCallbacks(lambda message: False, lambda reason: None),
+            rng=own(),
+        )
         weights = WeightService(
-            network, credentials, WeightsConfig(sync_every=traits.pace.sync_every, fragments=1, codec="float32"), self._directory,
+            network,
+            credentials,
+            WeightsConfig(sync_every=traits.pace.sync_every, fragments=1, codec="float32"),
+            self._directory,
             lambda message: life.learner is not None and life.learner.averaging.receive(message),
-            budget=meter.allows, unix_time=self.clock,
-        )  # fmt: skip
+            budget=meter.allows,
+            unix_time=self.clock,
+        )
         summaries = Summaries(
-            network.requests, self.peer, self.key, self.swarm, network.connected, welcome=network.welcome, clock=self.clock, rng=own()
-        )  # fmt: skip
+            network.requests,
+            self.peer,
+            self.key,
+            self.swarm,
+            network.connected,
+            welcome=network.welcome,
+            clock=self.clock,
+            rng=own(),
+        )
         port = TrainerPort(Welcome(self.peer, self.swarm), TrainerWatch(), rollouts, weights, crew)
-        life = Life(nursery.cancel_scope, network, rollouts, weights, meter, summaries, port, began=trio.current_time())
+        life = Life(
+            nursery.cancel_scope,
+            network,
+            rollouts,
+            weights,
+            meter,
+            summaries,
+            port,
+            began=trio.current_time(),
+        )
         summaries.own_summary = lambda created_at: Summary(
-            self.name, "sim", created_at, int(trio.current_time() - life.began), self.memory.version, self.memory.version,
-            0.0, rollouts.statistics().published, len(network.connected()),
-        )  # fmt: skip
+            self.name,
+            "sim",
+            created_at,
+            int(trio.current_time() - life.began),
+            self.memory.version,
+            self.memory.version,
+            0.0,
+            rollouts.statistics().published,
+            len(network.connected()),
+        )
         return life
 
     # -- the trainer
@@ -152,8 +212,16 @@ class Node:
             with trio.CancelScope() as life.trainer:
                 memory = self.memory.copy()
                 life.learner = Learner(
-                    self.peer, self.swarm, life.port, memory, self.tally, self.traits.pace, self._rng, note, self._averaging
-                )  # fmt: skip
+                    self.peer,
+                    self.swarm,
+                    life.port,
+                    memory,
+                    self.tally,
+                    self.traits.pace,
+                    self._rng,
+                    note,
+                    self._averaging,
+                )
                 await life.learner.run(self._saved)
             life.learner = None
             life.port.left()
@@ -167,9 +235,16 @@ class Node:
             memory.skill[:] = values
 
         return Averaging(
-            self.peer, memory.outer_step, lambda: memory.skill, set_skill, self._directory, life.port.weights, self._rng,
-            lambda what: self.defects.append(f"{self.name}: {what}"), self.tally.averaged,
-        )  # fmt: skip
+            self.peer,
+            memory.outer_step,
+            lambda: memory.skill,
+            set_skill,
+            self._directory,
+            life.port.weights,
+            self._rng,
+            lambda what: self.defects.append(f"{self.name}: {what}"),
+            self.tally.averaged,
+        )
 
     def _saved(self, memory: Memory) -> None:
         self.memory = memory
@@ -177,8 +252,8 @@ class Node:
     # -- the end of a life
 
     async def kill(self, *, silently: bool, old_disk: bool) -> None:
-        """As by SIGKILL, or (silently) by a power cut: what it would write on its way out is not written. `old_disk`: it comes back with
-        the files of some minutes ago."""
+        """As by SIGKILL, or (silently) by a power cut: what it would write on its way out is not
+        written. `old_disk`: it comes back with the files of some minutes ago."""
         life = self.life
         if life is None:
             return

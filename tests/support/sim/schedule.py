@@ -1,4 +1,5 @@
-"""What a seed draws: how many nodes, where they are, how they work, what happens to them and when it is over."""
+"""What a seed draws: how many nodes, where they are, how they work, what happens to them and when
+it is over."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ KINDS = ("kill", "power", "trainer", "still", "cut", "one_way", "slow")
 
 @dataclass(frozen=True)
 class Place:
-    """A node, and where it is. delay, jitter: seconds of each of its wires; rate: bytes per second."""
+    """A node, and where it is. delay, jitter: seconds of each of its wires; rate: bytes per
+    second."""
 
     name: str
     address: Address
@@ -60,8 +62,8 @@ class Schedule:
 
 
 def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Schedule:
-    """The schedule of this seed. nodes: so many, instead of as many as the seed says. kinds: one hostile node of each, instead of
-    those that the seed says."""
+    """The schedule of this seed. nodes: so many, instead of as many as the seed says. kinds: one
+    hostile node of each, instead of those that the seed says."""
     rng = random.Random(f"schedule {seed}")
     drawn = round(3 * (40 / 3) ** (rng.random() ** 2))
     count = nodes or drawn
@@ -70,12 +72,22 @@ def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Sche
     places = [_place(rng, i, exchange, step) for i in range(count)]
     bootstrap = [place.name for place in places[: rng.randint(1, min(3, count))]]
     faults = _faults(rng, [place.name for place in places])
-    calm = max([90.0, *(place.joins_at for place in places), *(fault.at + fault.seconds for fault in faults)]) + 5.0
+    calm = (
+        max(
+            [
+                90.0,
+                *(place.joins_at for place in places),
+                *(fault.at + fault.seconds for fault in faults),
+            ]
+        )
+        + 5.0
+    )
     return Schedule(seed, places, bootstrap, _foes(rng, count, kinds), faults, calm)
 
 
 def _foes(rng: random.Random, count: int, kinds: Sequence[str]) -> list[Foe]:
-    """None in four of ten seeds; else up to four of ten nodes, of one kind or of several, some of them neighbours."""
+    """None in four of ten seeds; else up to four of ten nodes, of one kind or of several, some of
+    them neighbours."""
     if not kinds and rng.random() < 0.4:
         return []
     some = kinds or rng.sample(hostile.KINDS, rng.randint(1, 4))
@@ -91,14 +103,25 @@ def _foes(rng: random.Random, count: int, kinds: Sequence[str]) -> list[Foe]:
 def _place(rng: random.Random, number: int, exchange: str, step: float) -> Place:
     far = rng.random() < 0.2
     long = rng.choice((0.0, 0.0, 0.02))
-    pace = Pace(step * rng.uniform(0.7, 1.5), own_groups=rng.randint(1, 3), external_groups=rng.randint(2, 6), long=long)
+    pace = Pace(
+        step * rng.uniform(0.7, 1.5),
+        own_groups=rng.randint(1, 3),
+        external_groups=rng.randint(2, 6),
+        long=long,
+    )
     upload = rng.choice((0, 0, 0, 20_000, 60_000))
-    traits = Traits(pace, exchange, upload=upload, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60))))
+    traits = Traits(
+        pace, exchange, upload=upload, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60)))
+    )
     return Place(
-        f"n{number}", Address("ip4", f"45.{1 + number // 200}.{number % 200}.7", 9000 + number), traits,
-        delay=rng.uniform(0.03, 0.15) if far else rng.uniform(0.001, 0.03), jitter=rng.uniform(0.0, 0.05),
-        rate=rng.choice((50e3, 500e3, 5e6)), joins_at=0.0 if number < 3 else rng.choice((0.0, rng.uniform(0.0, 90.0))),
-    )  # fmt: skip
+        f"n{number}",
+        Address("ip4", f"45.{1 + number // 200}.{number % 200}.7", 9000 + number),
+        traits,
+        delay=rng.uniform(0.03, 0.15) if far else rng.uniform(0.001, 0.03),
+        jitter=rng.uniform(0.0, 0.05),
+        rate=rng.choice((50e3, 500e3, 5e6)),
+        joins_at=0.0 if number < 3 else rng.choice((0.0, rng.uniform(0.0, 90.0))),
+    )
 
 
 def _faults(rng: random.Random, names: list[str]) -> list[Fault]:
@@ -107,6 +130,14 @@ def _faults(rng: random.Random, names: list[str]) -> list[Fault]:
         kind = rng.choice(KINDS)
         most = max(1, len(names) // 2) if kind in ("cut", "one_way") else 2
         some = rng.sample(names, rng.randint(1, most))
-        faults.append(Fault(kind, now, tuple(some), rng.choice((2.0, 15.0, 45.0, 100.0)), old_disk=rng.random() < 0.3))
+        faults.append(
+            Fault(
+                kind,
+                now,
+                tuple(some),
+                rng.choice((2.0, 15.0, 45.0, 100.0)),
+                old_disk=rng.random() < 0.3,
+            )
+        )
         now += rng.uniform(1.0, 60.0)
     return faults

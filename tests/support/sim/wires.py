@@ -1,7 +1,9 @@
-"""Wires between simulated nodes: delay, jitter, rate, cuts in one direction or both. Bytes of one direction of a link arrive in order.
+"""Wires between simulated nodes: delay, jitter, rate, cuts in one direction or both. Bytes of one
+direction of a link arrive in order.
 
-    dial ─▶ Link (one connection) ─ send ─▶ [held while the way is cut, or an end stands still] ─ delay + size / rate ─▶ arrive()
-                                  └ close ─▶ both ends are told; nothing arrives any more
+dial ─▶ Link (one connection) ─ send ─▶ [held while the way is cut, or an end stands still] ─ delay
++ size / rate ─▶ arrive()
+                              └ close ─▶ both ends are told; nothing arrives any more
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Arrive = Callable[[], None]
 
 
 class History:
-    """What happened, as text lines; of those that are many only the hash is kept unless `lines` is given."""
+    """What happened, as text lines; of those that are many only the hash is kept unless `lines` is
+    given."""
 
     def __init__(self, lines: list[str] | None = None) -> None:
         self.lines = lines
@@ -39,7 +42,8 @@ class History:
 
 
 class Timeline:
-    """Calls at moments to come, in the order in which they were asked for where the moment is the same."""
+    """Calls at moments to come, in the order in which they were asked for where the moment is the
+    same."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -106,7 +110,8 @@ class Link:
         }
 
     def send(self, source: str, size: int, arrive: Arrive) -> None:
-        """`arrive` is called at the other end when `size` bytes are there, unless the link is closed before."""
+        """`arrive` is called at the other end when `size` bytes are there, unless the link is
+        closed before."""
         if not self.open:
             return
         direction = self._directions[source]
@@ -117,7 +122,9 @@ class Link:
 
     def passes(self, source: str) -> bool:
         """Whether something that `source` sends now is under way at once."""
-        return not self._directions[source].way.cut and not self._wires.still.intersection(self.ends)
+        return not self._directions[source].way.cut and not self._wires.still.intersection(
+            self.ends
+        )
 
     def release(self) -> None:
         """What was held goes, where it can go."""
@@ -136,7 +143,9 @@ class Link:
     def _start(self, direction: Direction, size: int, arrive: Arrive) -> None:
         now, way = trio.current_time(), direction.way
         direction.free_at = max(now, direction.free_at) + size / way.rate
-        direction.last = max(direction.last, direction.free_at + way.delay + self._wires.rng.random() * way.jitter)
+        direction.last = max(
+            direction.last, direction.free_at + way.delay + self._wires.rng.random() * way.jitter
+        )
         self._wires.timeline.at(direction.last, lambda: self._arrive(arrive))
 
     def _arrive(self, arrive: Arrive) -> None:
@@ -147,7 +156,9 @@ class Link:
 class Wires:
     """All of them. `still`: machines that stand still, whose bytes wait at either end."""
 
-    def __init__(self, rng: random.Random, timeline: Timeline, make_way: Callable[[str, str], Way]) -> None:
+    def __init__(
+        self, rng: random.Random, timeline: Timeline, make_way: Callable[[str, str], Way]
+    ) -> None:
         self.rng = rng
         self.timeline = timeline
         self.still: set[str] = set()

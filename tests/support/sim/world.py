@@ -1,4 +1,5 @@
-"""A swarm of simulated nodes: made as a schedule says, disturbed as it says, watched all the time, and over when it is whole again."""
+"""A swarm of simulated nodes: made as a schedule says, disturbed as it says, watched all the time,
+and over when it is whole again."""
 
 from __future__ import annotations
 
@@ -34,17 +35,18 @@ WATCH_SECONDS = 5.0
 LONGEST_WAIT = 60.0
 """A request of any kind is over by then, whatever the other side does."""
 LONGEST_EXCHANGE = 180.0
-"""An exchange of weights is over by then, whatever the partner does, and with it what the trainer has committed is known."""
+"""An exchange of weights is over by then, whatever the partner does, and with it what the trainer
+has committed is known."""
 WHOLE_SECONDS = 420.0
 """After the last fault, until everybody is connected, trains on others' groups and has learnt."""
 FLOODED_BYTES = 3_000_000
-"""What one that floods gets to send each life of each node, hostile ones among them: two storms of 1920 groups, and what is under way
-when it is found."""
+"""What one that floods gets to send each life of each node, hostile ones among them: two storms of
+1920 groups, and what is under way when it is found."""
 FORGED = 12
 """Groups of one forger that a node draws in one life, at most, until it listens to it no more."""
 MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
-"""Made-up groups that a node trains on, at most: so many, and this share of all. Up to four nodes of ten make them up, and one in ten is
-not found."""
+"""Made-up groups that a node trains on, at most: so many, and this share of all. Up to four nodes
+of ten make them up, and one in ten is not found."""
 UNASKED_BYTES = 2**20
 NOWHERE = Foe("nobody", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
 """Where somebody was said to be, and nobody is."""
@@ -83,7 +85,8 @@ class Ended:
 
 
 def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "") -> Ended:
-    """Run it. What must hold and does not is the result's `problem`. broken: of `breaks.BREAKS`, a defect that is put in."""
+    """Run it. What must hold and does not is the result's `problem`. broken: of `breaks.BREAKS`, a
+    defect that is put in."""
     began = time.process_time()
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-sim-", dir=place))
@@ -107,7 +110,11 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
             raise
         problem = explain(error)
     else:
-        handler.found += [f"logged: {entry['event']}" for entry in told if entry["log_level"] in ("error", "critical")]
+        handler.found += [
+            f"logged: {entry['event']}"
+            for entry in told
+            if entry["log_level"] in ("error", "critical")
+        ]
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagates
@@ -116,13 +123,21 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
     lives = [node.life for node in world.nodes.values() if node.life is not None]
     hostile = [foe.network for foe in world.foes.values() if foe.network is not None]
     return Ended(
-        schedule.seed, world.history.digest, world.history.events, world.now, time.process_time() - began, world.whole_after,
-        len(world.nodes), sum(node.tally.steps for node in world.nodes.values()),
+        schedule.seed,
+        world.history.digest,
+        world.history.events,
+        world.now,
+        time.process_time() - began,
+        world.whole_after,
+        len(world.nodes),
+        sum(node.tally.steps for node in world.nodes.values()),
         sum(node.tally.used.total() for node in world.nodes.values()),
         sum(node.tally.averaged["exchanged"] for node in world.nodes.values()),
-        sum(node.tally.made_up for node in world.nodes.values()), sum(life.network.received.total() for life in lives),
-        sum(network.sent.total() for network in hostile), problem or "; ".join(handler.found[:3]),
-    )  # fmt: skip
+        sum(node.tally.made_up for node in world.nodes.values()),
+        sum(life.network.received.total() for life in lives),
+        sum(network.sent.total() for network in hostile),
+        problem or "; ".join(handler.found[:3]),
+    )
 
 
 def explain(error: BaseException) -> str:
@@ -142,11 +157,16 @@ class _Errors(logging.Handler):
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(f"logged: {record.getMessage()}" + (f" ({record.exc_info[1]!r})" if record.exc_info else ""))
+        self.found.append(
+            f"logged: {record.getMessage()}"
+            + (f" ({record.exc_info[1]!r})" if record.exc_info else "")
+        )
 
 
 class World:
-    def __init__(self, schedule: Schedule, directory: Path, timeline: Timeline, lines: list[str] | None) -> None:
+    def __init__(
+        self, schedule: Schedule, directory: Path, timeline: Timeline, lines: list[str] | None
+    ) -> None:
         self.schedule = schedule
         self.history = History(lines)
         self.swarm = swarm_of(tasks=TASKS)
@@ -158,17 +178,32 @@ class World:
         self.whole_after = -1.0
         self.foes: dict[str, Hostile] = {}
         self._exchanging: dict[str, tuple[str, float]] = {}
-        """With whom a node has been in an exchange whenever anybody looked, and since when. One that takes a minute for a step may wait two
-        for each of several that agree and vanish."""
-        self._places: dict[str, Place | Foe] = {str(place.address): place for place in (*schedule.places, *schedule.foes)}
+        """With whom a node has been in an exchange whenever anybody looked, and since when. One
+        that takes a minute for a step may wait two for each of several that agree and vanish."""
+        self._places: dict[str, Place | Foe] = {
+            str(place.address): place for place in (*schedule.places, *schedule.foes)
+        }
         self._nursery: trio.Nursery
         for place in schedule.places:
-            node = Node(place.name, schedule.seed, self.swarm, place.address, directory / place.name, place.traits)
+            node = Node(
+                place.name,
+                schedule.seed,
+                self.swarm,
+                place.address,
+                directory / place.name,
+                place.traits,
+            )
             self.nodes[place.name] = node
         for foe in schedule.foes:
-            self.foes[foe.name] = Hostile(foe.name, foe.kind, schedule.seed, self.swarm, foe.address, directory / foe.name)
+            self.foes[foe.name] = Hostile(
+                foe.name, foe.kind, schedule.seed, self.swarm, foe.address, directory / foe.name
+            )
         for node in (*self.nodes.values(), *self.foes.values()):
-            node.bootstrap = [(self.nodes[b].address, self.nodes[b].peer) for b in schedule.bootstrap if b != node.name]
+            node.bootstrap = [
+                (self.nodes[b].address, self.nodes[b].peer)
+                for b in schedule.bootstrap
+                if b != node.name
+            ]
 
     def _make_way(self, source: str, target: str) -> Way:
         one, other = (self._places.get(address, NOWHERE) for address in (source, target))
@@ -183,7 +218,9 @@ class World:
                     self._nursery.start_soon(self.timeline.run)
                     self._nursery.start_soon(self._watch)
                     for place in self.schedule.places:
-                        self._nursery.start_soon(self._boot_at, self.nodes[place.name], place.joins_at)
+                        self._nursery.start_soon(
+                            self._boot_at, self.nodes[place.name], place.joins_at
+                        )
                     for foe in self.foes.values():
                         self._nursery.start_soon(foe.live, self.medium)
                     self._nursery.start_soon(self._faults)
@@ -229,9 +266,15 @@ class World:
             case "cut" | "one_way":
                 inside = {str(node.address) for node in nodes}
                 ways = [
-                    self.wires.way(a, b) for a in sorted(self._places) for b in sorted(self._places)
-                    if a != b and ((a in inside and b not in inside) or (fault.kind == "cut" and a not in inside and b in inside))
-                ]  # fmt: skip
+                    self.wires.way(a, b)
+                    for a in sorted(self._places)
+                    for b in sorted(self._places)
+                    if a != b
+                    and (
+                        (a in inside and b not in inside)
+                        or (fault.kind == "cut" and a not in inside and b in inside)
+                    )
+                ]
                 for way in ways:
                     way.cut = True
                 await trio.sleep(fault.seconds)
@@ -240,7 +283,12 @@ class World:
                 self.wires.changed()
             case "slow":
                 addresses = {str(node.address) for node in nodes}
-                ways = [self.wires.way(a, b) for a in sorted(self._places) for b in sorted(self._places) if a != b and addresses & {a, b}]
+                ways = [
+                    self.wires.way(a, b)
+                    for a in sorted(self._places)
+                    for b in sorted(self._places)
+                    if a != b and addresses & {a, b}
+                ]
                 for way in ways:
                     way.rate, way.delay = way.rate / 50, way.delay + 0.5
                 await trio.sleep(fault.seconds)
@@ -262,7 +310,10 @@ class World:
         hostile = {foe.peer for foe in self.foes.values()}
         for wait in self.medium.waits.values():
             if wait.node not in hostile and now - wait.since > LONGEST_WAIT:
-                self._fail(f"{self._name(wait.node)} has waited for {wait.what} for {now - wait.since:.0f} s")
+                self._fail(
+                    f"{self._name(wait.node)} has waited for {wait.what} for"
+                    f" {now - wait.since:.0f} s"
+                )
         for node in self.honest():
             if node.life is not None:
                 self._check_node(node, node.life, now)
@@ -274,8 +325,15 @@ class World:
         told = life.rollouts.statistics()
         if told.admission.last_internal_error:
             self._fail(f"{node.name}: {told.admission.last_internal_error}")
-        if told.waiting > QUEUE_GROUPS or told.fetching.pending > PENDING + WORKERS or told.pool.groups > told.pool.max_groups:
-            kept = f"{told.waiting} waiting, {told.fetching.pending} pending, {told.pool.groups} in the pool"
+        if (
+            told.waiting > QUEUE_GROUPS
+            or told.fetching.pending > PENDING + WORKERS
+            or told.pool.groups > told.pool.max_groups
+        ):
+            kept = (
+                f"{told.waiting} waiting, {told.fetching.pending} pending, {told.pool.groups} in"
+                " the pool"
+            )
             self._fail(f"{node.name} keeps more than it may: {kept}")
         if life.network.peers.statistics().known > MAX_PEERS:
             self._fail(f"{node.name} knows {life.network.peers.statistics().known} peers")
@@ -292,34 +350,59 @@ class World:
             partner, since = self._exchanging.get(node.name, (told.partner, now))
             self._exchanging[node.name] = told.partner, since if told.partner == partner else now
             if now - self._exchanging[node.name][1] > LONGEST_EXCHANGE:
-                self._fail(f"{node.name} has been in an exchange with {self._name(told.partner)} ({told.phase}) for {now - since:.0f} s")
+                self._fail(
+                    f"{node.name} has been in an exchange with {self._name(told.partner)}"
+                    f" ({told.phase}) for {now - since:.0f} s"
+                )
             return
         self._exchanging.pop(node.name, None)
 
     def _check_budget(self, node: Node, life: Life, now: float) -> None:
-        """What goes out by choice is held to the cap; what does not (requests, answers to pings and peers) is a part of it."""
+        """What goes out by choice is held to the cap; what does not (requests, answers to pings and
+        peers) is a part of it."""
         cap, sent = node.traits.upload, life.network.sent.total()
-        if cap and sent > BURST_BYTES + UNASKED_BYTES + 1.25 * cap * max(BURST_SECONDS, now - life.began):
-            self._fail(f"{node.name} has sent {sent} bytes in {now - life.began:.0f} s, with {cap} a second")
+        if cap and sent > BURST_BYTES + UNASKED_BYTES + 1.25 * cap * max(
+            BURST_SECONDS, now - life.began
+        ):
+            self._fail(
+                f"{node.name} has sent {sent} bytes in {now - life.began:.0f} s, with {cap} a"
+                " second"
+            )
 
     def _check_foes(self, node: Node) -> None:
-        """How much of what was trained on is from whom, and how much one that floods gets to send."""
+        """How much of what was trained on is from whom, and how much one that floods gets to
+        send."""
         total, made_up = node.tally.used.total(), node.tally.made_up
         for foe in self.foes.values():
             used = node.tally.used[foe.peer]
             if used and foe.kind in NEVER_TRAINED_ON:
                 self._fail(f"{node.name} trains on groups of {foe.name}, a {foe.kind}")
             if foe.kind == "flood" and foe.network is not None:
-                sent, lives = foe.network.sent.total(), len(self.foes) + sum(each.lives for each in self.honest())
+                sent, lives = (
+                    foe.network.sent.total(),
+                    len(self.foes) + sum(each.lives for each in self.honest()),
+                )
                 if sent > FLOODED_BYTES * lives:
-                    self._fail(f"{foe.name}, which floods, has sent {sent} bytes to {lives} lives of nodes")
+                    self._fail(
+                        f"{foe.name}, which floods, has sent {sent} bytes to {lives} lives of nodes"
+                    )
             if foe.kind == "forger" and node.tally.drawn[foe.peer] > FORGED * node.lives:
-                self._fail(f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of {foe.name}")
+                self._fail(
+                    f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of"
+                    f" {foe.name}"
+                )
         if made_up > MADE_UP_GROUPS + MADE_UP_SHARE * total:
             self._fail(f"{made_up} of {total} groups that {node.name} has trained on were made up")
 
     def _name(self, peer: str) -> str:
-        return next((node.name for node in (*self.nodes.values(), *self.foes.values()) if node.peer == peer), peer)
+        return next(
+            (
+                node.name
+                for node in (*self.nodes.values(), *self.foes.values())
+                if node.peer == peer
+            ),
+            peer,
+        )
 
     def _fail(self, what: str) -> None:
         raise Violation(f"at {trio.current_time():.0f} s: {what}")
@@ -327,7 +410,8 @@ class World:
     # -- the end
 
     async def _until_whole(self) -> None:
-        """Returns when the faults are over and everything works; raises Violation if that takes too long."""
+        """Returns when the faults are over and everything works; raises Violation if that takes too
+        long."""
         await trio.sleep_until(self.schedule.calm_from)
         skill = {node.name: sum(node.memory.skill) for node in self.honest()}
         used = {node.name: node.tally.used.total() for node in self.honest()}
@@ -335,9 +419,16 @@ class World:
         missing: list[str] = ["nobody looked"]
         while missing:
             if trio.current_time() - self.schedule.calm_from > WHOLE_SECONDS:
-                self._fail(f"not whole {WHOLE_SECONDS:.0f} s after the last fault: {'; '.join(missing[:5])}")
+                self._fail(
+                    f"not whole {WHOLE_SECONDS:.0f} s after the last fault:"
+                    f" {'; '.join(missing[:5])}"
+                )
             await trio.sleep(WATCH_SECONDS)
-            missing = [*self._unconnected(), *self._idle(used, skill), *(["nobody averages"] if self._averaged() <= averaged else [])]
+            missing = [
+                *self._unconnected(),
+                *self._idle(used, skill),
+                *(["nobody averages"] if self._averaged() <= averaged else []),
+            ]
         self.whole_after = trio.current_time() - self.schedule.calm_from
 
     def _averaged(self) -> int:
@@ -357,14 +448,19 @@ class World:
                 life = alive[peer].life
                 assert life is not None
                 ahead += [other for other in life.network.connected() if other in alive]
-        return [*missing, *(f"{node.name} is apart" for peer, node in alive.items() if peer not in reached)]
+        return [
+            *missing,
+            *(f"{node.name} is apart" for peer, node in alive.items() if peer not in reached),
+        ]
 
     def _idle(self, used: dict[str, int], skill: dict[str, float]) -> list[str]:
         found = []
         for node in self.honest():
             if node.tally.used.total() <= used[node.name]:
                 found.append(f"{node.name} trains on nobody's groups")
-            elif sum(node.memory.skill) <= skill[node.name] and sum(node.memory.skill) < 0.8 * 8 * 0.95:
+            elif (
+                sum(node.memory.skill) <= skill[node.name]
+                and sum(node.memory.skill) < 0.8 * 8 * 0.95
+            ):
                 found.append(f"{node.name} does not learn")
         return found
-

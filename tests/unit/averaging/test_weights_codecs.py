@@ -1,4 +1,5 @@
-"""Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise BadMessage with a known reason."""
+"""Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise
+BadMessage with a known reason."""
 
 import random
 import tracemalloc
@@ -11,15 +12,46 @@ import torch
 from swarmnode.averaging.codecs import decode, encode, encoded, make_anchor
 from swarmnode.averaging.payload_files import PayloadFiles
 from swarmnode.errors import BadMessage
-from swarmnode.weights.layout import BLOCK, RELATIVE, SMALL_BLOCK, TensorSpec, body_bytes, elements, make_layout, payload_limit
-from swarmnode.weights.messages import MESSAGE_BYTES, Accept, Busy, Propose, Release, decode_message, encode_message
+from swarmnode.weights.layout import (
+    BLOCK,
+    RELATIVE,
+    SMALL_BLOCK,
+    TensorSpec,
+    body_bytes,
+    elements,
+    make_layout,
+    payload_limit,
+)
+from swarmnode.weights.messages import (
+    MESSAGE_BYTES,
+    Accept,
+    Busy,
+    Propose,
+    Release,
+    decode_message,
+    encode_message,
+)
 from swarmnode.weights.payload import Header, build, checksum, parse
 from swarmnode.wire import strict
 
 REASONS = (
-    "oversize", "malformed", "schema", "codec", "fragment", "names", "shape", "dtype", "size", "checksum", "anchor", "bounds", "not_finite",
-)  # fmt: skip
-LAYOUT = make_layout([("w", (30, 20), "float32"), ("a.bias", (7,), "float32"), ("scalar", (), "float32")])
+    "oversize",
+    "malformed",
+    "schema",
+    "codec",
+    "fragment",
+    "names",
+    "shape",
+    "dtype",
+    "size",
+    "checksum",
+    "anchor",
+    "bounds",
+    "not_finite",
+)
+LAYOUT = make_layout(
+    [("w", (30, 20), "float32"), ("a.bias", (7,), "float32"), ("scalar", (), "float32")]
+)
 
 
 def tensors(seed=0, scale=1.0):
@@ -45,7 +77,8 @@ def with_tensor(payload, index=0, **changes):
 
 
 def with_body(payload, index, body):
-    """The payload with another body, its header made to fit: what a liar who can compute would send."""
+    """The payload with another body, its header made to fit: what a liar who can compute would
+    send."""
     header = header_of(payload)
     start = 4 + int.from_bytes(payload[:4], "big")
     bodies = []
@@ -53,7 +86,10 @@ def with_body(payload, index, body):
         bodies.append(payload[start : start + tensor.length])
         start += tensor.length
     bodies[index] = body
-    heads = [msgspec.structs.replace(t, length=len(b), checksum=checksum(b)) for t, b in zip(header.tensors, bodies, strict=True)]
+    heads = [
+        msgspec.structs.replace(t, length=len(b), checksum=checksum(b))
+        for t, b in zip(header.tensors, bodies, strict=True)
+    ]
     return build(msgspec.structs.replace(header, tensors=heads), bodies)
 
 
@@ -65,7 +101,8 @@ def reason(data, codec="bfloat16", **options):
 
 
 def refusal(read, *args, **options):
-    """The reason with which `read` refused, None where it did not; anything but BadMessage is a failure."""
+    """The reason with which `read` refused, None where it did not; anything but BadMessage is a
+    failure."""
     try:
         read(*args, **options)
     except BadMessage as error:
@@ -91,7 +128,8 @@ def test_int8_errs_by_a_254th_of_the_largest_difference_in_a_block():
     got = decode(encode(sent, LAYOUT, "int8", anchor=anchor), LAYOUT, "int8", anchor=anchor)
     for n in sent:
         largest = (sent[n] - anchor.tensors[n]).abs().max()
-        assert (got[n] - sent[n]).abs().max() <= largest / 254 + 1e-5  # and the rounding of float32 at 100
+        # and the rounding of float32 at 100
+        assert (got[n] - sent[n]).abs().max() <= largest / 254 + 1e-5
     # of the weights themselves it would err by a hundred times as much as the replicas differ
     assert (sent["w"] - anchor.tensors["w"]).abs().max() < 100 * 3 / 254
 
@@ -101,9 +139,15 @@ def test_int4_errs_by_a_14th_of_the_largest_difference_in_a_small_block():
     sent = {n: t + 0.01 * tensors(2)[n] for n, t in anchor.tensors.items()}
     got = decode(encode(sent, LAYOUT, "int4", anchor=anchor), LAYOUT, "int4", anchor=anchor)
     for n in sent:
-        wrong, difference = (got[n] - sent[n]).abs().reshape(-1), (sent[n] - anchor.tensors[n]).abs().reshape(-1)
-        for block, errors in zip(difference.split(SMALL_BLOCK), wrong.split(SMALL_BLOCK), strict=True):
-            assert errors.max() <= block.max() * (1 / 14 + 7 / 512) + 1e-5  # and the rounding of float32 at 100
+        wrong, difference = (
+            (got[n] - sent[n]).abs().reshape(-1),
+            (sent[n] - anchor.tensors[n]).abs().reshape(-1),
+        )
+        for block, errors in zip(
+            difference.split(SMALL_BLOCK), wrong.split(SMALL_BLOCK), strict=True
+        ):
+            # and the rounding of float32 at 100
+            assert errors.max() <= block.max() * (1 / 14 + 7 / 512) + 1e-5
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -114,7 +158,8 @@ def test_no_difference_is_none_after_the_journey(codec):
 
 
 @pytest.mark.parametrize(
-    ("codec", "per_element"), [("float32", 4.0), ("bfloat16", 2.0), ("int8", 1 + 4 / BLOCK), ("int4", 0.5 + 2 / SMALL_BLOCK)]
+    ("codec", "per_element"),
+    [("float32", 4.0), ("bfloat16", 2.0), ("int8", 1 + 4 / BLOCK), ("int4", 0.5 + 2 / SMALL_BLOCK)],
 )
 def test_a_payload_costs_what_its_codec_says(codec, per_element):
     layout = make_layout([("w", (64, 1024), "float32")])
@@ -175,7 +220,9 @@ def test_a_header_has_one_encoding_only():
     good = encode(tensors(), LAYOUT, "bfloat16")
     header = msgspec.to_builtins(header_of(good), builtin_types=(bytes,))
     body = good[4 + int.from_bytes(good[:4], "big") :]
-    rebuilt = lambda h: (head := msgspec.msgpack.encode(h)) and len(head).to_bytes(4, "big") + head + body
+    rebuilt = lambda h: (
+        (head := msgspec.msgpack.encode(h)) and len(head).to_bytes(4, "big") + head + body
+    )
     assert rebuilt(header) == good
     assert reason(rebuilt(dict(reversed(header.items())))) == "malformed"
     assert reason(rebuilt({**header, "more": 1})) == "schema"
@@ -185,7 +232,8 @@ def test_a_header_has_one_encoding_only():
 def test_a_hostile_quantiser_is_refused():
     anchor = make_anchor(tensors(1))
     good = encode(tensors(), LAYOUT, "int8", anchor=anchor)
-    body = lambda scale, q: torch.tensor([scale]).numpy().tobytes() + bytes([q]) * 7  # a.bias: one block of 7
+    # a.bias: one block of 7
+    body = lambda scale, q: torch.tensor([scale]).numpy().tobytes() + bytes([q]) * 7
     check = lambda scale, q=1: reason(with_body(good, 0, body(scale, q)), "int8", anchor=anchor)
     assert check(float("nan")) == "not_finite"
     assert check(float("inf")) == "not_finite"
@@ -197,16 +245,23 @@ def test_a_hostile_quantiser_is_refused():
 def test_a_hostile_quantiser_of_four_bits_is_refused():
     anchor = make_anchor(tensors(1))
     good = encode(tensors(), LAYOUT, "int4", anchor=anchor)
-    body = lambda scale, *q: torch.tensor([scale], dtype=torch.bfloat16).view(torch.int16).numpy().tobytes() + bytes(q)
-    check = lambda scale, *q: reason(with_body(good, 0, body(scale, *q)), "int4", anchor=anchor)  # a.bias: one block of 7
+    body = lambda scale, *q: (
+        torch.tensor([scale], dtype=torch.bfloat16).view(torch.int16).numpy().tobytes() + bytes(q)
+    )
+    # a.bias: one block of 7
+    check = lambda scale, *q: reason(with_body(good, 0, body(scale, *q)), "int4", anchor=anchor)
     assert check(float("nan"), *[0x88] * 4) == "not_finite"
     assert check(float("inf"), *[0x88] * 4) == "not_finite"
     assert check(-1.0, *[0x88] * 4) == "bounds"
     assert check(1.0, 0x80, 0x88, 0x88, 0x88) == "bounds"  # −8
     assert check(1.0, 0x88, 0x88, 0x88, 0x98) == "bounds"  # an eighth value
     assert check(1.0, *[0x88] * 5) == "size"
-    taken = decode(with_body(good, 0, body(1.0, 0xF1, 0x88, 0x88, 0x89)), LAYOUT, "int4", anchor=anchor)["a.bias"]
-    assert torch.allclose(taken - anchor.tensors["a.bias"], torch.tensor([-7.0, 7, 0, 0, 0, 0, 1]), atol=1e-5)
+    taken = decode(
+        with_body(good, 0, body(1.0, 0xF1, 0x88, 0x88, 0x89)), LAYOUT, "int4", anchor=anchor
+    )["a.bias"]
+    assert torch.allclose(
+        taken - anchor.tensors["a.bias"], torch.tensor([-7.0, 7, 0, 0, 0, 0, 1]), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
@@ -222,7 +277,8 @@ def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
             data[where] = rng.randrange(256)
         cut = data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
         found = refusal(decode, bytes(cut), LAYOUT, codec, anchor=anchor)
-        assert found in REASONS or (found is None and bytes(cut) == good)  # everything is compared or under a checksum
+        # everything is compared or under a checksum
+        assert found in REASONS or (found is None and bytes(cut) == good)
 
 
 def test_parsing_copies_nothing():
@@ -231,7 +287,7 @@ def test_parsing_copies_nothing():
         assert body.obj is good
 
 
-# ---- layouts and messages ---------------------------------------------------------------------------------------------------------
+# ---- layouts and messages ------------------------------------------------------------------------
 
 
 def test_a_layout_is_sorted_and_refuses_what_cannot_be_averaged():
@@ -244,23 +300,36 @@ def test_a_layout_is_sorted_and_refuses_what_cannot_be_averaged():
     assert body_bytes(TensorSpec("x", (257,), "float32"), "int4") == 129 + 10
 
 
-@pytest.mark.parametrize("message", [
-    Propose(b"n" * 16, bytes(32), 3, 2**63 - 1, b"\1" * 128), Accept(b"n" * 16, b"s" * 16, 0, 0, b"\1"),
-    Busy(b"n" * 16, "busy", 30), Release(b"s" * 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "message",
+    [
+        Propose(b"n" * 16, bytes(32), 3, 2**63 - 1, b"\1" * 128),
+        Accept(b"n" * 16, b"s" * 16, 0, 0, b"\1"),
+        Busy(b"n" * 16, "busy", 30),
+        Release(b"s" * 16),
+    ],
+)
 def test_messages_travel_and_their_bounds_hold(message):
     data = encode_message(message)
     assert len(data) <= MESSAGE_BYTES
     assert decode_message(data) == message
 
 
-@pytest.mark.parametrize(("message", "why"), [
-    (Propose(b"n" * 15, bytes(32), 0, 0), "bounds"), (Propose(b"n" * 16, bytes(31), 0, 0), "bounds"),
-    (Propose(b"n" * 16, bytes(32), -1, 0), "bounds"), (Propose(b"n" * 16, bytes(32), 1024, 0), "bounds"),
-    (Accept(b"n" * 16, b"", 0, 0), "bounds"), (Accept(b"n" * 16, b"s" * 16, 0, 2**63), "bounds"),
-    (Busy(b"n" * 16, "busy", -1), "bounds"), (Busy(b"n" * 16, "tired"), "schema"), (Release(b"s" * 300), "oversize"),
-    (Header("int8", 0, 0, b"", []), "schema"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (Propose(b"n" * 15, bytes(32), 0, 0), "bounds"),
+        (Propose(b"n" * 16, bytes(31), 0, 0), "bounds"),
+        (Propose(b"n" * 16, bytes(32), -1, 0), "bounds"),
+        (Propose(b"n" * 16, bytes(32), 1024, 0), "bounds"),
+        (Accept(b"n" * 16, b"", 0, 0), "bounds"),
+        (Accept(b"n" * 16, b"s" * 16, 0, 2**63), "bounds"),
+        (Busy(b"n" * 16, "busy", -1), "bounds"),
+        (Busy(b"n" * 16, "tired"), "schema"),
+        (Release(b"s" * 300), "oversize"),
+        (Header("int8", 0, 0, b"", []), "schema"),
+    ],
+)
 def test_messages_outside_their_bounds_are_refused(message, why):
     with pytest.raises(BadMessage) as error:
         decode_message(msgspec.msgpack.encode(message))
@@ -273,7 +342,13 @@ def test_any_bytes_are_a_message_or_a_bad_message():
         data = bytearray(encode_message(Propose(b"n" * 16, bytes(32), 3, 7)))
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        assert refusal(decode_message, bytes(data)) in (None, "oversize", "malformed", "schema", "bounds")
+        assert refusal(decode_message, bytes(data)) in (
+            None,
+            "oversize",
+            "malformed",
+            "schema",
+            "bounds",
+        )
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16"])
@@ -283,7 +358,8 @@ def test_a_state_in_pieces_is_the_payload(codec):
 
 
 def test_writing_a_state_takes_the_memory_of_a_tensor_and_not_of_the_state(tmp_path):
-    """Bytes of Python and numpy at the peak, for few and for many tensors of a quarter of a million values."""
+    """Bytes of Python and numpy at the peak, for few and for many tensors of a quarter of a million
+    values."""
     files = PayloadFiles(tmp_path)
 
     def peak(count):

@@ -1,4 +1,5 @@
-"""The gate: what is refused and why, and that nothing that passes moves a weight further than the bound."""
+"""The gate: what is refused and why, and that nothing that passes moves a weight further than the
+bound."""
 
 import math
 import random
@@ -16,7 +17,10 @@ W = 0.5
 
 def weights(seed=0, scale=1.0):
     rng = torch.Generator().manual_seed(seed)
-    return {"a": scale * torch.randn(40, 5, generator=rng), "b": scale * torch.randn(30, generator=rng)}
+    return {
+        "a": scale * torch.randn(40, 5, generator=rng),
+        "b": scale * torch.randn(30, generator=rng),
+    }
 
 
 def near(mine, distance, seed=1):
@@ -56,7 +60,10 @@ def test_a_far_partner_is_clipped_to_tau():
 
 HOSTILE = {
     "nan": (lambda m: {**m, "b": torch.full_like(m["b"], math.nan)}, "not_finite"),
-    "one nan": (lambda m: {**m, "b": torch.where(torch.arange(30) == 29, torch.tensor(math.nan), m["b"])}, "not_finite"),
+    "one nan": (
+        lambda m: {**m, "b": torch.where(torch.arange(30) == 29, torch.tensor(math.nan), m["b"])},
+        "not_finite",
+    ),
     "inf": (lambda m: {n: torch.full_like(t, -math.inf) for n, t in m.items()}, "not_finite"),
     "times a million": (lambda m: {n: 1e6 * t for n, t in m.items()}, "bounds"),
     "times three": (lambda m: {n: 3 * t for n, t in m.items()}, "norm_ratio"),
@@ -90,7 +97,9 @@ def test_hostile_tensors_are_refused_by_cause_and_change_nothing(attack):
 def test_an_adapter_of_twice_the_norm_is_no_lie():
     mine, gate = weights(), AveragingGate(grows=True)
     for number in range(10):
-        judged = judge(gate, "p", mine, {n: (3 if number % 2 else 0.3) * t for n, t in mine.items()})
+        judged = judge(
+            gate, "p", mine, {n: (3 if number % 2 else 0.3) * t for n, t in mine.items()}
+        )
         assert (judged.outcome, judged.mean) == ("too_far", None)
 
 
@@ -98,7 +107,11 @@ def test_no_partner_moves_the_weights_further_than_the_bound():
     rng = random.Random(0)
     for trial in range(300):
         mine = weights(trial, scale=10 ** rng.uniform(-3, 1))
-        gate = trained_gate(mine, norm(mine) * 10 ** rng.uniform(-3, -1)) if rng.random() < 0.7 else AveragingGate()
+        gate = (
+            trained_gate(mine, norm(mine) * 10 ** rng.uniform(-3, -1))
+            if rng.random() < 0.7
+            else AveragingGate()
+        )
         moved = norm(mine) * 10 ** rng.uniform(-4, -1)
         for exchange in range(4):
             tau = tau_of(gate, mine, norm(mine), moved)
@@ -143,12 +156,14 @@ def test_before_anything_was_accepted_our_own_progress_is_the_measure():
     gate = AveragingGate()
     for i in range(FIRST):
         judge(gate, f"p{i}", mine, near(mine, 5.0, seed=i), moved=0.5)
-    assert tau_of(gate, mine, norm(mine), 0.5) == pytest.approx(10.0, rel=1e-3)  # what others trained, and not what was taken of it
+    # what others trained, and not what was taken of it
+    assert tau_of(gate, mine, norm(mine), 0.5) == pytest.approx(10.0, rel=1e-3)
     assert gate.statistics().clip_ratio == pytest.approx(0.2, rel=1e-3)
 
 
 def test_an_untrained_adapter_neither_moves_nor_blames():
-    """B of LoRA starts at zero: no ratio, no threshold, nothing to hold against a partner that has trained."""
+    """B of LoRA starts at zero: no ratio, no threshold, nothing to hold against a partner that has
+    trained."""
     mine = {"b": torch.zeros(10)}
     gate = AveragingGate()
     judged = judge(gate, "p", mine, {"b": torch.ones(10)})
@@ -190,10 +205,14 @@ def test_the_probes_tolerance_grows_with_honest_changes_and_no_further_than_its_
     mine = weights()
     gate = trained_gate(mine)
     for i in range(8):
-        judge(gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 2.0 if t is mine else 1.88)
+        judge(
+            gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 2.0 if t is mine else 1.88
+        )
     assert gate.statistics().epsilon == pytest.approx(0.24)
     for i in range(64):
-        judge(gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 9.0 if t is mine else 1.0)
+        judge(
+            gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 9.0 if t is mine else 1.0
+        )
     assert gate.statistics().epsilon == pytest.approx(4 * EPSILON)
 
 
@@ -203,7 +222,12 @@ def test_a_newcomer_is_judged_and_mixed_with_nothing():
     judged = judge(gate, "p", mine, near(mine, 1.0), probation=True, probe=lambda t: 1.0)
     assert judged.outcome == "probation"
     assert all(torch.equal(judged.mean[n], mine[n]) for n in mine)
-    assert judge(gate, "p", mine, near(mine, 1.0), probation=True, probe=lambda t: 1.0 + (t is not mine)).outcome == "probe"
+    assert (
+        judge(
+            gate, "p", mine, near(mine, 1.0), probation=True, probe=lambda t: 1.0 + (t is not mine)
+        ).outcome
+        == "probe"
+    )
 
 
 def broken(mine):
@@ -211,8 +235,12 @@ def broken(mine):
 
 
 def test_what_an_honest_node_can_cause_costs_no_standing():
-    """Weights that do not suit us can be honest ones: of a node with other questions, of one that was cut off, of an unlucky evaluation."""
-    assert [OUTCOMES[outcome] for outcome in ("too_far", "probe", "reverted", "lagging", "lora_residual")] == [0] * 5
+    """Weights that do not suit us can be honest ones: of a node with other questions, of one that
+    was cut off, of an unlucky evaluation."""
+    assert [
+        OUTCOMES[outcome]
+        for outcome in ("too_far", "probe", "reverted", "lagging", "lora_residual")
+    ] == [0] * 5
     assert ADOPTIONS["worse"] == 0
     assert all(OUTCOMES[outcome] for _, outcome in HOSTILE.values() if outcome != "too_far")
 
@@ -248,7 +276,11 @@ def test_outcomes_of_others_are_counted_with_ours_and_unknown_ones_are_a_bug():
 def layered(distance, seed=0):
     """Two layers, each so far from those of seed 0 and distance 0."""
     mine = {f"layers.{i}.{name}": t for i in range(2) for name, t in weights().items()}
-    each = {f"layers.{i}.{name}": t for i in range(2) for name, t in near(weights(), distance, seed).items()}
+    each = {
+        f"layers.{i}.{name}": t
+        for i in range(2)
+        for name, t in near(weights(), distance, seed).items()
+    }
     return each if distance else mine
 
 
@@ -271,7 +303,9 @@ def test_a_hostile_partner_moves_a_part_by_no_more_than_an_honest_one_of_that_pa
         judge(gate, f"p{i}", mine, layered(0.1, i))
     first = {n: t for n, t in mine.items() if n.startswith("layers.0")}
     far = {n: layered(1.5)[n] for n in first}
-    assert judge(gate, "q", mine, {**mine, **{n: layered(3.5)[n] for n in first}}).outcome == "too_far"
+    assert (
+        judge(gate, "q", mine, {**mine, **{n: layered(3.5)[n] for n in first}}).outcome == "too_far"
+    )
     for _ in range(20):  # it holds one layer, and says so
         taken = judge(gate, "q", first, far)
         assert taken.outcome == "clipped"
@@ -284,7 +318,7 @@ def test_norms_are_taken_in_float64():
     assert norm({"a": torch.full((5, 2**20), 1.0)}) == pytest.approx(math.sqrt(5 * 2**20))
 
 
-# ---- the revert monitor ---------------------------------------------------------------------------------------------------------
+# ---- the revert monitor --------------------------------------------------------------------------
 
 
 def watched(*rewards):
@@ -309,7 +343,10 @@ def test_a_fall_within_the_noise_or_without_an_exchange_names_nobody():
 
 
 def test_after_several_exchanges_each_partner_is_named_once():
-    assert watched(0.5, 0.5, 0.5).committed("p").committed("q").committed("p").observed(0.1)[1] == ("q", "p")
+    assert watched(0.5, 0.5, 0.5).committed("p").committed("q").committed("p").observed(0.1)[1] == (
+        "q",
+        "p",
+    )
 
 
 def test_equal_rewards_do_not_make_a_measurement_exact():

@@ -1,4 +1,5 @@
-"""The outer rules against the paper's algebra, and the arithmetic of stability against what replicas do."""
+"""The outer rules against the paper's algebra, and the arithmetic of stability against what
+replicas do."""
 
 import math
 
@@ -18,12 +19,24 @@ from benchmarks.outer_rules import (
 )
 from swarmnode.averaging.outer import OuterState, SlowWeights, host_copy, prepare
 from swarmnode.errors import StateError
-from swarmnode.weights.rule import MAX_LAG, Rule, check_stability, excess, make_rule, mixing_weight, next_outer_step, too_far_behind
+from swarmnode.weights.rule import (
+    MAX_LAG,
+    Rule,
+    check_stability,
+    excess,
+    make_rule,
+    mixing_weight,
+    next_outer_step,
+    too_far_behind,
+)
 
 
 def replica(seed, size=50):
     rng = torch.Generator().manual_seed(seed)
-    return {"a.weight": torch.randn(size, generator=rng), "b.weight": torch.randn(3, 4, generator=rng)}
+    return {
+        "a.weight": torch.randn(size, generator=rng),
+        "b.weight": torch.randn(3, 4, generator=rng),
+    }
 
 
 def inner_steps(parameters, rng):
@@ -37,7 +50,9 @@ def pairs(count, rng):
 
 
 def spread_of(replicas):
-    return sum(float(torch.stack([r[n] for r in replicas]).double().var(0).sum()) for n in replicas[0])
+    return sum(
+        float(torch.stack([r[n] for r in replicas]).double().var(0).sum()) for n in replicas[0]
+    )
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.7), (0.3, 0.5), (0.0, 1.0)])
@@ -51,7 +66,10 @@ def test_one_tensor_gives_what_the_paper_gets_from_two(alpha, beta):
             inner_steps(a, rng_one)
             inner_steps(b, rng_two)
         for i, j in pairs(4, torch.Generator().manual_seed(round_)):
-            thetas, phis = [host_copy(two[k]) for k in (i, j)], [dict(states_two[k].phi) for k in (i, j)]
+            thetas, phis = (
+                [host_copy(two[k]) for k in (i, j)],
+                [dict(states_two[k].phi) for k in (i, j)],
+            )
             ours = [host_copy(one[k]) for k in (i, j)]
             for k in (i, j):
                 outer_step(states_one[k], average(ours))
@@ -99,7 +117,9 @@ def test_a_symmetric_exchange_moves_the_mean_as_if_nobody_had_exchanged(name):
         outer_step(states[k], blend(mine[k], mine[1 - k]))
     after = average([s.phi for s in states])
     for n in after:
-        torch.testing.assert_close(after[n], slow[n] + states[0].rule.beta * (fast[n] - slow[n]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            after[n], slow[n] + states[0].rule.beta * (fast[n] - slow[n]), rtol=0, atol=1e-6
+        )
 
 
 def disagreement(rule, rounds, count=64, size=1500):
@@ -142,7 +162,10 @@ def test_the_bound_is_where_the_spectral_radius_is_one(alpha, share):
     assert stable_bound(alpha) == pytest.approx(2 * (1 - alpha**2))
 
 
-@pytest.mark.parametrize(("alpha", "gamma"), [(1.0, 0.1), (-0.1, 0.5), (0.5, 0.0), (0.5, 1.5), (math.nan, 0.5), (0.5, math.nan)])
+@pytest.mark.parametrize(
+    ("alpha", "gamma"),
+    [(1.0, 0.1), (-0.1, 0.5), (0.5, 0.0), (0.5, 1.5), (math.nan, 0.5), (0.5, math.nan)],
+)
 def test_a_rule_that_cannot_work_is_refused_when_it_is_made(alpha, gamma):
     with pytest.raises(ValueError, match=r"alpha|beta"):
         check_stability(alpha, gamma)
@@ -185,7 +208,8 @@ def test_a_swarm_of_equal_replicas_under_diloco_stays_equal_and_is_heavy_ball():
             inner_steps(r, rng)
         mean = average(replicas)
         for n in phi:
-            delta[n] = 0.3 * delta[n] + 0.7 * (mean[n] - phi[n])  # DiLoCo's outer gradient is φ − θ̄
+            # DiLoCo's outer gradient is φ − θ̄
+            delta[n] = 0.3 * delta[n] + 0.7 * (mean[n] - phi[n])
             phi[n] = phi[n] + delta[n]
         for s, r in zip(states, replicas, strict=True):
             outer_step(s, mean)
@@ -206,7 +230,8 @@ def test_steps_taken_while_the_bytes_travelled_are_kept():
     outer_step(state, blend(snapshot, replica(2)))
     state.commit(mine, snapshot)
     torch.testing.assert_close(mine["a.weight"][:10], state.phi["a.weight"][:10] + 0.25)
-    assert torch.equal(mine["a.weight"][10:], state.phi["a.weight"][10:])  # bit by bit where nothing moved
+    # bit by bit where nothing moved
+    assert torch.equal(mine["a.weight"][10:], state.phi["a.weight"][10:])
     assert torch.equal(mine["b.weight"], state.phi["b.weight"])
 
 
@@ -238,7 +263,8 @@ def test_a_step_that_would_not_be_finite_changes_nothing():
     state = OuterState(mine, make_rule())
     before = {n: t.clone() for n, t in state.tensors().items()}
     bad = host_copy(mine)
-    bad["b.weight"][0, 0] = math.inf  # the second tensor: the first must not have been stepped either
+    # the second tensor: the first must not have been stepped either
+    bad["b.weight"][0, 0] = math.inf
     with pytest.raises(ValueError, match="finite"):
         outer_step(state, bad)
     with pytest.raises(ValueError, match="not a tensor"):
@@ -347,7 +373,10 @@ def test_a_newcomer_becomes_its_neighbour_or_stays_what_it_was():
         mine.adopt(newcomer, SlowWeights(bad, theirs.delta))
     assert all(torch.equal(newcomer[n], before[n]) for n in before)
     mine.adopt(newcomer, SlowWeights(theirs.phi, theirs.delta))
-    assert all(torch.equal(newcomer[n], theirs.phi[n]) and torch.equal(mine.delta[n], theirs.delta[n]) for n in before)
+    assert all(
+        torch.equal(newcomer[n], theirs.phi[n]) and torch.equal(mine.delta[n], theirs.delta[n])
+        for n in before
+    )
 
 
 def test_a_partner_that_lags_weighs_less_and_one_that_claims_to_lead_no_more():
@@ -357,7 +386,12 @@ def test_a_partner_that_lags_weighs_less_and_one_that_claims_to_lead_no_more():
 
 
 def test_counters_meet_and_a_liar_moves_one_by_one():
-    assert (next_outer_step(5, None), next_outer_step(5, 5), next_outer_step(5, 2), next_outer_step(5, 2**60)) == (6, 6, 6, 7)
+    assert (
+        next_outer_step(5, None),
+        next_outer_step(5, 5),
+        next_outer_step(5, 2),
+        next_outer_step(5, 2**60),
+    ) == (6, 6, 6, 7)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The probe judges by own completions that earned something, by any own ones while there are none, and by nothing else."""
+"""The probe judges by own completions that earned something, by any own ones while there are none,
+and by nothing else."""
 
 import math
 import threading
@@ -18,13 +19,17 @@ class Scores:
     """Log-probabilities of a policy that has one distribution for every token."""
 
     def score(self, policy, rows, temperature):
-        return [torch.log_softmax(policy.w.detach(), 0)[completion].tolist() for _, completion in rows]
+        return [
+            torch.log_softmax(policy.w.detach(), 0)[completion].tolist() for _, completion in rows
+        ]
 
 
 @pytest.fixture
 def probe():
     policy = SimpleNamespace(w=torch.nn.Parameter(LOGITS.clone()))
-    return LossProbe(policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, "float32", 1, threading.Lock()))
+    return LossProbe(
+        policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, "float32", 1, threading.Lock())
+    )
 
 
 def rows(*tokens, count=16):
@@ -34,7 +39,10 @@ def rows(*tokens, count=16):
 def drawn(seed=0):
     """Completions of our own policy."""
     generator = torch.Generator().manual_seed(seed)
-    return [([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist()) for _ in range(16)]
+    return [
+        ([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist())
+        for _ in range(16)
+    ]
 
 
 def judged(probe, averaged):
@@ -63,7 +71,9 @@ def test_where_nothing_was_rewarded_own_completions_tell_a_neighbour_from_the_op
     assert outcome == "probe"
 
 
-def test_a_policy_that_only_repeats_what_is_likely_is_refused_although_it_likes_our_completions_better(probe):
+def test_a_policy_that_repeats_likely_tokens_is_refused(
+    probe,
+):
     probe.remember([], rows(1, 1, 1))
     losses, outcome = judged(probe, torch.tensor([0.0, 9.0, 0.0, -1.0]))
     assert losses.after < losses.before

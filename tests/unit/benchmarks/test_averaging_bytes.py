@@ -1,4 +1,5 @@
-"""What the benchmarks of averaging count: bytes that an arm may receive, and time that training stands still."""
+"""What the benchmarks of averaging count: bytes that an arm may receive, and time that training
+stands still."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +26,15 @@ def policy():
 
 def run(policy, arm, allowance, rounds):
     with Scorer() as scorer:
-        swarm = Swarm(arm, [policy.clone(), policy.clone()], TRAINING, scorer, seed=0, eval_questions=1, allowance=allowance)
+        swarm = Swarm(
+            arm,
+            [policy.clone(), policy.clone()],
+            TRAINING,
+            scorer,
+            seed=0,
+            eval_questions=1,
+            allowance=allowance,
+        )
         return swarm.run(lambda trace: len(trace.tokens) >= rounds, eval_every=100)
 
 
@@ -33,7 +42,10 @@ def test_an_arm_receives_what_it_may_and_not_a_fragment_more(policy):
     allowance = [30_000.0] * 6
     trace = run(policy, Arm("averaging", as_much_as="other"), allowance, 6)
     spent = list(itertools.accumulate(trace.received))
-    assert all(most - FRAGMENT < used <= most for used, most in zip(spent, itertools.accumulate(allowance), strict=True))
+    assert all(
+        most - FRAGMENT < used <= most
+        for used, most in zip(spent, itertools.accumulate(allowance), strict=True)
+    )
     assert trace.extra["exchange accepted"] == 2 * 2  # two fragments, by two nodes
     assert PARTS == 2
 
@@ -42,7 +54,8 @@ def test_groups_are_counted_as_they_would_travel(policy):
     unfiltered = replace(PAPER, useful_only=False)
     every = run(policy, Arm("all", 1, unfiltered), (), 2)
     half = run(policy, Arm("half", 1, unfiltered, share_one_of=2), (), 2)
-    assert all(200 < received < 2000 for received in every.received)  # one group of two short completions from the only other node
+    # one group of two short completions from the only other node
+    assert all(200 < received < 2000 for received in every.received)
     assert 0.3 < sum(half.received) / sum(every.received) < 0.7
 
 

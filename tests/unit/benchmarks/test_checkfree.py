@@ -1,4 +1,5 @@
-"""The bookkeeping of benchmarks.checkfree: forks that are paired, stages that are really lost, failures that hit every arm alike."""
+"""The bookkeeping of benchmarks.checkfree: forks that are paired, stages that are really lost,
+failures that hit every arm alike."""
 
 import math
 
@@ -7,7 +8,17 @@ import torch
 
 from benchmarks import checkfree, recoveries, repeated
 from benchmarks.checkfree import failure_table, single_tables
-from benchmarks.failures import ARMS, NO_FAILURE, RATES, Arm, Trail, first_at, schedule, survive, target_of
+from benchmarks.failures import (
+    ARMS,
+    NO_FAILURE,
+    RATES,
+    Arm,
+    Trail,
+    first_at,
+    schedule,
+    survive,
+    target_of,
+)
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
 from swarmnode.pipeline.runtime import StageRuntime
@@ -40,7 +51,9 @@ def trunk(corpus):
 
 
 def rows_of(trunk, corpus, lost, *names, healed=False):
-    rows = compare(trunk, corpus, 0, TRUNK, SIZE.marks, [(name, lost, METHODS[name], healed) for name in names])
+    rows = compare(
+        trunk, corpus, 0, TRUNK, SIZE.marks, [(name, lost, METHODS[name], healed) for name in names]
+    )
     return {row["method"]: row for row in rows}
 
 
@@ -72,7 +85,9 @@ def test_what_a_method_cannot_do_is_said_and_not_counted(trunk, corpus):
     rows = [*rows_of(trunk, corpus, (3, 4), "CheckFree (R4)", "identity").values()]
     assert "neighbour is lost too" in rows[0]["refused"]
     assert "jump" not in rows[0]
-    shown = single_tables([row | {"part": "from scratch", "place": "two adjacent stages"} for row in rows])
+    shown = single_tables(
+        [row | {"part": "from scratch", "place": "two adjacent stages"} for row in rows]
+    )
     assert "refused" in shown
     assert "identity" in shown
 
@@ -82,13 +97,20 @@ def test_what_neighbours_saw_is_what_the_stage_does(trunk):
     trunk.staged.roll_back(trunk.checkpoint)
     for stage in (0, 3, 7):
         spec, named = trunk.staged.specs[stage], trunk.staged.trained[stage]
-        model = build_stage(trunk.staged.model.config, spec, lambda name, spec=spec, named=named: named[spec.local(name)].detach())
+        model = build_stage(
+            trunk.staged.model.config,
+            spec,
+            lambda name, spec=spec, named=named: named[spec.local(name)].detach(),
+        )
         assert heal(StageRuntime(spec, model), trunk.history.pairs[stage][:1], 1, 0.0).before < 1e-6
 
 
 @pytest.mark.parametrize("lost", [(3,), (7,)])
 def test_healing_brings_a_stage_nearer_to_what_it_was(trunk, corpus, lost):
-    hurt, healed = (rows_of(trunk, corpus, lost, "identity", healed=healed)["identity"] for healed in (False, True))
+    hurt, healed = (
+        rows_of(trunk, corpus, lost, "identity", healed=healed)["identity"]
+        for healed in (False, True)
+    )
     assert healed["healings"] >= 1
     assert healed["kl"] < 0.7 * hurt["kl"]
 
@@ -119,7 +141,9 @@ def test_swapped_order_trains_other_weights_and_leaves_the_model_as_it_was(corpu
     assert plain.measure(corpus.held_out) == swapped.measure(corpus.held_out)
     for staged in (plain, swapped):
         staged.step(corpus.batch(0, 0))
-    assert [n for n, _ in swapped.model.named_parameters()] == [n for n, _ in plain.model.named_parameters()]
+    assert [n for n, _ in swapped.model.named_parameters()] == [
+        n for n, _ in plain.model.named_parameters()
+    ]
     assert plain.measure(corpus.held_out) != swapped.measure(corpus.held_out)
 
 
@@ -138,11 +162,16 @@ def test_without_a_failure_in_it_every_plain_arm_is_the_control(corpus):
             assert survive(arm, SIZE, corpus, 0, {}, 10, None)[0]["curve"] == control["curve"]
 
 
-@pytest.mark.parametrize("arm", [Arm("checkpoints", checkpoint=20), Arm("shadows", shadow=20), ARMS[4]])
+@pytest.mark.parametrize(
+    "arm", [Arm("checkpoints", checkpoint=20), Arm("shadows", shadow=20), ARMS[4]]
+)
 def test_what_came_before_the_first_failure_need_not_be_trained_again(corpus, arm):
     failures = {24: 3, 27: 3}
     _, before = survive(NO_FAILURE, SIZE, corpus, 0, {}, 30, None)
-    assert survive(arm, SIZE, corpus, 0, failures, 30, None)[0] == survive(arm, SIZE, corpus, 0, failures, 30, None, before)[0]
+    assert (
+        survive(arm, SIZE, corpus, 0, failures, 30, None)[0]
+        == survive(arm, SIZE, corpus, 0, failures, 30, None, before)[0]
+    )
 
 
 def test_a_run_that_nothing_happens_to_ends_where_the_control_does(corpus):
@@ -155,16 +184,24 @@ def test_a_run_that_nothing_happens_to_ends_where_the_control_does(corpus):
 
 def test_arms_meet_the_failures_that_are_theirs(corpus):
     failures, counted = {3: 0, 5: 3, 7: 7}, {}
-    for arm in (arm for arm in ARMS if arm.name in ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+", "random")):
+    for arm in (
+        arm
+        for arm in ARMS
+        if arm.name
+        in ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+", "random")
+    ):
         run, _ = survive(arm, SIZE, corpus, 0, failures, 10, None)
         counted[arm.name] = run["failures"]
         assert math.isfinite(run["curve"][-1])
-    assert counted["checkpoint every 10"] == counted["shadows every 20"] == counted["CheckFree+"] == 3
+    assert (
+        counted["checkpoint every 10"] == counted["shadows every 20"] == counted["CheckFree+"] == 3
+    )
     assert counted["CheckFree"] == counted["random"] == 1
 
 
 def test_a_checkpoint_takes_back_what_came_after_it(corpus):
-    """Lost before iteration 15 with one every 10: iterations 15 to 19 go on from the weights of 10."""
+    """Lost before iteration 15 with one every 10: iterations 15 to 19 go on from the weights of
+    10."""
     rolled, _ = survive(Arm("c", checkpoint=10), SIZE, corpus, 0, {15: 3}, 20, None)
     staged = Staged(build(0), SIZE.rate)
     for i in (*range(10), *range(15, 20)):
@@ -181,8 +218,22 @@ def test_the_target_is_what_the_control_had():
 
 def test_a_run_that_never_arrives_is_shown_as_such():
     runs = [
-        {"seed": 1, "arm": "no failure", "rate": "16 %/h", "iterations": 300, "failures": 0, "cap": 300},
-        {"seed": 1, "arm": "CheckFree", "rate": "16 %/h", "iterations": None, "failures": 7, "cap": 750},
+        {
+            "seed": 1,
+            "arm": "no failure",
+            "rate": "16 %/h",
+            "iterations": 300,
+            "failures": 0,
+            "cap": 300,
+        },
+        {
+            "seed": 1,
+            "arm": "CheckFree",
+            "rate": "16 %/h",
+            "iterations": None,
+            "failures": 7,
+            "cap": 750,
+        },
     ]
     assert ">2.5 [>2.5 … >2.5], 7 losses" in failure_table(runs)
 
@@ -195,7 +246,9 @@ def arm_of(name):
     return next(arm for arm in ARMS if arm.name == name)
 
 
-def test_again_and_again_every_way_meets_the_same_losses_and_is_the_control_until_then(corpus, monkeypatch):
+def test_again_and_again_every_way_meets_the_same_losses_and_is_the_control_until_then(
+    corpus, monkeypatch
+):
     monkeypatch.setattr(repeated, "EVERY", 4)
     rows = {row["arm"]: row for row in repeated.again(2, Size(rate=4e-3, repeated=12), corpus)}
     assert set(rows) == {"no failure", *repeated.ORDER}
@@ -211,8 +264,13 @@ def test_again_and_again_every_way_meets_the_same_losses_and_is_the_control_unti
 
 def test_what_is_averaged_again_and_again_becomes_alike(corpus):
     lost = {3: 2, 6: 4, 9: 3, 12: 5, 15: 2}
-    alike = {name: repeated.endure(arm_of(name), Size(repeated=18), corpus, 0, lost)["alike"] for name in repeated.ORDER}
-    assert min(alike[name] for name in ("CheckFree", "uniform average", "copy of a neighbour")) > 0.3
+    alike = {
+        name: repeated.endure(arm_of(name), Size(repeated=18), corpus, 0, lost)["alike"]
+        for name in repeated.ORDER
+    }
+    assert (
+        min(alike[name] for name in ("CheckFree", "uniform average", "copy of a neighbour")) > 0.3
+    )
     assert abs(alike["random"]) < 0.1
     assert alike["zeros"] is None
 
@@ -229,21 +287,33 @@ def test_ways_are_compared_within_a_seed():
 
     def row(arm, seed, gap):
         return {
-            "arm": arm, "seed": seed, "curve": [0.0, 0.0], "gaps": [9.0, gap], "losses": [5, 30], "jumps": [9.0, gap], "shares": [0.5, 0.7],
+            "arm": arm,
+            "seed": seed,
+            "curve": [0.0, 0.0],
+            "gaps": [9.0, gap],
+            "losses": [5, 30],
+            "jumps": [9.0, gap],
+            "shares": [0.5, 0.7],
             "alike": 0.5,
-        }  # fmt: skip
+        }
 
-    rows = [row(name, seed, 0.1 * k + seed) for k, name in enumerate(repeated.ORDER) for seed in (1, 2)]
+    rows = [
+        row(name, seed, 0.1 * k + seed) for k, name in enumerate(repeated.ORDER) for seed in (1, 2)
+    ]
     shown = repeated.tables(rows).splitlines()
     pair = next(line for line in shown if "copy of a neighbour less uniform average" in line)
     assert pair.count("+0.100 [+0.100 … +0.100]") == pair.count("2 of 2") == 2
-    assert "+1.600 [+1.100 … +2.100]" in next(line for line in shown if line.startswith("| uniform average "))
+    assert "+1.600 [+1.100 … +2.100]" in next(
+        line for line in shown if line.startswith("| uniform average ")
+    )
     assert "median 0.50" in shown[-1]
 
 
 def test_a_low_rate_has_a_longer_run_and_its_own_target(monkeypatch):
     def survived(arm, size, corpus, seed, failures, cap, target, before=None):
-        return {"seed": seed, "arm": arm.name, "cap": cap, "lost": len(failures)}, Trail([3.0 - i / 1000 for i in range(0, cap, 10)])
+        return {"seed": seed, "arm": arm.name, "cap": cap, "lost": len(failures)}, Trail(
+            [3.0 - i / 1000 for i in range(0, cap, 10)]
+        )
 
     monkeypatch.setattr(checkfree, "survive", survived)
     rows = checkfree.at_random(0, Size(steps=100, quick=True), ["5 %/h", "16 %/h"])
@@ -251,4 +321,7 @@ def test_a_low_rate_has_a_longer_run_and_its_own_target(monkeypatch):
     assert {rate: row["iterations"] for rate, row in plain.items()} == {"5 %/h": 300, "16 %/h": 100}
     assert plain["5 %/h"]["target"] < plain["16 %/h"]["target"]
     for name in checkfree.QUICK_ARMS:
-        assert {row["rate"]: row["cap"] for row in rows if row["arm"] == name} == {"5 %/h": 600, "16 %/h": 200}
+        assert {row["rate"]: row["cap"] for row in rows if row["arm"] == name} == {
+            "5 %/h": 600,
+            "16 %/h": 200,
+        }

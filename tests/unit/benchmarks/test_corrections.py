@@ -1,4 +1,5 @@
-"""What must be so whatever the numbers are: estimates are exact without lag, and so is a sequence's whole ratio where it is not cut."""
+"""What must be so whatever the numbers are: estimates are exact without lag, and so is a sequence's
+whole ratio where it is not cut."""
 
 import pytest
 
@@ -25,5 +26,7 @@ def test_a_sequences_ratio_is_exact_at_a_lag_where_nothing_is_cut_and_no_other_i
 
 
 def test_what_masks_more_has_a_smaller_effective_sample(results):
-    shares = [results[32, f"at most 1, masked below {floor:g}"]["effective"] for floor in (0.1, 0.5, 0.8)]
+    shares = [
+        results[32, f"at most 1, masked below {floor:g}"]["effective"] for floor in (0.1, 0.5, 0.8)
+    ]
     assert shares == sorted(shares, reverse=True)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-COMMANDS = sorted(path.stem for path in FOLDER.glob("*.py") if "ArgumentParser(" in path.read_text())
+COMMANDS = sorted(
+    path.stem for path in FOLDER.glob("*.py") if "ArgumentParser(" in path.read_text()
+)
 
 
 def test_there_are_some():

@@ -5,7 +5,17 @@ from unittest import mock
 import pytest
 
 from benchmarks.adversaries import ADAPTIVE, ATTACKS, WAYS
-from benchmarks.hostile import KINDS, LEARNING, Size, hostile_count, lost, missed, network_case, of_each_seed, play
+from benchmarks.hostile import (
+    KINDS,
+    LEARNING,
+    Size,
+    hostile_count,
+    lost,
+    missed,
+    network_case,
+    of_each_seed,
+    play,
+)
 from benchmarks.simulator import single_thread
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
@@ -39,26 +49,44 @@ def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attac
     result = play(attack, 25, policies, scorer, 0, SMALL)
     assert result["frames_sent"] > 8
     assert missed([result], []) == []
-    with mock.patch.multiple(where, **{name: mock.Mock(return_value=value) for name, value in defence.items()}):
+    with mock.patch.multiple(
+        where, **{name: mock.Mock(return_value=value) for name, value in defence.items()}
+    ):
         undefended = play(attack, 25, policies, scorer, 0, SMALL)
     assert "of its groups trained on" in "; ".join(missed([undefended], []))
 
 
-def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_nothing_is_judged(swarm):
+def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_nothing_is_judged(
+    swarm,
+):
     policies, scorer = swarm
     result = play("colluding", 25, policies, scorer, 0, SMALL)
     assert result["crashes"] == 0, result["first_crash"]
     assert {fate for fate in result["fates"] if fate.startswith("drawn: ")} <= {"drawn: used"}
-    with mock.patch.multiple(judge, surprise_check=mock.Mock(return_value=True), burst_weight=mock.Mock(return_value=1.0)):
+    with mock.patch.multiple(
+        judge, surprise_check=mock.Mock(return_value=True), burst_weight=mock.Mock(return_value=1.0)
+    ):
         unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
     assert unjudged["frames_sent"] > result["frames_sent"]
     assert unjudged["trained_on"] > result["trained_on"]
 
 
 def test_a_loss_is_against_the_silent_swarms_of_the_same_seed_and_random_numbers():
-    run = lambda attack, seed, control, held_out: {"attack": attack, "seed": seed, "control": control, "held_out": held_out}
-    controls = [run("silent", 1, 0, 0.4), run("silent", 1, 1, 0.6), run("silent", 1, 2, 0.8), run("silent", 2, 0, 0.1)]
-    assert lost([run("hot", 1, 0, 0.4)], controls) == 0, "what changes nothing is the first silent swarm"
+    run = lambda attack, seed, control, held_out: {
+        "attack": attack,
+        "seed": seed,
+        "control": control,
+        "held_out": held_out,
+    }
+    controls = [
+        run("silent", 1, 0, 0.4),
+        run("silent", 1, 1, 0.6),
+        run("silent", 1, 2, 0.8),
+        run("silent", 2, 0, 0.1),
+    ]
+    assert lost([run("hot", 1, 0, 0.4)], controls) == 0, (
+        "what changes nothing is the first silent swarm"
+    )
     assert lost([run("hot", 1, 0, 0.4), run("hot", 1, 1, 0.5)], controls) == pytest.approx(10)
     assert lost([controls[0]], controls) == pytest.approx(100 * (1 - 0.4 / 0.7))
     assert of_each_seed(controls) == [[control] for control in controls]

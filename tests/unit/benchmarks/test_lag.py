@@ -24,4 +24,6 @@ def test_a_lagging_policy_is_that_of_so_many_updates_ago():
 def test_every_arm_but_one_lags():
     known = arms(["no lag", *LAGGING], 7)
     assert [arm.lag for arm in known] == [0] + [7] * len(LAGGING)
-    assert all(arm.sharing.corrected for arm in known if arm.correction not in ("uncorrected", "clipped"))
+    assert all(
+        arm.sharing.corrected for arm in known if arm.correction not in ("uncorrected", "clipped")
+    )

@@ -1,4 +1,5 @@
-"""What benchmarks.noloco trains: replicas that do not leak into each other, shards that are unlike, payloads that are counted."""
+"""What benchmarks.noloco trains: replicas that do not leak into each other, shards that are unlike,
+payloads that are counted."""
 
 import pytest
 import torch
@@ -52,11 +53,21 @@ def test_the_learning_rate_warms_up_and_ends_at_a_tenth():
     assert rates[100] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("arm", "per_sync"), [
-    (Arm("off", "off"), 0.0), (Arm("ddp", "ddp"), 3.5), (Arm("diloco", "diloco"), 3.5), (Arm("noloco"), 2.0),
-    (Arm("two", "noloco_two"), 4.0), (Arm("int8", codec="int8"), 1.0), (Arm("fragments", fragments=4), 2.0),
-    (Arm("drop", dropped=1.0), 0.0), (Arm("gasloc", "gasloc"), 2.0), (Arm("sparse", whole_every=2), (2.0 + 116 / 4096) / 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arm", "per_sync"),
+    [
+        (Arm("off", "off"), 0.0),
+        (Arm("ddp", "ddp"), 3.5),
+        (Arm("diloco", "diloco"), 3.5),
+        (Arm("noloco"), 2.0),
+        (Arm("two", "noloco_two"), 4.0),
+        (Arm("int8", codec="int8"), 1.0),
+        (Arm("fragments", fragments=4), 2.0),
+        (Arm("drop", dropped=1.0), 0.0),
+        (Arm("gasloc", "gasloc"), 2.0),
+        (Arm("sparse", whole_every=2), (2.0 + 116 / 4096) / 2),
+    ],
+)
 def test_bytes_are_counted_per_node_and_parameter(arm, per_sync):
     size = Size(steps=8, sync_every=4, batch=1, warmup=1)
     swarm = Swarm(arm, size, text(), 0, initial(0, REPLICAS, 20))
@@ -83,7 +94,13 @@ def test_what_is_learnt_alone_is_learnt_by_either_rule():
     data = batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0)
     moved = {}
     for rule in ("noloco", "gasloc"):
-        swarm = Swarm(Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5)), size, text(), 0, initial(0, REPLICAS, 20))
+        swarm = Swarm(
+            Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5)),
+            size,
+            text(),
+            0,
+            initial(0, REPLICAS, 20),
+        )
         swarm.run(data)
         moved[rule] = swarm.parameters["embed.weight"].detach()
     torch.testing.assert_close(moved["noloco"], moved["gasloc"], rtol=0, atol=1e-5)

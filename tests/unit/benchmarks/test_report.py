@@ -1,4 +1,5 @@
-"""What the benchmarks print, and the accounting of benchmarks.sapo: wrong sums here would be wrong claims."""
+"""What the benchmarks print, and the accounting of benchmarks.sapo: wrong sums here would be wrong
+claims."""
 
 import json
 
@@ -37,7 +38,8 @@ CURVE = [Point(0, 0.0, 0.0, 0.0), Point(5, 100.0, 40.0, 0.2), Point(10, 150.0, 8
 
 
 @pytest.mark.parametrize(
-    ("axis", "budget", "reward"), [("tokens", 50, 0.1), ("tokens", 125, 0.3), ("samples", 40, 0.2), ("round", 10, 0.4)]
+    ("axis", "budget", "reward"),
+    [("tokens", 50, 0.1), ("tokens", 125, 0.3), ("samples", 40, 0.2), ("round", 10, 0.4)],
 )
 def test_held_out_at_a_budget_is_read_between_evaluations(axis, budget, reward):
     assert at(CURVE, axis, budget) == pytest.approx(reward)

@@ -1,4 +1,5 @@
-"""benchmarks.scale and the arms of benchmarks.sapo that pull: the same seed makes the same run, costs are sums, and liars are found out."""
+"""benchmarks.scale and the arms of benchmarks.sapo that pull: the same seed makes the same run,
+costs are sums, and liars are found out."""
 
 import random
 from dataclasses import replace
@@ -41,7 +42,9 @@ def test_what_has_not_spread_or_not_been_absorbed_has_no_time():
     dip = [(at, 0.5 if 150 <= at < 200 else fill) for at, fill in full]
     seconds, least = scale_events.absorbed(dip, 150.0)
     assert (seconds, least) == (60.0, 0.5)
-    assert scale_events.absorbed([(at, 0.5 if at >= 150 else fill) for at, fill in full], 150.0) == (None, 0.5)
+    assert scale_events.absorbed(
+        [(at, 0.5 if at >= 150 else fill) for at, fill in full], 150.0
+    ) == (None, 0.5)
 
 
 def test_a_connected_graph_has_about_as_many_neighbours_as_asked_for():
@@ -64,8 +67,17 @@ def test_the_model_asks_as_often_and_learns_as_well_of_a_thousand_as_of_a_hundre
 
 
 def test_a_cost_is_the_sum_of_what_is_done():
-    constants = Constants(Cost(4.0, 7000.0), Cost(4.0, 500.0), Cost(6.0, 1500.0), Cost(1.0, 1000.0), 1000.0, Cost(0.1, 10.0))
-    load = scale.Load(listings=2.0, listing_bytes=2000.0, pulls=3.0, pulled=6.0, trained=6.0, decisions_ms=1.0)
+    constants = Constants(
+        Cost(4.0, 7000.0),
+        Cost(4.0, 500.0),
+        Cost(6.0, 1500.0),
+        Cost(1.0, 1000.0),
+        1000.0,
+        Cost(0.1, 10.0),
+    )
+    load = scale.Load(
+        listings=2.0, listing_bytes=2000.0, pulls=3.0, pulled=6.0, trained=6.0, decisions_ms=1.0
+    )
     cost = scale.cost(load, constants, nodes=100)
     assert cost.cpu_ms == pytest.approx((2 * 4 + 3 * 5 + 6 * 1 + 1) / 6)
     assert cost.bytes == pytest.approx((2000 + 2 * 500 + 3 * 500 + 6 * 1000) / 6000)

@@ -1,4 +1,5 @@
-"""The codec that no node runs: what of a tensor travels, in how many bytes, and that nothing else is lost."""
+"""The codec that no node runs: what of a tensor travels, in how many bytes, and that nothing else
+is lost."""
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ def test_the_largest_of_every_block_arrive_with_their_signs():
     arrived = sparse(flat)
     for start, kept in ((0, 64), (BLOCK, 64), (2 * BLOCK, 2)):
         block, there = flat[start : start + BLOCK], arrived[start : start + BLOCK]
-        assert set(there.nonzero().flatten().tolist()) == set(block.abs().topk(kept).indices.tolist())
+        assert set(there.nonzero().flatten().tolist()) == set(
+            block.abs().topk(kept).indices.tolist()
+        )
         assert (there.sign() == block.sign())[there != 0].all()
         assert len(there.abs().unique()) == 3  # two magnitudes and none
-        assert float(there.abs().sum()) == pytest.approx(float(block[there != 0].abs().sum()), rel=2**-8)
+        assert float(there.abs().sum()) == pytest.approx(
+            float(block[there != 0].abs().sum()), rel=2**-8
+        )
 
 
 def test_a_block_takes_116_bytes_a_36th_of_int8():

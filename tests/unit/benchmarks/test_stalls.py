@@ -1,4 +1,5 @@
-"""benchmarks.stalls starts whole nodes, which takes minutes; that they would start is seen at once."""
+"""benchmarks.stalls starts whole nodes, which takes minutes; that they would start is seen at
+once."""
 
 from benchmarks import stalls
 from swarmnode.config import Config

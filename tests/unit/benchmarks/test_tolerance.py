@@ -1,4 +1,5 @@
-"""benchmarks.tolerance: what it calls honest is, what it calls made up is, and shares are of what was judged."""
+"""benchmarks.tolerance: what it calls honest is, what it calls made up is, and shares are of what
+was judged."""
 
 import random
 
@@ -14,7 +15,14 @@ from swarmnode.policy.load import load_policy
 @pytest.fixture(scope="module")
 def node():
     torch.set_num_threads(1)
-    return Node(0, load_policy(PolicyConfig(device="cpu", threads=1)), Arm("alone"), TrainingConfig(), b"s" * 32, 1)
+    return Node(
+        0,
+        load_policy(PolicyConfig(device="cpu", threads=1)),
+        Arm("alone"),
+        TrainingConfig(),
+        b"s" * 32,
+        1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,10 @@ def test_a_policy_believes_its_own_samples(node, honest):
 
 
 def test_made_up_text_is_far_off_and_claims_what_it_says(node, honest):
-    attacks = {name: (groups, truthful) for name, groups, truthful in made_up(node.policy, honest, random.Random(1))}
+    attacks = {
+        name: (groups, truthful)
+        for name, groups, truthful in made_up(node.policy, honest, random.Random(1))
+    }
     claimed, truthful = attacks["payload, claimed"], attacks["payload, truthful"]
     assert {x for row in claimed[0][0].claimed for x in row} == {CLAIMED}
     assert PAYLOAD in node.policy.decode(claimed[0][0].rows[0][1])
@@ -44,7 +55,9 @@ def test_a_diluted_group_is_honest_but_for_its_first_completions(node, honest):
     for count in (4, 2, 1):
         rows = attacks[f"{count} of 8 payload"][0].rows
         assert rows[count:] == honest[0].rows[count:]
-        assert all(mine != theirs for mine, theirs in zip(rows[:count], honest[0].rows, strict=False))
+        assert all(
+            mine != theirs for mine, theirs in zip(rows[:count], honest[0].rows, strict=False)
+        )
 
 
 def test_shares_are_of_what_was_judged():

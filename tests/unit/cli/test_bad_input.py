@@ -1,5 +1,6 @@
-"""What a person types wrong, and directories that are not as they should be: one line with cause and remedy, the exit code of
-docs/operations.md, and nothing changed. Each command, in this process."""
+"""What a person types wrong, and directories that are not as they should be: one line with cause
+and remedy, the exit code of docs/operations.md, and nothing changed. Each command, in this
+process."""
 
 import json
 import os
@@ -34,8 +35,11 @@ COMMANDS = dict(walk(app))
 
 
 def misspelt(path):
-    """Calls of a command in which one thing is missing, doubled, of another type, unknown, or too much."""
-    arguments = [each for each in COMMANDS[path].assemble_argument_collection() if each.names != ("*",)]
+    """Calls of a command in which one thing is missing, doubled, of another type, unknown, or too
+    much."""
+    arguments = [
+        each for each in COMMANDS[path].assemble_argument_collection() if each.names != ("*",)
+    ]
     positional = [each for each in arguments if each.index is not None]
     given = ["1" for each in positional if each.required]
     any_number = any(each.field_info.kind.name == "VAR_POSITIONAL" for each in positional)
@@ -82,7 +86,10 @@ def node(tmp_path, monkeypatch):
 
 
 def made(data):
-    for command in (["key", "show"], ["config", "set", "node.name=mine", 'task.names=["builtin/copy"]']):
+    for command in (
+        ["key", "show"],
+        ["config", "set", "node.name=mine", 'task.names=["builtin/copy"]'],
+    ):
         assert cli.run([*command, "-d", str(data)]) == 0
     opened = founded(load_or_create(data / "identity.key").private_key, bootstrap=[ADDRESS])
     store = ManifestStore(data)
@@ -99,19 +106,34 @@ def made(data):
 
 def typed(words, data):
     """A command about the data directory `data`."""
-    beside = {"INVITE": f"{ADDRESS}/swarm/{ManifestStore(data).current().hex()}" if (data / "manifest" / "current").is_file() else ""}
-    beside |= {name: str(data.parent / name) for name in ("new.key", "old.key", "secret", "m", "policy")}
+    beside = {
+        "INVITE": f"{ADDRESS}/swarm/{ManifestStore(data).current().hex()}"
+        if (data / "manifest" / "current").is_file()
+        else ""
+    }
+    beside |= {
+        name: str(data.parent / name) for name in ("new.key", "old.key", "secret", "m", "policy")
+    }
     return cli.run([*(beside.get(word, word) for word in words.split()), "-d", str(data)])
 
 
 def tree(directory):
-    """What is in a directory, byte for byte, but for what lives as long as a run, and what was logged."""
-    files = (path for path in directory.rglob("*") if not {"run", "log"} & set(path.relative_to(directory).parts))
-    return {str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in files}
+    """What is in a directory, byte for byte, but for what lives as long as a run, and what was
+    logged."""
+    files = (
+        path
+        for path in directory.rglob("*")
+        if not {"run", "log"} & set(path.relative_to(directory).parts)
+    )
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in files
+    }
 
 
 def one_line(capsys, *says):
-    """Of what a command wrote, its last line is what was wrong; above it nothing but what it logged or showed."""
+    """Of what a command wrote, its last line is what was wrong; above it nothing but what it logged
+    or showed."""
     *shown, error = capsys.readouterr().err.splitlines()
     assert error.startswith("swarmnode: ")
     assert not [line for line in shown if line.startswith(("swarmnode: ", "Traceback"))], shown
@@ -121,16 +143,35 @@ def one_line(capsys, *says):
 
 SUCCESSOR = "init --successor --yes --name other"
 WRITES = [
-    "run", "join INVITE", SUCCESSOR, "bootstrap", "bootstrap --manifest m", "key rotate", "key passphrase --new-file secret",
-    "key import new.key --replace", "config set node.name=other", "rollback 3",
-]  # fmt: skip
+    "run",
+    "join INVITE",
+    SUCCESSOR,
+    "bootstrap",
+    "bootstrap --manifest m",
+    "key rotate",
+    "key passphrase --new-file secret",
+    "key import new.key --replace",
+    "config set node.name=other",
+    "rollback 3",
+]
 READS = [
-    "config show", "config path", "manifest show", "rollback", "status", "top", "pause", "resume", "finish",
+    "config show",
+    "config path",
+    "manifest show",
+    "rollback",
+    "status",
+    "top",
+    "pause",
+    "resume",
+    "finish",
     "task try builtin/copy --no-sample",
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("words", [*WRITES, *READS, "init", "key show", "key backup old.key", "export policy", "manifest follow"])
+@pytest.mark.parametrize(
+    "words",
+    [*WRITES, *READS, "init", "key show", "key backup old.key", "export policy", "manifest follow"],
+)
 def test_a_directory_of_a_newer_version_is_left_alone(node, capsys, words):
     (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
     before = tree(node.parent)
@@ -177,7 +218,9 @@ def test_a_directory_says_how_it_is_written_and_one_of_before_that_is_read(node,
         ("trainer/state.safetensors", "rollback 3", 69, "no former state of step 3 is kept"),
     ],
 )
-def test_a_directory_that_was_copied_by_half_says_which_file_to_bring_back(node, capsys, file, words, code, says):
+def test_a_directory_that_was_copied_by_half_says_which_file_to_bring_back(
+    node, capsys, file, words, code, says
+):
     path = node / file if not (node / file).is_dir() else next((node / file).glob("*.manifest"))
     path.write_bytes(path.read_bytes()[: -4 if file == "config.toml" else path.stat().st_size // 2])
     before = tree(node)
@@ -208,7 +251,17 @@ def test_on_a_read_only_disk_nothing_is_begun(node, capsys, words):
 
 
 @needs_mount
-@pytest.mark.parametrize("words", ["key show", "config set node.name=other", "run", "init", "bootstrap --manifest m", "join INVITE"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "key show",
+        "config set node.name=other",
+        "run",
+        "init",
+        "bootstrap --manifest m",
+        "join INVITE",
+    ],
+)
 def test_a_directory_that_cannot_be_made_is_said(node, capsys, words):
     with mounted(node.parent / "disk", "8m") as disk:
         for name in ("new.key", "secret", "m"):
@@ -220,7 +273,9 @@ def test_a_directory_that_cannot_be_made_is_said(node, capsys, words):
 
 
 @needs_mount
-@pytest.mark.parametrize("words", [words for words in WRITES if words not in ("run", "bootstrap", "rollback 3")])
+@pytest.mark.parametrize(
+    "words", [words for words in WRITES if words not in ("run", "bootstrap", "rollback 3")]
+)
 def test_on_a_full_disk_nothing_is_lost(node, capsys, words, monkeypatch):
     opened = founded(load_or_create(node / "identity.key").private_key, bootstrap=[ADDRESS])
     answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": ""}
@@ -231,14 +286,18 @@ def test_on_a_full_disk_nothing_is_lost(node, capsys, words, monkeypatch):
             shutil.copy2(node.parent / name, disk / name)
         fill(disk)
         before = tree(disk)
-        with monkeypatch.context() as patched:  # what `python -m swarmnode.swarm.join` would have printed; mount and umount are real
+        # what `python -m swarmnode.swarm.join` would have printed; mount and umount are real
+        with monkeypatch.context() as patched:
             patched.setattr(membership.subprocess, "run", lambda *_, **__: printed)
             assert typed(words, data) == 69
         one_line(capsys)
         assert tree(disk) == before
 
 
-@pytest.mark.parametrize("words", [words for words in WRITES if not words.startswith(("init", "config", "bootstrap --manifest"))])
+@pytest.mark.parametrize(
+    "words",
+    [words for words in WRITES if not words.startswith(("init", "config", "bootstrap --manifest"))],
+)
 def test_a_second_node_on_a_directory_says_who_has_it(node, capsys, words):
     held = lock_data_dir(node)
     before = tree(node)
@@ -253,7 +312,13 @@ def manifest_of(tmp_path, opened):
     return str(tmp_path / "theirs")
 
 
-OTHERS = ["join {invite}", "bootstrap {invite}", "run -s swarm.invite={invite}", "bootstrap --manifest {file}", "init"]
+OTHERS = [
+    "join {invite}",
+    "bootstrap {invite}",
+    "run -s swarm.invite={invite}",
+    "bootstrap --manifest {file}",
+    "init",
+]
 
 
 @pytest.mark.parametrize("words", OTHERS)
@@ -269,7 +334,10 @@ def test_a_directory_of_one_swarm_is_not_taken_to_another(node, capsys, words):
 def test_a_successor_of_somebody_else_is_not_followed(node, capsys):
     store = ManifestStore(node)
     present = store.get(store.current())
-    theirs = founded(predecessor=present.swarm, created_at=present.manifest.created_at + 1, name="theirs")  # signed by another key
+    # signed by another key
+    theirs = founded(
+        predecessor=present.swarm, created_at=present.manifest.created_at + 1, name="theirs"
+    )
     before = tree(node)
     assert typed(f"bootstrap --manifest {manifest_of(node.parent, theirs)}", node) == 77
     one_line(capsys, "the founder of 'test' did not sign")

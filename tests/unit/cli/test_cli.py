@@ -1,4 +1,5 @@
-"""The command line as a person meets it: fast help, one-line errors, exit codes; and nothing heavy loaded for either."""
+"""The command line as a person meets it: fast help, one-line errors, exit codes; and nothing heavy
+loaded for either."""
 
 import contextlib
 import json
@@ -16,16 +17,33 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire.messages import ModelRef
 from tests.support.manifests import founded
 
-HEAVY = {"torch", "transformers", "libp2p", "reasoning_gym", "accelerate", "peft", "prometheus_client", "trio", "pydantic"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "libp2p",
+    "reasoning_gym",
+    "accelerate",
+    "peft",
+    "prometheus_client",
+    "trio",
+    "pydantic",
+}
 
 
 def swarmnode(*arguments, **kwargs):
-    return subprocess.run([sys.executable, "-m", "swarmnode", *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+    return subprocess.run(
+        [sys.executable, "-m", "swarmnode", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **kwargs,
+    )
 
 
 def test_help_answers_within_half_a_second_and_names_the_commands():
     times = []
-    for _ in range(5):  # CPU seconds, the best of five: that others keep the machine busy is not the command's fault
+    # CPU seconds, the best of five: that others keep the machine busy is not the command's fault
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = swarmnode("--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -37,8 +55,13 @@ def test_help_answers_within_half_a_second_and_names_the_commands():
 
 
 def test_help_loads_nothing_heavy():
-    code = "import sys\nfrom swarmnode.cli import run\nrun(['--help'])\nprint('\\nMODULES ' + ' '.join(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys\nfrom swarmnode.cli import run\nrun(['--help'])\nprint('\\nMODULES ' + '"
+        " '.join(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     loaded = set(result.stdout.rpartition("MODULES ")[2].split())
     assert not loaded & HEAVY
 
@@ -54,7 +77,9 @@ def test_help_loads_nothing_heavy():
 )
 def test_each_process_loads_only_what_it_may(module, never):
     code = f"import sys, {module}\nprint(' '.join(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert not set(result.stdout.split()) & never
 
 
@@ -70,9 +95,14 @@ def test_bash_completes_commands_options_and_directories(tmp_path):
     (tmp_path / "completion").write_text(swarmnode("completion", "bash").stdout)
 
     def completed(*words):
-        script = f"source ./completion; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _swarmnode; echo ${{COMPREPLY[@]}}"
+        script = (
+            f"source ./completion; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1};"
+            " _swarmnode; echo ${COMPREPLY[@]}"
+        )
         shell = ["bash", "--norc", "--noprofile", "-c", script]
-        return subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+        return subprocess.run(
+            shell, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.split()
 
     assert completed("swarmnode", "st") == ["status"]
     assert completed("swarmnode", "config", "s") == ["show", "set"]
@@ -99,14 +129,21 @@ def test_a_wrong_flag_is_one_line_and_exit_two(capsys):
 
 def test_a_mistyped_command_is_answered_without_a_list_that_ends_in_the_middle(capsys):
     assert cli.run(["rnu"]) == 2
-    assert capsys.readouterr().err == 'swarmnode: Unknown command "rnu". Did you mean "run"?; `swarmnode --help` tells what there is\n'
+    assert (
+        capsys.readouterr().err
+        == 'swarmnode: Unknown command "rnu". Did you mean "run"?; `swarmnode --help` tells what'
+        " there is\n"
+    )
 
 
 def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text("[training]\nlearning_rat = 1\n")
     assert cli.run(["run", "--config", str(path)]) == 78
-    assert capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest: training.learning_rate)\n"
+    assert (
+        capsys.readouterr().err == f"swarmnode: {path}: unknown key training.learning_rat (nearest:"
+        " training.learning_rate)\n"
+    )
 
 
 @pytest.fixture
@@ -118,17 +155,30 @@ def not_started(monkeypatch):
 
 @pytest.mark.parametrize(
     ("said", "warned"),
-    [([], []), (["--set", "training.learning_rate=3e-4"], ["training.learning_rate = 0.0003 with all weights of org/model"])],
+    [
+        ([], []),
+        (
+            ["--set", "training.learning_rate=3e-4"],
+            ["training.learning_rate = 0.0003 with all weights of org/model"],
+        ),
+    ],
 )
 @pytest.mark.usefixtures("not_started")
-def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(tmp_path, capsys, said, warned):
+def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
+    tmp_path, capsys, said, warned
+):
     opened = founded(models=[ModelRef("org/model", "main", b"\x11" * 32, b"\x22" * 32)])
     store = ManifestStore(tmp_path)
     store.add(opened)
     store.choose(opened.swarm)
-    assert cli.run(["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *said]) == 0
+    assert (
+        cli.run(["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *said])
+        == 0
+    )
     warnings = [line for line in capsys.readouterr().err.splitlines() if "learning_rate" in line]
-    assert [line.partition(" spoils it")[0] for line in warnings] == [f"swarmnode: warning: {each}" for each in warned]
+    assert [line.partition(" spoils it")[0] for line in warnings] == [
+        f"swarmnode: warning: {each}" for each in warned
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,40 +188,99 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(tmp_path, 
         (["demo", "--minutes", "-5"], 2, "--minutes"),
         (["demo", "--kill", "-1"], 2, "--kill"),
         (["demo", "--http-port", "99999"], 2, "--http-port"),
-        (["demo", "--data-dir", "{tmp}/binary"], 69, "--data-dir {tmp}/binary cannot be used: File exists"),
+        (
+            ["demo", "--data-dir", "{tmp}/binary"],
+            69,
+            "--data-dir {tmp}/binary cannot be used: File exists",
+        ),
         (["status", "--url", "nonsense"], 78, "nonsense: not an address such as 127.0.0.1:9464"),
         (["top", "ftp://x"], 78, "ftp://x: not an address"),
-        (["status", "--url", "http://127.0.0.1:9"], 69, "Connection refused; does it run? -d DIR or HOST:PORT names another"),
-        (["status", "127.0.0.1:9"], 69, "no node answers at http://127.0.0.1:9: Connection refused"),
+        (
+            ["status", "--url", "http://127.0.0.1:9"],
+            69,
+            "Connection refused; does it run? -d DIR or HOST:PORT names another",
+        ),
+        (
+            ["status", "127.0.0.1:9"],
+            69,
+            "no node answers at http://127.0.0.1:9: Connection refused",
+        ),
         (["top", "127.0.0.1:99999"], 78, "127.0.0.1:99999: not an address"),
-        (["status", "-d", "{tmp}/none"], 69, "run in {tmp}/none yet, or it has no status page: name another -d DIR, or HOST:PORT"),
-        (["status", "-d", "{tmp}/stopped"], 69, "no node answers at http://127.0.0.1:9: Connection refused"),
+        (
+            ["status", "-d", "{tmp}/none"],
+            69,
+            "run in {tmp}/none yet, or it has no status page: name another -d DIR, or HOST:PORT",
+        ),
+        (
+            ["status", "-d", "{tmp}/stopped"],
+            69,
+            "no node answers at http://127.0.0.1:9: Connection refused",
+        ),
         (["top", "-d", "{tmp}/damaged"], 69, "no node has run in {tmp}/damaged yet"),
         (["status", "127.0.0.1:9", "-d", "{tmp}/stopped"], 78, "one node at a time"),
         (["status", "127.0.0.1:9", "127.0.0.1:10"], 2, "127.0.0.1:10"),
         (["completion", "tcsh"], 2, "tcsh"),
         (["run", "--config", "{tmp}"], 78, "{tmp}: Is a directory"),
         (["run", "--config", "{tmp}/binary"], 78, "not UTF-8 text"),
-        (["run", "--data-dir", "{tmp}/binary"], 69, "data directory {tmp}/binary cannot be used: it is not a directory"),
-        (["key", "show", "--data-dir", "{tmp}/binary"], 69, "data directory {tmp}/binary cannot be used: it is not a directory"),
-        (["key", "rotate", "--data-dir", "{tmp}/binary/below"], 69, "data directory {tmp}/binary/below cannot be used"),
-        (["run", "--set", "policy.model=embeded"], 78, "command line: policy.model: 'embeded': did you mean 'embedded'?"),
-        (["run", "--set", "policy.model={tmp}/none"], 78, "command line: policy.model: {tmp}/none: no such directory"),
-        (["run", "--peer", "127.0.0.1:9512"], 78, "network.initial_peers: '127.0.0.1:9512': not of the form /ip4/"),
+        (
+            ["run", "--data-dir", "{tmp}/binary"],
+            69,
+            "data directory {tmp}/binary cannot be used: it is not a directory",
+        ),
+        (
+            ["key", "show", "--data-dir", "{tmp}/binary"],
+            69,
+            "data directory {tmp}/binary cannot be used: it is not a directory",
+        ),
+        (
+            ["key", "rotate", "--data-dir", "{tmp}/binary/below"],
+            69,
+            "data directory {tmp}/binary/below cannot be used",
+        ),
+        (
+            ["run", "--set", "policy.model=embeded"],
+            78,
+            "command line: policy.model: 'embeded': did you mean 'embedded'?",
+        ),
+        (
+            ["run", "--set", "policy.model={tmp}/none"],
+            78,
+            "command line: policy.model: {tmp}/none: no such directory",
+        ),
+        (
+            ["run", "--peer", "127.0.0.1:9512"],
+            78,
+            "network.initial_peers: '127.0.0.1:9512': not of the form /ip4/",
+        ),
         (["run", "--peer", "/ip4/127.0.0.1/tcp/9512"], 78, "does not end in /p2p/<peer id>"),
-        (["run", "--set", 'network.listen_addrs=["/ip4/0.0.0.0/tcp/99999"]'], 78, "network.listen_addrs: '/ip4/0.0.0.0/tcp/99999'"),
+        (
+            ["run", "--set", 'network.listen_addrs=["/ip4/0.0.0.0/tcp/99999"]'],
+            78,
+            "network.listen_addrs: '/ip4/0.0.0.0/tcp/99999'",
+        ),
         (["init", "--set", "policy.model=embeded"], 78, "did you mean 'embedded'?"),
         (["bootstrap", "--peer", "nowhere"], 78, "network.initial_peers: 'nowhere'"),
         (["run", "--set", "training.lr=1"], 78, "command line: unknown key training.lr\n"),
-        (["run", "--set", 'task.names=["gsm8k"]'], 78, "'gsm8k' is not on the allow-list, which docs/tasks.md has"),
-        (["manifest", "show", "--data-dir", "{tmp}/damaged"], 69, "does not hold a swarm id; join again"),
+        (
+            ["run", "--set", 'task.names=["gsm8k"]'],
+            78,
+            "'gsm8k' is not on the allow-list, which docs/tasks.md has",
+        ),
+        (
+            ["manifest", "show", "--data-dir", "{tmp}/damaged"],
+            69,
+            "does not hold a swarm id; join again",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line_that_says_what_is_wrong(tmp_path, capsys, arguments, code, says):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "damaged" / "manifest").mkdir(parents=True)
     (tmp_path / "damaged" / "manifest" / "current").write_text("nonsense")
-    for name, text in (("damaged", "{"), ("stopped", '{"peer": "12D3KooW", "addrs": [], "http": "http://127.0.0.1:9"}')):
+    for name, text in (
+        ("damaged", "{"),
+        ("stopped", '{"peer": "12D3KooW", "addrs": [], "http": "http://127.0.0.1:9"}'),
+    ):
         (tmp_path / name / "run").mkdir(parents=True)
         (tmp_path / name / "run" / "addresses.json").write_text(text)
     assert cli.run([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == code
@@ -181,7 +290,9 @@ def test_a_wrong_call_is_one_line_that_says_what_is_wrong(tmp_path, capsys, argu
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("task", "says"), [("rg/countdown", "countdown"), ("rg/chain_sun", "rg/chain_sum")])
+@pytest.mark.parametrize(
+    ("task", "says"), [("rg/countdown", "countdown"), ("rg/chain_sun", "rg/chain_sum")]
+)
 def test_a_task_that_is_not_allowed_is_refused_by_name(tmp_path, capsys, task, says):
     assert cli.run(["run", "--data-dir", str(tmp_path), "--set", f'task.names=["{task}"]']) == 78
     error = capsys.readouterr().err
@@ -191,10 +302,26 @@ def test_a_task_that_is_not_allowed_is_refused_by_name(tmp_path, capsys, task, s
 
 def test_config_show_tells_where_a_value_was_set(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWARMNODE_HTTP_PORT", "9999")
-    assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), "--peer", "/ip4/1.2.3.4/tcp/5/p2p/x"]) == 0
+    assert (
+        cli.run(
+            [
+                "config",
+                "show",
+                "--json",
+                "--data-dir",
+                str(tmp_path),
+                "--peer",
+                "/ip4/1.2.3.4/tcp/5/p2p/x",
+            ]
+        )
+        == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     assert shown["http.port"] == {"value": 9999, "origin": "environment SWARMNODE_HTTP_PORT"}
-    assert shown["network.initial_peers"] == {"value": ["/ip4/1.2.3.4/tcp/5/p2p/x"], "origin": "command line"}
+    assert shown["network.initial_peers"] == {
+        "value": ["/ip4/1.2.3.4/tcp/5/p2p/x"],
+        "origin": "command line",
+    }
     assert shown["training.seed"]["origin"] == "default"
 
 
@@ -213,15 +340,22 @@ def test_key_commands_answer_a_script(tmp_path, capsys):
         return json.loads(capsys.readouterr().out)
 
     first = key("show")["peer"]
-    assert key("backup", str(tmp_path / "copy.key")) == {"peer": first, "file": str(tmp_path / "copy.key")}
+    assert key("backup", str(tmp_path / "copy.key")) == {
+        "peer": first,
+        "file": str(tmp_path / "copy.key"),
+    }
     rotated = key("rotate")
     assert rotated["former_peer"] == first != rotated["peer"]
     brought = key("import", str(tmp_path / "copy.key"), "--replace")
     assert brought["peer"] == first
-    assert {rotated["former_key"], brought["former_key"]} == {str(path) for path in (tmp_path / "node").glob("identity-*.key")}
+    assert {rotated["former_key"], brought["former_key"]} == {
+        str(path) for path in (tmp_path / "node").glob("identity-*.key")
+    }
 
 
-@pytest.mark.parametrize("command", ["run", "join", "doctor", "config show", "key rotate", "export"])
+@pytest.mark.parametrize(
+    "command", ["run", "join", "doctor", "config show", "key rotate", "export"]
+)
 def test_the_options_that_commands_share_are_explained_in_each(command, capsys):
     with contextlib.suppress(SystemExit):
         cli.run([*command.split(), "--help"])
@@ -230,9 +364,15 @@ def test_the_options_that_commands_share_are_explained_in_each(command, capsys):
     assert "Where this node keeps its identity and state" in said
 
 
-@pytest.mark.parametrize(("text", "count"), [("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("1048576", 2**20), ("0", 0)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("6GiB", 6 * 2**30), ("1.5 gb", 1_500_000_000), ("1048576", 2**20), ("0", 0)],
+)
 def test_a_stage_capacity_is_a_size(text, count):
-    assert cli_options.load(cli_options.NODE, tasks=False, stage_capacity=text).config.stages.capacity == count
+    assert (
+        cli_options.load(cli_options.NODE, tasks=False, stage_capacity=text).config.stages.capacity
+        == count
+    )
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "6 parsecs", "", "1e400GB"])
@@ -256,9 +396,16 @@ def shown(capsys, *arguments):
 def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, capsys, monkeypatch):
     node = home / "node"
     (home / "home").mkdir()
-    (home / "home" / "config.toml").write_text('[node]\nname = "usual"\nquiet_hours = "22:00-07:00"\n')
+    (home / "home" / "config.toml").write_text(
+        '[node]\nname = "usual"\nquiet_hours = "22:00-07:00"\n'
+    )
     listen = 'network.listen_addrs=["/ip4/0.0.0.0/tcp/9512"]'
-    for setting in ("node.name=bob smith", listen, "policy.lora.r=8", "training.learning_rate=1e-5"):
+    for setting in (
+        "node.name=bob smith",
+        listen,
+        "policy.lora.r=8",
+        "training.learning_rate=1e-5",
+    ):
         assert cli.run(["config", "set", setting, "-d", str(node)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"kept in {node / 'config.toml'}"
     told = shown(capsys, "-d", node)
@@ -275,10 +422,17 @@ def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, cap
 
 def test_a_recipe_can_be_kept_and_what_is_said_beside_it_counts_for_more(home, capsys):
     node = home / "node"
-    assert cli.run(["config", "set", "--recipe", "24gb-7b-lora", "policy.lora.r=8", "-d", str(node)]) == 0
+    assert (
+        cli.run(["config", "set", "--recipe", "24gb-7b-lora", "policy.lora.r=8", "-d", str(node)])
+        == 0
+    )
     capsys.readouterr()
     told = shown(capsys, "-d", node)
-    kept = {key: each["value"] for key, each in told.items() if each["origin"] == str(node / "config.toml")}
+    kept = {
+        key: each["value"]
+        for key, each in told.items()
+        if each["origin"] == str(node / "config.toml")
+    }
     assert (kept["policy.model"], kept["policy.lora.r"]) == ("Qwen/Qwen2.5-7B-Instruct", 8)
     assert kept["training.max_completion_length"] == 2048
 
@@ -291,18 +445,39 @@ def test_a_recipe_can_be_kept_and_what_is_said_beside_it_counts_for_more(home, c
         (["set", "nonsense"], 78, "not key=value"),
         (["set"], 78, "nothing to set"),
         (["set", "--recipe", "12gb"], 78, "no recipe '12gb'"),
-        (["set", 'network.listen_addrs=["hello"]'], 78, "network.listen_addrs: 'hello': not of the form /ip4/<address>/tcp/<port>\n"),
-        (["set", "network.listen_addrs=/ip4/0.0.0.0/tcp/1"], 78, """write 'network.listen_addrs=["/ip4/0.0.0.0/tcp/1"]'"""),
-        (["set", "network.listen_addrs=[/ip4/0.0.0.0/tcp/1]"], 78, """write 'network.listen_addrs=["/ip4/0.0.0.0/tcp/1"]'"""),
+        (
+            ["set", 'network.listen_addrs=["hello"]'],
+            78,
+            "network.listen_addrs: 'hello': not of the form /ip4/<address>/tcp/<port>\n",
+        ),
+        (
+            ["set", "network.listen_addrs=/ip4/0.0.0.0/tcp/1"],
+            78,
+            """write 'network.listen_addrs=["/ip4/0.0.0.0/tcp/1"]'""",
+        ),
+        (
+            ["set", "network.listen_addrs=[/ip4/0.0.0.0/tcp/1]"],
+            78,
+            """write 'network.listen_addrs=["/ip4/0.0.0.0/tcp/1"]'""",
+        ),
         (["set", "policy.model=embeded"], 78, "did you mean 'embedded'?"),
-        (["set", "node.data-dir=/elsewhere"], 78, "node.data_dir cannot be kept in the directory itself"),
+        (
+            ["set", "node.data-dir=/elsewhere"],
+            78,
+            "node.data_dir cannot be kept in the directory itself",
+        ),
         (["init", "{tmp}/there.toml"], 69, "exists; `swarmnode config set`"),
     ],
 )
 def test_what_cannot_be_kept_is_one_line_and_changes_nothing(home, capsys, arguments, code, says):
     (home / "there.toml").write_text("")
     node = ["-d", str(home / "node")] if arguments[0] == "set" else []
-    assert cli.run(["config", *(argument.replace("{tmp}", str(home)) for argument in arguments), *node]) == code
+    assert (
+        cli.run(
+            ["config", *(argument.replace("{tmp}", str(home)) for argument in arguments), *node]
+        )
+        == code
+    )
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
@@ -328,7 +503,13 @@ def test_a_file_to_begin_with_sets_nothing_and_every_line_of_it_is_right(home, c
 
 def test_the_files_that_are_read_are_named(home, capsys):
     assert cli.run(["config", "path", "-d", str(home / "node"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == [str(settings.default_file()), str(home / "node" / "config.toml")]
+    assert json.loads(capsys.readouterr().out)["files"] == [
+        str(settings.default_file()),
+        str(home / "node" / "config.toml"),
+    ]
     (home / "c.toml").write_text("")
     assert cli.run(["config", "path", "-d", str(home / "node"), "-c", str(home / "c.toml")]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{home / 'node' / 'config.toml'}  (not there)", str(home / "c.toml")]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{home / 'node' / 'config.toml'}  (not there)",
+        str(home / "c.toml"),
+    ]

@@ -1,4 +1,5 @@
-"""An installation without the extra `train`: what trains says in one line what to install, and a bootstrap node runs."""
+"""An installation without the extra `train`: what trains says in one line what to install, and a
+bootstrap node runs."""
 
 import json
 import os
@@ -18,15 +19,19 @@ HIDE = """
 import sys
 from importlib.machinery import PathFinder
 
-HIDDEN = {"accelerate", "numpy", "peft", "reasoning_gym", "safetensors", "torch", "transformers", "yaml"}
+HIDDEN = {
+    "accelerate", "numpy", "peft", "reasoning_gym", "safetensors", "torch", "transformers", "yaml"
+}
 
 
 class Hiding:
     def find_spec(name, path=None, target=None):
-        return None if name.partition(".")[0] in HIDDEN else PathFinder.find_spec(name, path, target)
+        hidden = name.partition(".")[0] in HIDDEN
+        return None if hidden else PathFinder.find_spec(name, path, target)
 
     def find_distributions(*context):
-        return (found for found in PathFinder.find_distributions(*context) if found.name.replace("-", "_") not in HIDDEN)
+        found = PathFinder.find_distributions(*context)
+        return (each for each in found if each.name.replace("-", "_") not in HIDDEN)
 
 
 sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
@@ -40,18 +45,29 @@ def base(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
     root = str(Path(__file__).parents[3])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), root]), "XDG_CONFIG_HOME": str(tmp_path)}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), root]),
+        "XDG_CONFIG_HOME": str(tmp_path),
+    }
 
 
 def swarmnode(base, *arguments):
     command = [sys.executable, "-m", "swarmnode", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=base, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=base, check=False
+    )
 
 
-INVITE = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5/swarm/" + "0" * 64
+INVITE = (
+    "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5/swarm/"
+    + "0" * 64
+)
 
 
-@pytest.mark.parametrize("command", [["run"], ["join", INVITE], ["init"], ["demo"], ["export", "out"]])
+@pytest.mark.parametrize(
+    "command", [["run"], ["join", INVITE], ["init"], ["demo"], ["export", "out"]]
+)
 def test_what_trains_says_what_to_install_in_one_line(base, tmp_path, command):
     result = swarmnode(base, *command, "--data-dir", tmp_path / "node")
     assert result.returncode == 69
@@ -62,7 +78,9 @@ def test_what_trains_says_what_to_install_in_one_line(base, tmp_path, command):
 
 
 def test_doctor_says_the_same_and_examines_the_rest(base, tmp_path):
-    result = swarmnode(base, "doctor", "--data-dir", tmp_path / "node", "--set", "http.port=0", "--json")
+    result = swarmnode(
+        base, "doctor", "--data-dir", tmp_path / "node", "--set", "http.port=0", "--json"
+    )
     told = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.returncode == 69
     assert told["device"]["level"] == "fail"
@@ -73,11 +91,25 @@ def test_doctor_says_the_same_and_examines_the_rest(base, tmp_path):
 @pytest.mark.slow
 def test_a_bootstrap_node_runs_and_tells_of_itself(base, tmp_path):
     manifest, data_dir = tmp_path / "m", tmp_path / "boot"
-    opened = founded(tasks=[TaskEntry("rg/gcd", "0" * 16, "{}"), TaskEntry("words:reverse", "0" * 16, "{}")])  # it has neither
+    # it has neither
+    opened = founded(
+        tasks=[TaskEntry("rg/gcd", "0" * 16, "{}"), TaskEntry("words:reverse", "0" * 16, "{}")]
+    )
     manifest.write_bytes(opened.signed)
-    command = [sys.executable, "-m", "swarmnode", "bootstrap", "--manifest", str(manifest), "--data-dir", str(data_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "swarmnode",
+        "bootstrap",
+        "--manifest",
+        str(manifest),
+        "--data-dir",
+        str(data_dir),
+    ]
     with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen([*command, "--set", "http.port=0"], stdout=log, stderr=log, env=base)
+        process = subprocess.Popen(
+            [*command, "--set", "http.port=0"], stdout=log, stderr=log, env=base
+        )
     try:
         addresses = data_dir / "run" / "addresses.json"
         deadline = time.monotonic() + 60

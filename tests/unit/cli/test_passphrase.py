@@ -1,4 +1,5 @@
-"""A key's passphrase at the command line: typed, from the environment, from a file; and that nothing else ever has it."""
+"""A key's passphrase at the command line: typed, from the environment, from a file; and that
+nothing else ever has it."""
 
 import io
 import json
@@ -21,7 +22,8 @@ WORDS = "five random words are good"
 @pytest.fixture(autouse=True)
 def no_passphrase(monkeypatch):
     for name in (VARIABLE, FILE_VARIABLE):
-        monkeypatch.setenv(name, "")  # so that what a command puts there is taken back after the test
+        # so that what a command puts there is taken back after the test
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
@@ -32,7 +34,9 @@ def typing(monkeypatch):
     def types(*answers):
         asked, left = [], list(answers)
         monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
-        monkeypatch.setattr(passphrase.getpass, "getpass", lambda prompt: (asked.append(prompt), left.pop(0))[1])
+        monkeypatch.setattr(
+            passphrase.getpass, "getpass", lambda prompt: (asked.append(prompt), left.pop(0))[1]
+        )
         return asked
 
     return types
@@ -60,7 +64,9 @@ def locked(tmp_path, peer, capsys):
     return peer
 
 
-def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it(tmp_path, peer, typing, capsys, monkeypatch):
+def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it(
+    tmp_path, peer, typing, capsys, monkeypatch
+):
     assert len(typing(WORDS, WORDS)) == 0
     assert key(tmp_path, "passphrase") == 0
     path = tmp_path / "identity.key"
@@ -78,7 +84,9 @@ def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it
 
 
 @pytest.mark.parametrize(("mode", "code"), [(0o440, 0), (0o444, 77), (0o460, 77)])
-def test_a_credential_of_systemd_may_be_its_groups_to_read(tmp_path, locked, capsys, monkeypatch, mode, code):
+def test_a_credential_of_systemd_may_be_its_groups_to_read(
+    tmp_path, locked, capsys, monkeypatch, mode, code
+):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     (tmp_path / "credentials").mkdir()
     words = tmp_path / "credentials" / "passphrase"
@@ -90,10 +98,15 @@ def test_a_credential_of_systemd_may_be_its_groups_to_read(tmp_path, locked, cap
     assert ("others can read the passphrase file" in capsys.readouterr().err) is (code != 0)
 
 
-def test_unattended_nodes_say_it_in_the_environment_or_a_file(tmp_path, locked, capsys, monkeypatch):
+def test_unattended_nodes_say_it_in_the_environment_or_a_file(
+    tmp_path, locked, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert key(tmp_path, "show") == 77
-    assert f"has a passphrase: say it in {VARIABLE}, or name a file that holds it in {FILE_VARIABLE}" in capsys.readouterr().err
+    assert (
+        f"has a passphrase: say it in {VARIABLE}, or name a file that holds it in {FILE_VARIABLE}"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "none"))
     assert key(tmp_path, "show") == 78
     (tmp_path / "words").write_text(f"{WORDS}\n")
@@ -113,22 +126,37 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(tmp_path, locked, 
     assert capsys.readouterr().out.split()[-1] == locked
 
 
-@pytest.mark.parametrize("command", [["run"], ["init", "--any-model"], ["bootstrap"], ["key", "rotate"], ["key", "passphrase"]])
-def test_without_it_nothing_starts_and_nothing_changes(tmp_path, locked, capsys, monkeypatch, command):
+@pytest.mark.parametrize(
+    "command",
+    [["run"], ["init", "--any-model"], ["bootstrap"], ["key", "rotate"], ["key", "passphrase"]],
+)
+def test_without_it_nothing_starts_and_nothing_changes(
+    tmp_path, locked, capsys, monkeypatch, command
+):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     before = (tmp_path / "identity.key").read_bytes()
     assert cli.run([*command, "-d", str(tmp_path)]) == 77
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"name a file that holds it in {FILE_VARIABLE}")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith(f"name a file that holds it in {FILE_VARIABLE}")
+    )
     assert (tmp_path / "identity.key").read_bytes() == before
     assert not (tmp_path / "manifest").exists()
 
 
-def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(tmp_path, locked, capsys, monkeypatch):
+def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(
+    tmp_path, locked, capsys, monkeypatch
+):
     monkeypatch.setenv(VARIABLE, WORDS)
     assert key(tmp_path, "backup", str(tmp_path / "backup")) == 0
     assert (tmp_path / "backup").read_bytes() == (tmp_path / "identity.key").read_bytes()
     assert key(tmp_path, "rotate", "--json") == 0
-    assert (tmp_path / "identity.key").read_bytes().startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    assert (
+        (tmp_path / "identity.key")
+        .read_bytes()
+        .startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
+    )
     assert key(tmp_path, "import", str(tmp_path / "backup"), "--replace") == 0
     assert key(tmp_path, "passphrase", "--remove") == 0
     monkeypatch.delenv(VARIABLE)
@@ -146,10 +174,19 @@ def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(tmp_path, lock
         (["--new-file", "{tmp}/none", "--remove"], [], 78, "which?"),
     ],
 )
-def test_a_passphrase_that_is_none_changes_nothing(tmp_path, peer, typing, capsys, arguments, typed, code, says):
+def test_a_passphrase_that_is_none_changes_nothing(
+    tmp_path, peer, typing, capsys, arguments, typed, code, says
+):
     before = (tmp_path / "identity.key").read_bytes()
     typing(*typed)
-    assert key(tmp_path, "passphrase", *[argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == code
+    assert (
+        key(
+            tmp_path,
+            "passphrase",
+            *[argument.replace("{tmp}", str(tmp_path)) for argument in arguments],
+        )
+        == code
+    )
     assert says in capsys.readouterr().err
     assert (tmp_path / "identity.key").read_bytes() == before
 
@@ -162,9 +199,21 @@ def test_a_new_key_has_the_passphrase_that_is_given(tmp_path, monkeypatch):
 
 def test_openssl_opens_it(tmp_path, locked):
     told = subprocess.run(
-        ["openssl", "pkey", "-in", str(tmp_path / "identity.key"), "-passin", f"pass:{WORDS}", "-noout", "-text"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "pkey",
+            "-in",
+            str(tmp_path / "identity.key"),
+            "-passin",
+            f"pass:{WORDS}",
+            "-noout",
+            "-text",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert "ED25519" in told.stdout
 
 
@@ -186,10 +235,14 @@ async def test_the_trainer_never_has_it(tmp_path, monkeypatch, nursery):
         (tmp_path / f"seen_{name}.py").write_text(CHILD.format(file=str(tmp_path / f"{name}.json")))
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
     commands = {name: f"seen_{name}" for name in ("network", "trainer")}
-    supervisor = Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, commands)
+    supervisor = Supervisor(
+        config.supervisor, config.node.data_dir, config.model_dump_json, commands
+    )
     nursery.start_soon(supervisor.run)
     seen = {name: tmp_path / f"{name}.json" for name in commands}
-    await until(lambda: all(file.exists() and file.read_text().endswith("}") for file in seen.values()))
+    await until(
+        lambda: all(file.exists() and file.read_text().endswith("}") for file in seen.values())
+    )
     assert json.loads(seen["network"].read_text())[VARIABLE] == WORDS
     assert WORDS not in seen["trainer"].read_text()
     supervisor.finish()

@@ -1,4 +1,5 @@
-"""`init --successor`: what nobody says stays as it is, the difference is shown, and whoever is there is asked."""
+"""`init --successor`: what nobody says stays as it is, the difference is shown, and whoever is
+there is asked."""
 
 import io
 import sys
@@ -26,7 +27,8 @@ SECRET = bytes(range(32))
 
 @pytest.fixture
 def founder(tmp_path):
-    """Found a swarm in tmp_path with fields of its manifest given; nothing has to be hashed for it."""
+    """Found a swarm in tmp_path with fields of its manifest given; nothing has to be hashed for
+    it."""
 
     def found(**changes):
         key = load_or_create(tmp_path / "identity.key").private_key
@@ -62,13 +64,26 @@ def test_only_what_is_said_changes_and_the_difference_is_shown(tmp_path, founder
 
 def test_name_tasks_and_bounds_change_when_they_are_said(tmp_path, founder, capsys):
     founder()
-    said = ["--name", "second", "--set", 'task.names=["builtin/copy"]', "--min-completions", "4", "--max-completions", "8"]
+    said = [
+        "--name",
+        "second",
+        "--set",
+        'task.names=["builtin/copy"]',
+        "--min-completions",
+        "4",
+        "--max-completions",
+        "8",
+    ]
     assert successor(tmp_path, "--yes", *said, "--json") == 0
     now = present(tmp_path).manifest
     assert (now.name, [task.id for task in now.tasks]) == ("second", ["builtin/copy"])
     assert (now.rollouts.min_completions, now.rollouts.max_completions) == (4, 8)
     error = capsys.readouterr().err
-    for line in ("~ name: 'test' → 'second'", "- task builtin/sum: version", "~ rollouts.min_completions: 3 → 4"):
+    for line in (
+        "~ name: 'test' → 'second'",
+        "- task builtin/sum: version",
+        "~ rollouts.min_completions: 3 → 4",
+    ):
         assert line in error
 
 
@@ -83,7 +98,9 @@ class Terminal:
         return self._answer
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 77), ("n\n", 77), ("", 77)])
+@pytest.mark.parametrize(
+    ("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 77), ("n\n", 77), ("", 77)]
+)
 def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answer, code):
     before = founder()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
@@ -95,16 +112,26 @@ def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answe
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--name", "second"], 78, "nobody is here to be asked whether to sign that: --yes signs it"),
+        (
+            ["--name", "second"],
+            78,
+            "nobody is here to be asked whether to sign that: --yes signs it",
+        ),
         (["--yes"], 78, "would change nothing: say what shall"),
-        (["--yes", "--name", "second", "--public", "--private"], 78, "--public, and --private or --member: which?"),
+        (
+            ["--yes", "--name", "second", "--public", "--private"],
+            78,
+            "--public, and --private or --member: which?",
+        ),
         (["--yes", "--name", "second", "--min-completions", "4"], 78, "come together"),
         (["--yes", "--name", "second", "--member", "nobody"], 78, "--member 'nobody'"),
         (["--yes", "--name", "second", "--bootstrap", "nowhere"], 78, "--bootstrap"),
         (["--yes", "--set", "training.temperature=-1"], 78, "training.temperature"),
     ],
 )
-def test_a_successor_that_cannot_be_signed_is_one_line_and_changes_nothing(tmp_path, founder, capsys, monkeypatch, arguments, code, says):
+def test_a_successor_that_cannot_be_signed_is_one_line_and_changes_nothing(
+    tmp_path, founder, capsys, monkeypatch, arguments, code, says
+):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     before = founder()
     assert successor(tmp_path, *arguments) == code
@@ -134,13 +161,22 @@ def test_a_private_swarm_stays_private_until_it_is_said_to_be_public(tmp_path, f
 def test_the_founders_own_address_is_told_anew_and_others_stay(tmp_path, founder):
     own = load_or_create(tmp_path / "identity.key").peer_id
     founder(bootstrap=[f"/ip4/198.51.100.1/tcp/1/p2p/{own}", ELSEWHERE])
-    assert successor(tmp_path, "--yes", "--set", 'network.listen_addrs=["/ip4/203.0.113.5/tcp/9512"]') == 0
-    assert present(tmp_path).manifest.bootstrap == [f"/ip4/203.0.113.5/tcp/9512/p2p/{own}", ELSEWHERE]
+    assert (
+        successor(tmp_path, "--yes", "--set", 'network.listen_addrs=["/ip4/203.0.113.5/tcp/9512"]')
+        == 0
+    )
+    assert present(tmp_path).manifest.bootstrap == [
+        f"/ip4/203.0.113.5/tcp/9512/p2p/{own}",
+        ELSEWHERE,
+    ]
 
 
 def test_any_model_stays_any_though_the_founder_has_one(tmp_path, founder):
     founder(models=[])
-    assert cli.run(["config", "set", "policy.model=Qwen/Qwen2.5-0.5B-Instruct", "-d", str(tmp_path)]) == 0
+    assert (
+        cli.run(["config", "set", "policy.model=Qwen/Qwen2.5-0.5B-Instruct", "-d", str(tmp_path)])
+        == 0
+    )
     assert successor(tmp_path, "--yes", "--name", "second") == 0
     assert present(tmp_path).manifest.models == []
 
@@ -157,15 +193,26 @@ class Nobody:
         return []
 
 
-@pytest.mark.parametrize(("follow", "models", "waits"), [("ask", None, True), ("never", None, False), ("founder", [], True)])
-async def test_a_member_says_that_a_successor_waits_for_its_owner(tmp_path, nursery, follow, models, waits, autojump_clock):
+@pytest.mark.parametrize(
+    ("follow", "models", "waits"),
+    [("ask", None, True), ("never", None, False), ("founder", [], True)],
+)
+async def test_a_member_says_that_a_successor_waits_for_its_owner(
+    tmp_path, nursery, follow, models, waits, autojump_clock
+):
     first = founded()
     second = succeeding(first, name="second", **({} if models is None else {"models": models}))
     store = ManifestStore(tmp_path)
     for opened in (first, second):
         store.add(opened)
     store.choose(first.swarm)
-    config = Config.model_validate({"node": {"data_dir": tmp_path}, "swarm": {"follow": follow}, "task": {"names": ["builtin/copy"]}})
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": tmp_path},
+            "swarm": {"follow": follow},
+            "task": {"names": ["builtin/copy"]},
+        }
+    )
     successors = Successors(config, first, store, Nobody())
     nursery.start_soon(successors.run)
     if waits:
@@ -178,11 +225,17 @@ async def test_a_member_says_that_a_successor_waits_for_its_owner(tmp_path, nurs
 
 
 def test_without_a_successor_nothing_is_said():
-    assert not any("successor" in trouble for trouble in health.troubles(NodeSnapshot(successor=SuccessorStatistics())))
+    assert not any(
+        "successor" in trouble
+        for trouble in health.troubles(NodeSnapshot(successor=SuccessorStatistics()))
+    )
 
 
 def test_where_the_founder_is_stays_too_until_it_is_said(tmp_path, founder):
     own = load_or_create(tmp_path / "identity.key").peer_id
     founder(bootstrap=[f"/dns4/swarm.example.org/tcp/9512/p2p/{own}", ELSEWHERE])
     assert successor(tmp_path, "--yes", "--name", "second") == 0
-    assert present(tmp_path).manifest.bootstrap == [f"/dns4/swarm.example.org/tcp/9512/p2p/{own}", ELSEWHERE]
+    assert present(tmp_path).manifest.bootstrap == [
+        f"/dns4/swarm.example.org/tcp/9512/p2p/{own}",
+        ELSEWHERE,
+    ]

@@ -48,27 +48,55 @@ def test_ten_questions_and_what_an_empty_answer_is_worth(words, capsys):
 def test_what_goes_wrong_names_the_line_of_the_file(words, capsys):
     assert cli.run(["task", "try", "words_to_try:broken", "--no-sample", *words]) == 78
     printed = capsys.readouterr()
-    assert "ZeroDivisionError: division by zero (words_to_try.py:7, in <lambda>)" in printed.out + printed.err
+    assert (
+        "ZeroDivisionError: division by zero (words_to_try.py:7, in <lambda>)"
+        in printed.out + printed.err
+    )
 
 
 def test_a_dataset_is_tried_with_answers_of_the_policy(tmp_path, words):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"What is {i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(50)))
-    given = ["--set", f'task.datasets={{"data/next" = {{source = "{rows}", verifier = "numeric"}}}}']
-    command = [sys.executable, "-m", "swarmnode", "task", "try", "data/next", "--json", *given, *words]
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"What is {i} + 1?", "answer": str(i + 1)}) + "\n"
+            for i in range(50)
+        )
+    )
+    given = [
+        "--set",
+        f'task.datasets={{"data/next" = {{source = "{rows}", verifier = "numeric"}}}}',
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "swarmnode",
+        "task",
+        "try",
+        "data/next",
+        "--json",
+        *given,
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)
     assert len(tried) == 10
     assert all(
-        each["prompt"].startswith("What is ") and isinstance(each["sampled"], str) and each["reward"] in (0.0, 1.0) for each in tried
+        each["prompt"].startswith("What is ")
+        and isinstance(each["sampled"], str)
+        and each["reward"] in (0.0, 1.0)
+        for each in tried
     )
     assert not any(each["error"] for each in tried)
 
 
 @pytest.mark.parametrize(
     ("task", "problem"),
-    [("rg/gdc", "nearest that is: 'rg/gcd'"), ("data/none", "not in task.datasets"), ("nowhere:f", "no module 'nowhere'")],
+    [
+        ("rg/gdc", "nearest that is: 'rg/gcd'"),
+        ("data/none", "not in task.datasets"),
+        ("nowhere:f", "no module 'nowhere'"),
+    ],
 )
 def test_what_cannot_be_tried_is_one_line(words, capsys, task, problem):
     assert cli.run(["task", "try", task, "--no-sample", *words]) == 78

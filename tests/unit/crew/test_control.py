@@ -1,4 +1,5 @@
-"""One node's part in crews, event by event: what it signs, what ends its crew, and what does not."""
+"""One node's part in crews, event by event: what it signs, what ends its crew, and what does
+not."""
 
 import math
 import random
@@ -10,9 +11,29 @@ from msgspec.structs import replace
 from swarmnode.crew import events as ev
 from swarmnode.crew import local
 from swarmnode.crew import messages as m
-from swarmnode.crew.control import LONG_AGO, CrewStatistics, Means, Phase, SlotStatistics, State, advance, statistics, usual_seconds
+from swarmnode.crew.control import (
+    LONG_AGO,
+    CrewStatistics,
+    Means,
+    Phase,
+    SlotStatistics,
+    State,
+    advance,
+    statistics,
+    usual_seconds,
+)
 from swarmnode.crew.plan import Capacity, ModelCost, Part
-from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, crew_id, member_bytes
+from swarmnode.crew.record import (
+    NO_HASH,
+    Copy,
+    Founded,
+    Member,
+    Record,
+    Signed,
+    Taken,
+    crew_id,
+    member_bytes,
+)
 from tests.support.crew_trainer import named_keys
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
@@ -38,13 +59,23 @@ class Node:
         return actions
 
     def answers(self, peer, message):
-        return next(action.message for action in self.does(ev.Received(peer, message)) if isinstance(action, ev.Answer))
+        return next(
+            action.message
+            for action in self.does(ev.Received(peer, message))
+            if isinstance(action, ev.Answer)
+        )
 
     def waits(self, seconds, alive=(), heard=()):
         for _ in range(int(seconds / SETTINGS.tick_seconds)):
             self.now += SETTINGS.tick_seconds
             for peer in alive:
-                self.answers(peer, m.Heartbeat(self.state.crew.id, m.Status("active", 40, int(self.now)))) if self.state.crew else None
+                (
+                    self.answers(
+                        peer, m.Heartbeat(self.state.crew.id, m.Status("active", 40, int(self.now)))
+                    )
+                    if self.state.crew
+                    else None
+                )
             self.does(ev.Tick({peer: self.now - 0.1 for peer in heard}))
 
     def told(self):
@@ -53,12 +84,17 @@ class Node:
 
 def record(*peers, step=0, lineage=LINEAGE, nonce=b"n" * 8):
     point = NO_HASH if step == 0 else b"h" * 32
-    return Record(lineage, MODEL, point, step, Taken(), tuple(Member(peer, 1) for peer in peers), nonce)
+    return Record(
+        lineage, MODEL, point, step, Taken(), tuple(Member(peer, 1) for peer in peers), nonce
+    )
 
 
 def founded(of):
     crew = crew_id(of)
-    return Founded(of, tuple(Signed(one.peer, named_keys(one.peer)[0](member_bytes(crew))) for one in of.members))
+    return Founded(
+        of,
+        tuple(Signed(one.peer, named_keys(one.peer)[0](member_bytes(crew))) for one in of.members),
+    )
 
 
 def running(*copies, peers=("a", "b"), step=0, work=1.0):
@@ -87,22 +123,39 @@ def test_what_is_shown_of_a_crew_and_of_none():
     node = running(step=0)
     node.does(local.StageStatus(node.state.crew.id, 1, "active", 3))
     shown = statistics(node.state, node.now, SETTINGS)
-    assert (shown.state, shown.id, shown.stage, shown.standing_seconds) == ("running", node.state.crew.id.hex(), 1, 0.0)
-    assert shown.slots == (SlotStatistics(0, "a", "active", 0, 1), SlotStatistics(1, "b", "active", 3, 1))
+    assert (shown.state, shown.id, shown.stage, shown.standing_seconds) == (
+        "running",
+        node.state.crew.id.hex(),
+        1,
+        0.0,
+    )
+    assert shown.slots == (
+        SlotStatistics(0, "a", "active", 0, 1),
+        SlotStatistics(1, "b", "active", 3, 1),
+    )
     node.does(ev.PeerGone("a"))
     node.now += 2.0
     shown = statistics(node.state, node.now, SETTINGS)
-    assert (shown.state, [slot.state for slot in shown.slots], shown.standing_seconds) == ("paused", ["suspect", "active"], 2.0)
+    assert (shown.state, [slot.state for slot in shown.slots], shown.standing_seconds) == (
+        "paused",
+        ["suspect", "active"],
+        2.0,
+    )
 
 
 @pytest.mark.parametrize(
     ("of", "why"),
     [
-        (record("a", "c"), "record"), (record("c", "b"), "record"),
-        (msgspec.structs.replace(record("a", "b"), model=b"x" * 32), "model"), (record("a", "b", "c"), "model"),
-        (msgspec.structs.replace(record("a", "b"), members=(Member("a", 0), Member("b", 2))), "model"),
+        (record("a", "c"), "record"),
+        (record("c", "b"), "record"),
+        (msgspec.structs.replace(record("a", "b"), model=b"x" * 32), "model"),
+        (record("a", "b", "c"), "model"),
+        (
+            msgspec.structs.replace(record("a", "b"), members=(Member("a", 0), Member("b", 2))),
+            "model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_signed(of, why):
     node = Node()
     assert node.answers("a", m.Propose(of)) == m.Refuse(why, crew_id(of))
@@ -121,16 +174,21 @@ def test_one_proposer_at_a_time_and_for_a_few_seconds():
 
 
 def test_a_member_of_what_was_signed_that_proposes_another_is_not_made_to_wait():
-    """Whoever proposes does not sign: without this, three that propose in turn kept one another waiting for more than a minute."""
+    """Whoever proposes does not sign: without this, three that propose in turn kept one another
+    waiting for more than a minute."""
     first, second = record("a", "b", "c"), record("c", "b", "a")
     for one, proposer in ((first, "a"), (second, "c")):
         node = Node(layers=3)
         assert isinstance(node.answers("a", m.Propose(first)), m.Signature)
         for _ in range(2):
             assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
-        assert node.answers("d", m.Propose(record("d", "b", "a"))).reason == "busy", "it is no member"
+        assert node.answers("d", m.Propose(record("d", "b", "a"))).reason == "busy", (
+            "it is no member"
+        )
         node.now += 2 * SETTINGS.turn_seconds - 1
-        assert node.answers(proposer, founded(one)) == m.Noted(), "either may be founded, and waits no longer for it"
+        assert node.answers(proposer, founded(one)) == m.Noted(), (
+            "either may be founded, and waits no longer for it"
+        )
         assert node.state.crew is not None
 
 
@@ -142,7 +200,9 @@ def test_who_takes_another_s_place_has_as_long_and_nobody_takes_its_place_later(
     assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
     node.now += 0.5 * turn
     assert node.answers("d", m.Propose(record("d", "b", "a", "c"))).reason == "busy"
-    assert isinstance(node.answers("c", m.Propose(second)), m.Signature), "which gives it no more time"
+    assert isinstance(node.answers("c", m.Propose(second)), m.Signature), (
+        "which gives it no more time"
+    )
     node.now += 1.4 * turn
     assert node.answers("c", founded(second)) == m.Noted()
 
@@ -153,16 +213,25 @@ def test_a_member_that_proposes_a_crew_without_the_first_proposer_waits_its_turn
     assert isinstance(node.answers("a", m.Propose(record("a", "b", "c"))), m.Signature)
     assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy"
     assert isinstance(node.answers("c", m.Propose(record("c", "b", "a"))), m.Signature)
-    assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy", "nor with a second one"
+    assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy", (
+        "nor with a second one"
+    )
     assert node.answers("a", founded(record("a", "b", "c"))) == m.Noted()
 
 
 def test_who_was_left_out_is_named_once_it_has_our_offer_again():
-    """Before, it signs nothing that goes on from what we alone have, and would be left out for longer each time."""
+    """Before, it signs nothing that goes on from what we alone have, and would be left out for
+    longer each time."""
     node = Node(replace_copy(OURS, 0))
     offers = lambda: node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
-    proposed = lambda: [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)]
-    told = lambda: [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Offer) and one.message.memory > 0]
+    proposed = lambda: [
+        one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)
+    ]
+    told = lambda: [
+        one
+        for one in node.done
+        if isinstance(one, ev.Send) and isinstance(one.message, m.Offer) and one.message.memory > 0
+    ]
     offers()
     node.does(ev.Tick())
     of = proposed()[-1].message
@@ -197,7 +266,9 @@ def test_with_whom_is_a_person_s_choice():
 def test_what_was_learnt_is_not_given_up_for_the_base_or_for_less():
     node = Node(OURS)
     assert node.answers("a", m.Propose(record("a", "b"))).reason == "behind"
-    assert node.answers("a", m.Propose(record("a", "b", step=7, lineage=b"x" * 32))).reason == "behind"
+    assert (
+        node.answers("a", m.Propose(record("a", "b", step=7, lineage=b"x" * 32))).reason == "behind"
+    )
     older = record("a", "b", step=30)
     assert node.answers("a", m.Propose(older)).reason == "behind"
     assert isinstance(node.answers("a", m.Propose(record("a", "b", step=40))), m.Signature)
@@ -206,7 +277,9 @@ def test_what_was_learnt_is_not_given_up_for_the_base_or_for_less():
     assert isinstance(node.answers("a", m.Propose(older)), m.Signature)
     node = Node(OURS)
     node.now += SETTINGS.lost_seconds
-    assert isinstance(node.answers("a", m.Propose(record("a", "b", lineage=b"x" * 32))), m.Signature)
+    assert isinstance(
+        node.answers("a", m.Propose(record("a", "b", lineage=b"x" * 32))), m.Signature
+    )
 
 
 def test_a_crew_that_restored_for_long_and_took_no_step_is_no_reason_to_begin_anew_the_sooner():
@@ -235,9 +308,14 @@ def test_a_stranger_s_words_change_nothing_about_a_crew_that_works():
     node = running()
     crew, other = node.state.crew.id, record("x", "b", nonce=b"o" * 8)
     for message in (
-        m.Leave(crew, "it is over"), m.Heartbeat(crew, m.Status("failed")), m.Heartbeat(b"x" * 32, m.Status("absent")), m.Propose(other),
-        founded(other), founded(record("a", "b")), m.Offer(MODEL, 1e30, 1e30, 0.0, ()),
-    ):  # fmt: skip
+        m.Leave(crew, "it is over"),
+        m.Heartbeat(crew, m.Status("failed")),
+        m.Heartbeat(b"x" * 32, m.Status("absent")),
+        m.Propose(other),
+        founded(other),
+        founded(record("a", "b")),
+        m.Offer(MODEL, 1e30, 1e30, 0.0, ()),
+    ):
         node.answers("x", message)
         assert (node.state.phase, node.state.crew.id) == (Phase.RUNNING, crew)
     for answer in (m.Refuse("crew", crew), m.Alive(crew, m.Status("failed")), None):
@@ -263,12 +341,15 @@ def test_silence_pauses_then_ends_and_a_sign_of_life_refutes():
 @pytest.mark.parametrize(
     "event",
     [
-        lambda crew: ev.Received("a", m.Leave(crew, "drained")), lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("absent"))),
-        lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("failed"))), lambda crew: ev.StreamLost("a", crew),
-        lambda crew: ev.TrainerLeft(), lambda crew: ev.Drain("quiet hours"),
+        lambda crew: ev.Received("a", m.Leave(crew, "drained")),
+        lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("absent"))),
+        lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("failed"))),
+        lambda crew: ev.StreamLost("a", crew),
+        lambda crew: ev.TrainerLeft(),
+        lambda crew: ev.Drain("quiet hours"),
         lambda crew: local.Blames(crew, (0,), "refused 5 steps"),
     ],
-)  # fmt: skip
+)
 def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
     node = running()
     crew = node.state.crew.id
@@ -290,19 +371,27 @@ def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_ti
     node.answers("a", founded(of))
     node.does(local.Blames(node.state.crew.id, (0,), "again"))
     assert node.state.peers["a"].barred_until - node.now >= 2 * barred
-    assert node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], "nothing is offered to it"
+    assert node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], (
+        "nothing is offered to it"
+    )
 
 
-def test_of_two_that_contradict_each_other_one_is_left_out_and_in_the_end_the_one_that_is_always_there():
+def test_of_two_contradicting_members_the_recurring_one_is_excluded():
     peers = ("a", "b", "c", "d")  # we are b
     node, out = running(peers=peers), []
-    until = lambda peer: node.state.peers[peer].barred_until if peer in node.state.peers else LONG_AGO
+    until = lambda peer: (
+        node.state.peers[peer].barred_until if peer in node.state.peers else LONG_AGO
+    )
     for number, pair in enumerate([(0, 2), (0, 2), (2, 3), (2, 3)]):
         before = {peer: until(peer) for peer in "acd"}
         node.does(local.Blames(node.state.crew.id, pair, "no answer again and again"))
         out += [peer for peer in "acd" if until(peer) != before[peer]]
         node.now = max(until(peer) for peer in "acd") + 1.0
-        node.does(local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, 4 * COST.layers[:1], COST.head)))
+        node.does(
+            local.Offering(
+                MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, 4 * COST.layers[:1], COST.head)
+            )
+        )
         of = record(*peers, nonce=bytes([number]) * 8)
         assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
         node.answers("a", founded(of))
@@ -311,9 +400,12 @@ def test_of_two_that_contradict_each_other_one_is_left_out_and_in_the_end_the_on
 
 
 def next_crew(node, peers, number):
-    """The next crew of `peers`, which the first of them proposes; the node offers as much as it takes."""
+    """The next crew of `peers`, which the first of them proposes; the node offers as much as it
+    takes."""
     layers = COST.layers[:1] * len(peers)
-    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, layers, COST.head)))
+    node.does(
+        local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, layers, COST.head))
+    )
     of = record(*peers, nonce=bytes([number]) * 8)
     assert isinstance(node.answers(peers[0], m.Propose(of)), m.Signature)
     node.answers(peers[0], founded(of))
@@ -323,18 +415,25 @@ def test_of_itself_and_another_a_head_leaves_the_other_out_whoever_of_them_was_b
     node = running(peers=("a", "b", "c", "d"))  # we are b
     for number, other in enumerate((0, 2, 3, 0, 2, 3)):
         node.does(local.Blames(node.state.crew.id, (1, other), "no answer again and again"))
-        assert node.state.peers["abcd"[other]].barred_until > node.now, "it knows of itself that it is honest"
+        assert node.state.peers["abcd"[other]].barred_until > node.now, (
+            "it knows of itself that it is honest"
+        )
         node.now = max(known.barred_until for known in node.state.peers.values()) + 1.0
         next_crew(node, ("a", "b", "c", "d"), number)
 
 
 def test_of_two_around_an_honest_one_either_is_left_out_once_it_has_been_beside_another():
-    """A frame that it has been given and one that it has sent on: the one in the middle contradicts both, and is blamed alone."""
+    """A frame that it has been given and one that it has sent on: the one in the middle contradicts
+    both, and is blamed alone."""
     node, out = running(peers=("a", "b", "c", "d")), []  # we are b; a and d lie
-    until = lambda peer: node.state.peers[peer].barred_until if peer in node.state.peers else LONG_AGO
+    until = lambda peer: (
+        node.state.peers[peer].barred_until if peer in node.state.peers else LONG_AGO
+    )
     for number, middle in enumerate(("c", "e", "f")):
         before = {peer: until(peer) for peer in ("a", middle, "d")}
-        node.does(local.Blames(node.state.crew.id, (2,), "no answer again and again", beside=(0, 3)))
+        node.does(
+            local.Blames(node.state.crew.id, (2,), "no answer again and again", beside=(0, 3))
+        )
         out += [peer for peer, at in before.items() if until(peer) != at]
         node.now = max(map(until, before)) + 1.0
         next_crew(node, ("a", "b", {"c": "e", "e": "f"}.get(middle, "c"), "d"), number)
@@ -343,7 +442,9 @@ def test_of_two_around_an_honest_one_either_is_left_out_once_it_has_been_beside_
 
 
 @pytest.mark.parametrize("clean", [False, True])
-def test_who_spoils_a_step_in_three_is_left_out_for_longer_than_that_took_and_repays_nothing_meanwhile(clean):
+def test_a_member_that_spoils_one_step_in_three_is_excluded(
+    clean,
+):
     """clean: it had long been even when it began to spoil."""
     node, out = running(), []
     for number in range(3):
@@ -383,7 +484,9 @@ def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it(seconds)
         node = running()
         for last in (False, True):
             out = fails_after(node, steps, seconds)
-            assert (out > 0) == (last and steps * min(seconds, SETTINGS.bar_seconds / 4) < SETTINGS.bar_seconds)
+            assert (out > 0) == (
+                last and steps * min(seconds, SETTINGS.bar_seconds / 4) < SETTINGS.bar_seconds
+            )
             if not last:
                 node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
                 again(node)
@@ -408,7 +511,9 @@ def test_a_stranger_that_ends_a_crew_which_stood_still_owes_all_that_it_cost():
             node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
         node.waits(2 * SETTINGS.bar_seconds, alive=("a",))
         node.does(ev.Received("a", m.Leave(node.state.crew.id, "because")))
-        assert (node.state.peers["a"].barred_until >= node.now + 4 * SETTINGS.bar_seconds) == (not steps)
+        assert (node.state.peers["a"].barred_until >= node.now + 4 * SETTINGS.bar_seconds) == (
+            not steps
+        )
 
 
 def again(node):
@@ -447,25 +552,35 @@ def test_progress_without_end_is_no_reason_to_wait_without_end():
     assert node.state.phase == Phase.PREPARING
     node.waits(2.0, alive=())
     assert node.state.phase == Phase.FREE
-    assert node.state.peers["a"].barred_until - node.now > SETTINGS.prepare_seconds, "left out for longer than it has cost"
+    assert node.state.peers["a"].barred_until - node.now > SETTINGS.prepare_seconds, (
+        "left out for longer than it has cost"
+    )
 
 
 def test_a_crew_of_homes_that_samples_token_by_token_has_time_for_its_lines():
-    """7 B: 64 answers of 4,000 tokens in sixteen waves, as many at a time as there are stages; 50 ms from each stage to the next."""
+    """7 B: 64 answers of 4,000 tokens in sixteen waves, as many at a time as there are stages; 50
+    ms from each stage to the next."""
     node, lines = Node(), 16 * 4000 * 0.05
-    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batches=16.0, crossings=4000 / 16)
+    cost = ModelCost(
+        Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batches=16.0, crossings=4000 / 16
+    )
     node.does(ev.PeerBack("a"))
     node.does(ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=0.05))
     node.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost))
     of = record("a", "b")
     node.answers("a", m.Propose(of))
     node.answers("a", founded(of))
-    assert node.told()[0].step_seconds == pytest.approx(SETTINGS.step_seconds + SETTINGS.slow_lines * lines)
+    assert node.told()[0].step_seconds == pytest.approx(
+        SETTINGS.step_seconds + SETTINGS.slow_lines * lines
+    )
 
 
-@pytest.mark.parametrize(("work", "bound"), [(1.0, SETTINGS.step_seconds), (200.0, 200.0 * SETTINGS.slow_steps)])
+@pytest.mark.parametrize(
+    ("work", "bound"), [(1.0, SETTINGS.step_seconds), (200.0, 200.0 * SETTINGS.slow_steps)]
+)
 def test_a_crew_takes_no_step_for_as_long_as_is_slow_for_its_stages(work, bound):
-    """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what others say of themselves moves nothing."""
+    """A CPU that evaluates and trains a real model needs more than a quarter of an hour; what
+    others say of themselves moves nothing."""
     node = running(work=work)
     assert node.told()[0].step_seconds == bound, "the trainer knows it"
     node.waits(bound - 5.0, alive=("a",))
@@ -489,13 +604,17 @@ def test_a_member_whose_heartbeats_a_full_line_holds_up_is_alive_while_its_bytes
 
 
 def test_a_proposer_that_never_finishes_holds_nobody_for_ever():
-    """It asks again and again; every other node that asks has its turn, and a longer one each time."""
+    """It asks again and again; every other node that asks has its turn, and a longer one each
+    time."""
     node, signed = Node(), {"a": 0, "c": 0}
     for number in range(400):
         node.now += 0.5
         node.does(ev.Tick())
         for peer in ("a", "c") if number % 40 == 0 else ("a",):
-            signed[peer] += isinstance(node.answers(peer, m.Propose(record(peer, "b", nonce=number.to_bytes(8, "big")))), m.Signature)
+            signed[peer] += isinstance(
+                node.answers(peer, m.Propose(record(peer, "b", nonce=number.to_bytes(8, "big")))),
+                m.Signature,
+            )
     assert signed["c"] >= 3
     assert signed["a"] * 0.5 < 0.6 * 200
 
@@ -514,20 +633,32 @@ def test_two_that_propose_for_ever_leave_us_our_turn():
 
 @pytest.mark.parametrize("friends", [0, 1, 2])
 def test_ten_that_propose_for_ever_leave_us_most_of_the_time_and_our_turn(friends):
-    """They ask as soon as the last one's time is up, whether or not we have noticed that it is. Those that name `friends` of one another
-    may take each other's place, and gain nothing by it."""
-    node, promised, ticks, honest = Node(layers=friends + 2, stages=0), [], 2400, ("a", "c", "d")[: friends + 1]
+    """They ask as soon as the last one's time is up, whether or not we have noticed that it is.
+    Those that name `friends` of one another may take each other's place, and gain nothing by it."""
+    node, promised, ticks, honest = (
+        Node(layers=friends + 2, stages=0),
+        [],
+        2400,
+        ("a", "c", "d")[: friends + 1],
+    )
     for number in range(ticks):
         node.now += 0.5
         for peer in honest if number % 20 == 0 else ():
             node.answers(peer, m.Offer(MODEL, 1.0, 1.0, 0.0))
         for stranger in range(10):
             named = (f"x{(stranger + other) % 10}" for other in range(1, friends + 1))
-            node.answers(f"x{stranger}", m.Propose(record(f"x{stranger}", "b", *named, nonce=number.to_bytes(8, "big"))))
+            node.answers(
+                f"x{stranger}",
+                m.Propose(record(f"x{stranger}", "b", *named, nonce=number.to_bytes(8, "big"))),
+            )
         node.does(ev.Tick())
         promised.append(node.state.reserved is not None)
     assert sum(promised[ticks // 2 :]) < 0.3 * ticks / 2
-    assert {one.peer for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)} == {*honest}
+    assert {
+        one.peer
+        for one in node.done
+        if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)
+    } == {*honest}
 
 
 def test_while_we_propose_we_sign_nothing_although_our_proposal_is_overdue_or_lapses_first():
@@ -553,7 +684,8 @@ def test_who_leaves_because_of_somebody_is_doubted_as_much_as_whom_it_names():
 
 @pytest.mark.parametrize("peers", [("a", "b", "c"), ("b", "a", "c")])
 def test_who_leaves_in_the_middle_of_a_long_step_has_nobody_else_charged(peers):
-    """It may have held up the work itself, just so long that nobody noticed; the head, which is all that others see, may be we."""
+    """It may have held up the work itself, just so long that nobody noticed; the head, which is all
+    that others see, may be we."""
     node = running(peers=peers)
     node.does(local.StageStatus(node.state.crew.id, node.state.crew.stage, "active", 1))
     node.waits(0.6 * SETTINGS.step_seconds, alive=("a", "c"))
@@ -572,14 +704,16 @@ def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
     node.answers("a", m.Leave(node.state.crew.id, "has not joined", "c"))
     assert node.state.peers["a"].debt == 0
     assert node.state.peers["c"].barred_until > node.now
-    offering = local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 3, Part(0.0, 0.0)))
+    offering = local.Offering(
+        MODEL, Capacity(1.0, 1.0), ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 3, Part(0.0, 0.0))
+    )
     offers = [one.message for one in node.does(offering) if isinstance(one, ev.Send)]
     assert [offer.without for offer in offers] == [("c",)]
 
 
 def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
-    """The members of each record that `node` proposes while others offer the same again and again. `refuse`: what `x` answers at once;
-    `of_x`: what comes from it besides."""
+    """The members of each record that `node` proposes while others offer the same again and again.
+    `refuse`: what `x` answers at once; `of_x`: what comes from it besides."""
     found = []
     for tick in range(int(seconds / SETTINGS.tick_seconds)):
         for peer, offer in offers.items() if tick % 20 == 0 else ():
@@ -588,11 +722,21 @@ def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
         for event in of_x(tick):
             node.does(event)
         node.waits(SETTINGS.tick_seconds)
-        asked = [one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)]
+        asked = [
+            one
+            for one in node.done
+            if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)
+        ]
         found += [{one.peer for one in asked}] if asked else []
         for one in asked:
             if one.peer == "x" and refuse is not None:
-                node.does(ev.Answered("x", one.message, m.Refuse(refuse, crew_id(one.message.record)) if refuse else None))
+                node.does(
+                    ev.Answered(
+                        "x",
+                        one.message,
+                        m.Refuse(refuse, crew_id(one.message.record)) if refuse else None,
+                    )
+                )
                 node.answers("x", offers["x"])
     return found
 
@@ -601,34 +745,68 @@ def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
 @pytest.mark.parametrize("refuse", ["busy", "crew", ""])
 def test_a_stranger_that_offers_most_and_signs_nothing_is_done_without(memory, refuse):
     node = Node(layers=4, stages=0, memory=2.0)
-    offers = {"a": m.Offer(MODEL, 2.0, 1.0, 0.0), "c": m.Offer(MODEL, 2.0, 1.0, 0.0), "x": m.Offer(MODEL, memory, 1e30, 0.0)}
+    offers = {
+        "a": m.Offer(MODEL, 2.0, 1.0, 0.0),
+        "c": m.Offer(MODEL, 2.0, 1.0, 0.0),
+        "x": m.Offer(MODEL, memory, 1e30, 0.0),
+    }
     assert any("x" not in members for members in proposed(node, offers, 40.0, refuse))
 
 
 def test_a_crew_that_nobody_proposes_is_waited_for_a_few_times():
     """Two strangers that would be faster together than anybody with us."""
     node = Node(layers=4, stages=0, memory=2.0)
-    offers = {peer: m.Offer(MODEL, 3.0, 1e30, 0.0) if peer in "xy" else m.Offer(MODEL, 2.0, 1.0, 0.0) for peer in "acxy"}
+    offers = {
+        peer: m.Offer(MODEL, 3.0, 1e30, 0.0) if peer in "xy" else m.Offer(MODEL, 2.0, 1.0, 0.0)
+        for peer in "acxy"
+    }
     assert any(not members & {"x", "y"} for members in proposed(node, offers, 60.0))
 
 
-@pytest.mark.parametrize("offers", [((MODEL, 0.5), (MODEL, 0.4)), ((b"x" * 32, 1.0),), ((MODEL, 1.0), (MODEL, 0.0)), ((MODEL, 1.5),)])
+@pytest.mark.parametrize(
+    "offers",
+    [
+        ((MODEL, 0.5), (MODEL, 0.4)),
+        ((b"x" * 32, 1.0),),
+        ((MODEL, 1.0), (MODEL, 0.0)),
+        ((MODEL, 1.5),),
+    ],
+)
 def test_who_offers_anew_all_the_time_delays_a_crew_for_seconds(offers):
     """A stranger that comes back each time, so that it cannot be told from many."""
     said = [m.Offer(model, memory, 1e30 if memory >= 1.0 else 1.0, 0.0) for model, memory in offers]
-    comes = lambda tick: (ev.PeerGone("x"), ev.PeerBack("x"), ev.Received("x", said[tick // 4 % len(said)])) if tick % 4 == 0 else ()
-    assert proposed(Node(), {"a": m.Offer(MODEL, 1.0, 1.0, 0.0)}, 4 * SETTINGS.gather_seconds + SETTINGS.turn_seconds, of_x=comes)
+    comes = lambda tick: (
+        (ev.PeerGone("x"), ev.PeerBack("x"), ev.Received("x", said[tick // 4 % len(said)]))
+        if tick % 4 == 0
+        else ()
+    )
+    assert proposed(
+        Node(),
+        {"a": m.Offer(MODEL, 1.0, 1.0, 0.0)},
+        4 * SETTINGS.gather_seconds + SETTINGS.turn_seconds,
+        of_x=comes,
+    )
 
 
 def test_offers_are_made_while_free_and_taken_back_in_a_crew():
     node = running()
-    sent = [a.message.memory for a in node.done if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+    sent = [
+        a.message.memory
+        for a in node.done
+        if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+    ]
     assert sent[0] > 0
     assert sent[-1] == 0
     node.does(ev.Received("a", m.Leave(node.state.crew.id, "drained")))
-    assert not any(isinstance(a, ev.Send) and isinstance(a.message, m.Offer) for a in node.does(ev.Tick())), "its trainer has not stopped"
+    assert not any(
+        isinstance(a, ev.Send) and isinstance(a.message, m.Offer) for a in node.does(ev.Tick())
+    ), "its trainer has not stopped"
     actions = node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
-    assert [a.message.copies for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)] == [(OURS,)]
+    assert [
+        a.message.copies
+        for a in actions
+        if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+    ] == [(OURS,)]
 
 
 def test_a_peer_that_does_not_speak_of_crews_is_not_asked_again_at_once():
@@ -638,7 +816,9 @@ def test_a_peer_that_does_not_speak_of_crews_is_not_asked_again_at_once():
     before = len(node.done)
     node.waits(SETTINGS.offer_seconds * 3)
     assert not any(isinstance(a, ev.Send) for a in node.done[before:])
-    assert any(isinstance(a, ev.Send) for a in node.does(ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0))))
+    assert any(
+        isinstance(a, ev.Send) for a in node.does(ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0)))
+    )
 
 
 def test_the_holder_of_the_first_stage_proposes_and_all_who_sign_make_the_crew():
@@ -648,14 +828,22 @@ def test_the_holder_of_the_first_stage_proposes_and_all_who_sign_make_the_crew()
     asked = [a for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Propose)]
     assert [a.peer for a in asked] == ["c"]
     of = asked[0].message.record
-    assert (of.step, of.lineage, [member.peer for member in of.members]) == (40, LINEAGE, ["b", "c"])
+    assert (of.step, of.lineage, [member.peer for member in of.members]) == (
+        40,
+        LINEAGE,
+        ["b", "c"],
+    )
     signature = m.Signature(crew_id(of), named_keys("c")[0](member_bytes(crew_id(of))))
     node.does(ev.Answered("x", asked[0].message, signature))
-    node.does(ev.Answered("c", asked[0].message, msgspec.structs.replace(signature, signature=bytes(64))))
+    node.does(
+        ev.Answered("c", asked[0].message, msgspec.structs.replace(signature, signature=bytes(64)))
+    )
     assert node.state.crew is None
     actions = node.does(ev.Answered("c", asked[0].message, signature))
     assert node.state.phase == Phase.PREPARING
-    assert [a.peer for a in actions if isinstance(a, ev.Send) and isinstance(a.message, Founded)] == ["c"]
+    assert [
+        a.peer for a in actions if isinstance(a, ev.Send) and isinstance(a.message, Founded)
+    ] == ["c"]
 
 
 def replace_copy(copy, stage):
@@ -672,14 +860,24 @@ def test_the_state_is_never_changed_in_place():
 
 
 def test_what_a_member_said_before_it_was_ready_and_what_comes_later_changes_nothing():
-    """Each heartbeat and each answer has a stream of its own, and the first to be sent may be the last to come."""
+    """Each heartbeat and each answer has a stream of its own, and the first to be sent may be the
+    last to come."""
     node = running()
     crew = node.state.crew.id
     node.now += 3.0
     node.answers("a", m.Heartbeat(crew, m.Status("loading", 0, 0)))
-    node.does(ev.Answered("a", m.Heartbeat(crew, m.Status("active")), m.Alive(crew, m.Status("probation"))))
-    assert [slot.state for slot in statistics(node.state, node.now, SETTINGS).slots] == ["active", "active"]
-    assert node.state.crew.members["a"].signs.silent_seconds(node.now, 1.0) == 0.0, "it is a sign of life"
+    node.does(
+        ev.Answered(
+            "a", m.Heartbeat(crew, m.Status("active")), m.Alive(crew, m.Status("probation"))
+        )
+    )
+    assert [slot.state for slot in statistics(node.state, node.now, SETTINGS).slots] == [
+        "active",
+        "active",
+    ]
+    assert node.state.crew.members["a"].signs.silent_seconds(node.now, 1.0) == 0.0, (
+        "it is a sign of life"
+    )
 
 
 def test_a_member_that_has_not_joined_is_told_again_with_each_heartbeat_and_not_with_each_refusal():
@@ -688,22 +886,34 @@ def test_a_member_that_has_not_joined_is_told_again_with_each_heartbeat_and_not_
     node.answers("a", m.Propose(of))
     node.answers("a", founded(of))
     crew = node.state.crew.id
-    told = [a for a in node.does(ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew))) if isinstance(a, ev.Send)]
+    told = [
+        a
+        for a in node.does(ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew)))
+        if isinstance(a, ev.Send)
+    ]
     assert [a.message for a in told] == [founded(of)]
-    assert node.does(ev.Answered("a", founded(of), m.Refuse("crew", crew))) == [], "two that refuse each other would never end"
+    assert node.does(ev.Answered("a", founded(of), m.Refuse("crew", crew))) == [], (
+        "two that refuse each other would never end"
+    )
 
 
 def far_node(seconds, *, batch_bytes=0.0, uplink=math.inf):
     """`b`, whose peers' answers have taken so long, one way; and what it offers then."""
     node = Node()
-    node.means = Means(SETTINGS, node.means.sign, node.means.verify, random.Random(1), uplink=lambda: uplink)
+    node.means = Means(
+        SETTINGS, node.means.sign, node.means.verify, random.Random(1), uplink=lambda: uplink
+    )
     cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batch_bytes)
     for peer, each in seconds.items():
         node.does(ev.PeerBack(peer))
         for one in each:
             node.does(ev.Answered(peer, m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=one))
     offering = local.Offering(MODEL, Capacity(1.0, 1.0), cost)
-    return node, [a.message for a in node.does(offering) if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+    return node, [
+        a.message
+        for a in node.does(offering)
+        if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+    ]
 
 
 def test_a_node_offers_what_it_has_measured_of_its_line():
@@ -724,10 +934,14 @@ def test_a_distance_is_that_of_the_fastest_answer_and_few_slow_ones_change_it_li
 
 def test_what_was_measured_since_is_offered_anew_at_once_and_small_changes_are_not():
     node, _ = far_node({"a": [0.05]})
-    offers = lambda: [a for a in node.done if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)]
+    offers = lambda: [
+        a for a in node.done if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+    ]
     node.does(ev.Tick())
     node.done.clear()
-    answered = lambda seconds: node.does(ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=seconds))
+    answered = lambda seconds: node.does(
+        ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=seconds)
+    )
     answered(0.04)
     node.does(ev.Tick())
     assert offers() == []

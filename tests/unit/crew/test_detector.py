@@ -1,4 +1,5 @@
-"""Suspicion: quick where something broke, slow where it is only quiet, and never of everybody because we were asleep."""
+"""Suspicion: quick where something broke, slow where it is only quiet, and never of everybody
+because we were asleep."""
 
 import math
 import random
@@ -62,7 +63,11 @@ def test_what_came_before_a_connection_ended_does_not_bring_it_back():
 def test_an_answer_right_after_a_heartbeat_is_no_interval_but_a_sign_of_life():
     signs = beating(Signs(0.0), 20.0)
     answered = replace(signs, suspected=True).seen(signs.last_seen + 0.05)
-    assert (answered.count, answered.last_seen, answered.suspected) == (signs.count, signs.last_seen, False)
+    assert (answered.count, answered.last_seen, answered.suspected) == (
+        signs.count,
+        signs.last_seen,
+        False,
+    )
 
 
 def test_an_irregular_peer_is_given_longer():
@@ -74,7 +79,8 @@ def test_an_irregular_peer_is_given_longer():
 
 
 def test_who_slept_does_not_suspect_the_others_before_hearing_them():
-    signs, slowness, last, now = beating(Signs(0.0), 20.0), 1.0, 20.0, 60.0  # stopped for 40 seconds, and resumed
+    # stopped for 40 seconds, and resumed
+    signs, slowness, last, now = beating(Signs(0.0), 20.0), 1.0, 20.0, 60.0
     slowness = slowness_at(slowness, last, now, 0.5)
     assert not signs.overdue(now, slowness)
     assert signs.silent_seconds(now, slowness) < 1.0
@@ -85,9 +91,13 @@ def test_who_slept_does_not_suspect_the_others_before_hearing_them():
 
 
 def test_false_suspicions_are_as_rare_as_measured(monkeypatch):
-    """A heartbeat a second with 0.2 % Pareto stalls: the floor of a second is what keeps them apart."""
+    """A heartbeat a second with 0.2 % Pareto stalls: the floor of a second is what keeps them
+    apart."""
     rng, suspected = random.Random(3), {}
-    gaps = [1.0 + rng.gauss(0, 0.02) + (rng.paretovariate(1.1) if rng.random() < 0.002 else 0.0) for _ in range(20_000)]
+    gaps = [
+        1.0 + rng.gauss(0, 0.02) + (rng.paretovariate(1.1) if rng.random() < 0.002 else 0.0)
+        for _ in range(20_000)
+    ]
     for floor in (0.1, 1.0):
         monkeypatch.setattr(detector, "FLOOR_SECONDS", floor)
         signs, now, count = Signs(0.0), 0.0, 0
@@ -121,7 +131,8 @@ def test_the_slow_step_is_the_second_longest_of_a_hundred():
         now += seconds
         progress.report(step, step, 1, now)
     assert progress.slow_step_seconds == pytest.approx(99.0)
-    progress.report(102, 102, 1, now + 1000.0)  # two steps between reports: each took half of it, and the oldest step is forgotten
+    # two steps between reports: each took half of it, and the oldest step is forgotten
+    progress.report(102, 102, 1, now + 1000.0)
     assert progress.slow_step_seconds >= 99.0
 
 

@@ -1,4 +1,5 @@
-"""What goes between the network processes of a crew: canonical, bounded, signed; and nothing else is a message."""
+"""What goes between the network processes of a crew: canonical, bounded, signed; and nothing else
+is a message."""
 
 import msgspec
 import pytest
@@ -24,13 +25,24 @@ from swarmnode.crew.record import (
 from swarmnode.errors import BadMessage
 from tests.support.crew_trainer import named_keys
 
-RECORD = Record(b"l" * 32, b"m" * 32, b"p" * 32, 7, Taken(2, 0.5, 1e-3), (Member("a", 2), Member("b", 3)), bytes(8))
+RECORD = Record(
+    b"l" * 32,
+    b"m" * 32,
+    b"p" * 32,
+    7,
+    Taken(2, 0.5, 1e-3),
+    (Member("a", 2), Member("b", 3)),
+    bytes(8),
+)
 COPY = Copy(b"l" * 32, 0, 2, 7, b"p" * 32, "memory", Taken(), b"")
 VERIFY = named_keys("")[1]
 
 
 def signed(record: Record, *names: str) -> Founded:
-    return Founded(record, tuple(Signed(name, named_keys(name)[0](member_bytes(crew_id(record)))) for name in names))
+    return Founded(
+        record,
+        tuple(Signed(name, named_keys(name)[0](member_bytes(crew_id(record)))) for name in names),
+    )
 
 
 REASONS = (None, "oversize", "malformed", "schema", "bounds", "not_finite")
@@ -46,10 +58,12 @@ def reason_of(decode, data):
 
 
 MESSAGES = [
-    m.Offer(b"m" * 32, 1e9, 1e12, 0.01, (COPY,)), m.Propose(RECORD), signed(RECORD, "a", "b"),
+    m.Offer(b"m" * 32, 1e9, 1e12, 0.01, (COPY,)),
+    m.Propose(RECORD),
+    signed(RECORD, "a", "b"),
     m.Heartbeat(b"c" * 32, m.Status("active", 7, 9)),
     m.Leave(b"c" * 32, "drained"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -57,7 +71,10 @@ def test_a_request_survives_and_every_flipped_byte_is_a_message_or_a_reason(mess
     data = m.encode_message(message)
     assert m.decode_request(data) == message
     for at in range(len(data)):
-        assert reason_of(m.decode_request, data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :]) in REASONS
+        assert (
+            reason_of(m.decode_request, data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
+            in REASONS
+        )
 
 
 @given(st.binary(max_size=200))
@@ -68,10 +85,18 @@ def test_bytes_are_a_message_or_a_reason(data):
 
 def test_the_largest_messages_fit_their_bound():
     name = "1" * 64
-    record = msgspec.structs.replace(RECORD, members=tuple(Member(name[:-1] + str(n), 1) for n in range(MEMBERS)))
+    record = msgspec.structs.replace(
+        RECORD, members=tuple(Member(name[:-1] + str(n), 1) for n in range(MEMBERS))
+    )
     founded = Founded(record, tuple(Signed(member.peer, bytes(64)) for member in record.members))
-    copy = msgspec.structs.replace(COPY, next=b"n" * 32, first=1000, last=1024, step=2**62, where="neighbour")
-    for message in (founded, m.Propose(record), m.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * COPIES)):
+    copy = msgspec.structs.replace(
+        COPY, next=b"n" * 32, first=1000, last=1024, step=2**62, where="neighbour"
+    )
+    for message in (
+        founded,
+        m.Propose(record),
+        m.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * COPIES),
+    ):
         assert len(m.encode_message(message)) < m.MESSAGE_BYTES / 4
         m.check_message(message)
 
@@ -79,22 +104,42 @@ def test_the_largest_messages_fit_their_bound():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"members": ()}, {"members": (Member("a", 1),) * 2}, {"members": tuple(Member(f"p{n}", 1) for n in range(MEMBERS + 1))},
-        {"members": (Member("", 1),)}, {"members": (Member("a", 0),)}, {"step": 0}, {"previous": NO_HASH}, {"step": -1}, {"nonce": b""},
-        {"lineage": b"l"}, {"taken": Taken(0, 1.5, 0.0)}, {"taken": Taken(0, 1.0, float("nan"))},
+        {"members": ()},
+        {"members": (Member("a", 1),) * 2},
+        {"members": tuple(Member(f"p{n}", 1) for n in range(MEMBERS + 1))},
+        {"members": (Member("", 1),)},
+        {"members": (Member("a", 0),)},
+        {"step": 0},
+        {"previous": NO_HASH},
+        {"step": -1},
+        {"nonce": b""},
+        {"lineage": b"l"},
+        {"taken": Taken(0, 1.5, 0.0)},
+        {"taken": Taken(0, 1.0, float("nan"))},
     ],
-)  # fmt: skip
+)
 def test_a_record_that_is_none_is_refused(changes):
     with pytest.raises(BadMessage):
         m.check_message(m.Propose(msgspec.structs.replace(RECORD, **changes)))
 
 
 @pytest.mark.parametrize(
-    "changes", [{"first": 2}, {"last": 5000}, {"step": 0}, {"hash": NO_HASH}, {"next": b"n"}, {"taken": Taken(-1)}, {"lineage": b""}]
+    "changes",
+    [
+        {"first": 2},
+        {"last": 5000},
+        {"step": 0},
+        {"hash": NO_HASH},
+        {"next": b"n"},
+        {"taken": Taken(-1)},
+        {"lineage": b""},
+    ],
 )
 def test_a_copy_that_is_none_is_refused(changes):
     with pytest.raises(BadMessage):
-        m.check_message(m.Offer(b"m" * 32, 1.0, 1.0, 0.0, (msgspec.structs.replace(COPY, **changes),)))
+        m.check_message(
+            m.Offer(b"m" * 32, 1.0, 1.0, 0.0, (msgspec.structs.replace(COPY, **changes),))
+        )
 
 
 def test_a_crew_is_signed_by_each_of_its_members_in_order_and_by_nobody_else():

@@ -1,4 +1,5 @@
-"""Crews under a seeded nemesis: nothing is learnt twice or lost, and nobody outside a crew ends it."""
+"""Crews under a seeded nemesis: nothing is learnt twice or lost, and nobody outside a crew ends
+it."""
 
 from collections import Counter
 
@@ -15,14 +16,62 @@ from tests.support.nemesis import World, check
 SCHEDULES = 40
 FOUND = {
     "faults": (
-        46, 65, 76, 90, 92, 104, 108, 168, 199, 209, 235, 238, 269, 283, 308, 365, 371, 373, 377, 460, 695, 883, 2137, 2164, 2177, 20391,
-        20416, 21776, 31388, 60328,
+        46,
+        65,
+        76,
+        90,
+        92,
+        104,
+        108,
+        168,
+        199,
+        209,
+        235,
+        238,
+        269,
+        283,
+        308,
+        365,
+        371,
+        373,
+        377,
+        460,
+        695,
+        883,
+        2137,
+        2164,
+        2177,
+        20391,
+        20416,
+        21776,
+        31388,
+        60328,
     ),
     "calm": (83, 98, 238, 2041),
     "losses": (4605, 5007),
-    "member": (51, 52, 60, 71, 82, 86, 87, 97, 104, 120, 125, 133, 134, 147, 160, 181, 191, 195, 401),
+    "member": (
+        51,
+        52,
+        60,
+        71,
+        82,
+        86,
+        87,
+        97,
+        104,
+        120,
+        125,
+        133,
+        134,
+        147,
+        160,
+        181,
+        191,
+        195,
+        401,
+    ),
     "members": (5, 16, 17, 20, 22, 25, 30, 62, 392),
-}  # fmt: skip
+}
 """Schedules that found something once."""
 
 
@@ -38,7 +87,8 @@ def test_a_crew_goes_on_without_a_member_that_lies():
 
 
 def test_a_crew_goes_on_without_two_members_that_lie_in_turn_or_around_an_honest_one():
-    """Or one of them leads, and is as slow as it may be. With the rules of before none of these had an end within half an hour."""
+    """Or one of them leads, and is as slow as it may be. With the rules of before none of these had
+    an end within half an hour."""
     for seed in FOUND["members"]:
         assert check(seed, "members").counts["steps"] > 0
 
@@ -49,7 +99,8 @@ def test_strangers_that_offer_most_and_sign_nothing_keep_nobody_from_a_crew():
 
 
 def test_whatever_goes_down_the_crew_afterwards_begins_at_the_newest_step_that_is_somewhere():
-    """Some cut off for a second to an hour, everybody killed at once, one disk of them gone, all members replaced one by one."""
+    """Some cut off for a second to an hour, everybody killed at once, one disk of them gone, all
+    members replaced one by one."""
     outages = Counter()
     for seed in (*range(20), *FOUND["losses"]):
         outages += check(seed, "losses").counts
@@ -102,7 +153,9 @@ def test_a_fence_that_lets_the_past_in_is_found():
 
 def test_nodes_that_forgive_at_once_are_held_up_for_ever():
     def forgiving(state, event, now, means):
-        peers = {peer: replace(known, debt=0.0, barred_until=now) for peer, known in state.peers.items()}
+        peers = {
+            peer: replace(known, debt=0.0, barred_until=now) for peer, known in state.peers.items()
+        }
         return advance(replace(state, peers=peers), event, now, means)
 
     assert "no end" in first_violation(FOUND["member"], kind="member", advance=forgiving)

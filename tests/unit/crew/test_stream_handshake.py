@@ -1,4 +1,5 @@
-"""Whose stage streams are welcome, and first messages that come in pieces, too long, or not at all."""
+"""Whose stage streams are welcome, and first messages that come in pieces, too long, or not at
+all."""
 
 import msgspec
 import pytest
@@ -31,10 +32,14 @@ def test_a_holder_of_a_lower_stage_of_this_crew_is_welcome():
     ("changes", "reason"),
     [
         ({"crew": b"x" * 32}, "crew"),
-        ({"to_stage": 1}, "stage"), ({"to_stage": 3}, "stage"), ({"from_stage": -1}, "stage"), ({"from_stage": 2}, "stage"),
-        ({"from_stage": 3}, "stage"), ({"from_stage": 0}, "peer"),
+        ({"to_stage": 1}, "stage"),
+        ({"to_stage": 3}, "stage"),
+        ({"from_stage": -1}, "stage"),
+        ({"from_stage": 2}, "stage"),
+        ({"from_stage": 3}, "stage"),
+        ({"from_stage": 0}, "peer"),
     ],
-)  # fmt: skip
+)
 def test_every_other_stream_is_refused_for_its_reason(changes, reason):
     assert refusal(PEERS, "b", msgspec.structs.replace(OPEN, **changes)) == reason
     assert reason in REFUSALS

@@ -10,7 +10,8 @@ CHUNK = 256 * 1024
 
 
 def send(line, rate, seconds, *, now=0.0, busy=1.0):
-    """For `seconds`, at `rate` bytes per second of the time that is spent sending, which is this share of all."""
+    """For `seconds`, at `rate` bytes per second of the time that is spent sending, which is this
+    share of all."""
     while seconds > 0:
         took = CHUNK / rate
         now += took / busy

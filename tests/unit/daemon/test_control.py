@@ -1,4 +1,5 @@
-"""pause, resume and finish as the command line says them to a node's supervisor, and the rules by which a node rests by itself."""
+"""pause, resume and finish as the command line says them to a node's supervisor, and the rules by
+which a node rests by itself."""
 
 import json
 import os
@@ -36,7 +37,10 @@ class StillMachine(Machine):
 
 def listens(path):
     """Between bind and listen the path is there and refuses."""
-    with socket.socket(socket.AF_UNIX) as client, suppress(FileNotFoundError, ConnectionRefusedError):
+    with (
+        socket.socket(socket.AF_UNIX) as client,
+        suppress(FileNotFoundError, ConnectionRefusedError),
+    ):
         client.connect(str(path))
         return True
     return False
@@ -49,7 +53,9 @@ async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noq
     finished = trio.Event()
     try:
         async with trio.open_nursery() as nursery:
-            served = Control(data_dir, rules, machine or StillMachine(), finished.set, trains=trains)
+            served = Control(
+                data_dir, rules, machine or StillMachine(), finished.set, trains=trains
+            )
             nursery.start_soon(served.run)
             await until(lambda: listens(data_dir / SOCKET))
             yield finished
@@ -67,7 +73,10 @@ async def test_pause_and_resume_are_told_once_each_and_kept(tmp_path, capsys):
     async with controlled(tmp_path):
         assert await said("pause", "-d", tmp_path) == 0
         assert pauses.read(tmp_path).keys() == {"owner"}
-        assert last_line(capsys) == "the node rests after the step that runs; `swarmnode resume` goes on"
+        assert (
+            last_line(capsys)
+            == "the node rests after the step that runs; `swarmnode resume` goes on"
+        )
         assert await said("pause", "-d", tmp_path) == 0
         assert "it was paused already, since 20" in capsys.readouterr().out
         assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
@@ -116,7 +125,9 @@ def test_where_no_node_runs_that_is_one_line_and_nothing_is_made(tmp_path, capsy
     for directory in (tmp_path / "none", tmp_path / "file", tmp_path):
         assert cli.run([command, "-d", str(directory)]) == 69
         said = capsys.readouterr().err
-        assert said.startswith(f"swarmnode: no node runs in {directory}: name its directory with -d")
+        assert said.startswith(
+            f"swarmnode: no node runs in {directory}: name its directory with -d"
+        )
         assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert cli.run([command, "now"]) == 2
@@ -159,13 +170,21 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
     assert last_line(capsys) == "it was not paused"
 
 
-async def test_a_disk_that_is_busy_for_longer_than_a_client_may_hesitate_is_waited_for(tmp_path, capsys, monkeypatch):
+async def test_a_disk_that_is_busy_for_longer_than_a_client_may_hesitate_is_waited_for(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(control, "ASK_SECONDS", 0.05)
     kept = pauses.write_atomically
     async with controlled(tmp_path):
-        monkeypatch.setattr(pauses, "write_atomically", lambda *how: (threading.Event().wait(6 * control.ASK_SECONDS), kept(*how)))
+        monkeypatch.setattr(
+            pauses,
+            "write_atomically",
+            lambda *how: (threading.Event().wait(6 * control.ASK_SECONDS), kept(*how)),
+        )
         assert await said("pause", "-d", tmp_path) == 0
-    assert last_line(capsys) == "the node rests after the step that runs; `swarmnode resume` goes on"
+    assert (
+        last_line(capsys) == "the node rests after the step that runs; `swarmnode resume` goes on"
+    )
 
 
 def full(*_):
@@ -189,7 +208,10 @@ async def test_resume_says_why_a_node_rests_all_the_same(tmp_path, capsys):
         await said("pause", "-d", tmp_path)
         capsys.readouterr()
         assert await said("resume", "-d", tmp_path) == 0
-    assert last_line(capsys) == "it is no longer paused by you, but rests: the machine runs on its battery"
+    assert (
+        last_line(capsys)
+        == "it is no longer paused by you, but rests: the machine runs on its battery"
+    )
 
 
 def last_line(capsys):
@@ -245,7 +267,9 @@ def test_a_machine_that_does_not_tell_of_batteries_is_at_the_mains(monkeypatch, 
     assert Machine().on_battery() is False
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"owner": "yes"}', '{"owner": NaN}', '{"other": 1.0}', "x" * 9000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"owner": "yes"}', '{"owner": NaN}', '{"other": 1.0}', "x" * 9000]
+)
 def test_a_file_that_is_none_of_ours_pauses_nobody(tmp_path, text):
     (tmp_path / pauses.FILE).write_text(text)
     assert pauses.read(tmp_path) == {}

@@ -1,4 +1,5 @@
-"""Two thousand peers come and go at one real node: what it keeps, tells and does for each does not grow with how many there were."""
+"""Two thousand peers come and go at one real node: what it keeps, tells and does for each does not
+grow with how many there were."""
 
 import gc
 import os
@@ -41,7 +42,8 @@ SWARM = swarm_of("many peers")
 PEERS = 2000
 STATUS_BYTES = 128 * 1024
 PEER_BYTES = 24 * 1024
-"""Memory per peer that has ever been met: a group in the pool and in the catalogue, an author, a summary, names and counts."""
+"""Memory per peer that has ever been met: a group in the pool and in the catalogue, an author, a
+summary, names and counts."""
 
 
 def resident():
@@ -69,34 +71,56 @@ class Asked:
 
 
 class Node:
-    """The parts of a network process around one real host, without those that wait for a trainer."""
+    """The parts of a network process around one real host, without those that wait for a
+    trainer."""
 
     def __init__(self, network, key, directory):
         self.network, self.asked = network, Asked(network.requests)
         network.requests = self.asked
         self.exchange = RolloutExchange(
-            network, InProcessScorer(), Credentials(key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(exchange="gossip")
+            network,
+            InProcessScorer(),
+            Credentials(key, SWARM),
+            GroupRules(BUILTIN_TASKS),
+            SharingConfig(exchange="gossip"),
         )
         self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
         summaries = Summaries(self.asked, network.peer_id, key, SWARM, network.connected)
         meter = Meter(NetworkConfig(), "", directory, lambda: network.statistics().traffic)
         parts = Parts(
-            network, summaries, meter, SupervisorWatch(directory / "supervisor.json"), LogRing(), TrainerWatch(), rollouts=self.exchange
+            network,
+            summaries,
+            meter,
+            SupervisorWatch(directory / "supervisor.json"),
+            LogRing(),
+            TrainerWatch(),
+            rollouts=self.exchange,
         )
-        self.observer = NodeObserver(NodeInfo(peer=network.peer_id, started_at=time.time()), parts, directory)
+        self.observer = NodeObserver(
+            NodeInfo(peer=network.peer_id, started_at=time.time()), parts, directory
+        )
 
     async def meet(self, number):
-        """A peer connects from somewhere, tells of itself and of a group, asks for all that there is to ask, fails at something, goes."""
+        """A peer connects from somewhere, tells of itself and of a group, asks for all that there
+        is to ask, fails at something, goes."""
         author, now = Author(SWARM, seed=number), trio.current_time()
         peer, network = author.peer, self.network
-        network.peers.add(peer, f"/ip4/10.{number // 250}.{number % 250}.7/tcp/9512/p2p/{peer}", "exchange", now)
+        network.peers.add(
+            peer, f"/ip4/10.{number // 250}.{number % 250}.7/tcp/9512/p2p/{peer}", "exchange", now
+        )
         network.peers.connected_to(peer, inbound=True, now=now)
         frame = author.frame(author.group(0, time.time()))
         self.exchange.validate(frame, peer)
         summary = Summary("n" * 32, "1.0", int(time.time() * 1000), 1, 1, 1, 0.5, 1, 1)
-        await self.ask(peer, ids.SUMMARY_PROTOCOL, SummaryRequest(seal_summary(summary, author.key, SWARM)))
+        await self.ask(
+            peer, ids.SUMMARY_PROTOCOL, SummaryRequest(seal_summary(summary, author.key, SWARM))
+        )
         await self.ask(peer, ids.LISTING_PROTOCOL, ListingRequest(SWARM, b"", 0))
-        await self.ask(peer, ids.GROUPS_PROTOCOL, GroupsRequest([bytes([n]) * 32 for n in range(15)] + [envelope.content_id(frame)]))
+        await self.ask(
+            peer,
+            ids.GROUPS_PROTOCOL,
+            GroupsRequest([bytes([n]) * 32 for n in range(15)] + [envelope.content_id(frame)]),
+        )
         await self.ask(peer, ids.FETCH_PROTOCOL, FetchRequest(b"f" * 32))
         network.rejected(peer, "malformed")
         network.peers.disconnected(peer, now)
@@ -116,16 +140,24 @@ class Node:
 
     def samples(self):
         """(metric, labels) of all that a scrape answers."""
-        found = [sample for family in make_registry(self.observer.snapshot).collect() for sample in family.samples]
+        found = [
+            sample
+            for family in make_registry(self.observer.snapshot).collect()
+            for sample in family.samples
+        ]
         return {(sample.name, tuple(sorted(sample.labels.items()))) for sample in found}
 
     def status(self):
         return status_json(self.observer.snapshot(), History())
 
 
-async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_their_number(tmp_path):
+async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_their_number(
+    tmp_path,
+):
     key = identity.load_or_create(tmp_path / "identity.key")
-    async with open_host(NetworkConfig(mdns=False, relay="off", bulk_port=-1), key, tmp_path, swarm=SWARM) as network:
+    async with open_host(
+        NetworkConfig(mdns=False, relay="off", bulk_port=-1), key, tmp_path, swarm=SWARM
+    ) as network:
         node = Node(network, key.private_key, tmp_path)
         async with trio.open_nursery() as nursery:
             await nursery.start(node.exchange.run)
@@ -133,12 +165,17 @@ async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_th
             few, status_of_few = node.samples(), len(node.status())
             before = resident()
             await node.meet_all(range(400, 1200))
-            early = await node.meet_all(range(1200, 1400))  # every table that has room for a thousand is full by now
+            # every table that has room for a thousand is full by now
+            early = await node.meet_all(range(1200, 1400))
             await node.meet_all(range(1400, PEERS))
             grown = resident() - before
             late = await node.meet_all(range(PEERS, PEERS + 200))
             await until(lambda: node.observer.snapshot().rollouts.admission.admitted >= PEERS)
-            snapshot, many, status_of_many = node.observer.snapshot(), node.samples(), len(node.status())
+            snapshot, many, status_of_many = (
+                node.observer.snapshot(),
+                node.samples(),
+                len(node.status()),
+            )
             nursery.cancel_scope.cancel()
     assert snapshot.rollouts.admission.admitted == PEERS
     assert snapshot.network.peers.known <= MAX_PEERS
@@ -150,5 +187,10 @@ async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_th
     by_name = Counter(name for name, _ in many)
     assert max(by_name.values()) <= MAX_LABEL_VALUES
     assert len(many) <= len(few) + 8  # reasons and outcomes that had not occurred yet
-    assert not [labels for _, labels in many for _, value in labels if len(value) > 40 and value != snapshot.node.peer]
+    assert not [
+        labels
+        for _, labels in many
+        for _, value in labels
+        if len(value) > 40 and value != snapshot.node.peer
+    ]
     assert status_of_many < min(STATUS_BYTES, status_of_few + 8 * 1024)

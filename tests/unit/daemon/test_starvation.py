@@ -14,7 +14,10 @@ READY = "import time; print(end='x', flush=True); end = time.monotonic() + 120\n
 """Whoever is left over when a test run is killed ends by itself."""
 SPIN = READY + "while time.monotonic() < end: pass"
 SLEEP = READY + "time.sleep(120)"
-THREAD = "import threading, time; threading.Thread(target=exec, args=('while True: pass',), daemon=True).start()\n" + SLEEP
+THREAD = (
+    "import threading, time; threading.Thread(target=exec, args=('while True: pass',),"
+    " daemon=True).start()\n" + SLEEP
+)
 VFORK = READY + "import ctypes; libc = ctypes.CDLL(None)\nif libc.vfork() == 0: libc.sleep(120)"
 GONE = 2**22 + 1
 """No process has this id: Linux ends at 2**22."""
@@ -29,7 +32,9 @@ def on_one_processor():
     processor = {min(os.sched_getaffinity(0))}
 
     def start(code):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+        )
         assert child.stdout.read(1) == b"x"
         os.sched_setaffinity(child.pid, processor)
         children.append(child)
@@ -49,11 +54,15 @@ def until(condition):
 
 
 @pytest.mark.parametrize("code", [SPIN, THREAD])
-def test_who_shares_a_processor_with_another_waits_for_it_in_whichever_thread(on_one_processor, code):
+def test_who_shares_a_processor_with_another_waits_for_it_in_whichever_thread(
+    on_one_processor, code
+):
     starvation = Starvation(on_one_processor(code), 0.0)
     on_one_processor(SPIN)
     until(lambda: starvation.since("first", 0.0) > 1.0)
-    assert starvation.since("second", 0.0) < 0.5, "what was waited before the last look counts no more"
+    assert starvation.since("second", 0.0) < 0.5, (
+        "what was waited before the last look counts no more"
+    )
     until(lambda: starvation.since("second", 0.0) > 1.0)
 
 
@@ -67,7 +76,13 @@ def test_who_sleeps_waits_for_nothing_however_busy_the_others_are(on_one_process
 def test_a_time_in_which_nobody_looked_counts_for_the_process_and_a_look_a_little_late_does_not():
     starvation = Starvation(GONE, 0.0)
     assert [starvation.due(at) for at in (0.25, 0.75, 1.0)] == [False, False, True]
-    assert [starvation.since(None, at) for at in (1.0, 2.25, 4.0, 40.0, 41.0)] == [0.0, 0.0, 0.0, 36.0, 36.0]
+    assert [starvation.since(None, at) for at in (1.0, 2.25, 4.0, 40.0, 41.0)] == [
+        0.0,
+        0.0,
+        0.0,
+        36.0,
+        36.0,
+    ]
     assert starvation.since("progress", 42.0) == 0.0
 
 
@@ -80,7 +95,8 @@ def test_who_waits_for_a_disk_cannot_help_it(monkeypatch):
 
 
 def test_what_waits_for_a_disk_is_told_by_its_state(on_one_processor):
-    """A parent that has forked by vfork waits like that until its child has begun: the one way to be in state D without a broken disk."""
+    """A parent that has forked by vfork waits like that until its child has begun: the one way to
+    be in state D without a broken disk."""
     pid = on_one_processor(SLEEP)
     assert not waits_for_a_disk(pid)
     forked = on_one_processor(VFORK)

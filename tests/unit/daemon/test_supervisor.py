@@ -39,7 +39,8 @@ FOREVER = "while True: progress('training', 0.01); time.sleep(0.02)"
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Build a supervisor whose children run the given bodies; `pids(name)` are the children started so far."""
+    """Build a supervisor whose children run the given bodies; `pids(name)` are the children started
+    so far."""
 
     def build(network=FOREVER, trainer=FOREVER, **limits):
         commands = {}
@@ -51,10 +52,12 @@ def node(tmp_path, monkeypatch):
             commands[name] = f"child_{name}"
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr("swarmnode.daemon.watchdog.STALL_FLOOR_SECONDS", 0.5)
-        config = Config.model_validate({
-            "node": {"data_dir": tmp_path / "data"},
-            "supervisor": {"drain_seconds": 5.0, **limits},
-        })  # fmt: skip
+        config = Config.model_validate(
+            {
+                "node": {"data_dir": tmp_path / "data"},
+                "supervisor": {"drain_seconds": 5.0, **limits},
+            }
+        )
         return Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, commands)
 
     def pids(name):
@@ -62,7 +65,9 @@ def node(tmp_path, monkeypatch):
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     build.pids = pids
-    build.statistics = lambda: json.loads((tmp_path / "data" / "run" / "supervisor.json").read_text())["processes"]
+    build.statistics = lambda: json.loads(
+        (tmp_path / "data" / "run" / "supervisor.json").read_text()
+    )["processes"]
     return build
 
 
@@ -88,17 +93,31 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
     assert node.statistics()["trainer"]["stalls"] >= 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a process waited for a processor")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux says how long a process waited for a processor"
+)
 async def test_a_child_that_waits_for_a_processor_is_not_taken_for_one_that_hangs(node):
-    """A quarter of a second of work between two signs of life takes a second beside three others; half a second of silence is a hang."""
+    """A quarter of a second of work between two signs of life takes a second beside three others;
+    half a second of silence is a hang."""
     processor = min(os.sched_getaffinity(0))
     others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(3)]  # noqa: ASYNC220
     try:
         for other in others:
             os.sched_setaffinity(other.pid, {processor})
-        work = "progress('training', 0.01); began = time.process_time()\n    while time.process_time() - began < 0.25: pass"
+        work = (
+            "progress('training', 0.01); began = time.process_time()\n    while time.process_time()"
+            " - began < 0.25: pass"
+        )
         with trio.fail_after(120):
-            assert await node(trainer=f"os.sched_setaffinity(0, {{{processor}}})\nfor _ in range(4):\n    {work}\nsys.exit(0)").run() == 0
+            assert (
+                await node(
+                    trainer=(
+                        f"os.sched_setaffinity(0, {{{processor}}})\nfor _ in range(4):\n   "
+                        f" {work}\nsys.exit(0)"
+                    )
+                ).run()
+                == 0
+            )
     finally:
         for other in others:
             other.kill()
@@ -136,7 +155,9 @@ async def test_a_second_signal_aborts_a_drain_that_hangs(node):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
         await until(lambda: node.pids("trainer"))
-        await until(lambda: supervisor._children["trainer"].watchdog.statistics().status == "training")
+        await until(
+            lambda: supervisor._children["trainer"].watchdog.statistics().status == "training"
+        )
         os.kill(os.getpid(), signal.SIGTERM)
         await until(supervisor._stopping.is_set)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -162,10 +183,18 @@ while True: time.sleep(0.05); progress("training")
 @pytest.mark.parametrize(
     ("status", "step", "survives"),
     [("draining", 0.01, True), ("training", 0.01, False), ("training", 1.0, True)],
-    ids=["saving for longer than drain_seconds", "neither saving nor within a step", "within its step"],
+    ids=[
+        "saving for longer than drain_seconds",
+        "neither saving nor within a step",
+        "within its step",
+    ],
 )
-async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(node, tmp_path, status, step, survives):
-    body = "import signal\n" + DRAINS.format(turns=15, status=status, step=step, marker=str(tmp_path / "saved"))
+async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(
+    node, tmp_path, status, step, survives
+):
+    body = "import signal\n" + DRAINS.format(
+        turns=15, status=status, step=step, marker=str(tmp_path / "saved")
+    )
     supervisor = node(trainer=body, drain_seconds=0.5)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
@@ -179,24 +208,35 @@ async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(node, tmp_
     [(0, 1.5, 0.5, 0, True), (1, 60, 0.5, 0, False), (2, 60, 60, 143, False)],
     ids=["however long it takes", "a SIGTERM bounds it", "a second one aborts"],
 )
-async def test_finish_waits_for_the_step_until_a_signal_takes_the_time_away(node, tmp_path, signals, seconds, drain, code, survives):
-    body = DRAINS.format(turns=int(10 * seconds), status="training", step=0.01, marker=str(tmp_path / "saved"))
+async def test_finish_waits_for_the_step_until_a_signal_takes_the_time_away(
+    node, tmp_path, signals, seconds, drain, code, survives
+):
+    body = DRAINS.format(
+        turns=int(10 * seconds), status="training", step=0.01, marker=str(tmp_path / "saved")
+    )
     supervisor = node(trainer=body, drain_seconds=drain)
-    asked = lambda: len((tmp_path / "saved.asked").read_text().splitlines()) if (tmp_path / "saved.asked").exists() else 0
+    asked = lambda: (
+        len((tmp_path / "saved.asked").read_text().splitlines())
+        if (tmp_path / "saved.asked").exists()
+        else 0
+    )
     codes = {}
 
     async def run():
         codes["node"] = await supervisor.run()
 
     async def finish():
-        codes["finish"] = await trio.to_thread.run_sync(cli.run, ["finish", "-d", str(tmp_path / "data")])
+        codes["finish"] = await trio.to_thread.run_sync(
+            cli.run, ["finish", "-d", str(tmp_path / "data")]
+        )
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)
         await until((tmp_path / "saved.ready").exists)
         nursery.start_soon(finish)
         for number in range(signals):
-            await until(lambda number=number: asked() > number)  # by `finish`, then once for each signal
+            # by `finish`, then once for each signal
+            await until(lambda number=number: asked() > number)
             os.kill(os.getpid(), signal.SIGTERM)
     assert codes == {"node": code, "finish": 0}
     assert (tmp_path / "saved").exists() is survives
@@ -210,24 +250,39 @@ def test_one_node_per_data_directory(tmp_path):
     os.close(lock_data_dir(tmp_path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc"), reason="needs a directory that cannot be written")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not os.path.exists("/proc"),
+    reason="needs a directory that cannot be written",
+)
 def test_an_unwritable_data_directory_is_one_clear_line(tmp_path):
     target = "/proc/swarmnode" if sys.platform.startswith("linux") else str(tmp_path / "file" / "x")
     with pytest.raises(Unavailable, match="cannot be used"):
         lock_data_dir(Path(target))
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"])
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"],
+)
 def test_progress_lines_that_are_not_ours_are_ignored(line):
     assert parse_progress(line) is None
 
 
 async def test_children_are_started_by_the_thread_whose_end_would_end_them(node):
-    supervisor = node(trainer="progress(open('/proc/self/status').read().split('PPid:')[1].split()[0]); time.sleep(60)")
+    supervisor = node(
+        trainer=(
+            "progress(open('/proc/self/status').read().split('PPid:')[1].split()[0]);"
+            " time.sleep(60)"
+        )
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer") and node.pids("network"))
-        creator = [task for task in os.listdir("/proc/self/task") if str(node.pids("trainer")[0]) in _children(task)]
+        creator = [
+            task
+            for task in os.listdir("/proc/self/task")
+            if str(node.pids("trainer")[0]) in _children(task)
+        ]
         assert creator == [str(os.getpid())]
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -247,8 +302,11 @@ CRASHES = textwrap.dedent("""
         open("/absent/model")
     sys.exit(run_main(name, main))
 """)
-FIRST_ONLY = "if len(open(os.path.join(marks, name)).readlines()) > 1: progress('loading'); time.sleep(60)\n"
-"""What is started in its place stays in loading, so that why the first one ended is still there to be read."""
+FIRST_ONLY = (
+    "if len(open(os.path.join(marks, name)).readlines()) > 1: progress('loading'); time.sleep(60)\n"
+)
+"""What is started in its place stays in loading, so that why the first one ended is still there to
+be read."""
 
 
 async def down(node, name="trainer"):
@@ -287,7 +345,9 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
         watch = TrainerWatch()
         watch.connected(node.pids("trainer")[0])
         # another process does that, and what it writes to disk keeps nobody else waiting
-        await trio.to_thread.run_sync(end_trainer, watch, tmp_path / "data", "it has work and does none")
+        await trio.to_thread.run_sync(
+            end_trainer, watch, tmp_path / "data", "it has work and does none"
+        )
         assert await down(node) == "the network process ended it: it has work and does none"
         os.kill(os.getpid(), signal.SIGTERM)
 

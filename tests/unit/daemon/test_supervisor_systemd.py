@@ -48,9 +48,17 @@ def notifier(tmp_path, manager):
 
 def test_ready_once_and_not_before_every_process_is_past_loading(notifier, manager):
     notifier.beat({"network": "serving", "trainer": "loading torch"}, well=True)
-    assert manager.heard() == ["STATUS=network: serving, trainer: loading torch", "EXTEND_TIMEOUT_USEC=30000000", "WATCHDOG=1"]
+    assert manager.heard() == [
+        "STATUS=network: serving, trainer: loading torch",
+        "EXTEND_TIMEOUT_USEC=30000000",
+        "WATCHDOG=1",
+    ]
     notifier.beat({"network": "serving", "trainer": "training"}, well=True)
-    assert manager.heard() == ["STATUS=network: serving, trainer: training", "READY=1", "WATCHDOG=1"]
+    assert manager.heard() == [
+        "STATUS=network: serving, trainer: training",
+        "READY=1",
+        "WATCHDOG=1",
+    ]
     notifier.beat({"network": "serving", "trainer": "training"}, well=True)
     assert manager.heard() == ["WATCHDOG=1"]
 
@@ -129,7 +137,12 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     monkeypatch.setattr(module, "NOTIFY_SECONDS", 0.02)
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
-    supervisor = Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, {"network": "notified_child"})
+    supervisor = Supervisor(
+        config.supervisor,
+        config.node.data_dir,
+        config.model_dump_json,
+        {"network": "notified_child"},
+    )
     heard = []
     with trio.fail_after(120):
         async with trio.open_nursery() as nursery:
@@ -148,4 +161,7 @@ def test_the_state_directory_of_a_unit_is_the_default_data_directory(tmp_path):
     resolved = settings.load(None, environment)
     assert str(resolved.config.node.data_dir) == "/var/lib/swarmnode"
     assert resolved.origins["node.data_dir"] == "systemd STATE_DIRECTORY"
-    assert str(settings.load(None, environment, ["node.data_dir=/elsewhere"]).config.node.data_dir) == "/elsewhere"
+    assert (
+        str(settings.load(None, environment, ["node.data_dir=/elsewhere"]).config.node.data_dir)
+        == "/elsewhere"
+    )

@@ -45,7 +45,9 @@ def test_time_in_which_a_process_had_no_processor_is_no_silence_of_its_own(watch
     assert watchdog.deadline() == 60
 
 
-def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fast_its_steps_were(watchdog):
+def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fast_its_steps_were(
+    watchdog,
+):
     watchdog.progressed(5.0, None, "loading model")
     watchdog.progressed(6.0, 1.0, "training")
     watchdog.exited(7.0, -9)
@@ -80,7 +82,8 @@ def test_crashes_outside_the_window_do_not_count(watchdog):
 
 
 @pytest.mark.parametrize(
-    ("code", "ran", "ends"), [(78, True, True), (77, True, True), (69, False, True), (69, True, False), (75, False, True)]
+    ("code", "ran", "ends"),
+    [(78, True, True), (77, True, True), (69, False, True), (69, True, False), (75, False, True)],
 )
 def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
     if ran:

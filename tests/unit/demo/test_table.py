@@ -15,11 +15,30 @@ PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 def node(directory: Path, name: str) -> DemoNode:
     made = DemoNode(name, directory / name, {})
     made.view = View(
-        peer=PEER, phase="evaluating", step=1234, peers=12, reward_own=0.41234, reward_external=0.40123, held_out_start=0.01234,
-        held_out=0.45678, published=12345, admitted=12345, used=12345, rejected={"rate": 123456}, distance=0.12345, exchanges=123,
-        stage=3, stage_phase="probation", stage_step=1234, rung="R2", rung_seconds=12.34, shadow_age=123, probe_kl=0.125,
-        tokens_per_second=12345.0, restarts=12,
-    )  # fmt: skip
+        peer=PEER,
+        phase="evaluating",
+        step=1234,
+        peers=12,
+        reward_own=0.41234,
+        reward_external=0.40123,
+        held_out_start=0.01234,
+        held_out=0.45678,
+        published=12345,
+        admitted=12345,
+        used=12345,
+        rejected={"rate": 123456},
+        distance=0.12345,
+        exchanges=123,
+        stage=3,
+        stage_phase="probation",
+        stage_step=1234,
+        rung="R2",
+        rung_seconds=12.34,
+        shadow_age=123,
+        probe_kl=0.125,
+        tokens_per_second=12345.0,
+        restarts=12,
+    )
     return made
 
 
@@ -36,13 +55,25 @@ def test_a_row_of_the_demo_is_one_line_with_everything_in_it(tmp_path, width):
     shown = lines(table(nodes, 59.6, width), width)
     assert len(shown) == 1 + 2 + len(nodes)
     (row,) = [line for line in shown if "node1" in line]
-    for expected in (f"…{PEER[-6:]}", "evaluating", "1234", "0.41", "0.40", "0.01→0.46", "12345", "123456", "12.3%"):
+    for expected in (
+        f"…{PEER[-6:]}",
+        "evaluating",
+        "1234",
+        "0.41",
+        "0.40",
+        "0.01→0.46",
+        "12345",
+        "123456",
+        "12.3%",
+    ):
         assert expected in row
     assert not any(line.rstrip().endswith("…") for line in shown)
 
 
 def test_a_row_of_a_crew_is_one_line_with_everything_in_it(tmp_path):
-    shown = lines(crew_table([node(tmp_path, f"node{i}") for i in range(4)], 59.6, "stage 1 killed"), 80)
+    shown = lines(
+        crew_table([node(tmp_path, f"node{i}") for i in range(4)], 59.6, "stage 1 killed"), 80
+    )
     (row,) = [line for line in shown if "node1" in line]
     for expected in (f"…{PEER[-6:]}", "probation", "R2", "12.3", "0.1250", "12345"):
         assert expected in row

@@ -7,12 +7,24 @@ import pytest
 from swarmnode.demo.nodes import View, toml_of, view_of
 from swarmnode.demo.verdict import Kill, judge
 
-GOOD = View(peer="a", step=90, held_out_start=0.01, held_out=0.4, used=50, rejected={"seed": 3}, peers_used={"b": 50})
+GOOD = View(
+    peer="a",
+    step=90,
+    held_out_start=0.01,
+    held_out=0.4,
+    used=50,
+    rejected={"seed": 3},
+    peers_used={"b": 50},
+)
 LIAR = "liar"
 
 
 def failed(view, **keys):
-    return [finding.text for finding in judge([("node0", view)], **{"sharing": True, **keys}) if not finding.ok]
+    return [
+        finding.text
+        for finding in judge([("node0", view)], **{"sharing": True, **keys})
+        if not finding.ok
+    ]
 
 
 def test_a_good_run_has_no_failure():
@@ -45,23 +57,32 @@ def test_groups_of_a_liar_do_not_count_and_are_a_failure():
 
 
 def test_a_liar_that_nobody_rejected_is_a_failure():
-    assert any("rejected from peers: none" in text for text in failed(replace(GOOD, rejected={}), liars=[LIAR]))
+    assert any(
+        "rejected from peers: none" in text
+        for text in failed(replace(GOOD, rejected={}), liars=[LIAR])
+    )
 
 
 @pytest.mark.parametrize(
     "kill",
     [
-        Kill("node0", "a", 40, 38), Kill("node0", "a", 40, 38, 37, "a"), Kill("node0", "a", 40, 33, 33, "a"),
+        Kill("node0", "a", 40, 38),
+        Kill("node0", "a", 40, 38, 37, "a"),
+        Kill("node0", "a", 40, 33, 33, "a"),
         Kill("node0", "a", 40, 38, 41, "other"),
     ],
-)  # fmt: skip
+)
 def test_a_killed_node_must_come_back_as_itself_with_its_work(kill):
-    assert any("killed -9 at step 40" in text for text in failed(replace(GOOD, restarts=1), kills=[kill]))
+    assert any(
+        "killed -9 at step 40" in text for text in failed(replace(GOOD, restarts=1), kills=[kill])
+    )
     assert failed(replace(GOOD, restarts=1), kills=[Kill("node0", "a", 40, 36, 36, "a")]) == []
 
 
 def test_a_node_that_ended_is_a_failure():
-    assert failed(GOOD, crashed=["node0 ended with exit code 1"]) == ["node0 ended with exit code 1"]
+    assert failed(GOOD, crashed=["node0 ended with exit code 1"]) == [
+        "node0 ended with exit code 1"
+    ]
 
 
 def test_settings_survive_toml():

@@ -13,16 +13,25 @@ from swarmnode.weights.service import WeightsStatistics
 
 def finding(kills=(), **fields):
     view = View(held_out_start=0.0, held_out=0.5, **fields)
-    (found,) = [f for f in judge([("node0", view)], sharing=False, averaging=True, kills=kills) if "averaged" in f.text]
+    (found,) = [
+        f
+        for f in judge([("node0", view)], sharing=False, averaging=True, kills=kills)
+        if "averaged" in f.text
+    ]
     return found
 
 
 @pytest.mark.parametrize(
     ("distances", "exchanges", "ok"),
     [
-        ([0.01, 0.02, 0.005], 3, True), ([0.01, 0.02], 3, False), ([], 0, False), ([0.02, 0.01], 0, False),
-        ([0.01, 0.02, 0.01, 0.005, 0.004, 0.004, 0.02], 7, True), ([0.012, 0.014, 0.016, 0.018, 0.02, 0.022, 0.024], 7, False),
-        ([0.015, *[0.01] * 6, 0.005, 0.005, 0.004, 0.014, 0.013], 12, True),  # twice with one that has just come back
+        ([0.01, 0.02, 0.005], 3, True),
+        ([0.01, 0.02], 3, False),
+        ([], 0, False),
+        ([0.02, 0.01], 0, False),
+        ([0.01, 0.02, 0.01, 0.005, 0.004, 0.004, 0.02], 7, True),
+        ([0.012, 0.014, 0.016, 0.018, 0.02, 0.022, 0.024], 7, False),
+        # twice with one that has just come back
+        ([0.015, *[0.01] * 6, 0.005, 0.005, 0.004, 0.014, 0.013], 12, True),
         ([0.001 * i for i in range(1, 22)], 21, False),
     ],
 )
@@ -31,8 +40,13 @@ def test_replicas_must_have_come_together_again(distances, exchanges, ok):
 
 
 def test_one_that_was_never_far_from_others_is_judged_by_how_far_they_were():
-    near, far = (View(held_out_start=0.0, held_out=0.5, distances=each, exchanges=9) for each in ([0.009, 0.0073], [0.017, 0.01]))
-    together = lambda *views: [f.ok for f in judge(views, sharing=False, averaging=True) if "averaged" in f.text]
+    near, far = (
+        View(held_out_start=0.0, held_out=0.5, distances=each, exchanges=9)
+        for each in ([0.009, 0.0073], [0.017, 0.01])
+    )
+    together = lambda *views: [
+        f.ok for f in judge(views, sharing=False, averaging=True) if "averaged" in f.text
+    ]
     assert together(("node0", near), ("node1", far)) == [True, True]
     assert together(("node0", near)) == [False]
     apart = View(held_out_start=0.0, held_out=0.5, distances=[0.01, 0.017], exchanges=9)
@@ -50,9 +64,13 @@ def test_nothing_is_said_where_nothing_is_averaged():
 
 def test_distances_are_collected_over_answers():
     def answer(distance):
-        report = Report(phase="training", weights=WeightsReport(distance=distance, exchanges_total=2))
+        report = Report(
+            phase="training", weights=WeightsReport(distance=distance, exchanges_total=2)
+        )
         judged = {"accepted": 3, "not_finite": 1, "clipped": 1}
-        snapshot = NodeSnapshot(trainer=TrainerStatistics(report=report), weights=WeightsStatistics(judged=judged))
+        snapshot = NodeSnapshot(
+            trainer=TrainerStatistics(report=report), weights=WeightsStatistics(judged=judged)
+        )
         return msgspec.to_builtins(snapshot, str_keys=True)
 
     view = View()

@@ -7,13 +7,19 @@ import pytest
 from swarmnode.demo.crew import StageKill, judge_crew
 from swarmnode.demo.nodes import View
 
-KILL = StageKill(stage=2, name="node2", step_before=40, at=50.0, step_after=41, seconds=6.5, rung="R0")
+KILL = StageKill(
+    stage=2, name="node2", step_before=40, at=50.0, step_after=41, seconds=6.5, rung="R0"
+)
 GOOD = {"formed_at": 20.0, "kills": [KILL], "held_out": (0.02, 0.4), "crashed": []}
 VIEWS = [(f"node{i}", View(stage=i, stage_step=90)) for i in range(4)]
 
 
 def failed(**changes):
-    return [finding.text for finding in judge_crew(**{"views": VIEWS, **GOOD, **changes}) if not finding.ok]
+    return [
+        finding.text
+        for finding in judge_crew(**{"views": VIEWS, **GOOD, **changes})
+        if not finding.ok
+    ]
 
 
 def test_a_good_run_has_no_failure():
@@ -28,7 +34,10 @@ def test_a_good_run_has_no_failure():
         ({"held_out": (0.02, 0.05)}, "held-out reward 0.020 → 0.050"),
         ({"held_out": (0.02, None)}, "held-out reward 0.020 → –"),
         ({"kills": []}, "0 stages were killed"),
-        ({"kills": [replace(KILL, step_after=None, seconds=None)]}, "stage 2 killed at step 40: not back"),
+        (
+            {"kills": [replace(KILL, step_after=None, seconds=None)]},
+            "stage 2 killed at step 40: not back",
+        ),
         ({"kills": [replace(KILL, step_after=38)]}, "stage 2 killed at step 40"),
         ({"kills": [replace(KILL, rung="")]}, "by ?"),
         ({"crashed": ["node1 ended with exit code 1: boom"]}, "node1 ended"),

@@ -12,10 +12,15 @@ from swarmnode.doctor import bundle, probes
 from swarmnode.doctor.checks import DeviceFacts, DialBackFacts
 from swarmnode.p2p.identity import load_or_create
 
-CPU = DeviceFacts(torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30)
+CPU = DeviceFacts(
+    torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30
+)
 SECRET = bytes(range(100, 132))
-INVITE = "/ip4/192.0.2.1/tcp/9512/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5/swarm/" + "ab" * 32
-PASSPHRASE, TOKEN, PASSWORD = "correct horse \"battery\"", "hf_" + "Zz9" * 11, "hunter2hunter2"
+INVITE = (
+    "/ip4/192.0.2.1/tcp/9512/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5/swarm/"
+    + "ab" * 32
+)
+PASSPHRASE, TOKEN, PASSWORD = 'correct horse "battery"', "hf_" + "Zz9" * 11, "hunter2hunter2"
 
 
 @pytest.fixture
@@ -26,17 +31,36 @@ def node(tmp_path, monkeypatch):
     identity = load_or_create(directory / "identity.key")
     raw = identity.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     (directory / "swarm.secret").write_text(SECRET.hex() + "\n")
-    (directory / "config.toml").write_text(f'[swarm]\ninvite = "{INVITE}"\n[node]\nname = "kitchen"\n')
+    (directory / "config.toml").write_text(
+        f'[swarm]\ninvite = "{INVITE}"\n[node]\nname = "kitchen"\n'
+    )
     monkeypatch.setenv("KEY_PASSPHRASE_FOR_A_TEST", PASSPHRASE)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "0123456789abcdef")
     secrets = [
-        SECRET.hex(), base64.b64encode(SECRET).decode(), raw.hex(), base64.b64encode(raw).decode(), PASSPHRASE,
-        json.dumps(PASSPHRASE)[1:-1], TOKEN, PASSWORD, INVITE, "0123456789abcdef",
+        SECRET.hex(),
+        base64.b64encode(SECRET).decode(),
+        raw.hex(),
+        base64.b64encode(raw).decode(),
+        PASSPHRASE,
+        json.dumps(PASSPHRASE)[1:-1],
+        TOKEN,
+        PASSWORD,
+        INVITE,
+        "0123456789abcdef",
         *(directory / "identity.key").read_text().splitlines()[1:-1],
-    ]  # fmt: skip
-    lines = [{"event": f"said {each}", "error": {"what": [each]}, "password": PASSWORD} for each in secrets if each != PASSWORD]
-    lines.append({"event": f"proxy http://me:{PASSWORD}@proxy.example:3128/x failed", "peer": identity.peer_id})
+    ]
+    lines = [
+        {"event": f"said {each}", "error": {"what": [each]}, "password": PASSWORD}
+        for each in secrets
+        if each != PASSWORD
+    ]
+    lines.append(
+        {
+            "event": f"proxy http://me:{PASSWORD}@proxy.example:3128/x failed",
+            "peer": identity.peer_id,
+        }
+    )
     text = "\n".join(map(json.dumps, lines)) + f"\nnot JSON: {SECRET.hex()} {TOKEN}\n"
     (directory / "log" / "network.jsonl").write_text(text)
     monkeypatch.setattr(probes, "device", lambda config, trial: CPU)
@@ -50,12 +74,27 @@ def unpacked(directory):
     (file,) = directory.glob("swarmnode-bundle-*.tar.gz")
     assert file.stat().st_mode & 0o777 == 0o600
     with tarfile.open(file) as archive:
-        return {entry.name.partition("/")[2]: archive.extractfile(entry).read().decode() for entry in archive}
+        return {
+            entry.name.partition("/")[2]: archive.extractfile(entry).read().decode()
+            for entry in archive
+        }
 
 
 def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
     directory, secrets, peer = node
-    monkey = cli.run(["doctor", "--bundle", "-d", str(directory), "--set", "http.port=0", "--json", "--set", "swarm.name=evening"])
+    monkey = cli.run(
+        [
+            "doctor",
+            "--bundle",
+            "-d",
+            str(directory),
+            "--set",
+            "http.port=0",
+            "--json",
+            "--set",
+            "swarm.name=evening",
+        ]
+    )
     printed = capsys.readouterr().out
     told = json.loads(printed)
     assert told["exit_code"] == monkey
@@ -68,7 +107,11 @@ def test_a_bundle_has_what_helps_and_no_secret(node, tmp_path, capsys):
     assert "kitchen" in files["config.json"]
     assert json.loads(files["versions.json"])["packages"]["libp2p"]
     assert "HF_TOKEN" in files["versions.json"], "that it is set helps, what it is does not"
-    assert {check["name"] for check in json.loads(files["doctor.json"])} >= {"configuration", "data directory", "model"}
+    assert {check["name"] for check in json.loads(files["doctor.json"])} >= {
+        "configuration",
+        "data directory",
+        "model",
+    }
     assert peer in files["log/network.jsonl"]
     assert files["log/network.jsonl"].count("\n") == len(secrets) - 1 + 1
 
@@ -83,7 +126,9 @@ def test_a_bundle_is_written_when_the_configuration_is_what_is_wrong(node, tmp_p
 def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bundle.Redaction, "text", lambda self, text: text)
     assert cli.run(["doctor", "--bundle", "-d", str(node[0]), "--set", "http.port=0"]) == 77
-    assert "a secret would stand in log/network.jsonl: nothing was written" in capsys.readouterr().err
+    assert (
+        "a secret would stand in log/network.jsonl: nothing was written" in capsys.readouterr().err
+    )
     assert not list(tmp_path.glob("swarmnode-bundle-*"))
 
 

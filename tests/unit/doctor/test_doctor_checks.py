@@ -21,16 +21,29 @@ from swarmnode.doctor.checks import (
 GIB = 2**30
 DIRECTORY = DirectoryFacts("/data", free_bytes=50 * GIB)
 GPU = DeviceFacts(
-    torch="2.13.0", built_for="CUDA 12.8", placement="cuda:0, bfloat16: compute capability 9.0", on_cpu=False, hardware=["nvidia"],
-    driver="570.1", parameters=10**9, need_bytes=18 * GIB, free_bytes=80 * GIB,
-)  # fmt: skip
+    torch="2.13.0",
+    built_for="CUDA 12.8",
+    placement="cuda:0, bfloat16: compute capability 9.0",
+    on_cpu=False,
+    hardware=["nvidia"],
+    driver="570.1",
+    parameters=10**9,
+    need_bytes=18 * GIB,
+    free_bytes=80 * GIB,
+)
 CPU = DeviceFacts(
-    torch="2.13.0+cpu", placement="cpu, float32: no accelerator found", parameters=10**5, need_bytes=2**21, free_bytes=8 * GIB
+    torch="2.13.0+cpu",
+    placement="cpu, float32: no accelerator found",
+    parameters=10**5,
+    need_bytes=2**21,
+    free_bytes=8 * GIB,
 )
 
 
 def test_an_address_that_a_router_or_a_cloud_has_is_announced_and_not_listened_on():
-    todo = checks.check_port(PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")).todo
+    todo = checks.check_port(
+        PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")
+    ).todo
     assert todo == "listen on /ip4/0.0.0.0/tcp/4001, and name this one in network.announce_addrs"
 
 
@@ -46,7 +59,12 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
     ("check", "level", "code", "says"),
     [
         (checks.check_directory(DIRECTORY), "ok", 0, "writable"),
-        (checks.check_directory(but(DIRECTORY, problem="Permission denied")), "fail", 69, "Permission denied"),
+        (
+            checks.check_directory(but(DIRECTORY, problem="Permission denied")),
+            "fail",
+            69,
+            "Permission denied",
+        ),
         (checks.check_directory(but(DIRECTORY, mode=0o777)), "warn", 0, "0777"),
         (checks.check_directory(but(DIRECTORY, running_pid=12)), "ok", 0, "pid 12"),
         (checks.check_disk(DIRECTORY), "ok", 0, "50.0 GiB"),
@@ -57,11 +75,35 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_key(KeyFacts("/k", "good")), "ok", 0, "only its owner"),
         (checks.check_key(KeyFacts("/k", "good", 0o640)), "fail", 77, "0640"),
         (checks.check_key(KeyFacts("/k", "damaged", detail="no PEM")), "fail", 69, "not a key"),
-        (checks.check_key(KeyFacts("/k", "unreadable", detail="Permission denied")), "fail", 69, "cannot be read"),
+        (
+            checks.check_key(KeyFacts("/k", "unreadable", detail="Permission denied")),
+            "fail",
+            69,
+            "cannot be read",
+        ),
         (checks.check_port(PortFacts("http.port", "127.0.0.1", 9464)), "ok", 0, "free"),
-        (checks.check_port(PortFacts("http.port", "127.0.0.1", 9464, "another process listens there")), "fail", 69, "another process"),
-        (checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 4001, "taken", ours=True)), "ok", 0, "this node's"),
-        (checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 0)), "ok", 0, "first start"),
+        (
+            checks.check_port(
+                PortFacts("http.port", "127.0.0.1", 9464, "another process listens there")
+            ),
+            "fail",
+            69,
+            "another process",
+        ),
+        (
+            checks.check_port(
+                PortFacts("network.listen_addrs", "0.0.0.0", 4001, "taken", ours=True)
+            ),
+            "ok",
+            0,
+            "this node's",
+        ),
+        (
+            checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 0)),
+            "ok",
+            0,
+            "first start",
+        ),
         (reach("127.0.0.1"), "warn", 0, "outbound only"),
         (reach("127.0.0.1", wants=False), "ok", 0, "this machine only"),
         (reach("0.0.0.0"), "warn", 0, "behind NAT"),
@@ -71,25 +113,87 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_clock(ClockFacts(1000.0, synchronised=True)), "ok", 0, "synchronised"),
         (checks.check_clock(ClockFacts(1000.0, synchronised=False)), "warn", 0, "not synchronised"),
         (checks.check_clock(ClockFacts(1000.0, newest_file=5000.0)), "fail", 69, "4000 s behind"),
-        (checks.check_clock(ClockFacts(1000.0, received=40, future=30)), "fail", 69, "clock is behind"),
-        (checks.check_clock(ClockFacts(1000.0, received=40, stale=30)), "fail", 69, "clock is ahead of"),
-        (checks.check_clock(ClockFacts(1000.0, received=40, future=3)), "ok", 0, "as peers' clocks are"),
+        (
+            checks.check_clock(ClockFacts(1000.0, received=40, future=30)),
+            "fail",
+            69,
+            "clock is behind",
+        ),
+        (
+            checks.check_clock(ClockFacts(1000.0, received=40, stale=30)),
+            "fail",
+            69,
+            "clock is ahead of",
+        ),
+        (
+            checks.check_clock(ClockFacts(1000.0, received=40, future=3)),
+            "ok",
+            0,
+            "as peers' clocks are",
+        ),
         (checks.check_device(CPU), "ok", 0, "no accelerator"),
         (checks.check_device(GPU), "ok", 0, "compute capability"),
         (checks.check_device(but(CPU, hardware=["nvidia"])), "fail", 69, "driver is not loaded"),
-        (checks.check_device(but(CPU, hardware=["nvidia"], driver="570.1")), "fail", 69, "built for the CPU"),
-        (checks.check_port(PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")),
-         "fail", 69, "192.0.2.1 port 4001: not an address of this machine"),
-        (checks.check_device(but(CPU, hardware=["nvidia"], driver="470.1", built_for="CUDA 12.8", gpu_error="driver too old")),
-         "fail", 69, "driver 470.1: driver too old"),
+        (
+            checks.check_device(but(CPU, hardware=["nvidia"], driver="570.1")),
+            "fail",
+            69,
+            "built for the CPU",
+        ),
+        (
+            checks.check_port(
+                PortFacts(
+                    "network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine"
+                )
+            ),
+            "fail",
+            69,
+            "192.0.2.1 port 4001: not an address of this machine",
+        ),
+        (
+            checks.check_device(
+                but(
+                    CPU,
+                    hardware=["nvidia"],
+                    driver="470.1",
+                    built_for="CUDA 12.8",
+                    gpu_error="driver too old",
+                )
+            ),
+            "fail",
+            69,
+            "driver 470.1: driver too old",
+        ),
         (checks.check_device(but(CPU, hardware=["nvidia"], configured="cpu")), "ok", 0, "cpu"),
         (checks.check_device(but(CPU, hardware=["amd"])), "warn", 0, "not built for ROCm"),
-        (checks.check_device(but(CPU, hardware=["amd"], built_for="ROCm 6.4")), "fail", 69, "cannot use the AMD GPU"),
-        (checks.check_device(DeviceFacts(error="libtorch_cpu.so: cannot open")), "fail", 69, "cannot be loaded"),
-        (checks.check_device(DeviceFacts(torch="2.13.0", error="'cuda:3' is not here", error_code=69)), "fail", 69, "cuda:3"),
+        (
+            checks.check_device(but(CPU, hardware=["amd"], built_for="ROCm 6.4")),
+            "fail",
+            69,
+            "cannot use the AMD GPU",
+        ),
+        (
+            checks.check_device(DeviceFacts(error="libtorch_cpu.so: cannot open")),
+            "fail",
+            69,
+            "cannot be loaded",
+        ),
+        (
+            checks.check_device(
+                DeviceFacts(torch="2.13.0", error="'cuda:3' is not here", error_code=69)
+            ),
+            "fail",
+            69,
+            "cuda:3",
+        ),
         (checks.check_model(CPU), "ok", 0, "2 MiB to train"),
         (checks.check_model(but(GPU, error="needs 900 GiB", error_code=75)), "fail", 75, "900 GiB"),
-        (checks.check_model(but(CPU, error="no such directory", error_code=69)), "fail", 69, "no such directory"),
+        (
+            checks.check_model(but(CPU, error="no such directory", error_code=69)),
+            "fail",
+            69,
+            "no such directory",
+        ),
         (checks.check_model(but(CPU, parameters=10**9)), "warn", 0, "on the CPU"),
         (checks.check_model(DeviceFacts()), "warn", 0, "not examined"),
         (checks.check_files(20_000, 200), "ok", 0, "20000"),
@@ -99,7 +203,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_config(ConfigFacts("cannot honour", 77)), "fail", 77, "cannot honour"),
         (checks.check_config(ConfigFacts(http_host="0.0.0.0")), "warn", 0, "0.0.0.0"),
     ],
-)  # fmt: skip
+)
 def test_a_fact_is_judged(check, level, code, says):
     assert (check.level, check.exit_code) == (level, code)
     assert says in check.what
@@ -108,7 +212,9 @@ def test_a_fact_is_judged(check, level, code, says):
 
 
 def bootstrap(*outcomes):
-    return checks.check_peers([PeerFacts(f"/ip4/1.2.3.{i}/tcp/4001", outcome) for i, outcome in enumerate(outcomes)])
+    return checks.check_peers(
+        [PeerFacts(f"/ip4/1.2.3.{i}/tcp/4001", outcome) for i, outcome in enumerate(outcomes)]
+    )
 
 
 @pytest.mark.parametrize(

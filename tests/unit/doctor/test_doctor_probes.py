@@ -31,7 +31,9 @@ from swarmnode.policy.examine import examine
 from tests.support import snapshots
 from tests.support.hosts import host
 
-CPU = DeviceFacts(torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30)
+CPU = DeviceFacts(
+    torch="2.13.0", placement="cpu, float32", parameters=1, need_bytes=1, free_bytes=2**30
+)
 
 
 def test_a_directory_that_is_not_there_yet_is_judged_by_its_parent(tmp_path):
@@ -71,7 +73,9 @@ def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         listen = [("127.0.0.1", port)]
-        (stranger, http), (own, _) = (probes.ports(listen, HttpConfig(port=0), running) for running in (False, True))
+        (stranger, http), (own, _) = (
+            probes.ports(listen, HttpConfig(port=0), running) for running in (False, True)
+        )
     assert (stranger.problem, stranger.ours) == (probes.TAKEN, False)
     assert own.ours
     assert (http.key, http.problem) == ("http.port", "")
@@ -90,7 +94,12 @@ def test_the_port_of_the_first_start_is_the_one_that_is_looked_at(tmp_path):
 def test_a_clock_behind_the_nodes_own_files_shows(tmp_path):
     (tmp_path / "peers.json").touch()
     os.utime(tmp_path / "peers.json", (0, time.time() + 7200))
-    facts = probes.clock(tmp_path, probes.RunningNode(rollouts=probes.RunningRollouts(9, probes.RunningAdmission({"future": 5}))))
+    facts = probes.clock(
+        tmp_path,
+        probes.RunningNode(
+            rollouts=probes.RunningRollouts(9, probes.RunningAdmission({"future": 5}))
+        ),
+    )
     assert facts.newest_file == pytest.approx(facts.now + 7200, abs=60)
     assert (facts.received, facts.future, facts.stale) == (9, 5, 0)
     assert facts.synchronised in (True, False, None)
@@ -110,10 +119,14 @@ def test_a_running_node_is_asked_over_its_own_http_server(tmp_path):
     with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "addresses.json").write_text(json.dumps({"http": f"http://127.0.0.1:{server.server_port}"}))
+        (tmp_path / "run" / "addresses.json").write_text(
+            json.dumps({"http": f"http://127.0.0.1:{server.server_port}"})
+        )
         status = probes.status(tmp_path)
     assert probes.clock(tmp_path, status).received == seen.rollouts.received > 0
-    assert probes.dialled_back(status) == DialBackFacts(seen.network.nat.reach.verdict, "", len(seen.network.nat.client.relays))
+    assert probes.dialled_back(status) == DialBackFacts(
+        seen.network.nat.reach.verdict, "", len(seen.network.nat.client.relays)
+    )
 
 
 def test_only_ports_that_are_known_and_free_are_tried(tmp_path):
@@ -124,14 +137,20 @@ def test_only_ports_that_are_known_and_free_are_tried(tmp_path):
 
 
 def test_gpus_are_found_on_the_bus_and_drivers_by_their_version(tmp_path):
-    for name, kind, vendor in (("0", "0x030200", "0x10de"), ("1", "0x020000", "0x10de"), ("2", "0x030000", "0x1002")):
+    for name, kind, vendor in (
+        ("0", "0x030200", "0x10de"),
+        ("1", "0x020000", "0x10de"),
+        ("2", "0x030000", "0x1002"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "class").write_text(kind + "\n")
         (tmp_path / name / "vendor").write_text(vendor + "\n")
     assert probes.gpus(tmp_path) == ["amd", "nvidia"]
     assert probes.gpus(tmp_path / "none") == []
     version = tmp_path / "version"
-    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
+    version.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n"
+    )
     assert probes.nvidia_driver(version) == "570.124.06"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17\n")
     assert probes.nvidia_driver(version) == "535.161.07"
@@ -164,9 +183,16 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
     told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
     assert (told["error_code"], told.get("trial")) == (69, None)
-    assert "the chat template of policy.model fails with this policy.chat: no system prompt" in told["error"]
-    assert "trial" not in examine(PolicyConfig(device="cpu", model=str(broken))), "nobody asked for one"
-    assert describe_fails(broken).endswith("the chat template of policy.model fails with this policy.chat: no system prompt")
+    assert (
+        "the chat template of policy.model fails with this policy.chat: no system prompt"
+        in told["error"]
+    )
+    assert "trial" not in examine(PolicyConfig(device="cpu", model=str(broken))), (
+        "nobody asked for one"
+    )
+    assert describe_fails(broken).endswith(
+        "the chat template of policy.model fails with this policy.chat: no system prompt"
+    )
 
     weights = load_file(broken / "model.safetensors")
     (broken / "chat_template.jinja").write_text(template)
@@ -183,7 +209,8 @@ def describe_fails(model):
 
 
 async def test_bootstrap_peers_are_told_apart(tmp_path):
-    """One that answers, one with another key, one that is no peer, one that is not there: each for its own reason."""
+    """One that answers, one with another key, one that is no peer, one that is not there: each for
+    its own reason."""
     async with host(tmp_path / "peer") as network:
         good = network.listen_addrs[0]
         other = load_or_create(tmp_path / "other.key").peer_id
@@ -195,12 +222,19 @@ async def test_bootstrap_peers_are_told_apart(tmp_path):
                 unused.bind(("127.0.0.1", 0))
                 absent = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{other}"
                 wrong = good.rpartition("/")[0] + "/" + other
-                trial = probes.Trial(NetworkConfig(initial_peers=[good, wrong, silent, absent]), bytes(32), None, None, [])
+                trial = probes.Trial(
+                    NetworkConfig(initial_peers=[good, wrong, silent, absent]),
+                    bytes(32),
+                    None,
+                    None,
+                    [],
+                )
                 facts, dial_back = await trio.to_thread.run_sync(probes.peers, trial)
             nursery.cancel_scope.cancel()
     assert [fact.outcome for fact in facts] == ["ok", "wrong_peer", "no_handshake", "unreachable"]
     assert [fact.address for fact in facts] == [good, wrong, silent, absent]
-    assert dial_back == DialBackFacts("unknown")  # the port is only chosen at the first start: there is nothing to dial back yet
+    # the port is only chosen at the first start: there is nothing to dial back yet
+    assert dial_back == DialBackFacts("unknown")
 
 
 async def hang_up(stream):
@@ -221,9 +255,18 @@ def test_a_fresh_machine_passes_and_stays_as_it_was(tmp_path, on_cpu, capsys):
     assert doctor("--data-dir", tmp_path / "new", "--set", "http.port=0", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["exit_code"] == 0
-    assert {"configuration", "data directory", "disk", "key", "port", "http port", "clock", "bootstrap", "device", "model"} <= {
-        check["name"] for check in told["checks"]
-    }
+    assert {
+        "configuration",
+        "data directory",
+        "disk",
+        "key",
+        "port",
+        "http port",
+        "clock",
+        "bootstrap",
+        "device",
+        "model",
+    } <= {check["name"] for check in told["checks"]}
     assert not (tmp_path / "new").exists()
 
 
@@ -250,4 +293,9 @@ def test_neither_torch_nor_libp2p_is_loaded_for_it():
         "import sys, swarmnode.doctor.command, swarmnode.swarm.export; "
         "print([name for name in ('torch', 'transformers', 'libp2p') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

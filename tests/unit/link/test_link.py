@@ -1,4 +1,5 @@
-"""Both ends of the link over a real Unix socket: order, restart of either end, bad frames, a path that is too long."""
+"""Both ends of the link over a real Unix socket: order, restart of either end, bad frames, a path
+that is too long."""
 
 import socket
 import struct
@@ -83,7 +84,9 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
 
 async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     recorder, told = Recorder(), []
-    offering = Offering(b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1)))
+    offering = Offering(
+        b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1))
+    )
     status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, probe_kl=None)
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
@@ -94,7 +97,17 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             link.send(status)
             await until(lambda: len(recorder.seen) == 3)
             assert recorder.seen[1:] == [offering, status]
-            assigned = Assigned(b"c" * 32, b"l" * 32, 2, (2, 1, 1), ("a", "b", "c"), 0, NO_HASH, Taken(), "/run/stages.sock")
+            assigned = Assigned(
+                b"c" * 32,
+                b"l" * 32,
+                2,
+                (2, 1, 1),
+                ("a", "b", "c"),
+                0,
+                NO_HASH,
+                Taken(),
+                "/run/stages.sock",
+            )
             for message in (assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")):
                 assert server.send_to_trainer(message)
             await until(lambda: len(told) == 4)
@@ -137,7 +150,9 @@ async def test_a_new_trainer_replaces_the_old(data_dir):
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("data", [struct.pack(">I", 2**31), struct.pack(">I", 3) + b"\xc1\xc1\xc1", pack(WELCOME)])
+@pytest.mark.parametrize(
+    "data", [struct.pack(">I", 2**31), struct.pack(">I", 3) + b"\xc1\xc1\xc1", pack(WELCOME)]
+)
 async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
     server = LinkServer(data_dir, Recorder())
     async with trio.open_nursery() as nursery:
@@ -150,7 +165,9 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_network_process_that_says_what_is_no_message_is_told_of_once_and_tried_again(data_dir, caplog):
+async def test_a_network_process_that_says_what_is_no_message_is_told_of_once_and_tried_again(
+    data_dir, caplog
+):
     recorder = Recorder()
     recorder.hello = lambda hello: hello  # as one of another version may
     async with trio.open_nursery() as nursery:

@@ -32,7 +32,9 @@ def test_a_hung_loop_is_not_alive() -> None:
 
 
 def test_a_lone_node_is_ready() -> None:
-    assert ready(NodeSnapshot(health=Health(network_ready=True, policy_loaded=True, joined=False))).ok
+    assert ready(
+        NodeSnapshot(health=Health(network_ready=True, policy_loaded=True, joined=False))
+    ).ok
 
 
 def test_a_node_without_a_trainer_needs_no_policy() -> None:
@@ -40,14 +42,18 @@ def test_a_node_without_a_trainer_needs_no_policy() -> None:
 
 
 def test_a_draining_node_is_not_ready() -> None:
-    verdict = ready(replace(example(), health=Health(network_ready=True, policy_loaded=True, draining=True)))
+    verdict = ready(
+        replace(example(), health=Health(network_ready=True, policy_loaded=True, draining=True))
+    )
     assert verdict.reasons == ["draining"]
 
 
 def test_no_peers_is_a_trouble_only_after_a_while() -> None:
     alone = NetworkStatistics()
     assert troubles(replace(example_at(30.0), network=alone)) == []
-    assert troubles(replace(example_at(90.0), network=alone)) == ["no peers connected and none known"]
+    assert troubles(replace(example_at(90.0), network=alone)) == [
+        "no peers connected and none known"
+    ]
     unshared = replace(example().node, sharing=False)
     assert troubles(replace(example_at(90.0), network=alone, node=unshared)) == []
 
@@ -63,7 +69,10 @@ def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
 
 def test_a_disk_is_low_by_share_and_by_bytes() -> None:
     def left(free: int, total: int) -> bool:
-        return any("disk" in trouble for trouble in troubles(replace(example(), disk=DiskStatistics(free, total))))
+        return any(
+            "disk" in trouble
+            for trouble in troubles(replace(example(), disk=DiskStatistics(free, total)))
+        )
 
     assert left(2**30, 100 * 2**30)
     assert not left(20 * 2**30, 4096 * 2**30)  # a small share of much
@@ -74,7 +83,11 @@ def test_a_disk_is_low_by_share_and_by_bytes() -> None:
 def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
     def after(age: float, step_seconds: float) -> list[str]:
         report = replace(example().trainer.report, phase="training", step_seconds=step_seconds)
-        return troubles(replace(example(), trainer=TrainerStatistics(connected=True, report=report, age_seconds=age)))
+        return troubles(
+            replace(
+                example(), trainer=TrainerStatistics(connected=True, report=report, age_seconds=age)
+            )
+        )
 
     assert after(100.0, 40.0) == []
     assert after(100.0, 2.0) == ["the trainer has reported nothing for 100 s"]
@@ -83,7 +96,9 @@ def test_a_silent_trainer_is_a_trouble_in_proportion_to_its_steps() -> None:
 def test_a_few_rejections_are_no_storm() -> None:
     def rejecting(count: int, received: int) -> list[str]:
         admission = AdmissionStatistics(rejected={"signature": count})
-        return troubles(replace(example(), rollouts=ExchangeStatistics(received=received, admission=admission)))
+        return troubles(
+            replace(example(), rollouts=ExchangeStatistics(received=received, admission=admission))
+        )
 
     assert rejecting(10, 10) == []
     assert rejecting(40, 100) == []
@@ -119,7 +134,11 @@ def test_history_goes_on_after_a_restart_with_a_gap_between(tmp_path) -> None:
     after.load(tmp_path)
     after.add(example_at(160.0))
     columns = after.columns()
-    assert [len(columns["at"]), columns["at"][0], columns["at"][-1]] == [102, STARTED_AT, STARTED_AT + 160]
+    assert [len(columns["at"]), columns["at"][0], columns["at"][-1]] == [
+        102,
+        STARTED_AT,
+        STARTED_AT + 160,
+    ]
     assert columns["reward_held_out"][99] is not None
     assert columns["reward_held_out"][100] is None
     assert columns["reward_held_out"][101] is not None
@@ -133,7 +152,10 @@ def test_a_history_that_is_full_stays_bounded_and_one_that_is_none_is_left(tmp_p
     full.save(tmp_path)
     after.load(tmp_path)
     assert len(after.columns()["at"]) <= 50
-    text, still = b'{"interval": 1.0, "columns": ["at"], "rows": [["x"]]}', b'{"interval": 0.0, "columns": ["at"], "rows": [[1]]}'
+    text, still = (
+        b'{"interval": 1.0, "columns": ["at"], "rows": [["x"]]}',
+        b'{"interval": 0.0, "columns": ["at"], "rows": [[1]]}',
+    )
     for broken in (b"", b"{", b"[]", text, still):
         (tmp_path / "log" / "history.json").write_bytes(broken)
         fresh = History()
@@ -158,7 +180,9 @@ def test_a_crew_that_stands_still_or_lost_its_stage_is_said() -> None:
     standing = replace(stages.crew, standing_seconds=31.0, state="preparing")
     assert said(replace(stages, crew=standing)) == ["the crew has taken no step for 31 s"]
     failed = replace(stages.own, phase="failed", reason="gate: KL 0.4")
-    assert said(replace(stages, own=failed)) == ["this node's stage could not be restored: gate: KL 0.4"]
+    assert said(replace(stages, own=failed)) == [
+        "this node's stage could not be restored: gate: KL 0.4"
+    ]
 
 
 def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
@@ -168,17 +192,24 @@ def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
         health = Health(network_ready=True, policy_loaded=False)
         return ready(replace(example(), health=health, stages=changed)).reasons
 
-    assert said(replace(stages, crew=CrewStatistics(), own=None)) == ["waits for others to hold the policy with"]
-    assert said(replace(stages, own=replace(stages.own, phase="loading"))) == ["its stage is not loaded yet"]
+    assert said(replace(stages, crew=CrewStatistics(), own=None)) == [
+        "waits for others to hold the policy with"
+    ]
+    assert said(replace(stages, own=replace(stages.own, phase="loading"))) == [
+        "its stage is not loaded yet"
+    ]
     assert said(replace(stages, enabled=False)) == ["policy not loaded yet"]
 
 
-def test_a_node_has_the_policy_once_its_stage_is_there_and_a_lone_one_when_its_trainer_says_so() -> None:
+def test_a_node_is_ready_once_its_stage_or_policy_is_loaded() -> None:
     stages, alone = example().stages, StagesStatistics()
     assert policy_loaded(None, stages)  # only the head reports
     assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="probation")))
-    assert not policy_loaded(Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading")))
-    assert not policy_loaded(Report(phase="generating"), replace(stages, own=None))  # it was a head, and its crew is gone
+    assert not policy_loaded(
+        Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading"))
+    )
+    # it was a head, and its crew is gone
+    assert not policy_loaded(Report(phase="generating"), replace(stages, own=None))
     assert policy_loaded(Report(phase="generating"), alone)
     assert not policy_loaded(Report(phase="loading"), alone)
     assert not policy_loaded(None, alone)
@@ -187,16 +218,38 @@ def test_a_node_has_the_policy_once_its_stage_is_there_and_a_lone_one_when_its_t
 def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
     silent = replace(example(), trainer=replace(example().trainer, age_seconds=500.0))
     assert troubles(silent) == ["the trainer has reported nothing for 500 s"]
-    assert troubles(replace(silent, stages=replace(silent.stages, crew=replace(silent.stages.crew, stage=1)))) == []
-    assert troubles(replace(silent, stages=replace(silent.stages, enabled=False))) == ["the trainer has reported nothing for 500 s"]
+    assert (
+        troubles(
+            replace(
+                silent, stages=replace(silent.stages, crew=replace(silent.stages.crew, stage=1))
+            )
+        )
+        == []
+    )
+    assert troubles(replace(silent, stages=replace(silent.stages, enabled=False))) == [
+        "the trainer has reported nothing for 500 s"
+    ]
 
 
 def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> None:
-    ours = replace(example(), scorer=ScorerStatistics(reward_errors={"own/a": 2}, last_reward_error="own/a: ZeroDivisionError"))
-    assert troubles(ours) == ["a reward failed 2 times, each counted as 0; the last: own/a: ZeroDivisionError"]
-    report = replace(example().trainer.report, reward_errors={"own/b": 1}, last_reward_error="own/b: KeyError: 'x'")
+    ours = replace(
+        example(),
+        scorer=ScorerStatistics(
+            reward_errors={"own/a": 2}, last_reward_error="own/a: ZeroDivisionError"
+        ),
+    )
+    assert troubles(ours) == [
+        "a reward failed 2 times, each counted as 0; the last: own/a: ZeroDivisionError"
+    ]
+    report = replace(
+        example().trainer.report,
+        reward_errors={"own/b": 1},
+        last_reward_error="own/b: KeyError: 'x'",
+    )
     theirs = replace(ours, trainer=replace(ours.trainer, report=report))
-    assert troubles(theirs) == ["a reward failed 3 times, each counted as 0; the last: own/b: KeyError: 'x'"]
+    assert troubles(theirs) == [
+        "a reward failed 3 times, each counted as 0; the last: own/b: KeyError: 'x'"
+    ]
 
 
 def test_why_the_trainer_is_not_there_is_said() -> None:
@@ -204,5 +257,10 @@ def test_why_the_trainer_is_not_there_is_said() -> None:
     supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
     gone = replace(s, trainer=replace(s.trainer, connected=False), supervisor=supervisor)
     assert troubles(gone)[0] == "the trainer is not connected: KeyError: 'x' (exit code 1)"
-    never = replace(gone, health=Health(network_ready=True), stages=replace(s.stages, enabled=False))
-    assert ready(never).reasons == ["policy not loaded yet", "the trainer ended: KeyError: 'x' (exit code 1)"]
+    never = replace(
+        gone, health=Health(network_ready=True), stages=replace(s.stages, enabled=False)
+    )
+    assert ready(never).reasons == [
+        "policy not loaded yet",
+        "the trainer ended: KeyError: 'x' (exit code 1)",
+    ]

@@ -23,7 +23,11 @@ from tests.support.waiting import until
 @asynccontextmanager
 async def served(snapshot=example, **kwargs) -> AsyncIterator[httpx.AsyncClient]:
     async with trio.open_nursery() as nursery:
-        url = await nursery.start(lambda task_status: serve_http(HttpConfig(port=0), snapshot, task_status=task_status, **kwargs))
+        url = await nursery.start(
+            lambda task_status: serve_http(
+                HttpConfig(port=0), snapshot, task_status=task_status, **kwargs
+            )
+        )
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
             yield client
         nursery.cancel_scope.cancel()
@@ -32,10 +36,14 @@ async def served(snapshot=example, **kwargs) -> AsyncIterator[httpx.AsyncClient]
 async def test_metrics_come_in_the_format_that_was_asked_for() -> None:
     async with served() as client:
         plain = await client.get("/metrics")
-        open_metrics = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+        open_metrics = await client.get(
+            "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
+        )
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert len(list(parse_text(plain.text))) == len(METRICS)
-    assert open_metrics.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert open_metrics.headers["content-type"].startswith(
+        "application/openmetrics-text; version=1.0.0"
+    )
     assert len(list(parse_openmetrics(open_metrics.text))) == len(METRICS)
 
 
@@ -46,7 +54,10 @@ async def test_readyz_says_what_is_missing() -> None:
         now = NodeSnapshot(health=Health(network_ready=True, policy_loaded=True))
         later = await client.get("/readyz")
         alive = await client.get("/healthz")
-    assert (early.status_code, early.json()["reasons"]) == (503, ["network not up yet", "policy not loaded yet"])
+    assert (early.status_code, early.json()["reasons"]) == (
+        503,
+        ["network not up yet", "policy not loaded yet"],
+    )
     assert (later.status_code, later.json()) == (200, {"ok": True, "reasons": []})
     assert alive.status_code == 200
 
@@ -56,7 +67,10 @@ async def test_status_is_the_snapshot_and_its_past() -> None:
         told = (await client.get("/status")).json()
         without = (await client.get("/status?points=0")).json()
         wrong = await client.get("/status?points=-1")
-    assert msgspec.json.decode(msgspec.json.encode(told["snapshot"]), type=NodeSnapshot).rollouts == example().rollouts
+    assert (
+        msgspec.json.decode(msgspec.json.encode(told["snapshot"]), type=NodeSnapshot).rollouts
+        == example().rollouts
+    )
     assert told["history"]["policy_version"] == [250]
     assert without["history"] == {}
     assert wrong.status_code == 400
@@ -77,13 +91,22 @@ async def test_every_answer_carries_the_security_headers() -> None:
         for path in ("/", "/app.js", "/status", "/metrics", "/nope"):
             headers = (await client.get(path)).headers
             assert "default-src 'self'" in headers["content-security-policy"]
-            assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
+            assert (headers["x-frame-options"], headers["x-content-type-options"]) == (
+                "DENY",
+                "nosniff",
+            )
             assert "server" not in headers
 
 
 async def test_a_foreign_host_header_is_refused() -> None:
     async with served() as client:
-        for host in ("evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "10.0.0.1:9464", ""):
+        for host in (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "localhost@evil.example",
+            "10.0.0.1:9464",
+            "",
+        ):
             assert (await client.get("/status", headers={"host": host})).status_code == 421, host
         for host in ("localhost:8080", "LOCALHOST", "127.0.0.1", "[::1]:9464"):
             assert (await client.get("/status", headers={"host": host})).status_code == 200, host
@@ -91,13 +114,17 @@ async def test_a_foreign_host_header_is_refused() -> None:
 
 def test_a_bind_address_is_loopback_or_not() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9"))
-    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.2", "node.example", "[", "[::1"))
+    assert not any(
+        is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.2", "node.example", "[", "[::1")
+    )
 
 
 async def test_a_taken_port_is_one_clear_line() -> None:
     with listen(HttpConfig(port=0)) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(Unavailable, match=f"127.0.0.1:{port}: Address already in use; set http.port"):
+        with pytest.raises(
+            Unavailable, match=f"127.0.0.1:{port}: Address already in use; set http.port"
+        ):
             await serve_http(HttpConfig(port=port), example)
 
 
@@ -106,7 +133,9 @@ async def test_shutdown_trigger_ends_it() -> None:
     async with trio.open_nursery() as nursery:
         with trio.fail_after(120):
             url = await nursery.start(
-                lambda task_status: serve_http(HttpConfig(port=0), example, shutdown_trigger=stop.wait, task_status=task_status)
+                lambda task_status: serve_http(
+                    HttpConfig(port=0), example, shutdown_trigger=stop.wait, task_status=task_status
+                )
             )
             stop.set()
     with pytest.raises(OSError):
@@ -122,7 +151,9 @@ async def test_a_failing_snapshot_fails_requests_and_not_the_node() -> None:
         return example()
 
     async with served(sometimes) as client:
-        assert [(await client.get(path)).status_code for path in ("/status", "/metrics", "/healthz")] == [500, 500, 200]
+        assert [
+            (await client.get(path)).status_code for path in ("/status", "/metrics", "/healthz")
+        ] == [500, 500, 200]
         broken = False
         assert (await client.get("/status")).status_code == 200
 
@@ -135,7 +166,11 @@ async def test_who_does_not_read_its_answers_does_not_hold_the_shutdown() -> Non
     async with trio.open_nursery() as nursery:
         await nursery.start(
             lambda task_status: serve_http(
-                HttpConfig(port=0), lambda: large, sock=sock, shutdown_trigger=stop.wait, task_status=task_status
+                HttpConfig(port=0),
+                lambda: large,
+                sock=sock,
+                shutdown_trigger=stop.wait,
+                task_status=task_status,
             )
         )
         async with await trio.open_tcp_stream("127.0.0.1", int(url.rpartition(":")[2])) as greedy:

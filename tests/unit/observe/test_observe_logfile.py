@@ -72,11 +72,17 @@ def test_a_tail_follows_what_is_appended_and_put_aside(tmp_path, monkeypatch) ->
         newest = tail.statistics()[-1]
     assert (newest.text, newest.process, newest.level) == ("line i=59", "trainer", "info")
     assert [line.text for line in tail.statistics()] == [f"line i={i}" for i in range(60)]
-    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["trainer.jsonl", "trainer.jsonl.1"]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [
+        "trainer.jsonl",
+        "trainer.jsonl.1",
+    ]
     assert all(path.stat().st_size <= 2000 for path in (tmp_path / "log").iterdir())
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}", b'{"timestamp": 3}', b'{"timestamp": "yesterday"}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"[]", b"{}", b'{"timestamp": 3}', b'{"timestamp": "yesterday"}', b"\xff\xfe"],
+)
 def test_what_is_no_line_of_ours_is_none(line) -> None:
     assert parse(line, "trainer") is None
 

@@ -10,13 +10,25 @@ import pytest
 import structlog
 
 from swarmnode.config import LogConfig
-from swarmnode.observe.logs import BURST, MAX_TEXT, NOISY, REFILL_SECONDS, RING_LINES, Calm, configure
+from swarmnode.observe.logs import (
+    BURST,
+    MAX_TEXT,
+    NOISY,
+    REFILL_SECONDS,
+    RING_LINES,
+    Calm,
+    configure,
+)
 
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level, levels = list(root.handlers), root.level, {name: logging.getLogger(name).level for name in NOISY}
+    handlers, level, levels = (
+        list(root.handlers),
+        root.level,
+        {name: logging.getLogger(name).level for name in NOISY},
+    )
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
@@ -43,8 +55,17 @@ def test_all_libraries_write_the_same_lines() -> None:
     structlog.get_logger("swarmnode.daemon.node").info("step finished", step=4)
     logging.getLogger("libp2p.host").warning("stream %s failed", 7)
     ours, theirs = lines(stream)
-    assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == ("step finished", 4, "swarmnode.daemon.node", "info")
-    assert (theirs["event"], theirs["logger"], theirs["level"]) == ("stream 7 failed", "libp2p.host", "warning")
+    assert (ours["event"], ours["step"], ours["logger"], ours["level"]) == (
+        "step finished",
+        4,
+        "swarmnode.daemon.node",
+        "info",
+    )
+    assert (theirs["event"], theirs["logger"], theirs["level"]) == (
+        "stream 7 failed",
+        "libp2p.host",
+        "warning",
+    )
     assert ours.keys() - {"step"} == theirs.keys()
     assert (ours["round"], ours["component"]) == (3, "network")
     assert list(ours)[:5] == ["timestamp", "level", "component", "logger", "event"]
@@ -67,7 +88,9 @@ def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize("key", ["private_key", "hf_token", "token", "password", "Authorization", "client_secret"])
+@pytest.mark.parametrize(
+    "key", ["private_key", "hf_token", "token", "password", "Authorization", "client_secret"]
+)
 def test_secrets_are_blanked_by_key(key) -> None:
     stream = io.StringIO()
     ring = configure(LogConfig(), "network", stream)
@@ -79,9 +102,16 @@ def test_secrets_are_blanked_by_key(key) -> None:
 def test_counts_of_tokens_are_no_secrets() -> None:
     stream = io.StringIO()
     configure(LogConfig(), "trainer", stream)
-    structlog.get_logger("swarmnode").info("step", tokens=5, tokens_per_second=2.5, token_ids=[1, 2], tokenizer="abc")
+    structlog.get_logger("swarmnode").info(
+        "step", tokens=5, tokens_per_second=2.5, token_ids=[1, 2], tokenizer="abc"
+    )
     line = lines(stream)[0]
-    assert (line["tokens"], line["tokens_per_second"], line["token_ids"], line["tokenizer"]) == (5, 2.5, [1, 2], "abc")
+    assert (line["tokens"], line["tokens_per_second"], line["token_ids"], line["tokenizer"]) == (
+        5,
+        2.5,
+        [1, 2],
+        "abc",
+    )
 
 
 def test_secrets_are_blanked_in_text_and_tracebacks() -> None:
@@ -108,7 +138,9 @@ def test_a_peers_text_cannot_move_the_cursor_or_fake_a_line(stream) -> None:
         structlog.get_logger("swarmnode").exception("handler failed")
     written = stream.getvalue()
     assert not any(bad in written for bad in ("\x1b[2J", "\u202e", "\x9b"))
-    shown = [line for kept in ring.statistics() for line in kept.text.splitlines()] + written.splitlines()
+    shown = [
+        line for kept in ring.statistics() for line in kept.text.splitlines()
+    ] + written.splitlines()
     assert not any(line.startswith("12:00:00 [info] all is well") for line in shown)
     assert len([line for line in written.splitlines() if "agent" in line]) == 1
 
@@ -116,7 +148,9 @@ def test_a_peers_text_cannot_move_the_cursor_or_fake_a_line(stream) -> None:
 def test_long_values_and_bytes_are_cut() -> None:
     stream = io.StringIO()
     configure(LogConfig(), "network", stream)
-    structlog.get_logger("swarmnode").info("got", frame=b"\x00" * 10_000, text="y" * 100_000, many=list(range(1000)))
+    structlog.get_logger("swarmnode").info(
+        "got", frame=b"\x00" * 10_000, text="y" * 100_000, many=list(range(1000))
+    )
     line = lines(stream)[0]
     assert line["frame"] == "<10000 bytes>"
     assert len(line["text"]) < MAX_TEXT + 40

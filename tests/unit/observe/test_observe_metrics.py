@@ -54,7 +54,10 @@ def test_names_say_what_they_are() -> None:
 
 def test_counters_exist_before_anything_happened() -> None:
     scraped = scrape(NodeSnapshot())
-    reasons = {*scraped["swarmnode_rollouts_rejected_total"], *scraped["swarmnode_rollouts_ignored_total"]}
+    reasons = {
+        *scraped["swarmnode_rollouts_rejected_total"],
+        *scraped["swarmnode_rollouts_ignored_total"],
+    }
     assert reasons == {(reason,) for reason in REASONS}
     assert set(scraped["swarmnode_rollouts_rejected_total"].values()) == {0}
     assert scraped["swarmnode_restarts_total"] == {("network",): 0, ("trainer",): 0}
@@ -62,15 +65,21 @@ def test_counters_exist_before_anything_happened() -> None:
 
 
 def test_what_is_not_measured_has_no_series() -> None:
-    snapshot = NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="training", step=3, reward_own=0.5)))
+    snapshot = NodeSnapshot(
+        trainer=TrainerStatistics(report=Report(phase="training", step=3, reward_own=0.5))
+    )
     scraped = scrape(snapshot)
     assert scraped["swarmnode_reward"] == {("own",): 0.5}
     assert "swarmnode_kl" not in scraped
 
 
 def test_a_trainer_that_is_still_loading_does_not_reset_its_counters() -> None:
-    assert "swarmnode_steps_total" not in scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="loading"))))
-    assert scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="generating"))))["swarmnode_steps_total"] == {(): 0}
+    assert "swarmnode_steps_total" not in scrape(
+        NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="loading")))
+    )
+    assert scrape(NodeSnapshot(trainer=TrainerStatistics(report=Report(phase="generating"))))[
+        "swarmnode_steps_total"
+    ] == {(): 0}
 
 
 def test_peer_ids_are_in_the_info_metric_only() -> None:
@@ -83,14 +92,22 @@ def test_peer_ids_are_in_the_info_metric_only() -> None:
 
 def test_strange_and_surplus_label_values_are_one_series() -> None:
     many = {f"/p/{i}": 1 for i in range(1000)} | {"\n# HELP evil": 5}
-    scraped = scrape(NodeSnapshot(network=NetworkStatistics(traffic=TrafficStatistics(received=many))))["swarmnode_network_bytes_total"]
+    scraped = scrape(
+        NodeSnapshot(network=NetworkStatistics(traffic=TrafficStatistics(received=many)))
+    )["swarmnode_network_bytes_total"]
     assert len(scraped) <= MAX_LABEL_VALUES + 2
     assert sum(scraped.values()) == 1005
     assert all(LABEL_VALUE.fullmatch(value) for labels in scraped for value in labels)
 
 
 def test_an_unknown_reason_is_not_lost() -> None:
-    scraped = scrape(NodeSnapshot(rollouts=ExchangeStatistics(admission=AdmissionStatistics(rejected={"made up": 4, "seed": 1}))))
+    scraped = scrape(
+        NodeSnapshot(
+            rollouts=ExchangeStatistics(
+                admission=AdmissionStatistics(rejected={"made up": 4, "seed": 1})
+            )
+        )
+    )
     assert scraped["swarmnode_rollouts_rejected_total"][("other",)] == 4
     assert scraped["swarmnode_rollouts_rejected_total"][("seed",)] == 1
 
@@ -99,15 +116,30 @@ def test_failed_rewards_of_both_scorers_are_counted_by_task_and_start_at_0() -> 
     s = example()
     report = msgspec.structs.replace(s.trainer.report, reward_errors={"rg/gcd": 2})
     failing = msgspec.structs.replace(
-        s, scorer=ScorerStatistics(reward_errors={"rg/gcd": 1}), trainer=msgspec.structs.replace(s.trainer, report=report)
+        s,
+        scorer=ScorerStatistics(reward_errors={"rg/gcd": 1}),
+        trainer=msgspec.structs.replace(s.trainer, report=report),
     )
-    assert scrape(failing)["swarmnode_reward_errors_total"] == {(name,): 3 * (name == "rg/gcd") for name in s.node.tasks}
+    assert scrape(failing)["swarmnode_reward_errors_total"] == {
+        (name,): 3 * (name == "rg/gcd") for name in s.node.tasks
+    }
 
 
 def test_histograms_are_cumulative_and_end_at_infinity() -> None:
-    scraped = scrape(NodeSnapshot(rollouts=ExchangeStatistics(pool=PoolStatistics(staleness={0: 3, 1: 2, 7: 1, 20: 1}))))
+    scraped = scrape(
+        NodeSnapshot(
+            rollouts=ExchangeStatistics(pool=PoolStatistics(staleness={0: 3, 1: 2, 7: 1, 20: 1}))
+        )
+    )
     buckets = scraped["swarmnode_rollout_staleness_versions_bucket"]
-    assert buckets == {("0.0",): 3, ("1.0",): 5, ("2.0",): 5, ("4.0",): 5, ("8.0",): 6, ("+Inf",): 7}
+    assert buckets == {
+        ("0.0",): 3,
+        ("1.0",): 5,
+        ("2.0",): 5,
+        ("4.0",): 5,
+        ("8.0",): 6,
+        ("+Inf",): 7,
+    }
     assert scraped["swarmnode_rollout_staleness_versions_sum"] == {(): 29}
 
 
@@ -120,7 +152,9 @@ def test_one_scrape_takes_one_snapshot() -> None:
 def test_names_with_quotes_and_newlines_stay_inside_their_label() -> None:
     hostile = 'x"} 1\nswarmnode_ready 1\n\\'
     node = msgspec.structs.replace(example().node, name=hostile)
-    labels = next(iter(scrape(msgspec.structs.replace(example(), node=node))["swarmnode_node_info"]))
+    labels = next(
+        iter(scrape(msgspec.structs.replace(example(), node=node))["swarmnode_node_info"])
+    )
     assert hostile in labels
 
 
@@ -139,15 +173,22 @@ def paths(metric: Metric) -> list[str]:
 
 
 def kind_at(path: str) -> Any:
-    """The type that the snapshot's classes declare at `path`; of a dict's key that of its values."""
+    """The type that the snapshot's classes declare at `path`; of a dict's key that of its
+    values."""
     kind: Any = NodeSnapshot
     for name in path.split("."):
         kind = get_args(kind)[1] if get_origin(kind) is dict else get_type_hints(kind)[name]
-        kind = next((each for each in get_args(kind) if each is not NoneType), kind) if get_origin(kind) is UnionType else kind
+        kind = (
+            next((each for each in get_args(kind) if each is not NoneType), kind)
+            if get_origin(kind) is UnionType
+            else kind
+        )
     return kind
 
 
-@pytest.mark.parametrize("metric", [metric for metric in METRICS if paths(metric)], ids=lambda metric: metric.name)
+@pytest.mark.parametrize(
+    "metric", [metric for metric in METRICS if paths(metric)], ids=lambda metric: metric.name
+)
 def test_a_path_leads_to_what_its_row_says(metric) -> None:
     for path in paths(metric):
         kind = kind_at(path)
@@ -162,32 +203,55 @@ def test_a_path_leads_to_what_its_row_says(metric) -> None:
 
 
 def test_few_rows_need_a_function() -> None:
-    """A number that a part counts is read where it is; what is worked out here is a second truth."""
+    """A number that a part counts is read where it is; what is worked out here is a second
+    truth."""
     assert sum(1 for metric in METRICS if not paths(metric)) <= 22
 
 
 def test_the_tree_is_made_of_what_the_parts_themselves_tell() -> None:
-    """No class of the snapshot repeats what a part counts: it is what that part's `statistics()` returns."""
+    """No class of the snapshot repeats what a part counts: it is what that part's `statistics()`
+    returns."""
     parts = ("trainer", "rollouts", "weights", "network", "swarm", "budget", "supervisor", "scorer")
     for name in parts:
         kind = get_type_hints(NodeSnapshot)[name]
-        owners = [part for _, part in inspect.getmembers(sys.modules[kind.__module__], inspect.isclass) if hasattr(part, "statistics")]
+        owners = [
+            part
+            for _, part in inspect.getmembers(sys.modules[kind.__module__], inspect.isclass)
+            if hasattr(part, "statistics")
+        ]
         told = [get_type_hints(part.statistics)["return"] for part in owners]
         told += [get_type_hints(part.snapshot)["return"] for part in (Tally,)]
         assert kind in told, name
 
 
 def test_a_number_that_a_part_counts_becomes_a_metric_by_one_row(monkeypatch) -> None:
-    row = Metric("swarmnode_new_total", "counter", "network.streams.stalled", "Streams that stood still, just to show how it is done.")
+    row = Metric(
+        "swarmnode_new_total",
+        "counter",
+        "network.streams.stalled",
+        "Streams that stood still, just to show how it is done.",
+    )
     monkeypatch.setattr(collector, "METRICS", (*METRICS, row))
     network = msgspec.structs.replace(example().network, streams=StreamStatistics(stalled=3))
-    assert scrape(msgspec.structs.replace(example(), network=network))["swarmnode_new_total"] == {(): 3}
+    assert scrape(msgspec.structs.replace(example(), network=network))["swarmnode_new_total"] == {
+        (): 3
+    }
 
 
 def test_help_is_a_sentence_that_says_its_unit() -> None:
-    units = {"seconds": "second", "bytes": "bytes", "tokens": "token", "share": "share", "steps": "step"}
+    units = {
+        "seconds": "second",
+        "bytes": "bytes",
+        "tokens": "token",
+        "share": "share",
+        "steps": "step",
+    }
     for metric in METRICS:
         assert re.match(r"[A-Z0-9].{20,}\.$", metric.help), metric.name
         for suffix, word in units.items():
             if metric.name.removesuffix("_total").endswith(f"_{suffix}"):
-                assert word in metric.help.lower() or "how long" in metric.help.lower() or "unix time" in metric.help.lower(), metric.name
+                assert (
+                    word in metric.help.lower()
+                    or "how long" in metric.help.lower()
+                    or "unix time" in metric.help.lower()
+                ), metric.name

@@ -1,4 +1,5 @@
-"""The page's files without a browser: nothing from elsewhere, no markup from strings, readable colours."""
+"""The page's files without a browser: nothing from elsewhere, no markup from strings, readable
+colours."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import pytest
 from swarmnode.observe.http import PAGE
 from swarmnode.rollouts.mode import Phase
 
-FILES = {name: (resources.files("swarmnode.observe") / "page" / name).read_text() for name, _ in PAGE.values()}
+FILES = {
+    name: (resources.files("swarmnode.observe") / "page" / name).read_text()
+    for name, _ in PAGE.values()
+}
 LIGHT, DARK = (
-    dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", FILES["style.css"], re.DOTALL)
+    dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", block))
+    for block in re.findall(r":root \{(.*?)\}", FILES["style.css"], re.DOTALL)
 )
 
 
@@ -30,7 +35,14 @@ def contrast(a: str, b: str) -> float:
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
 def test_text_and_lines_stand_out(palette) -> None:
-    text = [("ink", "card"), ("ink", "paper"), ("muted", "card"), ("muted", "paper"), ("bad", "card"), ("warn", "card")]
+    text = [
+        ("ink", "card"),
+        ("ink", "paper"),
+        ("muted", "card"),
+        ("muted", "paper"),
+        ("bad", "card"),
+        ("warn", "card"),
+    ]
     text += [(name, f"{name}-back") for name in ("good", "warn", "bad")]
     for front, back in text:
         assert contrast(palette[front], palette[back]) >= 4.5, (front, back)
@@ -52,6 +64,14 @@ def test_every_way_in_which_groups_come_has_a_word() -> None:
 
 
 def test_strings_never_become_markup() -> None:
-    for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc"):
+    for forbidden in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "srcdoc",
+    ):
         assert forbidden not in FILES["app.js"]
     assert not re.search(r"\son[a-z]+=|style=|<script>", FILES["index.html"])

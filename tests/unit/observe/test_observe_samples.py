@@ -1,4 +1,5 @@
-"""What was answered, as people see it: from disk, by /samples and in a terminal, whatever a stranger has written into it."""
+"""What was answered, as people see it: from disk, by /samples and in a terminal, whatever a
+stranger has written into it."""
 
 from __future__ import annotations
 
@@ -29,12 +30,23 @@ MOVING = list("\x1b\x07\x08\r\x9b\u202e\u2066\u2069\u200b\u00ad\ufeff\u2028\U000
 
 
 def sample(step=7, text="17", peer="", **more) -> Sample:
-    return Sample(1000.0, step, 3, "rg/gcd", "gcd of 51 and 34?", [Answer(text, 2, "eos", 1.0, surprise=0.25)], peer=peer, **more)
+    return Sample(
+        1000.0,
+        step,
+        3,
+        "rg/gcd",
+        "gcd of 51 and 34?",
+        [Answer(text, 2, "eos", 1.0, surprise=0.25)],
+        peer=peer,
+        **more,
+    )
 
 
 def keep(data_dir, kept, name="samples.jsonl") -> None:
     (data_dir / "log").mkdir(exist_ok=True)
-    (data_dir / "log" / name).write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
+    (data_dir / "log" / name).write_bytes(
+        b"".join(msgspec.json.encode(each) + b"\n" for each in kept)
+    )
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end_where_the_answer_stands() -> None:
@@ -73,7 +85,15 @@ def test_what_is_read_is_bounded(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_the_page_is_given_little_of_it_and_nothing_that_acts(text) -> None:
-    hostile = Sample(1.0, 1, 1, "rg/gcd", text, [Answer(text, 2, "eos", 1.0, {text[:40]: 1.0})] * 4, peer=PEERS[0])
+    hostile = Sample(
+        1.0,
+        1,
+        1,
+        "rg/gcd",
+        text,
+        [Answer(text, 2, "eos", 1.0, {text[:40]: 1.0})] * 4,
+        peer=PEERS[0],
+    )
     given = samples.for_page([hostile] * samples.PAGE_GROUPS)
     assert len(given) < 700_000
     assert not any(moving in given.decode() for moving in MOVING)
@@ -82,7 +102,9 @@ def test_the_page_is_given_little_of_it_and_nothing_that_acts(text) -> None:
 async def test_samples_are_served_from_the_data_directory(tmp_path) -> None:
     keep(tmp_path, [sample(step) for step in range(20)])
     async with trio.open_nursery() as nursery:
-        start = lambda task_status: serve_http(HttpConfig(port=0), example, data_dir=tmp_path, task_status=task_status)
+        start = lambda task_status: serve_http(
+            HttpConfig(port=0), example, data_dir=tmp_path, task_status=task_status
+        )
         url = await nursery.start(start)
         async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
             told = (await client.get(f"{url}/samples")).json()
@@ -94,7 +116,10 @@ def test_the_command_shows_whose_it_is_and_what_it_earned(tmp_path, capsys) -> N
     keep(tmp_path, [sample(1), sample(2, "five", PEERS[1], outcome="surprise")])
     assert cli.run(["samples", "-d", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    peers, own = out.index(f"…{PEERS[1][-6:]}, refused: surprise"), out.index("own · rg/gcd · step 1, policy version 3")
+    peers, own = (
+        out.index(f"…{PEERS[1][-6:]}, refused: surprise"),
+        out.index("own · rg/gcd · step 1, policy version 3"),
+    )
     assert peers < own
     assert "reward 1.00 surprise 0.25" in out
     assert "gcd of 51 and 34?" in out

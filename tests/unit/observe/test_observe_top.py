@@ -67,20 +67,36 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     s = example()
     slots = list(s.stages.crew.slots)
     slots[2] = msgspec.structs.replace(slots[2], state="absent")
-    crew = msgspec.structs.replace(s.stages.crew, state="paused", slots=tuple(slots), standing_seconds=42.0)
-    with_crew = lambda crew: msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
+    crew = msgspec.structs.replace(
+        s.stages.crew, state="paused", slots=tuple(slots), standing_seconds=42.0
+    )
+    with_crew = lambda crew: msgspec.structs.replace(
+        s, stages=msgspec.structs.replace(s.stages, crew=crew)
+    )
     shown = drawn(with_crew(crew), styles=False)
-    for expected in ("crew paused · standing still for 42 s · recovered in 6.4 s · weights from R2", "peer snapshot 10 steps old"):
+    for expected in (
+        "crew paused · standing still for 42 s · recovered in 6.4 s · weights from R2",
+        "peer snapshot 10 steps old",
+    ):
         assert expected in shown
     lines = [line.split() for line in shown.splitlines()]
     at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "held"])
     assert [line[1:-1] for line in lines[at + 1 : at + 5]] == [
-        ["0", "this", "node", "4", "active", "250"], ["1", *shown_as(PEERS[0]), "6", "active", "250"],
-        ["2", *shown_as(PEERS[1]), "6", "absent", "250"], ["3", *shown_as(PEERS[3]), "4", "active", "250"],
-    ]  # fmt: skip
-    for expected in ("4 peers tell of themselves (claimed), median held-out 0.567", "attic", "Küche 2", "0.624"):
+        ["0", "this", "node", "4", "active", "250"],
+        ["1", *shown_as(PEERS[0]), "6", "active", "250"],
+        ["2", *shown_as(PEERS[1]), "6", "absent", "250"],
+        ["3", *shown_as(PEERS[3]), "4", "active", "250"],
+    ]
+    for expected in (
+        "4 peers tell of themselves (claimed), median held-out 0.567",
+        "attic",
+        "Küche 2",
+        "0.624",
+    ):
         assert expected in shown
-    assert "in no crew; 1 other would hold a stage" in drawn(with_crew(msgspec.structs.replace(crew, slots=())))
+    assert "in no crew; 1 other would hold a stage" in drawn(
+        with_crew(msgspec.structs.replace(crew, slots=()))
+    )
     assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesStatistics()))
 
 
@@ -114,15 +130,23 @@ def test_what_does_not_fit_is_the_past() -> None:
     console = Console(width=66, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(render(status))
-    (line,) = [line for line in console.export_text().splitlines() if "held-out" in line and "▁" in line]
+    (line,) = [
+        line for line in console.export_text().splitlines() if "held-out" in line and "▁" in line
+    ]
     assert "…" not in line
     assert line.split("▁")[-1].strip().split()[0].endswith("█")
 
 
 def test_speed_and_phase_are_not_shown_when_there_is_no_trainer() -> None:
     s = example()
-    shown = drawn(msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False)), styles=False)
-    rows = {line.strip("│ ").partition("  ")[0]: line.strip("│ ").split()[1:3] for line in shown.splitlines()}
+    shown = drawn(
+        msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False)),
+        styles=False,
+    )
+    rows = {
+        line.strip("│ ").partition("  ")[0]: line.strip("│ ").split()[1:3]
+        for line in shown.splitlines()
+    }
     assert rows["tokens/s"][0] == rows["step"][0] == "–"
     assert "no trainer" in shown
 

@@ -8,16 +8,34 @@ from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, appended, pro
 
 
 def told(trainer: list[float], restarts: int = 1) -> str:
-    return json.dumps({"processes": {"trainer": {"restarts": restarts, "stalls": 0, "recovery_seconds": trainer, "later": 1}}})
+    return json.dumps(
+        {
+            "processes": {
+                "trainer": {
+                    "restarts": restarts,
+                    "stalls": 0,
+                    "recovery_seconds": trainer,
+                    "later": 1,
+                }
+            }
+        }
+    )
 
 
 def test_a_step_is_observed_once() -> None:
     watch = TrainerWatch()
-    for step, phase in ((1, "training"), (1, "evaluating"), (2, "training"), (1, "loading"), (2, "training")):
+    for step, phase in (
+        (1, "training"),
+        (1, "evaluating"),
+        (2, "training"),
+        (1, "loading"),
+        (2, "training"),
+    ):
         watch.report(Report(phase=phase, step=step, step_seconds=0.3), now=float(step))
     steps = watch.statistics(now=2.0).step_seconds
     assert steps is not None
-    assert (sum(steps.counts), round(steps.sum, 6)) == (3, 0.9)  # the second step was lost and done again
+    # the second step was lost and done again
+    assert (sum(steps.counts), round(steps.sum, 6)) == (3, 0.9)
 
 
 def test_a_report_ages_and_outlives_its_connection() -> None:

@@ -1,4 +1,5 @@
-"""`swarmnode top` in a real pseudo-terminal of 80 × 24: what is shown, what keys do, and how it leaves the terminal behind."""
+"""`swarmnode top` in a real pseudo-terminal of 80 × 24: what is shown, what keys do, and how it
+leaves the terminal behind."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from tests.support.snapshots import example
 
 
 class Terminal:
-    """A program in a terminal of its own; `screen` is everything that it has written since the last time somebody looked."""
+    """A program in a terminal of its own; `screen` is everything that it has written since the last
+    time somebody looked."""
 
     def __init__(self, command: list[str], columns: int = 80, lines: int = 24) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -37,9 +39,16 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm-256color"}
         for size in ("COLUMNS", "LINES"):
             env.pop(size, None)
-        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where a suite runs in the background it is ignored
+        # where a suite runs in the background it is ignored
+        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.process = subprocess.Popen(
-            command, stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, env=env, start_new_session=True, preexec_fn=heard
+            command,
+            stdin=self.theirs,
+            stdout=self.theirs,
+            stderr=self.theirs,
+            env=env,
+            start_new_session=True,
+            preexec_fn=heard,
         )
 
     def resize(self, columns: int, lines: int) -> None:
@@ -49,7 +58,8 @@ class Terminal:
         os.write(self._ours, keys)
 
     def until(self, expected: str, seconds: float = 30.0) -> str:
-        """What was written until `expected` was, without escape sequences; a screen drawn over another begins on a line of its own."""
+        """What was written until `expected` was, without escape sequences; a screen drawn over
+        another begins on a line of its own."""
         written, late = b"", time.monotonic() + seconds
         while True:
             screens = written.replace(b"\x1b[H", b"\n")
@@ -159,9 +169,18 @@ def test_without_a_terminal_it_prints(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "first"),
-    [([], 0), (["down", "down", "up"], 1), (["up"], 0), (["end"], 40), (["page down", "page down"], 38), (["end", "down"], 40),
-     (["end", "page up"], 21), (["end", "home"], 0), (["unknown"], 0)],
-)  # fmt: skip
+    [
+        ([], 0),
+        (["down", "down", "up"], 1),
+        (["up"], 0),
+        (["end"], 40),
+        (["page down", "page down"], 38),
+        (["end", "down"], 40),
+        (["end", "page up"], 21),
+        (["end", "home"], 0),
+        (["unknown"], 0),
+    ],
+)
 def test_what_is_shown_stays_within_what_there_is(keys: list[str], first: int) -> None:
     view = View(height=20, lines=60)
     for key in keys:
@@ -180,7 +199,9 @@ def test_keys_are_read_off_whatever_arrives_together() -> None:
     assert keys_in(b"\x1b\x00\xffx") == []
 
 
-def test_a_directory_whose_node_is_another_than_the_one_that_answers_says_so(node: Node, tmp_path, capsys) -> None:
+def test_a_directory_whose_node_is_another_than_the_one_that_answers_says_so(
+    node: Node, tmp_path, capsys
+) -> None:
     from swarmnode import cli
 
     (tmp_path / "run").mkdir()
@@ -188,6 +209,8 @@ def test_a_directory_whose_node_is_another_than_the_one_that_answers_says_so(nod
     (tmp_path / "run" / "addresses.json").write_text(json.dumps(told))
     assert cli.run(["status", "-d", str(tmp_path)]) == 0
     assert "kitchen-3090" in capsys.readouterr().out
-    (tmp_path / "run" / "addresses.json").write_text(json.dumps({**told, "peer": "12D3KooWAnother"}))
+    (tmp_path / "run" / "addresses.json").write_text(
+        json.dumps({**told, "peer": "12D3KooWAnother"})
+    )
     assert cli.run(["status", "-d", str(tmp_path)]) == 69
     assert "does not run" in capsys.readouterr().err

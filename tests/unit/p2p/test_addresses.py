@@ -11,7 +11,15 @@ from swarmnode.p2p.addresses import LOOPBACK, PRIVATE, PUBLIC, Address, dialable
 PEER = base58.b58encode(addresses.ED25519_PEER_ID + bytes(range(32))).decode()
 
 
-@pytest.mark.parametrize("text", ["/ip4/127.0.0.1/tcp/4001", "/ip6/::1/tcp/0", "/dns4/node.example.org/tcp/65535", "/dns/localhost/tcp/1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/ip4/127.0.0.1/tcp/4001",
+        "/ip6/::1/tcp/0",
+        "/dns4/node.example.org/tcp/65535",
+        "/dns/localhost/tcp/1",
+    ],
+)
 def test_an_address_comes_back_as_it_was(text):
     assert str(parse(text)[0]) == text
     address, peer = parse(f"{text}/p2p/{PEER}")
@@ -21,12 +29,28 @@ def test_an_address_comes_back_as_it_was(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "", "/", "127.0.0.1:4001", "/ip4/127.0.0.1", "/ip4/127.0.0.1/udp/4001", "/ip4/256.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/65536",
-        "/ip4/127.0.0.1/tcp/-1", "/ip4/127.0.0.1/tcp/٣", "/ip4/127.0.0.1/tcp/", "/ip4/127.0.0.1/tcp/1/ws", "/ip4/127.0.0.1/tcp/1/p2p/",
-        "/dns4/-bad/tcp/1", "/dns4/a..b/tcp/1", "/dns4/" + "a" * 64 + "/tcp/1", "/unix/tmp/tcp/1", "/ip4/127.0.0.1/tcp/1/p2p/Qm" + "a" * 44,
-        "/ip4/127.0.0.1/tcp/1/quic/" + PEER, "/ip4/1.2.3.4/tcp/1/p2p/" + PEER + "/p2p-circuit", "/dns4/" + "a." * 200 + "b/tcp/1",
+        "",
+        "/",
+        "127.0.0.1:4001",
+        "/ip4/127.0.0.1",
+        "/ip4/127.0.0.1/udp/4001",
+        "/ip4/256.0.0.1/tcp/1",
+        "/ip4/127.0.0.1/tcp/65536",
+        "/ip4/127.0.0.1/tcp/-1",
+        "/ip4/127.0.0.1/tcp/٣",
+        "/ip4/127.0.0.1/tcp/",
+        "/ip4/127.0.0.1/tcp/1/ws",
+        "/ip4/127.0.0.1/tcp/1/p2p/",
+        "/dns4/-bad/tcp/1",
+        "/dns4/a..b/tcp/1",
+        "/dns4/" + "a" * 64 + "/tcp/1",
+        "/unix/tmp/tcp/1",
+        "/ip4/127.0.0.1/tcp/1/p2p/Qm" + "a" * 44,
+        "/ip4/127.0.0.1/tcp/1/quic/" + PEER,
+        "/ip4/1.2.3.4/tcp/1/p2p/" + PEER + "/p2p-circuit",
+        "/dns4/" + "a." * 200 + "b/tcp/1",
     ],
-)  # fmt: skip
+)
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError):
         parse(text)
@@ -44,10 +68,14 @@ def test_text_from_a_peer_can_only_fail_one_way(text):
 @pytest.mark.parametrize(
     ("host", "scope", "prefix"),
     [
-        ("127.0.0.1", LOOPBACK, None), ("::1", LOOPBACK, None), ("192.168.7.9", PRIVATE, "192.168.7.0/24"),
-        ("8.8.4.4", PUBLIC, "8.8.4.0/24"), ("2606:4700:1:2::1", PUBLIC, "2606:4700:1::/48"), ("fd00::1", PRIVATE, "fd00::/48"),
+        ("127.0.0.1", LOOPBACK, None),
+        ("::1", LOOPBACK, None),
+        ("192.168.7.9", PRIVATE, "192.168.7.0/24"),
+        ("8.8.4.4", PUBLIC, "8.8.4.0/24"),
+        ("2606:4700:1:2::1", PUBLIC, "2606:4700:1::/48"),
+        ("fd00::1", PRIVATE, "fd00::/48"),
     ],
-)  # fmt: skip
+)
 def test_scope_and_prefix(host, scope, prefix):
     address = addresses.from_socket(host, 1)
     assert (address.scope, address.prefix) == (scope, prefix)
@@ -60,11 +88,17 @@ def test_an_ipv4_peer_on_an_ipv6_socket_is_an_ipv4_peer():
 @pytest.mark.parametrize(
     ("host", "teller", "allowed"),
     [
-        ("8.8.8.8", "9.9.9.9", True), ("127.0.0.1", "9.9.9.9", False), ("192.168.0.1", "9.9.9.9", False), ("192.168.0.1", "10.0.0.1", True),
-        ("127.0.0.1", "192.168.0.1", False), ("127.0.0.1", "127.0.0.1", True), ("0.0.0.0", "127.0.0.1", False),
-        ("224.0.0.1", "127.0.0.1", False), ("169.254.169.254", "10.0.0.1", False),
+        ("8.8.8.8", "9.9.9.9", True),
+        ("127.0.0.1", "9.9.9.9", False),
+        ("192.168.0.1", "9.9.9.9", False),
+        ("192.168.0.1", "10.0.0.1", True),
+        ("127.0.0.1", "192.168.0.1", False),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("0.0.0.0", "127.0.0.1", False),
+        ("224.0.0.1", "127.0.0.1", False),
+        ("169.254.169.254", "10.0.0.1", False),
     ],
-)  # fmt: skip
+)
 def test_a_stranger_cannot_point_us_nearer_than_it_is(host, teller, allowed):
     assert dialable(Address("ip4", host, 1), Address("ip4", teller, 2)) is allowed
 
@@ -75,11 +109,20 @@ def test_names_from_peers_are_never_resolved():
 
 def test_peer_id_must_be_that_of_an_ed25519_key_in_its_one_spelling():
     assert addresses.check_peer_id(PEER) == PEER
-    for wrong in ("1" + PEER, PEER[:-1], PEER + "1", "", "0" * 52, base58.b58encode(b"\x12\x20" + bytes(32)).decode()):
+    for wrong in (
+        "1" + PEER,
+        PEER[:-1],
+        PEER + "1",
+        "",
+        "0" * 52,
+        base58.b58encode(b"\x12\x20" + bytes(32)).decode(),
+    ):
         with pytest.raises(ValueError):
             addresses.check_peer_id(wrong)
 
 
 def test_prefix_is_a_network_that_holds_the_address():
     for host in ("203.0.113.77", "2001:470::1"):
-        assert ipaddress.ip_address(host) in ipaddress.ip_network(addresses.from_socket(host, 1).prefix)
+        assert ipaddress.ip_address(host) in ipaddress.ip_network(
+            addresses.from_socket(host, 1).prefix
+        )

@@ -25,7 +25,9 @@ def at(host: str) -> Address:
     return Address("ip4", host, 4001)
 
 
-def newcomer(peer: str, host: str | None = None, *, inbound: bool = True, relay: str | None = None) -> Newcomer:
+def newcomer(
+    peer: str, host: str | None = None, *, inbound: bool = True, relay: str | None = None
+) -> Newcomer:
     return Newcomer(peer, at(host) if host else None, inbound, relay)
 
 

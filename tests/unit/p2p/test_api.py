@@ -1,4 +1,5 @@
-"""What swarmnode/p2p/api.py promises, of the network in memory and of real hosts on loopback alike."""
+"""What swarmnode/p2p/api.py promises, of the network in memory and of real hosts on loopback
+alike."""
 
 import contextlib
 
@@ -43,8 +44,18 @@ async def echo(peer: str, data: bytes) -> bytes:
     return data
 
 
-async def ask(network, peer: str, data: bytes = b"x", *, protocol: str = PROTOCOL, deadline: float = 5.0, limit: int = 1024) -> bytes:
-    return await network.requests.request(peer, protocol, data, deadline=deadline, max_response_bytes=limit)
+async def ask(
+    network,
+    peer: str,
+    data: bytes = b"x",
+    *,
+    protocol: str = PROTOCOL,
+    deadline: float = 5.0,
+    limit: int = 1024,
+) -> bytes:
+    return await network.requests.request(
+        peer, protocol, data, deadline=deadline, max_response_bytes=limit
+    )
 
 
 async def test_a_peer_was_heard_when_it_last_said_anything(pair):
@@ -80,14 +91,21 @@ async def test_a_connection_that_ends_is_a_change(pair):
 async def test_a_peer_that_is_nowhere_cannot_be_dialled(pair):
     async with pair as (one, _):
         with pytest.raises(PeerError):
-            await one.dial("12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", "/ip4/127.0.0.1/tcp/1")
+            await one.dial(
+                "12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", "/ip4/127.0.0.1/tcp/1"
+            )
 
 
 async def test_a_request_is_answered(pair):
     async with pair as (one, other):
         other.requests.serve(PROTOCOL, echo, **LIMITS)
         assert await ask(one, other.peer_id, b"hello") == b"hello"
-        assert await one.requests.request(other.peer_id, PROTOCOL, b"", deadline=5, max_response_bytes=0, urgent=True) == b""
+        assert (
+            await one.requests.request(
+                other.peer_id, PROTOCOL, b"", deadline=5, max_response_bytes=0, urgent=True
+            )
+            == b""
+        )
 
 
 async def test_every_way_in_which_a_request_fails_is_a_kind_of_peer_error(pair):
@@ -191,7 +209,9 @@ async def test_streams_beyond_what_is_taken_are_reset_and_unknown_protocols_are_
         with pytest.raises(PeerError):
             await one.streams.open(other.peer_id, "/test/nobody/1", deadline=5)
         with pytest.raises(PeerError):
-            await one.streams.open("12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", PROTOCOL, deadline=5)
+            await one.streams.open(
+                "12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X", PROTOCOL, deadline=5
+            )
 
 
 async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
@@ -199,7 +219,9 @@ async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
     async with pair as (one, other):
         with pytest.raises(Declined, match="unknown"):
             await one.bulk.manifest(other.peer_id, TRANSFER)
-        other.bulk.offer(TRANSFER, source, audience=["12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X"])
+        other.bulk.offer(
+            TRANSFER, source, audience=["12D3KooWPjceQrSwdWXPyLLeABRXmuqt69Rg3sBYbU1Nft9HyQ6X"]
+        )
         with pytest.raises(Declined, match="unknown"):
             await one.bulk.manifest(other.peer_id, TRANSFER)
         other.bulk.offer(TRANSFER, source, audience=[one.peer_id])
@@ -207,12 +229,20 @@ async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
         with pytest.raises(BadMessage):
             await one.bulk.manifest(other.peer_id, TRANSFER, root=bytes(32))
         sink = MemorySink(manifest, limit=1 << 20)
-        await one.bulk.fetch(other.peer_id, TRANSFER, manifest, sink, deadline=one.bulk.deadline(other.peer_id, manifest.size))
+        await one.bulk.fetch(
+            other.peer_id,
+            TRANSFER,
+            manifest,
+            sink,
+            deadline=one.bulk.deadline(other.peer_id, manifest.size),
+        )
         assert sink.complete
         assert bytes(sink.data) == bytes(range(256)) * 64
         other.bulk.withdraw(TRANSFER)
         with pytest.raises(Declined, match="unknown"):
-            await one.bulk.fetch(other.peer_id, TRANSFER, manifest, MemorySink(manifest, limit=1 << 20), deadline=5)
+            await one.bulk.fetch(
+                other.peer_id, TRANSFER, manifest, MemorySink(manifest, limit=1 << 20), deadline=5
+            )
 
 
 async def test_bytes_that_are_not_what_the_manifest_says_cost_standing(pair):
@@ -234,7 +264,11 @@ async def test_a_message_is_judged_once_and_delivered_with_its_forwarder(pair):
 
     def picky(data: bytes, forwarder: str) -> Validation:
         judged.append(data)
-        return {b"good": Validation.ACCEPT, b"hello": Validation.ACCEPT, b"stale": Validation.IGNORE}.get(data, Validation.REJECT)
+        return {
+            b"good": Validation.ACCEPT,
+            b"hello": Validation.ACCEPT,
+            b"stale": Validation.IGNORE,
+        }.get(data, Validation.REJECT)
 
     async with pair as (one, other):
         topic = await other.gossip.join("t", picky)
@@ -270,7 +304,8 @@ async def test_a_topic_that_was_left_brings_nothing_until_it_is_taken_up_again(p
         await other.gossip.rejoin("t")
         await until(lambda: other.peer_id in one.gossip.peers("t"))
         with trio.fail_after(30):
-            while not len(topic) or (await topic.get()).data != b"afterwards":  # its neighbours' mesh may have a back-off
+            # its neighbours' mesh may have a back-off
+            while not len(topic) or (await topic.get()).data != b"afterwards":
                 await one.gossip.publish("t", b"afterwards")
                 await trio.sleep(0.2)
 

@@ -10,7 +10,15 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
-from swarmnode.p2p.autonat import AUTONAT, PAUSE_SECONDS, PAUSED, VOTE_SECONDS, VOTERS, Pauses, Votes
+from swarmnode.p2p.autonat import (
+    AUTONAT,
+    PAUSE_SECONDS,
+    PAUSED,
+    VOTE_SECONDS,
+    VOTERS,
+    Pauses,
+    Votes,
+)
 from swarmnode.p2p.conversations import converse, read_message, write_message
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
@@ -31,15 +39,25 @@ async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
         await a.nat.reach.check(b.peer_id)
         reach = a.statistics().nat.reach
         assert reach.verdict == "public"
-        assert (reach.reachable_votes, reach.unreachable_votes, reach.observed) == (1, 0, "127.0.0.1")
+        assert (reach.reachable_votes, reach.unreachable_votes, reach.observed) == (
+            1,
+            0,
+            "127.0.0.1",
+        )
         assert b.statistics().nat.reach.dial_backs == {"ok": 1, "unreachable": 0, "refused": 0}
         assert a.connected() == [b.peer_id]
         assert a.statistics().nat.relay.serving  # role auto
 
 
-async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_looked_for(tmp_path, caplog):
+async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_looked_for(
+    tmp_path, caplog
+):
     async with hosts(tmp_path, 3) as (a, b, c):
-        await until(lambda: len(a.connected()) == 2 and all(a.nat.address_of(peer.peer_id) for peer in (b, c)))
+        await until(
+            lambda: (
+                len(a.connected()) == 2 and all(a.nat.address_of(peer.peer_id) for peer in (b, c))
+            )
+        )
         listens_at(a, 1)
         with caplog.at_level(logging.WARNING, "swarmnode"):
             for peer in (b, c):
@@ -49,7 +67,8 @@ async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_look
         await until(lambda: a.statistics().nat.client.refused)  # neither of them is a relay
         b.nat.relay.serve(True)
         a.nat.client.wake()
-        await until(lambda: a.statistics().nat.client.relays == [b.peer_id])  # at the latest when its back-off is over
+        # at the latest when its back-off is over
+        await until(lambda: a.statistics().nat.client.relays == [b.peer_id])
 
 
 async def test_another_peer_at_our_port_is_not_us(tmp_path):
@@ -83,8 +102,13 @@ async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path
         told = [f"/ip4/9.9.9.9/tcp/{port}" for port in (7001, 7001, 7002, 7003)]
 
         async def ask(stream):
-            info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=[Multiaddr(each).to_bytes() for each in told])
-            await write_message(stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info)))
+            info = pb.Message.PeerInfo(
+                id=ID.from_string(a.peer_id).to_bytes(),
+                addrs=[Multiaddr(each).to_bytes() for each in told],
+            )
+            await write_message(
+                stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
+            )
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         for expected in (pb.Message.E_DIAL_ERROR, pb.Message.E_DIAL_REFUSED):
@@ -103,7 +127,9 @@ async def test_who_does_not_ask_from_its_own_address_is_refused(tmp_path):
         assert b.statistics().nat.reach.dial_backs["refused"] == 1
 
 
-@pytest.mark.parametrize("garbage", [b"\x00", b"\x02\x08\x00", b"\x05\xff\xff\xff\xff\xff", b"\x80\x80\x80\x80\x01"])
+@pytest.mark.parametrize(
+    "garbage", [b"\x00", b"\x02\x08\x00", b"\x05\xff\xff\xff\xff\xff", b"\x80\x80\x80\x80\x01"]
+)
 async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
     async with hosts(tmp_path, 2) as (a, b):
 
@@ -133,9 +159,12 @@ def test_a_majority_decides_and_a_tie_changes_nothing():
     assert votes.verdict(0.0) == "unknown"
     assert votes.verdict(0.0, "public") == "public"
     for peer, reachable, before, verdict in (
-        ("a", True, "unknown", "public"), ("b", False, "public", "public"), ("b", False, "private", "private"),
-        ("c", False, "public", "private"), ("c", True, "private", "public"),
-    ):  # fmt: skip
+        ("a", True, "unknown", "public"),
+        ("b", False, "public", "public"),
+        ("b", False, "private", "private"),
+        ("c", False, "public", "private"),
+        ("c", True, "private", "public"),
+    ):
         votes.vote(peer, reachable, PUBLIC, 0.0)
         assert votes.verdict(0.0, before) == verdict
 
@@ -176,7 +205,9 @@ async def test_stock_autonat_finds_everybody_reachable_because_they_are_connecte
         async def ask(stream):
             told = [Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()]
             info = pb.Message.PeerInfo(id=ID.from_string(a.peer_id).to_bytes(), addrs=told)
-            await write_message(stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info)))
+            await write_message(
+                stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
+            )
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == pb.Message.OK

@@ -1,4 +1,5 @@
-"""The month's total survives the process, and a node without budget takes part no more than it can afford."""
+"""The month's total survives the process, and a node without budget takes part no more than it can
+afford."""
 
 import time
 
@@ -26,7 +27,9 @@ def meter(tmp_path, traffic, **caps):
     return Meter(NetworkConfig(**caps), "", tmp_path, traffic)
 
 
-async def test_the_total_is_saved_when_the_process_ends_and_read_when_it_starts(tmp_path, autojump_clock):
+async def test_the_total_is_saved_when_the_process_ends_and_read_when_it_starts(
+    tmp_path, autojump_clock
+):
     traffic = Traffic()
     first = meter(tmp_path, traffic)
     async with trio.open_nursery() as nursery:
@@ -74,7 +77,10 @@ async def test_a_host_that_left_the_topic_hears_nothing_can_still_publish_and_co
     async with hosts(tmp_path, 2) as (a, b):
         heard = {a: [], b: []}
         for network in (a, b):
-            await network.gossip.join("t", lambda data, peer, mine=heard[network]: (mine.append(data), Validation.ACCEPT)[1])
+            await network.gossip.join(
+                "t",
+                lambda data, peer, mine=heard[network]: (mine.append(data), Validation.ACCEPT)[1],
+            )
         await until(lambda: b.gossip.statistics().mesh["t"] and a.gossip.statistics().mesh["t"])
         await b.gossip.leave("t")
         await until(lambda: not a.gossip.peers("t"))
@@ -85,4 +91,6 @@ async def test_a_host_that_left_the_topic_hears_nothing_can_still_publish_and_co
         await b.gossip.rejoin("t")
         await until(lambda: a.gossip.peers("t"))
         await a.gossip.publish("t", b"back")
-        await until(lambda: heard[b])  # at once, or when the mesh's back-off has passed: neighbours tell what they have heard lately
+        # at once, or when the mesh's back-off has passed: neighbours tell what they have heard
+        # lately
+        await until(lambda: heard[b])

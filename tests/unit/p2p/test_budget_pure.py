@@ -24,7 +24,8 @@ def paused(b, now):
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50_000)), max_size=60))
 def test_what_a_bucket_lets_by_is_bounded_by_its_rate(steps):
-    """Whoever sends only above zero exceeds rate × time + capacity by at most the last thing sent."""
+    """Whoever sends only above zero exceeds rate × time + capacity by at most the last thing
+    sent."""
     rate, now, sent, largest = 10_000.0, 0.0, 0, 0
     bucket = TokenBucket(rate, now)
     for pause, size in steps:
@@ -65,7 +66,13 @@ def test_upload_debt_stops_what_is_sent_and_nothing_else():
     b.observe(2_000_000, 0, NOON)
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["fetch"]
     assert b.listening(NOON)
-    assert b.statistics(NOON).refused == {"publish": 1, "forward": 1, "serve": 1, "relay": 1, "fetch": 0}
+    assert b.statistics(NOON).refused == {
+        "publish": 1,
+        "forward": 1,
+        "serve": 1,
+        "relay": 1,
+        "fetch": 0,
+    }
     assert b.allows("publish", NOON + 11)
 
 
@@ -114,9 +121,13 @@ def test_quiet_hours_pause_everything_for_their_time():
 
 @pytest.mark.parametrize(
     ("hours", "quiet", "loud"),
-    [("", [], [0, 720]), ("09:30-17:00", [570, 1019], [569, 1020]), ("22:00-07:00", [1320, 0, 419], [420, 1319]),
-     ("00:00-00:00", [0, 720, 1439], [])],
-)  # fmt: skip
+    [
+        ("", [], [0, 720]),
+        ("09:30-17:00", [570, 1019], [569, 1020]),
+        ("22:00-07:00", [1320, 0, 419], [420, 1319]),
+        ("00:00-00:00", [0, 720, 1439], []),
+    ],
+)
 def test_quiet_hours_include_their_start_and_not_their_end(hours, quiet, loud):
     assert all(is_quiet(hours, minute) for minute in quiet)
     assert not any(is_quiet(hours, minute) for minute in loud)

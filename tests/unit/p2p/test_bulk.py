@@ -19,7 +19,9 @@ KIB, MIB = 2**10, 2**20
 PATHS = pytest.mark.parametrize("path", ["stream", "socket"])
 
 
-def offer(server, size: int, chunk_bytes: int = 4 * KIB, **options) -> tuple[BulkSource, MemorySink]:
+def offer(
+    server, size: int, chunk_bytes: int = 4 * KIB, **options
+) -> tuple[BulkSource, MemorySink]:
     source = BulkSource(os.urandom(size), chunk_bytes=chunk_bytes)
     server.bulk.offer(TRANSFER, source, **options)
     return source, MemorySink(source.manifest(TRANSFER), limit=size)
@@ -31,11 +33,16 @@ def same(source: BulkSource, sink: MemorySink) -> bool:
 
 
 async def fetch(client, server, sink: MemorySink, deadline: float = 20.0, path=None) -> None:
-    await client.bulk.fetch(server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline, path=path)
+    await client.bulk.fetch(
+        server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline, path=path
+    )
 
 
 @PATHS
-@pytest.mark.parametrize(("size", "chunk_bytes"), [(1, 4 * KIB), (4 * KIB, 4 * KIB), (50 * KIB + 1, 4 * KIB), (2 * MIB + 7, MIB)])
+@pytest.mark.parametrize(
+    ("size", "chunk_bytes"),
+    [(1, 4 * KIB), (4 * KIB, 4 * KIB), (50 * KIB + 1, 4 * KIB), (2 * MIB + 7, MIB)],
+)
 async def test_what_is_offered_arrives_byte_for_byte(tmp_path, path, size, chunk_bytes):
     async with hosts(tmp_path, 2) as (server, client):
         source, _ = offer(server, size, chunk_bytes)
@@ -44,8 +51,16 @@ async def test_what_is_offered_arrives_byte_for_byte(tmp_path, path, size, chunk
         await fetch(client, server, sink, path=path)
         assert same(source, sink)
         await until(lambda: server.bulk.statistics().serving == 0)
-        assert client.bulk.statistics().fetched[path] == server.bulk.statistics().served[path] == {"ok": 1}
-        assert client.bulk.statistics().received_bytes == server.bulk.statistics().sent_bytes == {path: size}
+        assert (
+            client.bulk.statistics().fetched[path]
+            == server.bulk.statistics().served[path]
+            == {"ok": 1}
+        )
+        assert (
+            client.bulk.statistics().received_bytes
+            == server.bulk.statistics().sent_bytes
+            == {path: size}
+        )
 
 
 @PATHS
@@ -73,10 +88,16 @@ async def test_the_socket_is_the_first_choice_and_its_bytes_are_metered(tmp_path
         assert server.statistics().traffic.sent[ids.BULK_SOCKET_PROTOCOL] >= MIB
 
 
-@pytest.mark.parametrize(("server_port", "client_port", "reason"), [(-1, 0, "agree"), (0, -1, "off")])
-async def test_without_a_socket_on_either_side_a_stream_is_used(tmp_path, server_port, client_port, reason):
+@pytest.mark.parametrize(
+    ("server_port", "client_port", "reason"), [(-1, 0, "agree"), (0, -1, "off")]
+)
+async def test_without_a_socket_on_either_side_a_stream_is_used(
+    tmp_path, server_port, client_port, reason
+):
     async with host(tmp_path / "server", bulk_port=server_port) as server:
-        async with host(tmp_path / "client", bulk_port=client_port, initial_peers=server.listen_addrs) as client:
+        async with host(
+            tmp_path / "client", bulk_port=client_port, initial_peers=server.listen_addrs
+        ) as client:
             await client.wait_connected()
             source, sink = offer(server, 10 * KIB)
             with pytest.raises(PeerError, match=reason):
@@ -87,7 +108,8 @@ async def test_without_a_socket_on_either_side_a_stream_is_used(tmp_path, server
 
 
 async def test_a_port_that_does_not_answer_is_not_tried_again_soon(tmp_path, monkeypatch):
-    """The second host listens at an address where nobody accepts: a backlog that is full answers like a firewall, with nothing."""
+    """The second host listens at an address where nobody accepts: a backlog that is full answers
+    like a firewall, with nothing."""
     monkeypatch.setattr(calling, "CONNECT_SECONDS", 0.2)
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 10 * KIB)
@@ -102,7 +124,9 @@ async def test_a_port_that_does_not_answer_is_not_tried_again_soon(tmp_path, mon
                 await trio.lowlevel.checkpoint()
                 return codec.encode(BulkSocketResponse("ok", port, bytes(32)))
 
-            server.requests.serve(ids.BULK_SOCKET_PROTOCOL, elsewhere, max_request_bytes=128, max_response_bytes=96)
+            server.requests.serve(
+                ids.BULK_SOCKET_PROTOCOL, elsewhere, max_request_bytes=128, max_response_bytes=96
+            )
             await fetch(client, server, sink)
             assert same(source, sink)
             await fetch(client, server, MemorySink(sink.manifest, limit=MIB))
@@ -136,7 +160,9 @@ async def test_after_a_withdrawal_or_under_another_root_nothing_is_sent(tmp_path
 
 
 @PATHS
-async def test_a_cancelled_fetch_writes_nothing_more_and_leaves_the_connection_whole(tmp_path, path):
+async def test_a_cancelled_fetch_writes_nothing_more_and_leaves_the_connection_whole(
+    tmp_path, path
+):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 8 * MIB, MIB)
         for seconds in (0.0, 0.005, 0.02, 0.04):
@@ -145,12 +171,15 @@ async def test_a_cancelled_fetch_writes_nothing_more_and_leaves_the_connection_w
             before = bytes(sink.data)
             await trio.sleep(0.02)
             assert bytes(sink.data) == before
-            await until(lambda: server.bulk.statistics().serving == 0)  # it may be told a little later, and until then is busy with us
+            # it may be told a little later, and until then is busy with us
+            await until(lambda: server.bulk.statistics().serving == 0)
         await fetch(client, server, sink, path=path)
         assert same(source, sink)
         assert set().union(*client.bulk.statistics().fetched.values()) == {"ok", "cancelled"}
         assert client.peers.statistics().dials == 1  # never reconnected
-        await until(lambda: server.bulk.statistics().serving == client.bulk.statistics().fetching == 0)
+        await until(
+            lambda: server.bulk.statistics().serving == client.bulk.statistics().fetching == 0
+        )
 
 
 @PATHS
@@ -162,8 +191,12 @@ async def test_a_withdrawal_ends_what_is_under_way(tmp_path, path):
             await until(lambda: len(sink.missing()) < 30, interval=0.001)
             server.bulk.withdraw(TRANSFER)
         await until(lambda: server.bulk.statistics().serving == 0)
-        await until(lambda: server.bulk.statistics().served[path] == {"withdrawn": 1})  # counted once its stream is closed
-        assert all(source.chunk(index) == sink.view(index) for index in set(range(32)) - set(sink.missing()))
+        # counted once its stream is closed
+        await until(lambda: server.bulk.statistics().served[path] == {"withdrawn": 1})
+        assert all(
+            source.chunk(index) == sink.view(index)
+            for index in set(range(32)) - set(sink.missing())
+        )
 
 
 async def _expect_failure(client, server, sink, path) -> None:
@@ -188,7 +221,9 @@ async def test_a_sink_of_another_size_is_our_own_mistake(tmp_path):
         source, _ = offer(server, 8 * KIB)
         other = MemorySink(BulkSource(b"x").manifest(TRANSFER), limit=1)
         with pytest.raises(ValueError, match="sink"):
-            await client.bulk.fetch(server.peer_id, TRANSFER, source.manifest(TRANSFER), other, deadline=5)
+            await client.bulk.fetch(
+                server.peer_id, TRANSFER, source.manifest(TRANSFER), other, deadline=5
+            )
 
 
 async def test_a_sink_that_fails_is_heard_of_and_costs_the_peer_nothing(tmp_path):
@@ -221,7 +256,8 @@ async def test_from_file_to_file_memory_stays_small(tmp_path, path):
             tracemalloc.stop()
         sink.flush()
         assert (tmp_path / "sink").read_bytes() == (tmp_path / "source").read_bytes()
-        assert peak < (11 * MIB if path == "stream" else 3 * MIB)  # a window of 8 MiB, and what is in hand
+        # a window of 8 MiB, and what is in hand
+        assert peak < (11 * MIB if path == "stream" else 3 * MIB)
 
 
 async def test_closing_a_host_ends_its_fetches(tmp_path):
@@ -231,7 +267,9 @@ async def test_closing_a_host_ends_its_fetches(tmp_path):
 
         async def attempt(client, path: str) -> None:
             try:
-                await fetch(client, server, MemorySink(source.manifest(TRANSFER), limit=32 * MIB), path=path)
+                await fetch(
+                    client, server, MemorySink(source.manifest(TRANSFER), limit=32 * MIB), path=path
+                )
             except PeerError as error:
                 failed.append(type(error))
 

@@ -1,4 +1,5 @@
-"""A TLS connection that ends before anybody has it: closed, and nothing is left to the garbage collector."""
+"""A TLS connection that ends before anybody has it: closed, and nothing is left to the garbage
+collector."""
 
 import contextlib
 import gc

@@ -43,7 +43,9 @@ def make(target: int = 16) -> tuple[PeerTable, World, Dialer]:
     return table, world, Dialer(table, world.connect)
 
 
-async def test_a_dead_bootstrap_is_tried_for_ever_and_warned_of_once_per_address(autojump_clock, nursery, caplog):
+async def test_a_dead_bootstrap_is_tried_for_ever_and_warned_of_once_per_address(
+    autojump_clock, nursery, caplog
+):
     caplog.set_level(logging.INFO)
     table, world, loop = make()
     for port in (1, 2):
@@ -51,7 +53,9 @@ async def test_a_dead_bootstrap_is_tried_for_ever_and_warned_of_once_per_address
     nursery.start_soon(loop.run)
     await trio.sleep(3600)
     assert len(world.dials) > 2 * 3600 / 16
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert len(warnings) == 2
     assert "connection refused" in warnings[0]
     world.up.add("b")
@@ -71,7 +75,9 @@ async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tried(autojump_clock, nursery):
+async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tried(
+    autojump_clock, nursery
+):
     table, world, loop = make()
     world.hang.add("b")
     for port in (1, 2):
@@ -79,11 +85,16 @@ async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tr
     start = trio.current_time()
     nursery.start_soon(loop.run)
     await trio.sleep(dialer.DIAL_SECONDS + 1)
-    assert [(round(at - start), address[-1]) for at, _, address in world.dials] == [(0, "1"), (10, "2")]
+    assert [(round(at - start), address[-1]) for at, _, address in world.dials] == [
+        (0, "1"),
+        (10, "2"),
+    ]
     nursery.cancel_scope.cancel()
 
 
-async def test_few_are_dialled_at_a_time_and_hanging_ones_do_not_stop_the_others(autojump_clock, nursery):
+async def test_few_are_dialled_at_a_time_and_hanging_ones_do_not_stop_the_others(
+    autojump_clock, nursery
+):
     table, world, loop = make(target=40)
     for index in range(60):
         world.hang.add(f"x{index}") if index < 6 else world.up.add(f"x{index}")
@@ -124,7 +135,9 @@ async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery)
     nursery.cancel_scope.cancel()
 
 
-async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(autojump_clock, nursery):
+async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(
+    autojump_clock, nursery
+):
     table, world, loop = make()
     sources = {"b": "bootstrap", "x": "exchange", "m": "mdns", "k": "book"}
     world.up.update(sources)

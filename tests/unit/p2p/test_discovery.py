@@ -1,4 +1,5 @@
-"""Peer exchange beyond the bootstrap list: who knows one member finds all, whoever is gone since."""
+"""Peer exchange beyond the bootstrap list: who knows one member finds all, whoever is gone
+since."""
 
 import contextlib
 
@@ -10,7 +11,11 @@ async def test_a_chain_in_which_each_knows_only_the_one_before_becomes_a_full_me
     async with contextlib.AsyncExitStack() as stack:
         chain = [await stack.enter_async_context(host(tmp_path / "0"))]
         for number in range(1, 6):
-            chain.append(await stack.enter_async_context(host(tmp_path / str(number), initial_peers=chain[-1].listen_addrs)))
+            chain.append(
+                await stack.enter_async_context(
+                    host(tmp_path / str(number), initial_peers=chain[-1].listen_addrs)
+                )
+            )
             await chain[-1].wait_connected(1)
         await until(lambda: all(len(each.connected()) == 5 for each in chain))
 
@@ -18,8 +23,15 @@ async def test_a_chain_in_which_each_knows_only_the_one_before_becomes_a_full_me
 async def test_any_member_is_as_good_as_the_bootstrap_peer_that_is_gone(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
-        async with host(tmp_path / "b", initial_peers=known) as b, host(tmp_path / "c", initial_peers=known) as c:
+        async with (
+            host(tmp_path / "b", initial_peers=known) as b,
+            host(tmp_path / "c", initial_peers=known) as c,
+        ):
             await until(lambda: len(b.connected()) == len(c.connected()) == 2)
             b_at = b.listen_addrs
-    async with host(tmp_path / "b") as b, host(tmp_path / "c") as c, host(tmp_path / "d", initial_peers=b_at) as d:
+    async with (
+        host(tmp_path / "b") as b,
+        host(tmp_path / "c") as c,
+        host(tmp_path / "d", initial_peers=b_at) as d,
+    ):
         await until(lambda: set(d.connected()) == {b.peer_id, c.peer_id})

@@ -1,5 +1,5 @@
-"""A port that a router forwards for hours: renewed in time, mapped anew after what happens to routers. A real UPnP server, a fake clock.
-"""
+"""A port that a router forwards for hours: renewed in time, mapped anew after what happens to
+routers. A real UPnP server, a fake clock."""
 
 import logging
 from contextlib import asynccontextmanager, suppress
@@ -49,7 +49,9 @@ async def home(outside="8.8.8.8", refuses=False):
 async def test_a_mapping_is_renewed_well_before_it_ends(autojump_clock):
     async with home() as node:
         await trio.sleep(4 * HOUR)
-        gaps = [after - before for before, after in zip(node.asked_at, node.asked_at[1:], strict=False)]
+        gaps = [
+            after - before for before, after in zip(node.asked_at, node.asked_at[1:], strict=False)
+        ]
         assert len(gaps) >= 8
         assert max(gaps) < gateway.LEASE_SECONDS / 2, "one request may be lost"
         assert len(node.router.mappings) == len(node.asked_at)
@@ -66,7 +68,9 @@ async def test_a_router_that_starts_again_is_asked_anew_within_minutes(autojump_
         assert node.checks == 2
 
 
-async def test_a_new_address_is_mapped_at_once_and_nobody_is_asked_while_there_is_none(autojump_clock):
+async def test_a_new_address_is_mapped_at_once_and_nobody_is_asked_while_there_is_none(
+    autojump_clock,
+):
     async with home() as node:
         await trio.sleep(100)
         node.seen = Seen()  # the line is down
@@ -84,7 +88,9 @@ async def test_who_can_be_dialled_asks_no_router(autojump_clock):
         assert node.asked_at == []
 
 
-async def test_a_router_that_refuses_is_asked_rarely_and_carrier_grade_nat_is_said_once(autojump_clock, caplog):
+async def test_a_router_that_refuses_is_asked_rarely_and_carrier_grade_nat_is_said_once(
+    autojump_clock, caplog
+):
     with caplog.at_level(logging.WARNING):
         async with home("100.72.3.4", refuses=True) as node:
             await trio.sleep(HOUR)

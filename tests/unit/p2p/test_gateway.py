@@ -22,7 +22,11 @@ def test_a_router_tells_its_outside_address_and_forwards_a_port_for_an_hour():
     with Router("198.51.100.7") as router:
         assert asked(router.url, "--port", "9512")[-1] == Gateway("198.51.100.7", mapped=True)
         (mapping,) = router.mappings
-    assert (mapping["NewExternalPort"], mapping["NewInternalPort"], mapping["NewProtocol"]) == ("9512", "9512", "TCP")
+    assert (mapping["NewExternalPort"], mapping["NewInternalPort"], mapping["NewProtocol"]) == (
+        "9512",
+        "9512",
+        "TCP",
+    )
     assert mapping["NewLeaseDuration"] == "3600"
     assert mapping["NewInternalClient"] == "127.0.0.1", "this machine, and nobody else"
 
@@ -42,11 +46,19 @@ def test_nobody_there_says_nothing():
 @pytest.mark.parametrize(
     ("outside", "observed", "kind"),
     [
-        ("8.8.8.8", "", "public"), ("8.8.8.8", "8.8.8.8", "public"), ("8.8.8.8", "9.9.9.9", "carrier"), ("8.8.8.8", "2600::1", "public"),
-        ("100.64.0.1", "8.8.8.8", "carrier"), ("100.127.255.254", "", "carrier"), ("100.128.0.1", "", "public"),
-        ("192.168.1.2", "8.8.8.8", "private"), ("10.0.0.2", "", "private"), ("", "8.8.8.8", "none"), ("nonsense", "", "none"),
+        ("8.8.8.8", "", "public"),
+        ("8.8.8.8", "8.8.8.8", "public"),
+        ("8.8.8.8", "9.9.9.9", "carrier"),
+        ("8.8.8.8", "2600::1", "public"),
+        ("100.64.0.1", "8.8.8.8", "carrier"),
+        ("100.127.255.254", "", "carrier"),
+        ("100.128.0.1", "", "public"),
+        ("192.168.1.2", "8.8.8.8", "private"),
+        ("10.0.0.2", "", "private"),
+        ("", "8.8.8.8", "none"),
+        ("nonsense", "", "none"),
     ],
-)  # fmt: skip
+)
 def test_what_an_outside_address_means(outside, observed, kind):
     assert kind_of(outside, observed) == kind
 
@@ -70,9 +82,12 @@ def test_the_doctor_tells_carrier_grade_nat_plainly(facts, level, says):
 def test_no_router_is_asked_where_none_is_in_the_way(monkeypatch):
     monkeypatch.setattr(probes, "child", lambda *_: pytest.fail("asked"))
     for facts in (
-        ReachFacts(["127.0.0.1"], [], ["192.168.1.5"], True), ReachFacts(["0.0.0.0"], [], ["8.8.8.8"], True),
+        ReachFacts(["127.0.0.1"], [], ["192.168.1.5"], True),
+        ReachFacts(["0.0.0.0"], [], ["8.8.8.8"], True),
         ReachFacts(["0.0.0.0"], ["/ip4/8.8.8.8/tcp/1"], ["192.168.1.5"], True),
-    ):  # fmt: skip
+    ):
         assert probes.router(facts) == RouterFacts()
     monkeypatch.setattr(probes, "child", lambda *_: Gateway("100.64.0.9"))
-    assert probes.router(ReachFacts(["0.0.0.0"], [], ["192.168.1.5"], True)) == RouterFacts(True, "carrier", "100.64.0.9")
+    assert probes.router(ReachFacts(["0.0.0.0"], [], ["192.168.1.5"], True)) == RouterFacts(
+        True, "carrier", "100.64.0.9"
+    )

@@ -17,14 +17,23 @@ def accept(data: bytes, peer: str) -> Validation:
 
 
 async def join(networks, *validators, last_rate=0.0) -> list[Topic]:
-    """Everybody joins, the last with a rate; returns once every pair of connected hosts knows that of each other and is in each
-    other's mesh."""
+    """Everybody joins, the last with a rate; returns once every pair of connected hosts knows that
+    of each other and is in each other's mesh."""
     rates = [0.0] * (len(networks) - 1) + [last_rate]
     joined = zip(networks, validators, rates, strict=True)
-    topics = [await network.gossip.join(NAME, validator, rate=rate) for network, validator, rate in joined]
-    told = lambda: all(len(network.gossip.peers(NAME)) == len(network.connected()) for network in networks)
+    topics = [
+        await network.gossip.join(NAME, validator, rate=rate) for network, validator, rate in joined
+    ]
+    told = lambda: all(
+        len(network.gossip.peers(NAME)) == len(network.connected()) for network in networks
+    )
     await until(told, seconds=70)
-    await until(lambda: all(network.gossip.statistics().mesh[NAME] == len(network.connected()) for network in networks))
+    await until(
+        lambda: all(
+            network.gossip.statistics().mesh[NAME] == len(network.connected())
+            for network in networks
+        )
+    )
     return topics
 
 
@@ -54,11 +63,19 @@ async def test_what_is_not_accepted_is_neither_delivered_nor_forwarded(tmp_path,
             assert (await at_b.get()).data == b"good"
             assert (await at_c.get()).data == b"good"
         statistics = b.gossip.statistics()
-        assert (statistics.received, statistics.accepted, statistics.ignored + statistics.rejected) == (2, 1, 1)
-        assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (verdict is Validation.REJECT)
+        assert (
+            statistics.received,
+            statistics.accepted,
+            statistics.ignored + statistics.rejected,
+        ) == (2, 1, 1)
+        assert (b.reputation.score(a.peer_id, trio.current_time()) < 0) is (
+            verdict is Validation.REJECT
+        )
 
 
-async def test_who_publishes_far_more_than_it_may_is_disconnected_and_who_passes_it_on_is_not(tmp_path):
+async def test_who_publishes_far_more_than_it_may_is_disconnected_and_who_passes_it_on_is_not(
+    tmp_path,
+):
     messages = int(storms.TIMES * storms.SECONDS) + 40
     async with hosts(tmp_path, 3, line=True) as (a, b, c):
         *_, at_c = await join((a, b, c), accept, accept, accept, last_rate=1.0)
@@ -78,18 +95,27 @@ async def test_who_publishes_far_more_than_it_may_is_disconnected_and_who_passes
 
 
 async def test_who_was_started_again_is_heard_however_much_it_had_said(tmp_path):
-    """A message is known by its sender and number: numbers that begin at the clock's seconds come twice from who sends many a second."""
+    """A message is known by its sender and number: numbers that begin at the clock's seconds come
+    twice from who sends many a second."""
     said = 40
     async with host(tmp_path / "stays") as a:
         topic = await a.gossip.join(NAME, accept)
         for life in range(2):
             async with host(tmp_path / "again", initial_peers=[a.listen_addrs[0]]) as b:
                 await b.gossip.join(NAME, accept)
-                await until(lambda: a.gossip.statistics().mesh[NAME] == 1 and b.gossip.statistics().mesh[NAME] == 1, seconds=70)
+                await until(
+                    lambda: (
+                        a.gossip.statistics().mesh[NAME] == 1
+                        and b.gossip.statistics().mesh[NAME] == 1
+                    ),
+                    seconds=70,
+                )
                 for number in range(said):
                     await b.gossip.publish(NAME, b"%d %d" % (life, number))
                 with trio.fail_after(30):
-                    assert sorted([(await topic.get()).data for _ in range(said)]) == sorted(b"%d %d" % (life, n) for n in range(said))
+                    assert sorted([(await topic.get()).data for _ in range(said)]) == sorted(
+                        b"%d %d" % (life, n) for n in range(said)
+                    )
             await until(lambda: not a.connected())
 
 
@@ -119,11 +145,15 @@ async def test_the_longest_message_goes_through_and_a_longer_one_is_not_sent(tmp
         await a.gossip.publish(NAME, bytes(GOSSIP_BYTES))
         with trio.fail_after(30):
             assert len((await at_b.get()).data) == GOSSIP_BYTES
-        assert (a.gossip.statistics().published, a.gossip.statistics().published_bytes) == (1, GOSSIP_BYTES)
+        assert (a.gossip.statistics().published, a.gossip.statistics().published_bytes) == (
+            1,
+            GOSSIP_BYTES,
+        )
 
 
 async def test_bursts_arrive_whole(tmp_path):
-    """The library's defaults lose two thirds of these: 10 per second and forwarder, 32 in the queue."""
+    """The library's defaults lose two thirds of these: 10 per second and forwarder, 32 in the
+    queue."""
     async with hosts(tmp_path, 2) as (a, b):
         _, at_b = await join((a, b), accept, accept)
         for index in range(300):
@@ -132,7 +162,9 @@ async def test_bursts_arrive_whole(tmp_path):
             await until(lambda: b.gossip.statistics().received > index - 20)  # noqa: B023 - called at once
         await until(lambda: b.gossip.statistics().accepted == 300)
         with trio.fail_after(30):
-            assert [int.from_bytes((await at_b.get()).data, "big") for _ in range(300)] == list(range(300))
+            assert [int.from_bytes((await at_b.get()).data, "big") for _ in range(300)] == list(
+                range(300)
+            )
 
 
 async def test_a_greylisted_forwarder_is_not_listened_to(tmp_path):

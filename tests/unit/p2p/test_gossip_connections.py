@@ -17,7 +17,9 @@ async def test_gossip_moves_to_the_connection_that_is_left(tmp_path, which, spea
     """The speaker alone publishes; the other has nothing to write, and so nothing to notice by."""
     async with hosts(tmp_path, 2, relay="off") as pair:
         a, b = pair
-        topics = [await each.gossip.join(NAME, lambda data, peer: Validation.ACCEPT) for each in pair]
+        topics = [
+            await each.gossip.join(NAME, lambda data, peer: Validation.ACCEPT) for each in pair
+        ]
         await until(lambda: all(each.gossip.statistics().mesh[NAME] == 1 for each in pair))
         await a.host.dial(b.peer_id, parse(b.listen_addrs[0])[0])
         await until(lambda: len(a.connections) == len(b.connections) == 2)

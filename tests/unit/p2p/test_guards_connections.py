@@ -1,4 +1,5 @@
-"""Connections, streams and sockets: what a stock host leaks or lets others take, and that a guarded one does not."""
+"""Connections, streams and sockets: what a stock host leaks or lets others take, and that a guarded
+one does not."""
 
 import contextlib
 import socket
@@ -41,7 +42,8 @@ async def test_four_hundred_connections_one_after_another_are_all_served():
         assert counts[tidy] == 400
         assert await tidy.serves()
         await tidy.settles("slots", 1)
-        assert (await tidy.ask("stat"))["tasks"] < 150  # 60 without any; each that was kept would be several more
+        # 60 without any; each that was kept would be several more
+        assert (await tidy.ask("stat"))["tasks"] < 150
 
 
 async def test_one_address_cannot_take_all_inbound_slots():
@@ -50,7 +52,9 @@ async def test_one_address_cannot_take_all_inbound_slots():
             refused = 0
             for _ in range(12):
                 try:
-                    await stack.enter_async_context(attacker.connect(host.address, source="127.0.0.2"))
+                    await stack.enter_async_context(
+                        attacker.connect(host.address, source="127.0.0.2")
+                    )
                 except (ConnectionError, OSError, trio.TooSlowError):
                     refused += 1
             assert refused == 4
@@ -64,7 +68,11 @@ HALF_HANDSHAKES = {
     "http": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
     "endless varint": [b"\xff" * 64],
     "wrong protocol": [attacker.line("/multistream/1.0.0") + attacker.line("/none/1.0.0")],
-    "noise of zeros": [attacker.line("/multistream/1.0.0") + attacker.line("/noise"), b"\x00\x20" + bytes(32), b"\xff\xff" + bytes(65535)],
+    "noise of zeros": [
+        attacker.line("/multistream/1.0.0") + attacker.line("/noise"),
+        b"\x00\x20" + bytes(32),
+        b"\xff\xff" + bytes(65535),
+    ],
     "half a handshake": [attacker.line("/multistream/1.0.0") + attacker.line("/noise"), b"\x00"],
     "nothing": [],
 }
@@ -76,7 +84,9 @@ async def test_bytes_that_are_no_libp2p_cost_a_socket_for_a_while_and_nothing_el
             for _ in range(10):
                 for parts in HALF_HANDSHAKES.values():
                     stream = await stack.enter_async_context(
-                        await trio.open_tcp_stream(*attacker.endpoint(host.address), local_address="127.0.0.3")
+                        await trio.open_tcp_stream(
+                            *attacker.endpoint(host.address), local_address="127.0.0.3"
+                        )
                     )
                     with contextlib.suppress(trio.BrokenResourceError):
                         for part in parts:
@@ -93,7 +103,9 @@ async def test_long_identify_messages_are_not_remembered():
             for number in range(120):
                 with contextlib.suppress(ConnectionError):
                     stream = await peer.open("/ipfs/id/push/1.0.0")
-                    body = Identify(listen_addrs=[number.to_bytes(4, "big") + bytes(900_000)]).SerializeToString()
+                    body = Identify(
+                        listen_addrs=[number.to_bytes(4, "big") + bytes(900_000)]
+                    ).SerializeToString()
                     await stream.send(attacker.varint(len(body)) + body, until_ended=True)
                     await stream.close()
             await host.rests()
@@ -119,7 +131,9 @@ async def test_the_end_of_a_stream_that_leaves_a_handler_does_not_hang_its_neigh
         return False
 
     with processes(stock(), guarded()) as (wedged, fine):
-        assert not await neighbour_answers(wedged, 3), "upstream fixed this: remove guard handler_failed (end of stream)"
+        assert not await neighbour_answers(wedged, 3), (
+            "upstream fixed this: remove guard handler_failed (end of stream)"
+        )
         assert await neighbour_answers(fine, 60)
         assert await fine.serves()
 
@@ -134,19 +148,25 @@ async def test_a_stream_ends_with_its_handler():
             return stream.ended
 
     with processes(stock(), guarded()) as (forgetful, tidy):
-        assert not await told(forgetful, 2), "upstream fixed this: remove guard handler_failed (close)"
+        assert not await told(forgetful, 2), (
+            "upstream fixed this: remove guard handler_failed (close)"
+        )
         assert await told(tidy, 60)
 
 
 async def test_streams_that_the_peer_never_closes_are_forgotten():
-    with processes(stock(sweep=0.5), guarded(sweep=0.5, limits={"inbox.ABANDONED_SECONDS": 0.2})) as (hoarder, tidy):
+    with processes(
+        stock(sweep=0.5), guarded(sweep=0.5, limits={"inbox.ABANDONED_SECONDS": 0.2})
+    ) as (hoarder, tidy):
         async with attacker.connect(hoarder.address) as one, attacker.connect(tidy.address) as two:
             for peer in (one, two):
                 for _ in range(50):
                     stream = await peer.open("/test/leave/1")
                     await stream.send(b"x")
             await trio.sleep(2)
-            assert (await hoarder.ask("stat"))["streams"] >= 50, "upstream fixed this: remove guard stream_abandoned"
+            assert (await hoarder.ask("stat"))["streams"] >= 50, (
+                "upstream fixed this: remove guard stream_abandoned"
+            )
             await tidy.settles("streams", 6)
             stream = await two.open("/test/echo/1")
             await stream.send(b"x")
@@ -155,7 +175,11 @@ async def test_streams_that_the_peer_never_closes_are_forgotten():
 
 
 async def test_running_out_of_outbound_streams_is_an_error_and_not_a_hang():
-    with processes(stock(), guarded(limits={"yamux.OPEN_STREAM_SECONDS": 0.5}), guarded()) as (hangs, fails, target):
+    with processes(stock(), guarded(limits={"yamux.OPEN_STREAM_SECONDS": 0.5}), guarded()) as (
+        hangs,
+        fails,
+        target,
+    ):
         to = {"address": target.address, "peer": target.peer, "count": 300}
         with trio.move_on_after(6) as patience:
             await hangs.ask("unclosed", seconds=60, **to)
@@ -174,7 +198,8 @@ async def test_cancelled_dials_of_a_stream_give_their_slot_back():
         except trio.TooSlowError:
             free = 0
         assert free < 240, "upstream fixed this: remove guards open_stream and _install_new_stream"
-        assert (await keeps.ask("cancel_opens", **to))["free"] >= 254  # identify and pubsub may hold one each
+        # identify and pubsub may hold one each
+        assert (await keeps.ask("cancel_opens", **to))["free"] >= 254
         assert await target.serves()
 
 
@@ -182,8 +207,13 @@ async def test_a_port_belongs_to_one_process():
     with processes(stock(), guarded()) as (stock_one, guarded_one):
         port = attacker.endpoint(stock_one.address)[1]
         with processes(stock(port=port)) as (second,):
-            assert second.address == stock_one.address, "upstream fixed this: remove guard exclusive port"
-        with pytest.raises(RuntimeError), processes(guarded(port=attacker.endpoint(guarded_one.address)[1])):
+            assert second.address == stock_one.address, (
+                "upstream fixed this: remove guard exclusive port"
+            )
+        with (
+            pytest.raises(RuntimeError),
+            processes(guarded(port=attacker.endpoint(guarded_one.address)[1])),
+        ):
             pass
         assert await guarded_one.serves()
 
@@ -199,7 +229,10 @@ async def test_a_peer_that_comes_back_can_be_dialled():
         with processes(guarded(port=port, seed=7)) as (back,):
             assert back.peer == PEER_OF_SEED_7
             await trio.sleep(1.1)
-            answers = [await host.ask("connect", address=back.address, peer=back.peer) for host in (bitter, forgiving)]
+            answers = [
+                await host.ask("connect", address=back.address, peer=back.peer)
+                for host in (bitter, forgiving)
+            ]
         assert "error" in answers[0], "upstream fixed this: remove guard negative cache"
         assert "error" not in answers[1]
 

@@ -13,7 +13,8 @@ MB = 1_000_000
 
 
 async def delivered(publisher, receiver, count, **arguments):
-    """How many of `count` messages that `publisher` sends reach `receiver`, which it is connected to."""
+    """How many of `count` messages that `publisher` sends reach `receiver`, which it is connected
+    to."""
 
     async def have():
         await publisher.rests()
@@ -28,14 +29,23 @@ async def delivered(publisher, receiver, count, **arguments):
 
 
 async def test_default_settings_lose_no_messages():
-    with processes(stock(gossip="default"), guarded(gossip="default"), guarded(), guarded()) as (filters, forwards, one, two):
-        assert await delivered(filters, one, 60, pause=0.005) < 40, "upstream fixed this: remove guard spam_protection_enabled"
+    with processes(stock(gossip="default"), guarded(gossip="default"), guarded(), guarded()) as (
+        filters,
+        forwards,
+        one,
+        two,
+    ):
+        assert await delivered(filters, one, 60, pause=0.005) < 40, (
+            "upstream fixed this: remove guard spam_protection_enabled"
+        )
         assert await delivered(forwards, two, 60, pause=0.005) == 60
 
 
 async def test_a_burst_is_not_lost_in_the_outbound_queue():
     with processes(stock(), guarded(), guarded(), guarded()) as (drops, queues, one, two):
-        assert await delivered(drops, one, 200) < 200, "upstream fixed this: remove guard queue_full (messages)"
+        assert await delivered(drops, one, 200) < 200, (
+            "upstream fixed this: remove guard queue_full (messages)"
+        )
         assert await delivered(queues, two, 200) == 200
         assert await queues.counted("queue_full") == 0
 
@@ -56,7 +66,9 @@ async def test_a_slow_subscriber_finds_its_messages_waiting():
     with processes(stock(consume=False), guarded(consume=False)) as (forgets, keeps):
         for host in (forgets, keeps):
             await publish(host, 150, 64)
-        assert (await forgets.ask("stat"))["waiting"] < 150, "upstream fixed this: remove guard SUBSCRIPTION_MESSAGES"
+        assert (await forgets.ask("stat"))["waiting"] < 150, (
+            "upstream fixed this: remove guard SUBSCRIPTION_MESSAGES"
+        )
         assert (await keeps.ask("stat"))["waiting"] == 150
 
 
@@ -64,8 +76,12 @@ async def test_messages_are_not_kept_for_ever():
     with processes(stock(), guarded()) as (keeps, forgets):
         for host in (keeps, forgets):
             await publish(host, 120, 60_000)
-        assert (await keeps.ask("stat"))["equivocation_bytes"] > 7 * MB, "upstream fixed this: remove guard _check_equivocation"
-        assert (await keeps.ask("stat"))["deliveries"] == 120, "upstream fixed this: remove guard recent_message_deliveries"
+        assert (await keeps.ask("stat"))["equivocation_bytes"] > 7 * MB, (
+            "upstream fixed this: remove guard _check_equivocation"
+        )
+        assert (await keeps.ask("stat"))["deliveries"] == 120, (
+            "upstream fixed this: remove guard recent_message_deliveries"
+        )
         assert (await forgets.ask("stat"))["delivered"] == 120
         assert (await forgets.ask("stat"))["equivocation_bytes"] == 0
         await forgets.settles("cache_bytes", 0)
@@ -97,7 +113,9 @@ async def test_ids_of_any_length_are_not_remembered():
 
     with processes(stock(), guarded()) as (remembers, refuses):
         await send(remembers)
-        assert (await remembers.ask("stat"))["seen_bytes"] > 30 * MB, "upstream fixed this: remove guard message_refused (ids)"
+        assert (await remembers.ask("stat"))["seen_bytes"] > 30 * MB, (
+            "upstream fixed this: remove guard message_refused (ids)"
+        )
         await send(refuses)
         assert (await refuses.ask("stat"))["seen_bytes"] == 0
         assert await refuses.counted("message_refused") == 40
@@ -118,7 +136,9 @@ async def test_asking_ten_thousand_times_for_one_message_costs_one_message():
             return host.peak_rss() - before
 
     with processes(stock(), guarded()) as (generous, bounded):
-        assert await ask(generous) > 100 * MB, "upstream fixed this: remove guard rpc_bounded (IWANT)"
+        assert await ask(generous) > 100 * MB, (
+            "upstream fixed this: remove guard rpc_bounded (IWANT)"
+        )
         assert await ask(bounded) < 30 * MB
         assert await bounded.serves()
 
@@ -135,7 +155,9 @@ async def test_invented_topics_are_not_remembered():
             return (await host.ask("stat"))["topics"]
 
     with processes(stock(), guarded()) as (remembers, forgets):
-        assert await send(remembers) >= 500, "upstream fixed this: remove guard rpc_bounded (topics)"
+        assert await send(remembers) >= 500, (
+            "upstream fixed this: remove guard rpc_bounded (topics)"
+        )
         assert await send(forgets) == 0
         assert await forgets.serves()
 
@@ -145,7 +167,8 @@ async def test_a_forwarder_in_a_hurry_is_made_to_wait_while_others_are_served():
         async with attacker.connect(host.address) as peer:
             stream = await peer.open(attacker.MESHSUB)
             signed = lambda: [attacker.signed(peer.keys, "test", os.urandom(8)) for _ in range(40)]
-            frames = [attacker.frame_rpc(rpc_pb2.RPC(publish=signed())) for _ in range(40)]  # before, so that they come as fast as they can
+            # before, so that they come as fast as they can
+            frames = [attacker.frame_rpc(rpc_pb2.RPC(publish=signed())) for _ in range(40)]
             for frame in frames:
                 await stream.send(frame)
             with trio.fail_after(60):
@@ -157,7 +180,14 @@ async def test_a_forwarder_in_a_hurry_is_made_to_wait_while_others_are_served():
 
 async def test_odd_rpcs_leave_the_host_serving():
     with processes(guarded()) as (host,):
-        for frame in (b"", b"\x00", b"\x0a\x05ab", b"\x1a\x02\x08\x01", b"\x12\x06\x1a\x04\xff\xff\xff\xff", bytes(1000)):
+        for frame in (
+            b"",
+            b"\x00",
+            b"\x0a\x05ab",
+            b"\x1a\x02\x08\x01",
+            b"\x12\x06\x1a\x04\xff\xff\xff\xff",
+            bytes(1000),
+        ):
             async with attacker.connect(host.address) as peer:
                 stream = await peer.open(attacker.MESHSUB)
                 with contextlib.suppress(ConnectionError):

@@ -1,4 +1,5 @@
-"""Inputs with which any stranger ends a stock host's process; the guarded host drops them and goes on serving."""
+"""Inputs with which any stranger ends a stock host's process; the guarded host drops them and goes
+on serving."""
 
 import contextlib
 import os
@@ -38,7 +39,12 @@ def hashed_id_with_key(key):
     return rpc_pb2.RPC(
         publish=[
             rpc_pb2.Message(
-                data=b"x", topicIDs=["test"], seqno=bytes(8), from_id=b"\x12\x20" + os.urandom(32), key=key, signature=b"s" * 64
+                data=b"x",
+                topicIDs=["test"],
+                seqno=bytes(8),
+                from_id=b"\x12\x20" + os.urandom(32),
+                key=key,
+                signature=b"s" * 64,
             )
         ]
     )
@@ -70,7 +76,12 @@ async def validator_that_raises(address):
 
 async def more_messages_than_tasks(address):
     keys = attacker.create_new_key_pair(os.urandom(32))
-    one = rpc_pb2.Message(data=b"x", topicIDs=["test"], seqno=bytes(8), from_id=ID.from_pubkey(keys.public_key).to_bytes())
+    one = rpc_pb2.Message(
+        data=b"x",
+        topicIDs=["test"],
+        seqno=bytes(8),
+        from_id=ID.from_pubkey(keys.public_key).to_bytes(),
+    )
     await send_rpcs(address, rpc_pb2.RPC(publish=[one] * 12_000))
 
 
@@ -87,7 +98,10 @@ KILLERS = {
 
 @pytest.mark.parametrize("guard", KILLERS)
 async def test_a_killer_of_stock_hosts_is_survived(guard):
-    attack, validator = KILLERS[guard], {"validator": "raise"} if guard == "validator_failed" else {}
+    attack, validator = (
+        KILLERS[guard],
+        {"validator": "raise"} if guard == "validator_failed" else {},
+    )
     with processes(stock(**validator), guarded(**validator)) as (victim, survivor):
         with contextlib.suppress(Exception):
             await attack(victim.address)
@@ -127,7 +141,9 @@ async def test_one_rpc_of_twelve_thousand_messages_does_not_stop_the_loop():
     with processes(stock(), guarded()) as (victim, survivor):
         with contextlib.suppress(Exception):
             await more_messages_than_tasks(victim.address)
-        assert not await victim.serves(seconds=6), "upstream fixed this: remove guard rpc_bounded (messages)"
+        assert not await victim.serves(seconds=6), (
+            "upstream fixed this: remove guard rpc_bounded (messages)"
+        )
         await more_messages_than_tasks(survivor.address)
         assert await survivor.serves()
         assert (await survivor.ask("stat"))["fired"]["rpc_bounded"] == 1
@@ -135,8 +151,12 @@ async def test_one_rpc_of_twelve_thousand_messages_does_not_stop_the_loop():
 
 async def test_a_guarded_host_speaks_neither_mplex_nor_plaintext():
     with processes(stock(), guarded()) as (open_minded, strict):
-        assert await speaks(open_minded.address, "/plaintext/2.0.0"), "upstream fixed this: remove guard noise_only"
-        assert await speaks(open_minded.address, "/mplex/6.7.0"), "upstream fixed this: remove guard YAMUX_ONLY"
+        assert await speaks(open_minded.address, "/plaintext/2.0.0"), (
+            "upstream fixed this: remove guard noise_only"
+        )
+        assert await speaks(open_minded.address, "/mplex/6.7.0"), (
+            "upstream fixed this: remove guard YAMUX_ONLY"
+        )
         assert not await speaks(strict.address, "/plaintext/2.0.0")
         assert not await speaks(strict.address, "/mplex/6.7.0")
         assert await strict.serves()

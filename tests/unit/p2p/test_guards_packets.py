@@ -1,4 +1,5 @@
-"""Packets read and written in bulk carry the same bytes as one by one, however the socket cuts them."""
+"""Packets read and written in bulk carry the same bytes as one by one, however the socket cuts
+them."""
 
 import random
 
@@ -29,7 +30,8 @@ class Dribble(RawConnection):
 
 
 async def sessions(most: int = 2**20, *, stock: bool = False):
-    """A dialler's and a listener's session after the handshake, the latter with the library's own reading and writing if `stock`."""
+    """A dialler's and a listener's session after the handshake, the latter with the library's own
+    reading and writing if `stock`."""
     keys = [create_new_key_pair(bytes([number]) * 32) for number in (1, 2)]
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     ours = await trio.testing.open_stream_to_socket_listener(listeners[0])
@@ -45,7 +47,9 @@ async def sessions(most: int = 2**20, *, stock: bool = False):
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(inbound)
-        outbound = await dialler.secure_outbound(Dribble(ours, True, most), ID.from_pubkey(keys[1].public_key))
+        outbound = await dialler.secure_outbound(
+            Dribble(ours, True, most), ID.from_pubkey(keys[1].public_key)
+        )
     return outbound, done[0]
 
 
@@ -76,7 +80,9 @@ async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
             nursery.start_soon(send, pair[sender])
             total = sum(map(len, data))
             while len(received) < total:
-                received += await pair[receiver].read(min(numbers.choice(reads), total - len(received)))
+                received += await pair[receiver].read(
+                    min(numbers.choice(reads), total - len(received))
+                )
         assert bytes(received) == b"".join(data)
         for session in pair:
             await session.close()

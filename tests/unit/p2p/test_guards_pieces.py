@@ -58,7 +58,9 @@ def test_a_total_recounts_what_was_removed_before_it_says_no():
 
 def test_an_rpc_is_cut_down_to_its_caps():
     sent = rpc_pb2.RPC(publish=[rpc_pb2.Message(data=b"x")] * 300)
-    sent.subscriptions.extend([rpc_pb2.RPC.SubOpts(subscribe=True, topicid="t" * size) for size in (5, 500)])
+    sent.subscriptions.extend(
+        [rpc_pb2.RPC.SubOpts(subscribe=True, topicid="t" * size) for size in (5, 500)]
+    )
     sent.control.ihave.add(topicID="ours", messageIDs=[b"a", b"a", b"b" * 100])
     sent.control.ihave.add(topicID="theirs", messageIDs=[b"c"])
     sent.control.iwant.add(messageIDs=[b"a"] * 1000)
@@ -81,7 +83,9 @@ def test_bytes_that_are_no_rpc_are_undecodable(frame):
 
 
 def test_a_long_record_is_left_out():
-    short, long = (rpc_pb2.RPC(senderRecord=bytes(size)).SerializeToString() for size in (300, 100_000))
+    short, long = (
+        rpc_pb2.RPC(senderRecord=bytes(size)).SerializeToString() for size in (300, 100_000)
+    )
     assert rpc.parse(short, set()).HasField("senderRecord")
     assert not rpc.parse(long, set()).HasField("senderRecord")
 
@@ -113,7 +117,13 @@ def test_a_forwarder_waits_once_its_burst_is_spent():
 def test_seen_messages_are_bounded(monkeypatch):
     monkeypatch.setattr(pubsub, "SEEN_MESSAGES", 3)
     seen = pubsub.Seen()
-    assert [seen.add(one) for one in (b"a", b"b", b"c", b"a", b"d")] == [True, True, True, False, True]
+    assert [seen.add(one) for one in (b"a", b"b", b"c", b"a", b"d")] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert seen.has(b"a")  # renewed, so b was the oldest
     assert not seen.has(b"b")
     assert seen.length() == 3
@@ -133,7 +143,9 @@ def test_the_message_cache_gives_up_its_oldest(monkeypatch):
     monkeypatch.setattr(gossip, "CACHE_BYTES", 250)
     cache = gossip.BoundedCache(3, 5)
     for number in range(4):
-        cache.put(rpc_pb2.Message(from_id=b"p", seqno=bytes([number]), topicIDs=["t"], data=bytes(100)))
+        cache.put(
+            rpc_pb2.Message(from_id=b"p", seqno=bytes([number]), topicIDs=["t"], data=bytes(100))
+        )
     assert cache.get(b"p\x00") is None
     assert cache.get(b"p\x03") is not None
     assert cache.bytes == 200
@@ -144,8 +156,12 @@ def test_the_message_cache_gives_up_its_oldest(monkeypatch):
 
 def test_guard_gossip_turns_off_what_upstream_has_on():
     router = GossipSub(protocols=["/meshsub/1.1.0"], degree=8, degree_low=6, degree_high=32)
-    assert router.spam_protection_enabled, "upstream fixed this: remove guard spam_protection_enabled"
-    assert router.adaptive_gossip_enabled, "upstream fixed this: remove guard adaptive_gossip_enabled"
+    assert router.spam_protection_enabled, (
+        "upstream fixed this: remove guard spam_protection_enabled"
+    )
+    assert router.adaptive_gossip_enabled, (
+        "upstream fixed this: remove guard adaptive_gossip_enabled"
+    )
     assert router.heartbeat_interval == 120, "upstream fixed this: remove guard heartbeat_interval"
     guards.guard_gossip(router)
     assert not router.spam_protection_enabled
@@ -154,7 +170,9 @@ def test_guard_gossip_turns_off_what_upstream_has_on():
 
 
 async def test_a_heartbeat_that_raises_is_restarted(autojump_clock):
-    router = guards.guard_gossip(GossipSub(protocols=["/meshsub/1.1.0"], degree=8, degree_low=6, degree_high=32))
+    router = guards.guard_gossip(
+        GossipSub(protocols=["/meshsub/1.1.0"], degree=8, degree_low=6, degree_high=32)
+    )
     beats = []
 
     def mesh_heartbeat():
@@ -176,12 +194,27 @@ class Unprintable(bytes):
 
 @pytest.mark.parametrize(("kind", "prints"), [(Pubsub, True), (guards.GuardedPubsub, False)])
 async def test_a_rejected_message_is_not_written_out(kind, prints):
-    message = types.SimpleNamespace(from_id=bytes(38), seqno=bytes(8), topicIDs=["t"], data=Unprintable(b"x"), ByteSize=lambda: 60)
+    message = types.SimpleNamespace(
+        from_id=bytes(38),
+        seqno=bytes(8),
+        topicIDs=["t"],
+        data=Unprintable(b"x"),
+        ByteSize=lambda: 60,
+    )
     one = object.__new__(kind)
     one.router = one.scorer = None
     one.host = types.SimpleNamespace(get_id=lambda: ID(b"me"))
-    one.blacklisted_peers, one.strict_signing, one._msg_id_constructor, one.peer_queues = set(), False, lambda msg: msg.seqno, {}
-    one.seen_messages, one.validation_cache, one.subscribed_topics_receive = pubsub.Seen(), ValidationCache(), {"t": None}
+    one.blacklisted_peers, one.strict_signing, one._msg_id_constructor, one.peer_queues = (
+        set(),
+        False,
+        lambda msg: msg.seqno,
+        {},
+    )
+    one.seen_messages, one.validation_cache, one.subscribed_topics_receive = (
+        pubsub.Seen(),
+        ValidationCache(),
+        {"t": None},
+    )
     one.topic_validators = {}
     one.set_topic_validator("t", lambda forwarder, msg: False, False)
     printed = False
@@ -189,7 +222,9 @@ async def test_a_rejected_message_is_not_written_out(kind, prints):
         await one.push_msg(ID(b"peer"), message)
     except AssertionError:
         printed = True
-    assert printed is prints, "upstream fixed this: remove the rejection path of GuardedPubsub.push_msg"
+    assert printed is prints, (
+        "upstream fixed this: remove the rejection path of GuardedPubsub.push_msg"
+    )
     assert one.seen_messages.has(message.seqno) is not prints
 
 

@@ -1,4 +1,5 @@
-"""Yamux: buffers that a stranger can fill, frames that a cancellation cuts in two, writers that give up too soon or never."""
+"""Yamux: buffers that a stranger can fill, frames that a cancellation cuts in two, writers that
+give up too soon or never."""
 
 import contextlib
 import functools
@@ -21,7 +22,8 @@ MB = 1_000_000
 
 
 async def push(peer, stream, size):
-    """Send `size` bytes in frames of 1 MB whatever the window says; stops when the connection is lost."""
+    """Send `size` bytes in frames of 1 MB whatever the window says; stops when the connection is
+    lost."""
     with contextlib.suppress(Exception):
         for _ in range(size // MB):
             if peer.lost.is_set():
@@ -30,7 +32,8 @@ async def push(peer, stream, size):
 
 
 async def flood(host, size):
-    """Growth of the host's resident bytes after `size` bytes were pushed into one stream that nobody reads."""
+    """Growth of the host's resident bytes after `size` bytes were pushed into one stream that
+    nobody reads."""
     before = host.rss()
     async with attacker.connect(host.address) as peer:
         await push(peer, await peer.open("/test/hold/1"), size)
@@ -40,7 +43,9 @@ async def flood(host, size):
 
 async def test_a_flood_past_the_window_is_not_kept():
     with processes(stock(), guarded()) as (swollen, bounded):
-        assert await flood(swollen, 256 * MB) > 200 * MB, "upstream fixed this: remove guard window_overrun"
+        assert await flood(swollen, 256 * MB) > 200 * MB, (
+            "upstream fixed this: remove guard window_overrun"
+        )
         for _ in range(4):
             assert await flood(bounded, 256 * MB) < 48 * MB
         assert await bounded.counted("window_overrun") == 4
@@ -59,7 +64,9 @@ async def test_many_streams_within_their_windows_are_bounded_together():
             return host.rss() - before
 
     with processes(stock(), guarded()) as (swollen, bounded):
-        assert await fill(swollen, 400) > 75 * MB, "upstream fixed this: remove guard connection_full"
+        assert await fill(swollen, 400) > 75 * MB, (
+            "upstream fixed this: remove guard connection_full"
+        )
         assert await fill(bounded, 400) < 65 * MB  # 32 MiB, and what the allocator keeps
         assert await bounded.counted("connection_full") == 1
         assert await bounded.serves()
@@ -79,7 +86,9 @@ async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_its_peer():
             return host.rss() - before
 
     with processes(stock(), guarded()) as (keeps, forgets):
-        assert await fill_and_reset(keeps) > 40 * MB, "upstream fixed this: remove guard _install_resets"
+        assert await fill_and_reset(keeps) > 40 * MB, (
+            "upstream fixed this: remove guard _install_resets"
+        )
         await fill_and_reset(forgets)  # more than a connection may hold
         assert await forgets.counted("connection_full") == 0
 
@@ -95,7 +104,9 @@ async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_ours():
 async def test_a_reader_hears_that_we_reset_its_stream(just_woken):
     with processes(stock(), guarded(), guarded()) as (deaf, hears, server):
         to = {"address": server.address, "peer": server.peer, "just_woken": just_woken}
-        assert await deaf.ask("reset_while_reading", **to) == {"heard": ""}, "upstream fixed this: remove guard _install_resets (reader)"
+        assert await deaf.ask("reset_while_reading", **to) == {"heard": ""}, (
+            "upstream fixed this: remove guard _install_resets (reader)"
+        )
         assert await hears.ask("reset_while_reading", **to) == {"heard": "StreamReset"}
 
 
@@ -106,7 +117,9 @@ async def test_many_connections_are_bounded_together_and_the_largest_pays():
             honest = await stack.enter_async_context(attacker.connect(host.address))
             small = await honest.open("/test/hold/1")
             await small.send(bytes(100_000))
-            attackers = [await stack.enter_async_context(attacker.connect(host.address)) for _ in range(4)]
+            attackers = [
+                await stack.enter_async_context(attacker.connect(host.address)) for _ in range(4)
+            ]
             before = host.rss()
             for peer in attackers:
                 with contextlib.suppress(Exception):
@@ -137,7 +150,9 @@ async def test_a_peer_may_not_open_streams_without_end():
             return most
 
     with processes(stock(), guarded()) as (generous, strict):
-        assert await open_streams(generous) >= 1000, "upstream fixed this: remove guard streams_overrun"
+        assert await open_streams(generous) >= 1000, (
+            "upstream fixed this: remove guard streams_overrun"
+        )
         assert await open_streams(strict) < 600
         await strict.settles("streams", 0)
         assert await strict.counted("streams_overrun") == 1
@@ -159,12 +174,21 @@ async def test_a_peer_may_not_use_our_stream_ids():
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-@pytest.mark.parametrize(("do", "arguments"), [("cancel_reads", {"size": 8 * MB}), ("cancel_writes", {"times": 8})])
+@pytest.mark.parametrize(
+    ("do", "arguments"), [("cancel_reads", {"size": 8 * MB}), ("cancel_writes", {"times": 8})]
+)
 async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, works):
-    for _ in range(1 if works else 8):  # whether a cancellation falls into the middle of a frame is chance
+    # whether a cancellation falls into the middle of a frame is chance
+    for _ in range(1 if works else 8):
         with processes(client(), guarded()) as (node, server):
             try:
-                answer = await node.ask(do, seconds=60 if works else 5, address=server.address, peer=server.peer, **arguments)
+                answer = await node.ask(
+                    do,
+                    seconds=60 if works else 5,
+                    address=server.address,
+                    peer=server.peer,
+                    **arguments,
+                )
             except trio.TooSlowError:
                 answer = {"error": "hangs"}
             assert await server.serves()
@@ -173,11 +197,15 @@ async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, wo
     if works:
         assert answer == {"intact": True}
     else:
-        assert answer != {"intact": True}, "upstream fixed this: remove guards write_frame and _install_shields"
+        assert answer != {"intact": True}, (
+            "upstream fixed this: remove guards write_frame and _install_shields"
+        )
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_usable_connection(client, works):
+async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_usable_connection(
+    client, works
+):
     with processes(client(), guarded()) as (node, server):
         to = {"address": server.address, "peer": server.peer}
         await node.ask("keep", protocol="hold", **to)
@@ -193,11 +221,17 @@ async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_us
         if works:
             assert answer == {"intact": True}
         else:
-            assert answer != {"intact": True}, "upstream fixed this: remove guard write_frame (cancelled while blocked)"
+            assert answer != {"intact": True}, (
+                "upstream fixed this: remove guard write_frame (cancelled while blocked)"
+            )
 
 
 async def test_a_peer_that_reads_nothing_loses_its_connection():
-    with processes(stock(), guarded(limits={"yamux.WRITE_STALL_SECONDS": 1.0}), guarded()) as (hangs, gives_up, server):
+    with processes(stock(), guarded(limits={"yamux.WRITE_STALL_SECONDS": 1.0}), guarded()) as (
+        hangs,
+        gives_up,
+        server,
+    ):
         to = {"address": server.address, "peer": server.peer}
         for node in (hangs, gives_up):
             await node.ask("keep", protocol="sink", **to)
@@ -210,7 +244,8 @@ async def test_a_peer_that_reads_nothing_loses_its_connection():
         await gives_up.settles("connections", 0)
         assert await gives_up.counted("write_stalled") == 1
         os.kill(server.pid, signal.SIGCONT)
-        assert await gives_up.ask("cancel_reads", size=1000, **to) == {"intact": True}  # dialled again
+        # dialled again
+        assert await gives_up.ask("cancel_reads", size=1000, **to) == {"intact": True}
 
 
 @pytest.mark.slow
@@ -220,7 +255,9 @@ async def test_a_reader_that_pauses_six_seconds_gets_everything():
         answers = {}
 
         async def write(node):
-            answers[node] = await node.ask("write_paused", seconds=120, address=server.address, peer=server.peer, size=size)
+            answers[node] = await node.ask(
+                "write_paused", seconds=120, address=server.address, peer=server.peer, size=size
+            )
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write, impatient)
@@ -233,15 +270,23 @@ async def test_a_reader_that_pauses_six_seconds_gets_everything():
 
 
 async def test_a_writer_without_credit_fails_in_the_end():
-    with processes(guarded(limits={"yamux.WINDOW_STALL_SECONDS": 0.5}), guarded()) as (node, server):
-        answer = await node.ask("write_paused", address=server.address, peer=server.peer, size=24 * MB, protocol="hold")
+    with processes(guarded(limits={"yamux.WINDOW_STALL_SECONDS": 0.5}), guarded()) as (
+        node,
+        server,
+    ):
+        answer = await node.ask(
+            "write_paused", address=server.address, peer=server.peer, size=24 * MB, protocol="hold"
+        )
         assert "StreamReset" in answer["error"]
         assert await node.counted("window_stalled") == 1
-        assert await node.ask("cancel_reads", address=server.address, peer=server.peer, size=1000) == {"intact": True}
+        assert await node.ask(
+            "cancel_reads", address=server.address, peer=server.peer, size=1000
+        ) == {"intact": True}
 
 
 class Line:
-    """A secured connection that takes so many bytes per second, after what its buffer swallows at once."""
+    """A secured connection that takes so many bytes per second, after what its buffer swallows at
+    once."""
 
     def __init__(self, rate, buffer=0):
         self.rate, self.room, self.frames = rate, buffer, []
@@ -263,12 +308,16 @@ async def sent_over(line, size):
 
 
 @pytest.mark.parametrize("rate", [10_000, 100_000, 300_000])
-async def test_nobody_waits_long_for_a_frame_of_somebody_else_however_slow_the_line(rate, autojump_clock):
+async def test_nobody_waits_long_for_a_frame_of_somebody_else_however_slow_the_line(
+    rate, autojump_clock
+):
     line = Line(rate, buffer=200_000)
     await sent_over(line, 1_000_000)
     late = line.frames[len(line.frames) // 2 :]
     assert max(late) <= max(0.2 * rate, 4096)
-    assert sorted(late)[len(late) // 2] >= min(0.02 * rate, 4096), "shorter ones than the line needs cost time"
+    assert sorted(late)[len(late) // 2] >= min(0.02 * rate, 4096), (
+        "shorter ones than the line needs cost time"
+    )
 
 
 async def test_a_fast_line_gets_long_frames(autojump_clock):
@@ -307,9 +356,13 @@ def small_sockets():
 
 
 async def both_ways(size, streams):
-    """Both ends of a connection send `size` bytes, and open a stream again and again meanwhile; when all of it has arrived."""
+    """Both ends of a connection send `size` bytes, and open a stream again and again meanwhile;
+    when all of it has arrived."""
     guards.install()
-    ends = [Yamux(pipe, ID(b"peer"), is_initiator=first) for pipe, first in zip(small_sockets(), (True, False), strict=True)]
+    ends = [
+        Yamux(pipe, ID(b"peer"), is_initiator=first)
+        for pipe, first in zip(small_sockets(), (True, False), strict=True)
+    ]
     got, arrived = [0, 0], [trio.Event(), trio.Event()]
 
     async def accept(i):
@@ -345,7 +398,8 @@ async def both_ways(size, streams):
 
 
 async def test_streams_are_opened_while_both_directions_are_full():
-    """Each loop that reads waited for room in a socket that only the other one's reading could make: crews on full lines broke off."""
+    """Each loop that reads waited for room in a socket that only the other one's reading could
+    make: crews on full lines broke off."""
     with trio.fail_after(20):
         assert await both_ways(2_000_000, 60) == [2_000_000] * 2
 

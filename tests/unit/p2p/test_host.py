@@ -40,7 +40,10 @@ async def test_a_taken_port_is_unavailable_and_named(tmp_path):
 
 
 async def test_an_address_of_another_machine_is_announced_and_not_listened_on(tmp_path):
-    remedy = r"not an address of this machine; listen on /ip4/0\.0\.0\.0/tcp/9512, and name this one in network\.announce_addrs"
+    remedy = (
+        r"not an address of this machine; listen on /ip4/0\.0\.0\.0/tcp/9512, and name this one in"
+        r" network\.announce_addrs"
+    )
     with pytest.raises(Unavailable, match=remedy):
         async with host(tmp_path, listen_addrs=["/ip4/192.0.2.1/tcp/9512"]):
             pytest.fail("listens on an address of another machine")
@@ -72,7 +75,9 @@ async def test_a_damaged_port_file_is_a_state_error(tmp_path, text):
         ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/x"]}, "network.initial_peers"),
     ],
 )
-async def test_an_address_that_cannot_be_is_a_configuration_error_in_one_line(tmp_path, settings, named):
+async def test_an_address_that_cannot_be_is_a_configuration_error_in_one_line(
+    tmp_path, settings, named
+):
     with pytest.raises(ConfigError, match=named) as caught:
         async with host(tmp_path, **settings):
             pytest.fail("started")
@@ -118,7 +123,8 @@ async def test_another_key_at_a_bootstrap_address_is_not_believed(tmp_path):
 
 
 async def test_leaving_closes_every_socket(tmp_path):
-    async with hosts(tmp_path / "warm", 2):  # what is opened once and kept for the life of the process
+    # what is opened once and kept for the life of the process
+    async with hosts(tmp_path / "warm", 2):
         pass
     before = len(os.listdir("/proc/self/fd"))
     async with hosts(tmp_path, 3):
@@ -145,13 +151,22 @@ async def test_connections_are_bounded(tmp_path):
             started = []
 
             async def client(index: int) -> None:
-                async with host(tmp_path / str(index), initial_peers=server.listen_addrs) as network:
+                async with host(
+                    tmp_path / str(index), initial_peers=server.listen_addrs
+                ) as network:
                     started.append(network)
                     await trio.sleep_forever()
 
             for index in range(5):
                 nursery.start_soon(client, index)
-            await until(lambda: len(started) == 5 and all(each.statistics().peers.dials >= 2 or each.connected() for each in started))
+            await until(
+                lambda: (
+                    len(started) == 5
+                    and all(
+                        each.statistics().peers.dials >= 2 or each.connected() for each in started
+                    )
+                )
+            )
             assert 1 <= len(server.connected()) <= 2
             nursery.cancel_scope.cancel()
 
@@ -169,7 +184,9 @@ async def test_a_ban_while_a_connection_is_being_made_closes_it_too(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await a.wait_connected()  # the end that dialled knows a moment later
         b.rejected(a.peer_id, "reward", cost=1000.0)
-        await until(lambda: b.statistics().peers.dials == 1 and a.connected() == b.connected() == [])
+        await until(
+            lambda: b.statistics().peers.dials == 1 and a.connected() == b.connected() == []
+        )
 
 
 async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
@@ -184,7 +201,9 @@ async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
 
 def link(network, peer):
     """What `network` makes of its connection with `peer`, when it decides whom to let go."""
-    return next(each for each in network.connections.links(lambda peer: False) if each.peer == peer.peer_id)
+    return next(
+        each for each in network.connections.links(lambda peer: False) if each.peer == peer.peer_id
+    )
 
 
 async def test_a_guest_that_pings_all_the_time_and_opens_streams_may_be_let_go(tmp_path):
@@ -206,13 +225,22 @@ async def test_a_guest_that_pings_all_the_time_and_opens_streams_may_be_let_go(t
             network.requests.serve("/test/never/1", never, **limits)
         for protocol in (ids.PEERS_PROTOCOL, ids.BULK_PROTOCOL, "/test/never/1"):
             await guest.host.open_stream(server.peer_id, protocol)
-        nursery.start_soon(ping_for_ever, await guest.host.open_stream(server.peer_id, "/ipfs/ping/1.0.0"))
+        nursery.start_soon(
+            ping_for_ever, await guest.host.open_stream(server.peer_id, "/ipfs/ping/1.0.0")
+        )
         with trio.move_on_after(15.0):  # what the server itself asks a newcomer is over by then
             await until(lambda: pings and link(server, guest).spare)
         assert link(server, guest).spare
         assert link(server, guest).inbound
 
-        ask = partial(server.requests.request, guest.peer_id, "/test/never/1", b"", deadline=60.0, max_response_bytes=9)
+        ask = partial(
+            server.requests.request,
+            guest.peer_id,
+            "/test/never/1",
+            b"",
+            deadline=60.0,
+            max_response_bytes=9,
+        )
         nursery.start_soon(ask)
         await until(lambda: guest.requests.statistics().serving)
         assert not link(server, guest).spare
@@ -244,14 +272,23 @@ async def test_a_ban_survives_a_restart(tmp_path):
 
 async def test_garbage_on_the_port_is_counted_and_peers_are_served_meanwhile(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
-        for garbage in (b"", b"\x00" * 100, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\x13/multistream/1.0.0\n\x07/secio\n"):
+        for garbage in (
+            b"",
+            b"\x00" * 100,
+            b"GET / HTTP/1.1\r\n\r\n",
+            os.urandom(4096),
+            b"\x13/multistream/1.0.0\n\x07/secio\n",
+        ):
             stream = await trio.open_tcp_stream("127.0.0.1", port_of(server))
             async with stream:
                 await stream.send_all(garbage)
         await until(lambda: server.statistics().failed_handshakes == 5)
-        served = lambda: server.requests.statistics().requests.get("/swarmnode/peers/1", {}).get("ok", 0)
+        served = lambda: (
+            server.requests.statistics().requests.get("/swarmnode/peers/1", {}).get("ok", 0)
+        )
         with trio.fail_after(30):
-            while not served():  # of two connections that were dialled at once one is closed, with what is asked over it
+            # of two connections that were dialled at once one is closed, with what is asked over it
+            while not served():
                 await server.discovery.exchange.ask(client.peer_id)
         assert server.connected() == [client.peer_id]
 
@@ -263,16 +300,25 @@ async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
 
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve("/test/1", answer, max_request_bytes=1000, max_response_bytes=3000)
-        await client.requests.request(server.peer_id, "/test/1", bytes(1000), deadline=5.0, max_response_bytes=3000)
+        await client.requests.request(
+            server.peer_id, "/test/1", bytes(1000), deadline=5.0, max_response_bytes=3000
+        )
         await until(lambda: server.statistics().traffic.sent.get("/test/1") == 3004)
-        assert client.statistics().traffic.sent["/test/1"] == server.statistics().traffic.received["/test/1"] == 1004
+        assert (
+            client.statistics().traffic.sent["/test/1"]
+            == server.statistics().traffic.received["/test/1"]
+            == 1004
+        )
         assert client.statistics().traffic.received["/test/1"] == 3004
         assert client.statistics().traffic.sent["/meshsub/1.1.0"] > 0
 
 
 async def test_peers_are_seen_by_ipv6_too_so_that_limits_by_prefix_hold(tmp_path):
     """Stock: nobody's address is known, see `guards.transport`."""
-    async with host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
+    async with (
+        host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a,
+        host(tmp_path / "b", initial_peers=a.listen_addrs) as b,
+    ):
         await b.wait_connected(1)
         await until(lambda: a.observed(b.peer_id) is not None)
         assert (a.observed(b.peer_id).host, b.observed(a.peer_id).host) == ("::1", "::1")
@@ -297,5 +343,7 @@ trio.run(main)
 
 
 def test_a_stock_stream_does_not_know_an_ipv6_peer():
-    told = subprocess.run([sys.executable, "-c", STOCK], capture_output=True, text=True, check=True).stdout.strip()
+    told = subprocess.run(
+        [sys.executable, "-c", STOCK], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert told == "None", "upstream fixed this: remove guards.transport.install"

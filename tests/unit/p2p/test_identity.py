@@ -21,7 +21,9 @@ def test_a_new_identity_is_private_and_stays_the_same(tmp_path):
 
 def test_peer_id_is_libp2ps_and_the_two_keys_are_one(tmp_path):
     mine = identity.load_or_create(tmp_path / "identity.key")
-    raw = mine.private_key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    raw = mine.private_key.public_key().public_bytes(
+        serialization.Encoding.Raw, serialization.PublicFormat.Raw
+    )
     assert raw == mine.key_pair.public_key.to_bytes()
     assert mine.peer_id.startswith("12D3Koo")
     assert ID.from_string(mine.peer_id) == ID.from_pubkey(mine.key_pair.public_key)
@@ -38,7 +40,15 @@ def test_loose_permissions_are_refused_with_the_command_that_helps(tmp_path, mod
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", b"\xff" * 100_000])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not a key",
+        b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+        b"\xff" * 100_000,
+    ],
+)
 def test_a_damaged_file_is_a_state_error_and_is_not_overwritten(tmp_path, data):
     path = tmp_path / "identity.key"
     path.write_bytes(data)
@@ -51,7 +61,13 @@ def test_a_damaged_file_is_a_state_error_and_is_not_overwritten(tmp_path, data):
 def test_another_kind_of_key_is_a_state_error(tmp_path):
     path = tmp_path / "identity.key"
     key = ec.generate_private_key(ec.SECP256R1())
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
     path.chmod(0o600)
     with pytest.raises(StateError, match="not Ed25519"):
         identity.load_or_create(path)
@@ -65,7 +81,9 @@ def test_a_directory_that_cannot_be_used_is_unavailable(tmp_path):
 
 def test_the_key_is_in_no_representation(tmp_path):
     mine = identity.load_or_create(tmp_path / "identity.key")
-    seed = mine.private_key.private_bytes(serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption())
+    seed = mine.private_key.private_bytes(
+        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
+    )
     assert seed.hex() not in repr(mine)
     assert repr(seed) not in repr(mine)
     assert "private_key" not in repr(mine)
@@ -73,7 +91,8 @@ def test_the_key_is_in_no_representation(tmp_path):
 
 @pytest.mark.parametrize("left", ["peers.json", "trainer", None])
 def test_a_key_that_is_gone_from_a_node_that_has_run_is_told_of_once(tmp_path, left, caplog):
-    """What makes it another node to its peers is said, with what helps; a first start says nothing."""
+    """What makes it another node to its peers is said, with what helps; a first start says
+    nothing."""
     if left == "trainer":
         (tmp_path / left).mkdir()
     elif left:

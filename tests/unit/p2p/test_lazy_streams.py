@@ -1,4 +1,5 @@
-"""Requests whose protocol is proposed together with what they ask: one round trip, and no harm where the peer does not speak it."""
+"""Requests whose protocol is proposed together with what they ask: one round trip, and no harm
+where the peer does not speak it."""
 
 import contextlib
 
@@ -23,7 +24,11 @@ def knows(client, server) -> bool:
     """Whether `server` has said that it speaks ECHO."""
     from libp2p.peer.id import ID
 
-    return bool(client.host.library.get_peerstore().supports_protocols(ID.from_string(server.peer_id), [ECHO]))
+    return bool(
+        client.host.library.get_peerstore().supports_protocols(
+            ID.from_string(server.peer_id), [ECHO]
+        )
+    )
 
 
 @contextlib.asynccontextmanager
@@ -39,7 +44,9 @@ async def acquainted(directory):
 
 
 async def ask(client, server, data: bytes = b"x") -> bytes:
-    return await client.requests.request(server.peer_id, ECHO, data, deadline=5.0, max_response_bytes=1 << 20)
+    return await client.requests.request(
+        server.peer_id, ECHO, data, deadline=5.0, max_response_bytes=1 << 20
+    )
 
 
 def watched(stream, said):
@@ -92,7 +99,10 @@ async def test_a_peer_that_no_longer_speaks_it_says_so_and_stays_connected(tmp_p
         assert server.reputation.score(client.peer_id, trio.current_time()) == 0.0
 
 
-@pytest.mark.parametrize("answer", [b"\x14/multistream/2.0.0\n", b"\x00", b"\xff\xff\xff\xff\x7f", b"\x03na\n", b"\x05lies\n"])
+@pytest.mark.parametrize(
+    "answer",
+    [b"\x14/multistream/2.0.0\n", b"\x00", b"\xff\xff\xff\xff\x7f", b"\x03na\n", b"\x05lies\n"],
+)
 async def test_whatever_is_said_instead_of_the_protocol_is_an_error_of_the_peer(answer):
     class Odd:
         """A stream of the library's on which the peer says `answer` and ends."""

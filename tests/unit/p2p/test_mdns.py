@@ -18,10 +18,21 @@ def peers(tmp_path) -> list[str]:
 def test_wildcards_are_told_as_the_addresses_behind_them_and_loopback_not_at_all():
     hosts = [("ip4", "0.0.0.0"), ("ip4", "127.0.0.1"), ("ip6", "::"), ("ip4", "10.1.1.1")]
     listen = [Address(kind, where, 4001 + index) for index, (kind, where) in enumerate(hosts)]
-    interfaces = ["127.0.0.1", "192.168.1.5", "10.0.0.2", "::1", "fd00::7", "fe80::1", "169.254.3.3"]
+    interfaces = [
+        "127.0.0.1",
+        "192.168.1.5",
+        "10.0.0.2",
+        "::1",
+        "fd00::7",
+        "fe80::1",
+        "169.254.3.3",
+    ]
     assert [str(each) for each in mdns.advertised(listen, interfaces)] == [
-        "/ip4/192.168.1.5/tcp/4001", "/ip4/10.0.0.2/tcp/4001", "/ip6/fd00::7/tcp/4003", "/ip4/10.1.1.1/tcp/4004",
-    ]  # fmt: skip
+        "/ip4/192.168.1.5/tcp/4001",
+        "/ip4/10.0.0.2/tcp/4001",
+        "/ip6/fd00::7/tcp/4003",
+        "/ip4/10.1.1.1/tcp/4004",
+    ]
 
 
 def test_every_swarm_has_its_own_service_type():
@@ -33,12 +44,22 @@ def test_every_swarm_has_its_own_service_type():
 def test_an_announcement_is_a_claim(peers):
     good = {b"id": peers[0].encode()}
     assert mdns.parse_service(good, ["192.168.1.5", "fd00::7"], 4001) == [
-        (peers[0], "/ip4/192.168.1.5/tcp/4001"), (peers[0], "/ip6/fd00::7/tcp/4001"),
-    ]  # fmt: skip
+        (peers[0], "/ip4/192.168.1.5/tcp/4001"),
+        (peers[0], "/ip6/fd00::7/tcp/4001"),
+    ]
     assert mdns.parse_service(good, ["0.0.0.0", "224.0.0.251", "169.254.1.1"], 4001) == []
     assert mdns.parse_service(good, ["192.168.1.5"], None) == []
-    assert len(mdns.parse_service(good, [f"192.168.1.{index}" for index in range(200)], 4001)) == mdns.FOUND_ADDRESSES
-    for bad in ({}, {b"id": None}, {b"id": b"\xff\xfe"}, {b"id": b"12D3KooW"}, {b"id": peers[0].encode() * 9}):
+    assert (
+        len(mdns.parse_service(good, [f"192.168.1.{index}" for index in range(200)], 4001))
+        == mdns.FOUND_ADDRESSES
+    )
+    for bad in (
+        {},
+        {b"id": None},
+        {b"id": b"\xff\xfe"},
+        {b"id": b"12D3KooW"},
+        {b"id": peers[0].encode() * 9},
+    ):
         with pytest.raises(ValueError):
             mdns.parse_service(bad, ["192.168.1.5"], 4001)
     with pytest.raises(ValueError):
@@ -67,7 +88,10 @@ async def test_two_nodes_hear_of_each_other_and_not_of_themselves(peers):
         with trio.fail_after(30):
             await found.wait()
         nursery.cancel_scope.cancel()
-    assert heard == {peers[0]: {peers[1]: "/ip4/127.0.0.1/tcp/4002"}, peers[1]: {peers[0]: "/ip4/127.0.0.1/tcp/4001"}}
+    assert heard == {
+        peers[0]: {peers[1]: "/ip4/127.0.0.1/tcp/4002"},
+        peers[1]: {peers[0]: "/ip4/127.0.0.1/tcp/4001"},
+    }
     assert not any(node.running for node in nodes)
 
 

@@ -84,7 +84,8 @@ def test_nobody_is_forgotten_while_our_own_network_is_down():
 
 
 def test_a_60_second_outage_of_every_peer_is_survived():
-    """Bootstrap, book and exchanged peers all vanish at 100 s and are back at 160 s: all connected again within 15 s of that."""
+    """Bootstrap, book and exchanged peers all vanish at 100 s and are back at 160 s: all connected
+    again within 15 s of that."""
     t = table()
     sources = {"b": "bootstrap", "k": "book", "x": "exchange", "m": "mdns"}
     for index, (peer, source) in enumerate(sources.items()):
@@ -279,7 +280,10 @@ def test_others_are_told_of_connected_peers_only_and_only_of_what_they_can_reach
     connect(t, "public", 0.0)
     connect(t, "here", 0.0)
     assert t.good(32, apart_from="", scope=PUBLIC) == [("public", [address(0)])]
-    assert sorted(peer for peer, _ in t.good(32, apart_from="", scope=LOOPBACK)) == ["here", "public"]
+    assert sorted(peer for peer, _ in t.good(32, apart_from="", scope=LOOPBACK)) == [
+        "here",
+        "public",
+    ]
     assert t.good(32, apart_from="public", scope=PUBLIC) == []
     assert len(t.good(1, apart_from="", scope=LOOPBACK)) == 1
 

@@ -36,7 +36,8 @@ def test_peers_and_bans_survive_a_restart(tmp_path):
     assert book.load(path, after, reputation, 1000.0, clock=saved + 60.0) == 3
     assert after.get(peer(2)).addresses == before.get(peer(2)).addresses
     assert after.get(peer(2)).last_seen == pytest.approx(1000.0 - 60.0 - 8.0)
-    assert [dial.peer for dial in after.to_dial(1001.0)] == [peer(2), peer(1), peer(0)]  # seen last, dialled first
+    # seen last, dialled first
+    assert [dial.peer for dial in after.to_dial(1001.0)] == [peer(2), peer(1), peer(0)]
     assert reputation.standing(peer(9), 1000.0) is Standing.BANNED
 
 
@@ -58,10 +59,17 @@ def test_who_is_connected_is_seen_now_however_long_ago_that_began():
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"{", b"[]", b"\xff\xfe", b'{"version":2,"saved_at":0,"peers":[],"reputation":[]}', b'{"version":1,"saved_at":"x","peers":[]}',
-        b"[" * 100_000, b" " * (book.BOOK_BYTES + 1), b'{"version":1,"saved_at":0,"peers":[{"peer":1}],"reputation":[]}',
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"version":2,"saved_at":0,"peers":[],"reputation":[]}',
+        b'{"version":1,"saved_at":"x","peers":[]}',
+        b"[" * 100_000,
+        b" " * (book.BOOK_BYTES + 1),
+        b'{"version":1,"saved_at":0,"peers":[{"peer":1}],"reputation":[]}',
     ],
-)  # fmt: skip
+)
 def test_a_damaged_book_is_one_warning_and_an_empty_table(tmp_path, data, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(data)
@@ -74,8 +82,15 @@ def test_a_damaged_book_is_one_warning_and_an_empty_table(tmp_path, data, caplog
 def test_entries_that_make_no_sense_are_left_out(tmp_path):
     path = tmp_path / "peers.json"
     good = {"peer": peer(1), "addresses": ["/ip4/20.0.0.1/tcp/1"], "age": 1.0}
-    entries = [good, {**good, "peer": "x"}, {**good, "peer": peer(2), "addresses": ["x"]}, {**good, "peer": peer(3), "addresses": []}]
-    path.write_text(json.dumps({"version": 1, "saved_at": 1e300, "peers": entries, "reputation": []}))
+    entries = [
+        good,
+        {**good, "peer": "x"},
+        {**good, "peer": peer(2), "addresses": ["x"]},
+        {**good, "peer": peer(3), "addresses": []},
+    ]
+    path.write_text(
+        json.dumps({"version": 1, "saved_at": 1e300, "peers": entries, "reputation": []})
+    )
     t = table()
     assert book.load(path, t, Reputation(), 0.0) == 1
     assert t.get(peer(1)) is not None

@@ -1,4 +1,5 @@
-"""Hole punching without holes: who dials, from where, and who is refused. Through real routers: tests/nat."""
+"""Hole punching without holes: who dials, from where, and who is refused. Through real routers:
+tests/nat."""
 
 import contextlib
 import socket
@@ -12,21 +13,41 @@ from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
 from swarmnode.p2p.conversations import converse, write_message
 from swarmnode.p2p.gossip import Validation
-from swarmnode.p2p.punch import DCUTR, PEERS, SESSION_SECONDS, SESSIONS, Allowance, connect_from, targets_of
+from swarmnode.p2p.punch import (
+    DCUTR,
+    PEERS,
+    SESSION_SECONDS,
+    SESSIONS,
+    Allowance,
+    connect_from,
+    targets_of,
+)
 from tests.support.hosts import host
 from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager
 async def called(tmp_path, **settings):
-    """(relay, a, b): a has called b through the relay; both tell their listen addresses, as if a router showed them there."""
+    """(relay, a, b): a has called b through the relay; both tell their listen addresses, as if a
+    router showed them there."""
     async with host(tmp_path / "relay", relay="server") as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", **settings}
-        async with host(tmp_path / "a", swarm=bytes([1]) * 32, **known) as a, host(tmp_path / "b", swarm=bytes([2]) * 32, **known) as b:
+        async with (
+            host(tmp_path / "a", swarm=bytes([1]) * 32, **known) as a,
+            host(tmp_path / "b", swarm=bytes([2]) * 32, **known) as b,
+        ):
             for each in (a, b):
                 each.nat.puncher.own = lambda each=each: [parse(each.listen_addrs[0])[0]]
-            await until(lambda: relay.statistics().nat.relay.reservations == 2 and a.connected() and b.connected())
-            await a.nat.client.call(b.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id))
+            await until(
+                lambda: (
+                    relay.statistics().nat.relay.reservations == 2
+                    and a.connected()
+                    and b.connected()
+                )
+            )
+            await a.nat.client.call(
+                b.peer_id, Circuit(parse(relay.listen_addrs[0])[0], relay.peer_id)
+            )
             await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
             yield relay, a, b
 
@@ -82,7 +103,13 @@ async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
 
 def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
     vantage = Address("ip4", "5.5.5.5", 1)
-    told = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.168.0.1/tcp/2", "/ip4/6.6.6.1/tcp/3", "/ip4/6.6.6.2/tcp/4", "/ip4/6.6.6.3/tcp/5"]
+    told = [
+        "/ip4/127.0.0.1/tcp/1",
+        "/ip4/192.168.0.1/tcp/2",
+        "/ip4/6.6.6.1/tcp/3",
+        "/ip4/6.6.6.2/tcp/4",
+        "/ip4/6.6.6.3/tcp/5",
+    ]
     found = targets_of([b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage)
     assert [each.port for each in found] == [3, 4]
     assert targets_of([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
@@ -107,7 +134,9 @@ async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_liste
 
 def test_sessions_with_one_peer_are_few_and_peers_are_not_remembered_for_ever():
     allowance = Allowance()
-    assert [allowance.take("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [False]
+    assert [allowance.take("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
+        False
+    ]
     assert allowance.take("b", 6.0)
     assert not allowance.take("a", SESSION_SECONDS - 0.1)
     assert allowance.take("a", SESSION_SECONDS)

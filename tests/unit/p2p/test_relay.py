@@ -28,10 +28,14 @@ NAME = "/test/relay/1"
 
 @contextlib.asynccontextmanager
 async def relayed(tmp_path, swarms=(bytes([1]) * 32, bytes([2]) * 32), **settings):
-    """(relay, a, b): b has reserved with the relay; nobody has heard of anybody else, because their swarms differ."""
+    """(relay, a, b): b has reserved with the relay; nobody has heard of anybody else, because their
+    swarms differ."""
     async with host(tmp_path / "relay", relay="server", **settings) as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
-        async with host(tmp_path / "a", swarm=swarms[0], **known) as a, host(tmp_path / "b", swarm=swarms[1], **known) as b:
+        async with (
+            host(tmp_path / "a", swarm=swarms[0], **known) as a,
+            host(tmp_path / "b", swarm=swarms[1], **known) as b,
+        ):
             await until(lambda: relay.statistics().nat.relay.reservations == 2)
             await until(lambda: a.connected() and b.connected())
             yield relay, a, b
@@ -56,7 +60,12 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
         data = bytes(range(256)) * 4096
         for one, other in ((a, b), (b, a)):
             other.requests.serve(NAME, echo, max_request_bytes=2**20, max_response_bytes=2**20)
-            assert await one.requests.request(other.peer_id, NAME, data, deadline=20.0, max_response_bytes=2**20) == data
+            assert (
+                await one.requests.request(
+                    other.peer_id, NAME, data, deadline=20.0, max_response_bytes=2**20
+                )
+                == data
+            )
         assert relay.statistics().nat.relay.bytes > 4 * 2**20
         assert a.statistics().nat.relayed == b.statistics().nat.relayed == 1
         assert a.observed(b.peer_id) is None
@@ -64,7 +73,9 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
 
 async def test_whoever_speaks_through_a_relay_is_let_go_by_nobody_of_the_three(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
-        spare = lambda network, peer: next(e.spare for e in network.connections.links(lambda _: False) if e.peer == peer.peer_id)
+        spare = lambda network, peer: next(
+            e.spare for e in network.connections.links(lambda _: False) if e.peer == peer.peer_id
+        )
         ends = [(relay, a), (relay, b), (a, relay), (b, relay)]
         await until(lambda: all(spare(*each) for each in ends))
         await call(a, b, relay)
@@ -76,7 +87,9 @@ async def test_gossip_crosses_a_relay_both_ways(tmp_path):
         await call(a, b, relay)
         at_a = await a.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
         at_b = await b.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
-        await until(lambda: a.gossip.statistics().mesh[NAME] == b.gossip.statistics().mesh[NAME] == 1)
+        await until(
+            lambda: a.gossip.statistics().mesh[NAME] == b.gossip.statistics().mesh[NAME] == 1
+        )
         await a.gossip.publish(NAME, b"from a")
         await b.gossip.publish(NAME, b"from b")
         with trio.fail_after(30):
@@ -87,12 +100,23 @@ async def test_gossip_crosses_a_relay_both_ways(tmp_path):
 async def test_members_find_each_other_through_the_relay_by_themselves(tmp_path):
     swarm = bytes([3]) * 32
     async with host(tmp_path / "relay", swarm=swarm, relay="server") as relay:
-        known = {"swarm": swarm, "initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
+        known = {
+            "swarm": swarm,
+            "initial_peers": relay.listen_addrs,
+            "relay": "client",
+            "hole_punching": False,
+        }
         async with host(tmp_path / "a", **known) as a:
             await until(lambda: relay.statistics().nat.relay.reservations == 1)
-            a.nat.own_addresses = lambda peer: [str(each) for each in a.nat.client.addresses()]  # as if no router let anybody in
+            # as if no router let anybody in
+            a.nat.own_addresses = lambda peer: [str(each) for each in a.nat.client.addresses()]
             async with host(tmp_path / "b", **known) as b:
-                await until(lambda: b.peers.get(a.peer_id) is not None and str(place(relay)) in b.peers.get(a.peer_id).addresses)
+                await until(
+                    lambda: (
+                        b.peers.get(a.peer_id) is not None
+                        and str(place(relay)) in b.peers.get(a.peer_id).addresses
+                    )
+                )
                 await until(lambda: a.peer_id in b.connected())
 
 
@@ -108,13 +132,21 @@ async def test_a_handler_that_raises_costs_a_relayed_peer_one_stream(tmp_path):
         b.requests.serve(NAME, broken, max_request_bytes=64, max_response_bytes=64)
         with pytest.raises(PeerError):
             await a.requests.request(b.peer_id, NAME, b"break", deadline=5.0, max_response_bytes=64)
-        assert await a.requests.request(b.peer_id, NAME, b"whole", deadline=5.0, max_response_bytes=64) == b"whole"
+        assert (
+            await a.requests.request(b.peer_id, NAME, b"whole", deadline=5.0, max_response_bytes=64)
+            == b"whole"
+        )
         assert a.statistics().nat.client.dials == {"ok": 1, "failed": 0}
 
 
 async def test_who_has_not_reserved_cannot_be_called(tmp_path):
-    async with host(tmp_path / "relay", relay="server") as relay, host(tmp_path / "b", initial_peers=relay.listen_addrs, relay="off") as b:
-        async with host(tmp_path / "a", initial_peers=relay.listen_addrs, swarm=bytes([1]) * 32, relay="off") as a:
+    async with (
+        host(tmp_path / "relay", relay="server") as relay,
+        host(tmp_path / "b", initial_peers=relay.listen_addrs, relay="off") as b,
+    ):
+        async with host(
+            tmp_path / "a", initial_peers=relay.listen_addrs, swarm=bytes([1]) * 32, relay="off"
+        ) as a:
             await until(lambda: len(relay.connected()) == 2)
             with pytest.raises(PeerError, match="204"):
                 await a.nat.client.call(b.peer_id, place(relay))
@@ -126,7 +158,12 @@ async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp
         victim = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
         async def reserve(stream):
-            await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=ID.from_string(victim).to_bytes())))
+            await write_message(
+                stream,
+                pb.HopMessage(
+                    type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=ID.from_string(victim).to_bytes())
+                ),
+            )
             return await read_message(stream, pb.HopMessage)
 
         answer, _ = await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0)
@@ -142,14 +179,22 @@ async def test_reservations_end_with_their_connection(tmp_path):
         await until(lambda: relay.statistics().nat.relay.reservations == 0)
 
 
-async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_when_it_returns(tmp_path):
+async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_when_it_returns(
+    tmp_path,
+):
     async with host(tmp_path / "relay", relay="server") as relay:
         known = relay.listen_addrs
         listening = parse(known[0])[0].port
     async with host(tmp_path / "b", initial_peers=known, relay="client") as b:
         for _ in range(2):
-            async with host(tmp_path / "relay", relay="server", listen_addrs=[f"/ip4/127.0.0.1/tcp/{listening}"]) as relay:
-                await until(lambda relay=relay: b.nat.own_addresses(relay.peer_id)[1:] == [str(place(relay))])
+            async with host(
+                tmp_path / "relay", relay="server", listen_addrs=[f"/ip4/127.0.0.1/tcp/{listening}"]
+            ) as relay:
+                await until(
+                    lambda relay=relay: (
+                        b.nat.own_addresses(relay.peer_id)[1:] == [str(place(relay))]
+                    )
+                )
             await until(lambda: b.statistics().nat.client.relays == [])
 
 
@@ -173,7 +218,9 @@ async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path, m
 
         b.requests.serve(NAME, swallow, max_request_bytes=2**20, max_response_bytes=64)
         with pytest.raises(PeerError):
-            await a.requests.request(b.peer_id, NAME, bytes(2**20), deadline=10.0, max_response_bytes=64)
+            await a.requests.request(
+                b.peer_id, NAME, bytes(2**20), deadline=10.0, max_response_bytes=64
+            )
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected())
         await until(lambda: relay.statistics().nat.relay.circuits == 0)
         assert relay.peer_id in a.connected()
@@ -201,13 +248,17 @@ async def test_a_banned_peer_does_not_come_back_through_a_relay(tmp_path):
 
 async def test_who_is_banned_by_the_relay_is_not_relayed(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
-        relay.reputation.rejected(a.peer_id, "seed", trio.current_time(), 1e6)  # its connection is still there
+        # its connection is still there
+        relay.reputation.rejected(a.peer_id, "seed", trio.current_time(), 1e6)
         with pytest.raises(PeerError, match="202"):
             await a.nat.client.call(b.peer_id, place(relay))
 
 
 async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
-    async with host(tmp_path / "b", relay="off") as b, host(tmp_path / "a", initial_peers=b.listen_addrs, relay="off") as a:
+    async with (
+        host(tmp_path / "b", relay="off") as b,
+        host(tmp_path / "a", initial_peers=b.listen_addrs, relay="off") as a,
+    ):
         await until(lambda: a.connected() and b.connected())
 
         async def ring(stream):
@@ -220,7 +271,16 @@ async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
         assert b.statistics().nat.client.calls["refused"] == 1
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xff\xff\xff\xff\x7f", b"\x05\xff\xff\xff\xff\xff", b"\x02\x08\x01", b"\x04\x08\x01\x12\x00"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\xff\xff\xff\xff\x7f",
+        b"\x05\xff\xff\xff\xff\xff",
+        b"\x02\x08\x01",
+        b"\x04\x08\x01\x12\x00",
+    ],
+)
 async def test_garbage_ends_its_stream_only(tmp_path, garbage):
     async with relayed(tmp_path) as (relay, a, b):
 
@@ -303,12 +363,16 @@ def test_a_grant_is_neither_forever_nor_over_at_once():
     assert plan.held(59.0) == ["r"]
 
 
-# -- why the library's relay is not used; when these fail, upstream has changed and docs/networking.md should too
+# -- why the library's relay is not used; when these fail, upstream has changed and
+# docs/networking.md should too
 
 
 async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_path):
     limits = StockLimits(duration=60, data=2**20, max_circuit_conns=2, max_reservations=3)
-    async with host(tmp_path / "relay", relay="off") as relay, host(tmp_path / "a", initial_peers=relay.listen_addrs, relay="off") as a:
+    async with (
+        host(tmp_path / "relay", relay="off") as relay,
+        host(tmp_path / "a", initial_peers=relay.listen_addrs, relay="off") as a,
+    ):
         await until(lambda: a.connected() and relay.connected())
         stock = CircuitV2Protocol(relay.host.library, limits, allow_hop=True)
         async with background_trio_service(stock):
@@ -316,19 +380,26 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
 
             async def ask(name):
                 async def reserve(stream):
-                    await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=name)))
+                    await write_message(
+                        stream, pb.HopMessage(type=pb.HopMessage.RESERVE, peer=pb.PeerId(id=name))
+                    )
                     return (await read_message(stream, pb.HopMessage)).status
 
                 return (await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[0]
 
             for number in range(3):
-                name = ID.from_pubkey(create_new_key_pair(bytes([number]) * 32).public_key).to_bytes()
+                name = ID.from_pubkey(
+                    create_new_key_pair(bytes([number]) * 32).public_key
+                ).to_bytes()
                 await ask(name)  # an error, but the place is taken
             own = await ask(ID.from_string(a.peer_id).to_bytes())
-            assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)  # upstream has fixed this when it is OK
+            # upstream has fixed this when it is OK
+            assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)
 
 
-async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until_it_has_some(tmp_path):
+async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until_it_has_some(
+    tmp_path,
+):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
         asked, budget = [], False
@@ -339,7 +410,9 @@ async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until
 
         relay.keep_to(allows)
         with pytest.raises(PeerError):
-            await a.requests.request(b.peer_id, NAME, bytes(1000), deadline=20.0, max_response_bytes=10)
+            await a.requests.request(
+                b.peer_id, NAME, bytes(1000), deadline=20.0, max_response_bytes=10
+            )
         await until(lambda: relay.statistics().nat.relay.circuits == 0, 10.0)
         assert set(asked) == {"relay"}
         with pytest.raises(PeerError):

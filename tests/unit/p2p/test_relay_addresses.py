@@ -29,10 +29,18 @@ def test_a_place_at_a_relay_is_read_and_written_alike():
 @pytest.mark.parametrize(
     "text",
     [
-        "/p2p-circuit", f"/p2p/{RELAY}/p2p-circuit", "/ip4/5.5.5.5/tcp/9/p2p-circuit", f"{PLACE}/tcp/1", f"{PLACE}/p2p/x", f"{PLACE}x",
-        f"{PLACE}/p2p/{PEER}/p2p-circuit", f"{PLACE}{PLACE}", f"/ip4/5.5.5.5/udp/9/p2p/{RELAY}/p2p-circuit", PLACE + "/" * 300,
+        "/p2p-circuit",
+        f"/p2p/{RELAY}/p2p-circuit",
+        "/ip4/5.5.5.5/tcp/9/p2p-circuit",
+        f"{PLACE}/tcp/1",
+        f"{PLACE}/p2p/x",
+        f"{PLACE}x",
+        f"{PLACE}/p2p/{PEER}/p2p-circuit",
+        f"{PLACE}{PLACE}",
+        f"/ip4/5.5.5.5/udp/9/p2p/{RELAY}/p2p-circuit",
+        PLACE + "/" * 300,
     ],
-)  # fmt: skip
+)
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError):
         parse_any(text)
@@ -74,14 +82,17 @@ def test_a_call_that_worked_does_not_prove_the_address_of_the_relay():
 
 
 async def ask(one, other, told):
-    """The peers that `other` tells `one`, which tells `told` of itself. One question of a peer is answered at a time: where `one` is asking
-    by itself just now, as it does when it has connected, it asks again."""
+    """The peers that `other` tells `one`, which tells `told` of itself. One question of a peer is
+    answered at a time: where `one` is asking by itself just now, as it does when it has connected,
+    it asks again."""
     data = codec.encode(PeersRequest(bytes(32), told))
     limit = limits.PEERS_RESPONSE_BYTES
     with trio.fail_after(60):
         while True:
             try:
-                answer = await one.requests.request(other.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit)
+                answer = await one.requests.request(
+                    other.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit
+                )
                 break
             except PeerError:
                 await trio.sleep(0.05)
@@ -92,10 +103,20 @@ async def test_a_relay_that_nobody_has_dialled_is_not_passed_on(tmp_path):
     """Else one liar could send the swarm to any address, as a relay's."""
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(lambda: len(a.connected()) == 2 and a.nat.address_of(c.peer_id) is not None)
-        await ask(b, a, [f"/ip4/9.9.9.9/tcp/9/p2p/{RELAY}/p2p-circuit", f"/ip4/9.9.9.9/tcp/9/p2p/{c.peer_id}/p2p-circuit"])
-        places = [each for each in (await ask(c, a, [])).get(b.peer_id, []) if addresses.is_circuit(each)]
+        await ask(
+            b,
+            a,
+            [
+                f"/ip4/9.9.9.9/tcp/9/p2p/{RELAY}/p2p-circuit",
+                f"/ip4/9.9.9.9/tcp/9/p2p/{c.peer_id}/p2p-circuit",
+            ],
+        )
+        places = [
+            each for each in (await ask(c, a, [])).get(b.peer_id, []) if addresses.is_circuit(each)
+        ]
         known = addresses.parse(c.listen_addrs[0])[0]
-        assert places == [str(Circuit(known, c.peer_id))]  # the lie is gone, the one we can correct is corrected
+        # the lie is gone, the one we can correct is corrected
+        assert places == [str(Circuit(known, c.peer_id))]
 
 
 async def test_a_relay_that_does_not_know_its_address_is_where_it_is_seen(tmp_path):
@@ -108,7 +129,9 @@ async def test_a_relay_that_does_not_know_its_address_is_where_it_is_seen(tmp_pa
         }
 
         async def tell(peer: str, data: bytes) -> bytes:
-            return codec.encode(PeersResponse(bytes(32), [PeerAddresses(*each) for each in told.items()]))
+            return codec.encode(
+                PeersResponse(bytes(32), [PeerAddresses(*each) for each in told.items()])
+            )
 
         a.requests.serve(ids.PEERS_PROTOCOL, tell, max_request_bytes=9999, max_response_bytes=9999)
         b.nat.address_of = lambda peer: None

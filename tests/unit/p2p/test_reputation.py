@@ -38,7 +38,8 @@ def test_a_ban_lasts_a_day_whatever_happens_and_ends_on_probation():
 def test_a_greylisted_peer_is_forgiven_later_than_it_was_greylisted():
     r = Reputation()
     greylist(r, "x", 0.0)
-    assert r.standing("x", 0.5 * reputation.HALF_LIFE) is Standing.GREYLISTED  # above GREYLIST, below FORGIVEN
+    # above GREYLIST, below FORGIVEN
+    assert r.standing("x", 0.5 * reputation.HALF_LIFE) is Standing.GREYLISTED
     assert r.standing("x", 1.1 * reputation.HALF_LIFE) is Standing.GOOD
 
 
@@ -73,7 +74,9 @@ def test_a_prefix_earns_no_more_than_its_share():
     r.place("alone", "9.9.8.0/24", 0.0)
     for _ in range(300):
         r.accepted("alone", 0.0)
-    assert sum(r.score(f"x{index}", 0.0) for index in range(50)) == pytest.approx(reputation.PREFIX_BEST)
+    assert sum(r.score(f"x{index}", 0.0) for index in range(50)) == pytest.approx(
+        reputation.PREFIX_BEST
+    )
     assert r.score("alone", 0.0) == reputation.BEST
 
 
@@ -108,10 +111,14 @@ def test_a_peer_that_moves_is_of_its_newest_network_only_and_leaves_nothing_behi
     r.ban("x", 0.0)
     r.place("former", "98.0.0.0/24", 0.0)
     r.place("present", "99.0.0.0/24", 0.0)
-    assert [r.score(peer, 0.0) for peer in ("former", "present")] == [0.0, -reputation.NEWCOMER_COST]
+    assert [r.score(peer, 0.0) for peer in ("former", "present")] == [
+        0.0,
+        -reputation.NEWCOMER_COST,
+    ]
     r.place("present", "1.0.0.0/24", 0.0)
     r.place("next", "99.0.0.0/24", 0.0)
-    assert [r.score(peer, 0.0) for peer in ("present", "next")] == [-reputation.NEWCOMER_COST] * 2  # x is still there
+    # x is still there
+    assert [r.score(peer, 0.0) for peer in ("present", "next")] == [-reputation.NEWCOMER_COST] * 2
 
 
 def test_who_comes_back_is_no_newcomer():
@@ -146,7 +153,10 @@ def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
 
 def test_a_snapshot_cannot_bring_in_nonsense():
     r = Reputation()
-    bad = [reputation.SavedRecord("x", float("nan"), None, 0.0), reputation.SavedRecord("y", 1e9, None, float("inf"))]
+    bad = [
+        reputation.SavedRecord("x", float("nan"), None, 0.0),
+        reputation.SavedRecord("y", 1e9, None, float("inf")),
+    ]
     r.restore([*bad, reputation.SavedRecord("z", 1e9, None, 1e12)], away=0.0, now=0.0)
     assert r.score("z", 0.0) <= reputation.BEST
     assert r.standing("z", reputation.BAN_SECONDS + 1) is not Standing.BANNED

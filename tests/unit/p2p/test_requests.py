@@ -22,12 +22,19 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 def streams(network, peer: str) -> int:
     """Application streams that `network` still keeps of its connection with `peer`."""
-    kept = [each.get_streams() for each in network.host.library.get_network().get_connections(ID.from_string(peer))]
+    kept = [
+        each.get_streams()
+        for each in network.host.library.get_network().get_connections(ID.from_string(peer))
+    ]
     return sum(1 for each in kept for stream in each if stream.get_protocol() == ECHO)
 
 
-async def ask(client, server, data: bytes = b"x", deadline: float = 5.0, limit: int = 1 << 20) -> bytes:
-    return await client.requests.request(server.peer_id, ECHO, data, deadline=deadline, max_response_bytes=limit)
+async def ask(
+    client, server, data: bytes = b"x", deadline: float = 5.0, limit: int = 1 << 20
+) -> bytes:
+    return await client.requests.request(
+        server.peer_id, ECHO, data, deadline=deadline, max_response_bytes=limit
+    )
 
 
 async def test_bytes_come_back_whole_and_streams_do_not_stay(tmp_path):
@@ -60,7 +67,11 @@ async def test_a_peer_that_never_answers_costs_the_deadline_and_nothing_else(tmp
         with pytest.raises(PeerTimeout):
             await ask(client, server, deadline=0.3)
         assert 0.3 <= trio.current_time() - start < 2.0
-        await until(lambda: client.requests.statistics().in_flight == server.requests.statistics().serving == 0)
+        await until(
+            lambda: (
+                client.requests.statistics().in_flight == server.requests.statistics().serving == 0
+            )
+        )
         server.requests.serve(ECHO, echo, **LIMITS)
         assert await ask(client, server) == b"x"  # the connection is as good as before
         assert streams(client, server.peer_id) <= 1
@@ -72,25 +83,41 @@ async def test_a_request_that_is_too_late_before_it_begins_is_a_timeout(tmp_path
         server.requests.serve(ECHO, echo, **LIMITS)
         for urgent in (True, False):
             with pytest.raises(PeerTimeout):
-                await client.requests.request(server.peer_id, ECHO, b"late", deadline=0.0, max_response_bytes=100, urgent=urgent)
+                await client.requests.request(
+                    server.peer_id,
+                    ECHO,
+                    b"late",
+                    deadline=0.0,
+                    max_response_bytes=100,
+                    urgent=urgent,
+                )
 
 
 async def test_a_peer_of_the_release_before_is_asked_again_by_the_older_ordinal(tmp_path):
-    """Protocol 00, section 7: a peer that speaks only the older ordinal says so at once, and the connection stays."""
+    """Protocol 00, section 7: a peer that speaks only the older ordinal says so at once, and the
+    connection stays."""
     newer, older = "/test/echo/2", ECHO
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(older, echo, **LIMITS)
         with pytest.raises(Incompatible):
-            await client.requests.request(server.peer_id, newer, b"x", deadline=5.0, max_response_bytes=1)
+            await client.requests.request(
+                server.peer_id, newer, b"x", deadline=5.0, max_response_bytes=1
+            )
         assert await ask(client, server) == b"x"
         server.requests.serve(newer, echo, **LIMITS)  # upgraded: it serves both
-        assert await client.requests.request(server.peer_id, newer, b"x", deadline=5.0, max_response_bytes=1) == b"x"
+        assert (
+            await client.requests.request(
+                server.peer_id, newer, b"x", deadline=5.0, max_response_bytes=1
+            )
+            == b"x"
+        )
         assert await ask(client, server) == b"x"
 
 
 async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(ECHO, echo, per_peer=8, **LIMITS)  # on a busy machine none of those cancelled may be over
+        # on a busy machine none of those cancelled may be over
+        server.requests.serve(ECHO, echo, per_peer=8, **LIMITS)
         data = bytes(1 << 20)
         for delay in (0.0, 0.001, 0.002, 0.004, 0.008, 0.016):
             with trio.move_on_after(delay):
@@ -126,9 +153,12 @@ async def test_a_request_longer_than_allowed_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(KeyError("mine"), "error"), (PeerError("no"), "failed"), (BadMessage("schema"), "malformed")]
+    ("error", "outcome"),
+    [(KeyError("mine"), "error"), (PeerError("no"), "failed"), (BadMessage("schema"), "malformed")],
 )
-async def test_a_handler_that_raises_refuses_one_request_and_serves_the_next(tmp_path, caplog, error, outcome):
+async def test_a_handler_that_raises_refuses_one_request_and_serves_the_next(
+    tmp_path, caplog, error, outcome
+):
     async def handler(peer: str, data: bytes) -> bytes:
         if data == b"bad":
             raise error
@@ -140,7 +170,9 @@ async def test_a_handler_that_raises_refuses_one_request_and_serves_the_next(tmp
             await ask(client, server, b"bad")
         assert await ask(client, server) == b"x"
         await until(lambda: server.requests.statistics().served[ECHO] == {outcome: 1, "ok": 1})
-        assert any(record.levelno == logging.ERROR for record in caplog.records) is (outcome == "error")
+        assert any(record.levelno == logging.ERROR for record in caplog.records) is (
+            outcome == "error"
+        )
 
 
 async def test_a_handler_that_answers_too_much_is_our_error_and_sends_nothing(tmp_path):
@@ -231,10 +263,15 @@ async def test_what_is_urgent_waits_for_nobody_s_turn(tmp_path):
         async with trio.open_nursery() as nursery:
             for _ in range(2 * requests.OUTBOUND_PER_PEER):
                 nursery.start_soon(fetch)
-            await until(lambda: client.requests.statistics().in_flight == requests.OUTBOUND_PER_PEER)
+            await until(
+                lambda: client.requests.statistics().in_flight == requests.OUTBOUND_PER_PEER
+            )
             with pytest.raises(PeerTimeout):
                 await ask(client, server, deadline=0.5)
-            assert await client.requests.request(server.peer_id, ECHO, b"x", **options, urgent=True) == b"x"
+            assert (
+                await client.requests.request(server.peer_id, ECHO, b"x", **options, urgent=True)
+                == b"x"
+            )
             go.set()
 
 

@@ -1,4 +1,5 @@
-"""Deadlines of requests, ours and theirs, on a fake clock, with streams that hang in ways a real peer can bring about."""
+"""Deadlines of requests, ours and theirs, on a fake clock, with streams that hang in ways a real
+peer can bring about."""
 
 from collections import Counter
 
@@ -10,7 +11,14 @@ from libp2p.peer.id import ID
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.p2p.conversations import frame
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.requests import OUTBOUND, OUTBOUND_PER_PEER, READ_SECONDS, READING_PER_PEER, WRITE_SECONDS, Libp2pRequests
+from swarmnode.p2p.requests import (
+    OUTBOUND,
+    OUTBOUND_PER_PEER,
+    READ_SECONDS,
+    READING_PER_PEER,
+    WRITE_SECONDS,
+    Libp2pRequests,
+)
 from swarmnode.p2p.slots import FIRST_SECONDS, LONGEST_SECONDS, MOST_SLOW, SlowPeers
 from swarmnode.wire import ids
 
@@ -19,7 +27,8 @@ LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
 
 
 class Stuck:
-    """A stream of the library's, on a connection whose peer stopped reading: every operation waits, reset included."""
+    """A stream of the library's, on a connection whose peer stopped reading: every operation waits,
+    reset included."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -47,7 +56,8 @@ class Stuck:
 
 
 class Theirs:
-    """A stream of the library's that `peer` has opened: it says `said` and no more, and takes `seconds` to read whatever it is sent."""
+    """A stream of the library's that `peer` has opened: it says `said` and no more, and takes
+    `seconds` to read whatever it is sent."""
 
     def __init__(self, peer: str, said: bytes = b"", seconds: float = 0.0) -> None:
         self.muxed_stream = self.muxed_conn = self.conn = self
@@ -142,7 +152,9 @@ async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_greetings_that_hang_hold_up_nothing_that_somebody_else_is_asked_for(autojump_clock, nursery):
+async def test_greetings_that_hang_hold_up_nothing_that_somebody_else_is_asked_for(
+    autojump_clock, nursery
+):
     class Newcomers(Library):
         async def new_stream(self, peer: object, protocols: list) -> Stuck:
             await trio.lowlevel.checkpoint()
@@ -152,14 +164,19 @@ async def test_greetings_that_hang_hold_up_nothing_that_somebody_else_is_asked_f
 
     async def greet(peer: str) -> None:
         with pytest.raises(PeerTimeout):
-            await requests.request(peer, ids.PEERS_PROTOCOL, b"x", deadline=10.0, max_response_bytes=10)
+            await requests.request(
+                peer, ids.PEERS_PROTOCOL, b"x", deadline=10.0, max_response_bytes=10
+            )
 
     for _ in range(OUTBOUND):
         nursery.start_soon(greet, ID.from_pubkey(create_new_key_pair().public_key).to_base58())
     await trio.testing.wait_all_tasks_blocked()
     assert requests.statistics().in_flight == OUTBOUND
     start = trio.current_time()
-    assert await requests.request(PEER, ids.GROUPS_PROTOCOL, b"x", deadline=3.0, max_response_bytes=10) == b""
+    assert (
+        await requests.request(PEER, ids.GROUPS_PROTOCOL, b"x", deadline=3.0, max_response_bytes=10)
+        == b""
+    )
     assert trio.current_time() - start < 1.0
     nursery.cancel_scope.cancel()
 
@@ -171,11 +188,13 @@ async def test_whatever_the_library_raises_is_a_peer_error(autojump_clock, nurse
             raise KeyError("inside the library")
 
     with pytest.raises(PeerError, match="inside the library"):
-        await Libp2pRequests(Host(Broken(Stuck("")), nursery)).request(PEER, "/x/1", b"x", deadline=3.0, max_response_bytes=10)
+        await Libp2pRequests(Host(Broken(Stuck("")), nursery)).request(
+            PEER, "/x/1", b"x", deadline=3.0, max_response_bytes=10
+        )
     nursery.cancel_scope.cancel()
 
 
-# ---- theirs -----------------------------------------------------------------------------------------------------------------------------
+# ---- theirs --------------------------------------------------------------------------------------
 
 
 async def echo(peer: str, data: bytes) -> bytes:
@@ -192,7 +211,9 @@ def served(requests) -> dict[str, int]:
     return requests.statistics().served.get("/x/1", {})
 
 
-async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything(autojump_clock, nursery):
+async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything(
+    autojump_clock, nursery
+):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS, concurrent=8)
@@ -213,7 +234,9 @@ async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything
     nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_may_begin_a_few_requests_at_a_time_and_has_to_end_them_soon(autojump_clock, nursery):
+async def test_a_peer_may_begin_a_few_requests_at_a_time_and_has_to_end_them_soon(
+    autojump_clock, nursery
+):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS)
@@ -252,7 +275,9 @@ async def test_whoever_asks_and_does_not_read_leaves_room_for_others(autojump_cl
     nursery.cancel_scope.cancel()
 
 
-async def test_a_line_that_takes_its_time_is_no_reason_to_answer_its_peer_last(autojump_clock, nursery):
+async def test_a_line_that_takes_its_time_is_no_reason_to_answer_its_peer_last(
+    autojump_clock, nursery
+):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS, concurrent=4, per_peer=4)

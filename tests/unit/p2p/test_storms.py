@@ -19,7 +19,8 @@ def watching(rate=RATE) -> Storms:
 
 
 def published(until: float, restarts=(), rate=RATE) -> list[float]:
-    """When an author publishes that says whatever it may, each of its lives with the product's own pace."""
+    """When an author publishes that says whatever it may, each of its lives with the product's own
+    pace."""
     times, pace = [], Signer("author", rate, 0.0)
     for tick in range(int(until * 100)):
         now = tick / 100
@@ -71,7 +72,9 @@ def test_a_pause_is_no_licence_and_neighbours_are_told_apart():
     assert one.found("peer 0", 3600.0)
     assert not one.found("peer 0", 3600.0), "it begins anew"
     assert one.found("peer 1", 3600.0)
-    assert found(one, [3600.0 + storms.SECONDS] * (burst + 1), "peer 2") == [3600.0 + storms.SECONDS]
+    assert found(one, [3600.0 + storms.SECONDS] * (burst + 1), "peer 2") == [
+        3600.0 + storms.SECONDS
+    ]
 
 
 def test_nothing_is_found_before_there_is_a_rate_and_rates_of_topics_add_up():

@@ -69,12 +69,17 @@ async def test_both_ways_at_once_and_an_end_each(tmp_path):
         with trio.fail_after(30):
             await ours.closed.wait()
             await theirs.closed.wait()
-        await until(lambda: client.streams.statistics().open == server.streams.statistics().open == 0)
+        await until(
+            lambda: client.streams.statistics().open == server.streams.statistics().open == 0
+        )
         assert ours.sent == theirs.received == len(there) + 5
 
 
-async def test_a_user_that_does_not_receive_holds_up_the_sender_and_not_the_connection(tmp_path, monkeypatch):
-    """Longer than the guards let other writers wait for credit, which is why the stream brings patience of its own."""
+async def test_a_user_that_does_not_receive_holds_up_the_sender_and_not_the_connection(
+    tmp_path, monkeypatch
+):
+    """Longer than the guards let other writers wait for credit, which is why the stream brings
+    patience of its own."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
     async with joined(tmp_path) as (server, client, theirs, ours):
 
@@ -93,7 +98,12 @@ async def test_a_user_that_does_not_receive_holds_up_the_sender_and_not_the_conn
             nursery.start_soon(send)
             await until(lambda: ours.sent > 0)
             assert await still(lambda: ours.sent) < 16 * 2**20
-            assert await client.requests.request(server.peer_id, "/test/echo/1", b"x", deadline=20, max_response_bytes=9) == b"x"
+            assert (
+                await client.requests.request(
+                    server.peer_id, "/test/echo/1", b"x", deadline=20, max_response_bytes=9
+                )
+                == b"x"
+            )
             assert len(await drain(theirs, 32 * len(data))) == 32 * len(data)
 
 
@@ -139,8 +149,13 @@ async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkey
     monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.02)
     async with joined(tmp_path) as (_, client, theirs, ours):
         looks, is_gone = [], Stream.is_gone
-        monkeypatch.setattr(Stream, "is_gone", property(lambda stream: looks.append(trio.current_time()) or is_gone.fget(stream)))
-        await until(lambda: len(looks) > 2 and looks[-1] - looks[0] > 2 * 0.3)  # watched for long, and idle is not stalled
+        monkeypatch.setattr(
+            Stream,
+            "is_gone",
+            property(lambda stream: looks.append(trio.current_time()) or is_gone.fget(stream)),
+        )
+        # watched for long, and idle is not stalled
+        await until(lambda: len(looks) > 2 and looks[-1] - looks[0] > 2 * 0.3)
         await ours.send(b"still there")
         assert await theirs.receive() == b"still there"
         with trio.fail_after(30), pytest.raises(PeerError, match="nothing moved"):
@@ -150,7 +165,8 @@ async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkey
 
 async def test_who_opens_too_many_is_refused_and_others_are_not_kept_waiting(tmp_path):
     async with joined(tmp_path, per_peer=1) as (server, client, theirs, ours):
-        with trio.fail_after(30), pytest.raises(PeerError):  # before or after both have agreed on a protocol
+        # before or after both have agreed on a protocol
+        with trio.fail_after(30), pytest.raises(PeerError):
             await (await client.streams.open(server.peer_id, PROTOCOL, deadline=5)).receive()
         assert server.streams.statistics().refused == {"busy": 1}
         ours.finish()
@@ -170,7 +186,9 @@ async def test_who_opens_too_many_is_refused_and_others_are_not_kept_waiting(tmp
 async def test_opening_to_nobody_fails_in_time(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         with pytest.raises(PeerError):
-            await client.streams.open("12D3KooWGC6TvWhfagpX6wvJHxYvKpPzAkRjHhkQsbnNkzDDpwU3", PROTOCOL, deadline=5)
+            await client.streams.open(
+                "12D3KooWGC6TvWhfagpX6wvJHxYvKpPzAkRjHhkQsbnNkzDDpwU3", PROTOCOL, deadline=5
+            )
         with pytest.raises(PeerError):
             await client.streams.open(server.peer_id, "/test/unknown/1", deadline=5)
         with pytest.raises(PeerTimeout):

@@ -1,4 +1,5 @@
-"""Summaries of other nodes: what is kept of them, what a liar can fill, and what they tell about our clock."""
+"""Summaries of other nodes: what is kept of them, what a liar can fill, and what they tell about
+our clock."""
 
 import itertools
 import random
@@ -24,7 +25,16 @@ NOW = 1_790_000_000.0
 
 
 def summary(at=NOW, **changes):
-    values = {"name": "a", "version": "0.1.0", "uptime": 60, "step": 5, "policy_version": 5, "reward": 0.5, "published": 9, "peers": 2}
+    values = {
+        "name": "a",
+        "version": "0.1.0",
+        "uptime": 60,
+        "step": 5,
+        "policy_version": 5,
+        "reward": 0.5,
+        "published": 9,
+        "peers": 2,
+    }
     return Summary(**{**values, **changes, "created_at": int(at * 1000)})
 
 
@@ -53,7 +63,16 @@ class Wire:
 
 
 def ours(wire, connected=(), clock=lambda: NOW + trio.current_time(), **options):
-    node = Summaries(wire, PEER, KEY, SWARM, lambda: list(connected), clock=clock, rng=random.Random(1), **options)
+    node = Summaries(
+        wire,
+        PEER,
+        KEY,
+        SWARM,
+        lambda: list(connected),
+        clock=clock,
+        rng=random.Random(1),
+        **options,
+    )
     node.own_summary = lambda created_at: summary(created_at / 1000)
     return node
 
@@ -79,7 +98,9 @@ def test_a_peer_is_heard_once_in_thirty_seconds_and_never_backwards():
     assert take(claims, at=NOW + 30, now=NOW + 30) == "taken"
 
 
-@pytest.mark.parametrize(("at", "outcome"), [(-301, "old"), (-300, "taken"), (120, "taken"), (121, "future")])
+@pytest.mark.parametrize(
+    ("at", "outcome"), [(-301, "old"), (-300, "taken"), (120, "taken"), (121, "future")]
+)
 def test_a_summary_is_neither_old_nor_from_the_future(at, outcome):
     assert take(Claims("me"), at=NOW + at) == outcome
 
@@ -111,14 +132,18 @@ def test_memory_is_bounded_and_who_speaks_for_itself_finds_room():
     assert take(claims, "direct") == "taken"
     assert len(claims) == CLAIMS
     assert claims.all()[0].peer == "direct"
-    assert f"p{CLAIMS - 1}" not in [claim.peer for claim in claims.all()]  # the oldest that was passed on
+    # the oldest that was passed on
+    assert f"p{CLAIMS - 1}" not in [claim.peer for claim in claims.all()]
 
 
 def test_those_that_told_us_themselves_come_first():
     claims = Claims("me")
     take(claims, "heard of", at=NOW, by="teller")
     take(claims, "direct", at=NOW - 60)
-    assert [(claim.peer, claim.direct) for claim in claims.all()] == [("direct", True), ("heard of", False)]
+    assert [(claim.peer, claim.direct) for claim in claims.all()] == [
+        ("direct", True),
+        ("heard of", False),
+    ]
 
 
 def test_a_requester_is_not_told_of_itself():
@@ -190,9 +215,18 @@ async def test_who_shares_nothing_still_hears():
     node = ours(wire, clock=lambda: NOW)
     node.own_summary = lambda created_at: None
     await node.round([OTHER_PEER])
-    assert codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary == b""
+    assert (
+        codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary == b""
+    )
     assert [claim.peer for claim in node.statistics().rows] == [OTHER_PEER]
-    assert codec.decode(await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b""))), SummaryResponse, 20_000).summaries == []
+    assert (
+        codec.decode(
+            await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b""))),
+            SummaryResponse,
+            20_000,
+        ).summaries
+        == []
+    )
 
 
 async def test_an_answer_has_our_own_summary_and_those_of_others():
@@ -202,8 +236,13 @@ async def test_an_answer_has_our_own_summary_and_those_of_others():
     await node.round([OTHER_PEER])
     name = peer_id(third.public_key().public_bytes_raw())
     await wire.handler(name, codec.encode(SummaryRequest(seal_summary(summary(), third, SWARM))))
-    answer = await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(seal_summary(summary(), OTHER_KEY, SWARM))))
-    told = [open_summary(frame, SWARM)[0] for frame in codec.decode(answer, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES).summaries]
+    answer = await wire.handler(
+        OTHER_PEER, codec.encode(SummaryRequest(seal_summary(summary(), OTHER_KEY, SWARM)))
+    )
+    told = [
+        open_summary(frame, SWARM)[0]
+        for frame in codec.decode(answer, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES).summaries
+    ]
     assert told == [PEER, name]
 
 
@@ -216,7 +255,13 @@ async def test_an_answer_has_our_own_summary_and_those_of_others():
         b"\xdf\xff\xff\xff\xff",
         b"",
     ],
-    ids=["of somebody else", "of another swarm", "nested arrays", "a map of 2**32 entries", "nothing"],
+    ids=[
+        "of somebody else",
+        "of another swarm",
+        "nested arrays",
+        "a map of 2**32 entries",
+        "nothing",
+    ],
 )
 async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
     wire = Wire()
@@ -229,7 +274,10 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
 @pytest.mark.parametrize(
     ("answer", "heard"),
     [
-        (response(seal_summary(summary(), OTHER_KEY, OTHER_SWARM), b"\xc1", b"\x91" * 512), {"malformed": 3}),
+        (
+            response(seal_summary(summary(), OTHER_KEY, OTHER_SWARM), b"\xc1", b"\x91" * 512),
+            {"malformed": 3},
+        ),
         (b"\xdd\xff\xff\xff\xff", {"malformed": 1}),
         (response(seal_summary(summary(NOW + 9999), OTHER_KEY, SWARM)), {"future": 1}),
         (response(*[seal_summary(summary(), OTHER_KEY, SWARM)] * 32), {"taken": 1, "known": 31}),
@@ -267,7 +315,9 @@ async def test_a_clock_that_is_off_is_seen_though_the_summaries_are_not_taken():
     for number in range(3):
         key = Ed25519PrivateKey.from_private_bytes(bytes([40 + number]) * 32)
         frame = seal_summary(summary(NOW + number), key, SWARM)
-        await wire.handler(peer_id(key.public_key().public_bytes_raw()), codec.encode(SummaryRequest(frame)))
+        await wire.handler(
+            peer_id(key.public_key().public_bytes_raw()), codec.encode(SummaryRequest(frame))
+        )
     assert node.statistics().clock_offset_seconds == 401
     assert node.statistics().rows == []
 
@@ -276,12 +326,21 @@ async def test_a_clock_that_is_off_is_seen_though_the_summaries_are_not_taken():
 
 
 def test_a_name_is_shown_short_and_without_what_turns_the_text_around():
-    assert summaries.plain_name("Küche\u202e\u2066\u200b" + "x" * 60) == "Küche" + "\ufffd" * 3 + "x" * 24
+    assert (
+        summaries.plain_name("Küche\u202e\u2066\u200b" + "x" * 60)
+        == "Küche" + "\ufffd" * 3 + "x" * 24
+    )
 
 
 def test_our_own_summary_is_within_every_bound():
     report = Report(phase="training", step=3, policy_version=2, reward_held_out=1.0000001)
-    told = own_summary(NodeInfo(name="🦋\x1b" * 40, version="1" * 50, started_at=NOW + 5), report, int(NOW * 1000), published=4, peers=2)
+    told = own_summary(
+        NodeInfo(name="🦋\x1b" * 40, version="1" * 50, started_at=NOW + 5),
+        report,
+        int(NOW * 1000),
+        published=4,
+        peers=2,
+    )
     assert open_summary(seal_summary(told, KEY, SWARM), SWARM) == (PEER, told)
     assert (told.reward, told.uptime, told.step) == (1.0, 0, 3)
     assert own_summary(NodeInfo(version="1"), None, 0, published=0, peers=0).reward == -1

@@ -1,4 +1,5 @@
-"""Whom a node lets go of, whom it meets instead, and what many hostile identities make of it. Pure."""
+"""Whom a node lets go of, whom it meets instead, and what many hostile identities make of it.
+Pure."""
 
 import math
 import random
@@ -13,7 +14,9 @@ from swarmnode.p2p.turnover import SETTLED_SECONDS, Link, exchanged, make_room
 
 
 def links(count, *, inbound=True, since=0.0, group=None, spare=True, name="p"):
-    return [Link(f"{name}{number}", inbound, since + number, group, spare) for number in range(count)]
+    return [
+        Link(f"{name}{number}", inbound, since + number, group, spare) for number in range(count)
+    ]
 
 
 def address(number):
@@ -33,16 +36,21 @@ def connect(known, peer, *, inbound=False, now=0.0):
 def test_a_full_bootstrap_lets_its_oldest_guests_go_and_has_places_for_newcomers():
     assert make_room(links(75), 100, 1000.0) == []
     assert make_room(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
-    assert make_room(links(80), 100, SETTLED_SECONDS) == ["p0"]  # whoever has just come has not been told of others yet
+    # whoever has just come has not been told of others yet
+    assert make_room(links(80), 100, SETTLED_SECONDS) == ["p0"]
 
 
 def test_whom_something_depends_on_and_whom_we_dialled_is_kept():
-    assert make_room([*links(90, spare=False), *links(3, since=500.0, name="guest")], 100, 1000.0) == ["guest0", "guest1", "guest2"]
+    assert make_room(
+        [*links(90, spare=False), *links(3, since=500.0, name="guest")], 100, 1000.0
+    ) == ["guest0", "guest1", "guest2"]
     assert make_room(links(90, inbound=False), 100, 1000.0) == []
 
 
 def test_those_that_come_in_numbers_from_one_network_go_first():
-    gone = make_room([*links(60), *links(30, since=100.0, group="20.0.0.0/24", name="many")], 100, 1000.0)
+    gone = make_room(
+        [*links(60), *links(30, since=100.0, group="20.0.0.0/24", name="many")], 100, 1000.0
+    )
     assert gone == [f"many{number}" for number in range(15)]
 
 
@@ -50,9 +58,13 @@ def test_half_of_those_that_were_dialled_are_anchors_and_the_others_are_exchange
     ours, theirs = links(8, inbound=False, name="ours"), links(20, name="theirs")
     gone = {exchanged([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)}
     assert gone == {"ours4", "ours5", "ours6", "ours7"}
-    assert exchanged([*theirs, *ours[:7]], 16, 1000.0, random.Random(0)) is None  # not before there are enough
+    # not before there are enough
+    assert exchanged([*theirs, *ours[:7]], 16, 1000.0, random.Random(0)) is None
     assert exchanged([*ours], 16, 1000.0, random.Random(0)) is None
-    assert exchanged([*theirs, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0)) is None
+    assert (
+        exchanged([*theirs, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0))
+        is None
+    )
 
 
 def test_a_peer_that_was_let_go_rests_while_there_are_others():
@@ -79,7 +91,9 @@ def test_a_member_with_enough_peers_does_not_run_back_to_a_bootstrap_peer_that_l
     connect(known, "p")
     known.disconnected("boot", 100.0)
     assert known.to_dial(200.0) == []
-    assert [dial.peer for dial in known.to_dial(100.0 + 2 * peers.IDLE_BOOTSTRAP_BACKOFF)] == ["boot"]
+    assert [dial.peer for dial in known.to_dial(100.0 + 2 * peers.IDLE_BOOTSTRAP_BACKOFF)] == [
+        "boot"
+    ]
     alone = table(target=1)
     alone.add("boot", address(0), "bootstrap", 0.0)
     connect(alone, "boot")

@@ -1,4 +1,5 @@
-"""What a slow neighbour costs: time, and no more memory than is said. Nothing is lost, and nobody waits in a circle."""
+"""What a slow neighbour costs: time, and no more memory than is said. Nothing is lost, and nobody
+waits in a circle."""
 
 import copy
 import random
@@ -40,16 +41,22 @@ FRAME = 24 * 32 * 4 + 2048
 def rows_of(count=14):
     generator = torch.Generator().manual_seed(3)
     draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(10 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+    return [
+        LearnRow(draw(10 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
+        for i in range(count)
+    ]
 
 
 def crew_of(model, layers, settings=EXACT, **keys):
-    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(copy.deepcopy(model), layers)]
+    runtimes = [
+        StageRuntime(spec, stage) for spec, stage in split_model(copy.deepcopy(model), layers)
+    ]
     return open_crew(runtimes, settings, LIMITS, **keys)
 
 
 class Narrow:
-    """Crews whose streams take a byte only when the other side reads it, and whose links are full with the first one."""
+    """Crews whose streams take a byte only when the other side reads it, and whose links are full
+    with the first one."""
 
     def __init__(self, patch):
         self.most = self.embedding = self.held = 0
@@ -87,14 +94,25 @@ async def everything(crew):
     scores = await crew.head.score([(row.prompt_ids, row.completion_ids) for row in rows], 1.0)
     prompts = [row.prompt_ids[:4] for row in rows[:8]]
     waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
-    weights = {name: t.clone() for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
+    weights = {
+        name: t.clone()
+        for m in crew.members
+        for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
+    }
     return weights, scores, [wave.ids for wave in waves]
 
 
 @pytest.mark.parametrize(
-    ("layers", "kind", "swapped"), [([2, 2], "llama", False), ([1, 2, 1], "llama-tied", False), ([1, 1, 1, 1], "llama-tied", True)]
+    ("layers", "kind", "swapped"),
+    [
+        ([2, 2], "llama", False),
+        ([1, 2, 1], "llama-tied", False),
+        ([1, 1, 1, 1], "llama-tied", True),
+    ],
 )
-async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little(models, narrow, layers, kind, swapped):
+async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little(
+    models, narrow, layers, kind, swapped
+):
     settings = replace(EXACT, swapped=swapped)
     async with crew_of(models[kind], layers, settings) as crew:
         expected = await everything(crew)
@@ -104,22 +122,35 @@ async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little
             weights, scores, tokens = await everything(crew)
         await quiet()
         assert all(not any(member.links.queued.values()) for member in crew.members)
-    apart = 1e-4 if swapped else 0.0  # gradients of swapped micro-batches are added in the order in which there is room
-    assert all(torch.allclose(tensor, expected[0][name], rtol=0.0, atol=apart) for name, tensor in weights.items())
-    assert [len(logprobs) for logprobs, _ in scores] == [len(logprobs) for logprobs, _ in expected[1]]
+    # gradients of swapped micro-batches are added in the order in which there is room
+    apart = 1e-4 if swapped else 0.0
+    assert all(
+        torch.allclose(tensor, expected[0][name], rtol=0.0, atol=apart)
+        for name, tensor in weights.items()
+    )
+    assert [len(logprobs) for logprobs, _ in scores] == [
+        len(logprobs) for logprobs, _ in expected[1]
+    ]
     if not swapped:
         assert (scores, tokens) == expected[1:]
     assert slow.held > 0
     assert slow.embedding <= FRAME
-    assert slow.most <= (1 + 2 * len(layers)) * FRAME  # gradients of what was let through before are sent, room or not
+    # gradients of what was let through before are sent, room or not
+    assert slow.most <= (1 + 2 * len(layers)) * FRAME
 
 
 def forward(number, purpose="learn", place=PLACE):
     """(frame, body) of one micro-batch as stage 0 sends it."""
     rows = rows_of(1)
-    work = describe([(rows[0].prompt_ids, rows[0].completion_ids)], 1.0, describe_loss(rows, CFG, 30.0) if purpose == "learn" else None)
+    work = describe(
+        [(rows[0].prompt_ids, rows[0].completion_ids)],
+        1.0,
+        describe_loss(rows, CFG, 30.0) if purpose == "learn" else None,
+    )
     about = strict.encode(work)
-    return frames.Forward(place, number, purpose, "float32", work.rows, len(about)), about + encode(torch.zeros(work.rows, 32), "float32")
+    return frames.Forward(place, number, purpose, "float32", work.rows, len(about)), about + encode(
+        torch.zeros(work.rows, 32), "float32"
+    )
 
 
 async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
@@ -184,7 +215,11 @@ def test_what_waits_for_others_is_no_work_in_hand():
     one = Schedule(0, 2)
     for number in range(6):
         assert one.forward_arrived(number, "counted")
-    assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (6, 0, None)
+    assert (one.ready(), one.ready(lambda number: True), one.next(lambda number: True)) == (
+        6,
+        0,
+        None,
+    )
     assert one.ready(lambda number: number != 2) == 1
     assert one.next(lambda number: number != 2) == ("forward", 2)
     assert [one.next() for _ in range(3)] == [("forward", 0), ("forward", 1), ("forward", 3)]
@@ -204,7 +239,9 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         work, body = forward(0, "learn", crew.head.place)
-        crew.head.links.send(1, frames.Propose(crew.head.place, 1, (0,)), frames.description_hash(body[: work.about]))
+        crew.head.links.send(
+            1, frames.Propose(crew.head.place, 1, (0,)), frames.description_hash(body[: work.about])
+        )
         crew.head.links.send(1, work, body)
         await quiet()
         assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
@@ -226,7 +263,11 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
         got = []
 
         async def score():
-            got.extend(await crew.head.score([(row.prompt_ids, row.completion_ids) for row in rows_of(30)], 1.0))
+            got.extend(
+                await crew.head.score(
+                    [(row.prompt_ids, row.completion_ids) for row in rows_of(30)], 1.0
+                )
+            )
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(score)
@@ -234,17 +275,24 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             assert waits == [1]
             assert crew.members[0].runtime.worked == SCORES * 3
             free.set()
-    assert [len(logprobs) for logprobs, _ in got] == [len(row.completion_ids) for row in rows_of(30)]
+    assert [len(logprobs) for logprobs, _ in got] == [
+        len(row.completion_ids) for row in rows_of(30)
+    ]
 
 
 @pytest.mark.parametrize("proposed_first", [True, False])
-async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(models, monkeypatch, proposed_first):
+async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
+    models, monkeypatch, proposed_first
+):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
         work, body = forward(0, "learn", crew.head.place)
         numbers = tuple(range(micro_batches_module.KEPT + 10))
-        proposal = frames.Propose(crew.head.place, 1, numbers), len(numbers) * frames.description_hash(body[: work.about])
+        proposal = (
+            frames.Propose(crew.head.place, 1, numbers),
+            len(numbers) * frames.description_hash(body[: work.about]),
+        )
         crew.head.links.send(1, *proposal) if proposed_first else None
         for number in numbers:
             crew.head.links.send(1, *forward(number, "learn", crew.head.place))

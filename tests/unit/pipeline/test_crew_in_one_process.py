@@ -1,4 +1,5 @@
-"""A crew in one process is the unsplit policy: its step, its tokens, its log-probabilities; and it takes a step together or not at all."""
+"""A crew in one process is the unsplit policy: its step, its tokens, its log-probabilities; and it
+takes a step together or not at all."""
 
 import contextlib
 import random
@@ -37,7 +38,11 @@ PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
 
 
 def together(crew):
-    return {name: t for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
+    return {
+        name: t
+        for m in crew.members
+        for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
+    }
 
 
 def normalizer(rows, cfg):
@@ -46,11 +51,19 @@ def normalizer(rows, cfg):
 
 @pytest.mark.parametrize(
     ("kind", "layers", "loss_type", "tokens", "options"),
-    [("embedded", [1, 1], "dapo", 64, []), ("llama-tied", [1, 2, 1], "dapo", 64, ["mis"]), ("llama", [1, 1, 1, 1], "grpo", 64, ["icepop"]),
-     ("qwen2", [2, 2], "dr_grpo", 4096, ["sequence_tis"]), ("qwen3", [4], "dapo", 64, ["sequence_mis"]),
-     ("llama", [2, 2], "gspo", 64, ["sequence_icepop"]), ("llama", [1, 3], "cispo", 4096, ["tis", "effective_rate"])],
-)  # fmt: skip
-async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, layers, loss_type, tokens, options):
+    [
+        ("embedded", [1, 1], "dapo", 64, []),
+        ("llama-tied", [1, 2, 1], "dapo", 64, ["mis"]),
+        ("llama", [1, 1, 1, 1], "grpo", 64, ["icepop"]),
+        ("qwen2", [2, 2], "dr_grpo", 4096, ["sequence_tis"]),
+        ("qwen3", [4], "dapo", 64, ["sequence_mis"]),
+        ("llama", [2, 2], "gspo", 64, ["sequence_icepop"]),
+        ("llama", [1, 3], "cispo", 4096, ["tis", "effective_rate"]),
+    ],
+)
+async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(
+    policy, kind, layers, loss_type, tokens, options
+):
     whole = policy(kind)
     cfg = TrainingConfig(loss_type=loss_type, per_device_train_tokens=tokens, options=options)
     assembled, rows = grpo(whole, noise=1.0)  # beyond every correction's bounds
@@ -74,15 +87,22 @@ async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(policy, kind, lay
         for name, tensor in trainable(whole.model).items():
             assert torch.allclose(mine[name], tensor, atol=1e-4), name
         moved = sum(float((mine[name] - start[name]).abs().sum()) for name in start)
-        off = sum(float((mine[name] - tensor.detach()).abs().sum()) for name, tensor in trainable(whole.model).items())
-        assert off < 1e-2 * moved  # a step is 3e-4 for every weight: near it in sum, not only within a tolerance
+        off = sum(
+            float((mine[name] - tensor.detach()).abs().sum())
+            for name, tensor in trainable(whole.model).items()
+        )
+        # a step is 3e-4 for every weight: near it in sum, not only within a tolerance
+        assert off < 1e-2 * moved
         assert all(member.participant.step == 2 for member in crew.members)
 
 
 async def test_a_lora_step_is_that_of_the_unsplit_trainer(policy):
     whole = policy("llama-tied")
     torch.manual_seed(1)
-    model = get_peft_model(whole.model, LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    model = get_peft_model(
+        whole.model,
+        LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    ).eval()
     whole = replace(whole, model=model)
     cfg = TrainingConfig()
     assembled, rows = grpo(whole)
@@ -90,7 +110,9 @@ async def test_a_lora_step_is_that_of_the_unsplit_trainer(policy):
         updater = Updater(whole, cfg, MicroBatcher(4096))
         for _ in range(2):
             updater.update(assembled)
-            assert (await crew.head.update(rows, cfg, normalizer(rows, cfg), cfg.learning_rate)).refused is None
+            assert (
+                await crew.head.update(rows, cfg, normalizer(rows, cfg), cfg.learning_rate)
+            ).refused is None
         mine, theirs = together(crew), trainable(whole.model)
         assert mine.keys() == theirs.keys()
         assert all(torch.allclose(mine[name], theirs[name], atol=1e-4) for name in theirs)
@@ -120,7 +142,9 @@ async def test_greedy_tokens_are_those_of_generate(embedded, layers):
         waves = await crew.head.generate(heads, 2, 8, 0.0, 1.0, embedded.eos_ids, random.Random(0))
         assert texts(waves) == [c.ids for g in expected for c in g.completions]
         recorded = [x for wave in waves for row in wave.logprobs for x in row]
-        assert recorded == pytest.approx([x for g in expected for c in g.completions for x in c.logprobs], abs=1e-4)
+        assert recorded == pytest.approx(
+            [x for g in expected for c in g.completions for x in c.logprobs], abs=1e-4
+        )
         await quiet()
         assert all(not member.runtime.sessions for member in crew.members)
 
@@ -131,8 +155,6 @@ async def quiet():
         await trio.lowlevel.checkpoint()
 
 
-
-
 async def sampled(model, layers, settings=EXACT, **keys):
     async with crew_of(model, layers, settings, **keys) as crew:
         return await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
@@ -140,7 +162,8 @@ async def sampled(model, layers, settings=EXACT, **keys):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
 async def test_a_sampled_token_does_not_depend_on_who_computes_beside(models, kind):
-    """The first of two stages draws what one of two other splits draws; waves of the same prompts have the same seeds."""
+    """The first of two stages draws what one of two other splits draws; waves of the same prompts
+    have the same seeds."""
     assert texts(await sampled(models[kind], [2, 2])) == texts(await sampled(models[kind], [3, 1]))
 
 
@@ -183,13 +206,16 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
 
 @pytest.mark.parametrize(("codec", "far"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.05)])
 async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
-    """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy it is off by the codec's rounding."""
+    """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy
+    it is off by the codec's rounding."""
     settings = CrewSettings(BASE, codec, "bfloat16")
     async with crew_of(models["llama"], [1, 1, 1, 1], settings) as crew:
         waves = await crew.head.generate(HEADS, 3, 6, 1.0, 1.0, ENDS, random.Random(5))
         rows = [(wave.prompts[i // 3], ids) for wave in waves for i, ids in enumerate(wave.ids)]
         recorded = torch.tensor([x for wave in waves for row in wave.logprobs for x in row])
-        scored = torch.tensor([x for logprobs, _ in await crew.head.score(rows, 1.0) for x in logprobs])
+        scored = torch.tensor(
+            [x for logprobs, _ in await crew.head.score(rows, 1.0) for x in logprobs]
+        )
     whole = torch.tensor([x for row in score(policy("llama"), rows, 1.0) for x in row])
     assert float((recorded - scored).abs().max()) < 1e-3
     assert float((recorded - whole).abs().max()) < far
@@ -211,7 +237,8 @@ async def test_a_micro_batch_that_only_one_stage_knows_drops_the_step_everywhere
         assert result.refused == "micro_batches"
         assert await all_dropped(crew)
         assert torch.equal(weights(crew), start)
-        assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused is None  # and the next one is taken
+        # and the next one is taken
+        assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused is None
         assert not torch.equal(weights(crew), start)
 
 
@@ -231,9 +258,17 @@ async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, pol
         assert all(m.participant.step == 0 for m in crew.members)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
 @pytest.mark.parametrize(("stage", "method"), [(1, "forward"), (1, "backward"), (2, "learn")])
-async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(models, policy, stage, method, error):
+async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(
+    models, policy, stage, method, error
+):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, start = crew.members[stage], weights(crew)
@@ -258,9 +293,15 @@ def fails(owner, name, error):
 async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models):
     error = torch.OutOfMemoryError("CUDA out of memory")
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        with fails(crew.members[2].runtime, "score", error), pytest.raises(PeerError, match="cannot score: device"):
+        with (
+            fails(crew.members[2].runtime, "score", error),
+            pytest.raises(PeerError, match="cannot score: device"),
+        ):
             await crew.head.score([([5, 6], [7, 8])], 1.0)
-        with fails(crew.members[1].runtime, "prefill", error), pytest.raises(PeerError, match="last: device"):
+        with (
+            fails(crew.members[1].runtime, "prefill", error),
+            pytest.raises(PeerError, match="last: device"),
+        ):
             await crew.head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
         assert not crew.members[1].runtime.sessions
         crew.head.waiting.gone = None
@@ -268,23 +309,33 @@ async def test_scores_and_waves_that_the_device_cannot_do_are_given_back(models)
 
 
 async def test_who_lacks_memory_is_not_blamed_for_it_before_a_row_alone_is_too_much(models, policy):
-    """From 16,384 tokens to a short row it is nine halvings, each of them a refusal, and five spoilt steps cost a member its place."""
+    """From 16,384 tokens to a short row it is nine halvings, each of them a refusal, and five
+    spoilt steps cost a member its place."""
     _, rows = grpo(policy("llama"))
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        with fails(crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")):
+        with fails(
+            crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")
+        ):
             for _ in range(2 * PATIENCE):
-                assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
+                assert (
+                    await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+                ).refused == "device"
             assert crew.head.blamed is None
             for _ in range(PATIENCE):
-                row_by_row = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
+                row_by_row = TrainingConfig().model_copy(
+                    update={"per_device_train_tokens": longest}
+                )
                 assert (await crew.head.update(rows, row_by_row, 10.0, 1e-3)).refused == "device"
             assert crew.head.blamed[:2] == ((1,), "refused step after step: device")
             assert crew.head.blamed.seconds > 0
 
 
-async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_was_cut(models, policy):
-    """A member is asked for many at a time, and says of each that it cannot: a step spoilt, not five of them and a place lost."""
+async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_was_cut(
+    models, policy
+):
+    """A member is asked for many at a time, and says of each that it cannot: a step spoilt, not
+    five of them and a place lost."""
     _, rows = grpo(policy("llama"))
     rows, longest = 4 * rows, max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
     cfg = TrainingConfig().model_copy(update={"per_device_train_tokens": longest})
@@ -295,21 +346,30 @@ async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_
             if isinstance(frame, frames.Forward):
                 pieces.append(frame.micro_batch)
             for micro_batch in pieces if isinstance(frame, frames.Failed) else ():
-                await original(sender, msgspec.structs.replace(frame, micro_batch=micro_batch), body)
+                await original(
+                    sender, msgspec.structs.replace(frame, micro_batch=micro_batch), body
+                )
             await original(sender, frame, body)
 
         crew.head.handle = of_each
-        with fails(crew.members[1].runtime, "forward", torch.OutOfMemoryError("CUDA out of memory")):
+        with fails(
+            crew.members[1].runtime, "forward", torch.OutOfMemoryError("CUDA out of memory")
+        ):
             assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
         assert len(pieces) > PATIENCE
         assert crew.head.blamed is None
 
 
-async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(models, policy, monkeypatch):
-    """A step has 1,024 micro-batches at most. With more rows than that a row alone is never reached."""
+async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(
+    models, policy, monkeypatch
+):
+    """A step has 1,024 micro-batches at most. With more rows than that a row alone is never
+    reached."""
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        with fails(crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")):
+        with fails(
+            crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")
+        ):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).divisible
             monkeypatch.setattr("swarmnode.pipeline.frames.MICRO_BATCHES", 1)
             for _ in range(PATIENCE):
@@ -319,8 +379,11 @@ async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(mod
             assert crew.head.blamed[:2] == ((1,), "refused step after step: device")
 
 
-async def test_nobody_is_blamed_for_what_another_says_of_a_proposal_nor_twice_for_one(models, policy):
-    """Only the tail sends the head anything for a step that is proposed; and who has heard no decision says again what it said."""
+async def test_nobody_is_blamed_for_what_another_says_of_a_proposal_nor_twice_for_one(
+    models, policy
+):
+    """Only the tail sends the head anything for a step that is proposed; and who has heard no
+    decision says again what it said."""
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         original = crew.head.handle
@@ -349,7 +412,15 @@ async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_ste
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
 
-@pytest.mark.parametrize("error", [AttributeError("no such thing"), KeyError("x"), NotImplementedError(), torch.AcceleratorError("lost")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("no such thing"),
+        KeyError("x"),
+        NotImplementedError(),
+        torch.AcceleratorError("lost"),
+    ],
+)
 async def test_our_own_defects_and_a_lost_device_end_a_member(models, error):
     with pytest.RaisesGroup(type(error), flatten_subgroups=True):
         async with crew_of(models["llama"], [2, 2]) as crew:
@@ -361,7 +432,9 @@ async def test_half_of_a_step_is_a_stage_that_is_lost(models, policy):
     _, rows = grpo(policy("llama"))
     with pytest.RaisesGroup(DeviceError, flatten_subgroups=True):
         async with crew_of(models["llama"], [2, 2]) as crew:
-            with fails(crew.members[1].optimizer.adam, "step", torch.OutOfMemoryError("CUDA out of memory")):
+            with fails(
+                crew.members[1].optimizer.adam, "step", torch.OutOfMemoryError("CUDA out of memory")
+            ):
                 await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
 
 
@@ -377,8 +450,13 @@ class Counts(Observer):
         self.steps += 1
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("mat1 and mat2")])
-async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(models, policy, error, autojump_clock):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("mat1 and mat2")],
+)
+async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(
+    models, policy, error, autojump_clock
+):
     _, rows = grpo(policy("llama"))
     ends = []
     for disturbed in (False, True):
@@ -402,11 +480,15 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
         member.optimizer.lr_scale.factor = 1.1
         for rate, taken, refused in ((1e-3, 1.1e-3, {}), (5.0, 1.1e-3, {"bounds": 1})):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, rate)).refused is None
-            assert [group["lr"] for group in member.optimizer.adam.param_groups] == [pytest.approx(taken)]
+            assert [group["lr"] for group in member.optimizer.adam.param_groups] == [
+                pytest.approx(taken)
+            ]
             assert member.context.refused == refused
 
 
-async def test_a_stage_that_says_nothing_costs_the_deadline_and_no_step(models, policy, autojump_clock):
+async def test_a_stage_that_says_nothing_costs_the_deadline_and_no_step(
+    models, policy, autojump_clock
+):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=60.0) as crew:
         original = crew.members[2].handle
@@ -469,10 +551,14 @@ async def test_bytes_that_are_no_frame_end_that_stream_and_nothing_else(models):
 
 
 async def test_computing_beside_the_event_loop_gives_the_same(models):
-    assert texts(await sampled(models["llama"], [2, 2], compute=in_thread)) == texts(await sampled(models["llama"], [2, 2]))
+    assert texts(await sampled(models["llama"], [2, 2], compute=in_thread)) == texts(
+        await sampled(models["llama"], [2, 2])
+    )
 
 
-async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(models, policy, monkeypatch):
+async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(
+    models, policy, monkeypatch
+):
     monkeypatch.setattr("swarmnode.pipeline.head.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
@@ -487,7 +573,8 @@ async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(mode
 
 
 async def test_a_stage_that_lost_its_gradients_does_not_say_that_it_has_them(models, policy):
-    """Its stream to a neighbour breaks with the last backward, and the head does not know: the step is refused, not taken without it."""
+    """Its stream to a neighbour breaks with the last backward, and the head does not know: the step
+    is refused, not taken without it."""
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         start = weights(crew)
@@ -499,7 +586,9 @@ async def test_a_stage_that_lost_its_gradients_does_not_say_that_it_has_them(mod
                 crew.members[1].gone(2, "closed")
 
         crew.members[1].handle = breaks
-        assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "micro_batches"
+        assert (
+            await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
+        ).refused == "micro_batches"
         assert torch.equal(weights(crew), start)
 
 
@@ -510,7 +599,9 @@ async def test_a_stage_that_promised_a_step_takes_it_though_its_neighbour_is_gon
         async with crew_of(models["llama"], [1, 2, 1]) as crew:
             original = crew.members[1].handle
 
-            async def handle(sender, frame, body, crew=crew, original=original, goes=neighbour_goes):
+            async def handle(
+                sender, frame, body, crew=crew, original=original, goes=neighbour_goes
+            ):
                 if isinstance(frame, frames.Commit) and goes:
                     crew.members[1].gone(2, "closed")
                 await original(sender, frame, body)
@@ -554,9 +645,12 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
 async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
     model = policy("llama").model
     with torch.no_grad():
-        model.lm_head.weight.zero_()  # every token equally likely: whatever repeats is the generator's doing
+        # every token equally likely: whatever repeats is the generator's doing
+        model.lm_head.weight.zero_()
     async with crew_of(model, [2, 2]) as crew:
-        waves = await crew.head.generate([[5, 6], [7, 8]], 2, 8, 1.0, 1.0, frozenset(), random.Random(5))
+        waves = await crew.head.generate(
+            [[5, 6], [7, 8]], 2, 8, 1.0, 1.0, frozenset(), random.Random(5)
+        )
     drawn = texts(waves)
     assert len({tuple(ids) for ids in drawn}) == 4
     assert all(len(set(ids)) > 4 for ids in drawn)
@@ -564,7 +658,12 @@ async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
 
 def test_waves_are_as_many_as_stages_and_as_large_as_a_member_receives():
     short, long = [1] * 10, [1] * 200
-    assert cut([short] * 8, 4, 20, 4, 10_000) == [([0, 1], 4), ([2, 3], 4), ([4, 5], 4), ([6, 7], 4)]
+    assert cut([short] * 8, 4, 20, 4, 10_000) == [
+        ([0, 1], 4),
+        ([2, 3], 4),
+        ([4, 5], 4),
+        ([6, 7], 4),
+    ]
     assert cut([short] * 3, 4, 20, 1, 250) == [([0, 1], 4), ([2], 4)]
     assert cut([short, long, short], 4, 300, 1, 1300) == [([0], 4), ([1], 2), ([1], 2), ([2], 4)]
     assert cut([long], 8, 4000, 4, 16_384) == [([0], 3), ([0], 3), ([0], 2)]
@@ -578,7 +677,9 @@ async def test_answers_too_long_for_one_wave_come_in_several_and_greedy_ones_are
     got = []
     for tokens in (4096, 30):  # four completions of 3 + 8 tokens each are 44
         async with open_crew(runtimes(), EXACT, limits_of(model, tokens)) as crew:
-            waves = await crew.head.generate([[5, 6, 7], [8, 9]], 4, 8, 0.0, 1.0, ENDS, random.Random(1))
+            waves = await crew.head.generate(
+                [[5, 6, 7], [8, 9]], 4, 8, 0.0, 1.0, ENDS, random.Random(1)
+            )
             assert all(len(wave.ids) * (len(wave.prompts[0]) + 8) <= tokens for wave in waves)
             got.append([ids for wave in waves for ids in wave.ids])
     assert got[0] == got[1]
@@ -590,14 +691,25 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         about = strict.encode(work)
         rows = torch.zeros(work.rows, 32)
         size = len(about)
-        head.links.send(1, frames.Forward(head.place, 1, "score", "bfloat16", work.rows, size), about + encode(rows, "bfloat16"))
-        head.links.send(1, frames.Backward(head.place, 1, "float32", work.rows), encode(rows, "float32"))
+        head.links.send(
+            1,
+            frames.Forward(head.place, 1, "score", "bfloat16", work.rows, size),
+            about + encode(rows, "bfloat16"),
+        )
+        head.links.send(
+            1, frames.Backward(head.place, 1, "float32", work.rows), encode(rows, "float32")
+        )
         await quiet()
-        assert member.context.refused == {"schema": 1, "bounds": 1}  # another codec; a gradient from the stage before
+        # another codec; a gradient from the stage before
+        assert member.context.refused == {"schema": 1, "bounds": 1}
         wave = Wave(b"w" * 16, [[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
         about = strict.encode(wave.questions())
         size = len(about)
-        head.links.send(1, frames.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size), about + encode(rows[:2], "float32"))
+        head.links.send(
+            1,
+            frames.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size),
+            about + encode(rows[:2], "float32"),
+        )
         decode = frames.Decode(head.place, b"w" * 16, head.context.fingerprint, "float32", 1)
         head.links.send(1, decode, b"\0" * 4 + encode(rows[:1], "float32"))
         await quiet()
@@ -605,7 +717,10 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         assert not member.runtime.sessions
         head.generation.open[b"w" * 16] = wave
         member.links.send(0, frames.Tokens(member.place, b"w" * 16, 1), b"\0" * 8)  # there are two
-        member.links.send(0, frames.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8)  # there is no 61
+        # there is no 61
+        member.links.send(
+            0, frames.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8
+        )
         await quiet()
         assert head.context.refused == {"shape": 1, "bounds": 1}
         assert wave.ids == [[], []]

@@ -1,4 +1,5 @@
-"""Frames go there and back; hostile bytes cost a BadMessage with a reason of the closed set, and never more memory than an honest frame."""
+"""Frames go there and back; hostile bytes cost a BadMessage with a reason of the closed set, and
+never more memory than an honest frame."""
 
 import random
 
@@ -73,16 +74,25 @@ async def test_frames_go_there_and_back_one_after_the_other():
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (Backward(PLACE, 5, "float32", 65), "bounds"), (Backward(PLACE, 5, "float32", 0), "bounds"),
+        (Backward(PLACE, 5, "float32", 65), "bounds"),
+        (Backward(PLACE, 5, "float32", 0), "bounds"),
         (Backward(PLACE, -1, "int8", 1), "bounds"),
-        (Backward(Place(b"short", 0, 3), 5, "int8", 1), "bounds"), (Backward(Place(b"c" * 16, 0, -1), 5, "int8", 1), "bounds"),
-        (Backward(Place(b"c" * 16, 64, 3), 5, "int8", 1), "bounds"), (Forward(PLACE, 5, "learn", "int8", 1, 10**9), "bounds"),
-        (Decode(PLACE, b"s", PRINT, "int8", 1), "bounds"), (Decode(PLACE, SESSION, b"", "int8", 1), "bounds"),
-        (Commit(PLACE, 1, float("nan"), 1.0, 1.0), "not_finite"), (Commit(PLACE, 1, 1.0, 1.0, float("inf")), "not_finite"),
-        (Commit(PLACE, 1, -1.0, 1.0, 1.0), "bounds"), (Embedding(PLACE, 1, 40, 20), "bounds"), (Propose(PLACE, 1, ()), "bounds"),
-        (Propose(PLACE, 1, (2, 2)), "bounds"), (Propose(PLACE, 1, (-1, 2)), "bounds"), (Backward(PLACE, 5, "pickle", 1), "schema"),
+        (Backward(Place(b"short", 0, 3), 5, "int8", 1), "bounds"),
+        (Backward(Place(b"c" * 16, 0, -1), 5, "int8", 1), "bounds"),
+        (Backward(Place(b"c" * 16, 64, 3), 5, "int8", 1), "bounds"),
+        (Forward(PLACE, 5, "learn", "int8", 1, 10**9), "bounds"),
+        (Decode(PLACE, b"s", PRINT, "int8", 1), "bounds"),
+        (Decode(PLACE, SESSION, b"", "int8", 1), "bounds"),
+        (Commit(PLACE, 1, float("nan"), 1.0, 1.0), "not_finite"),
+        (Commit(PLACE, 1, 1.0, 1.0, float("inf")), "not_finite"),
+        (Commit(PLACE, 1, -1.0, 1.0, 1.0), "bounds"),
+        (Embedding(PLACE, 1, 40, 20), "bounds"),
+        (Propose(PLACE, 1, ()), "bounds"),
+        (Propose(PLACE, 1, (2, 2)), "bounds"),
+        (Propose(PLACE, 1, (-1, 2)), "bounds"),
+        (Backward(PLACE, 5, "pickle", 1), "schema"),
     ],
-)  # fmt: skip
+)
 async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, reason):
     data = headed.pack(frame)
     assert await reason_of(data + b"\0" * 10_000) == (reason, len(data))
@@ -91,11 +101,15 @@ async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, rea
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"\xff\xff\xff\xff" + b"\0" * 100, "oversize"), (b"\0\0\0\0", "oversize"), (b"\0\0", "truncated"), (b"\0\0\0\x05abc", "truncated"),
-        (b"\0\0\0\x01\xc1", "malformed"), (b"\0\0\0\x01\x90", "schema"),
+        (b"\xff\xff\xff\xff" + b"\0" * 100, "oversize"),
+        (b"\0\0\0\0", "oversize"),
+        (b"\0\0", "truncated"),
+        (b"\0\0\0\x05abc", "truncated"),
+        (b"\0\0\0\x01\xc1", "malformed"),
+        (b"\0\0\0\x01\x90", "schema"),
         (headed.pack(Backward(PLACE, 5, "int8", 3), b"x" * 11), "truncated"),
     ],
-)  # fmt: skip
+)
 async def test_bytes_that_are_no_frame(data, reason):
     assert (await reason_of(data))[0] == reason
 
@@ -112,7 +126,11 @@ async def test_a_second_encoding_and_an_unknown_field_are_refused():
 
 async def test_flipped_bytes_never_raise_anything_else():
     rng = random.Random(4)
-    kinds = [(Backward(PLACE, 5, "int8", 2), b"y" * 24), (Propose(PLACE, 2, (1, 4)), b""), (Commit(PLACE, 1, 2.0, 1.0, 0.1), b"")]
+    kinds = [
+        (Backward(PLACE, 5, "int8", 2), b"y" * 24),
+        (Propose(PLACE, 2, (1, 4)), b""),
+        (Commit(PLACE, 1, 2.0, 1.0, 0.1), b""),
+    ]
     honest = [headed.pack(frame, body) for frame, body in kinds]
     refused = 0
     for _ in range(3000):
@@ -145,9 +163,14 @@ def micro(**keys) -> MicroBatch:
     numbers = (pack_logprobs([-1.0] * 4), pack_logprobs([1.0, -1.0]), pack_logprobs([1.0, 1.0]))
     loss = Loss(*numbers, 4.0, "dapo", 0.2, 0.28, None, (True, True), "tis", "token")
     fields = {
-        "prompt_lengths": (3,), "prompt_ids": pack_ids([1, 2, 3]), "prompt_of": (0, 0), "completion_lengths": (1, 3),
-        "completion_ids": pack_ids([4, 5, 6, 7]), "temperature": 1.0, "loss": loss,
-    }  # fmt: skip
+        "prompt_lengths": (3,),
+        "prompt_ids": pack_ids([1, 2, 3]),
+        "prompt_of": (0, 0),
+        "completion_lengths": (1, 3),
+        "completion_ids": pack_ids([4, 5, 6, 7]),
+        "temperature": 1.0,
+        "loss": loss,
+    }
     changed = {k: v for k, v in keys.items() if k in fields}
     rest = {k: v for k, v in keys.items() if k not in fields}
     if rest:
@@ -158,16 +181,26 @@ def micro(**keys) -> MicroBatch:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"prompt_ids": pack_ids([1, 2])}, "shape"), ({"completion_ids": pack_ids([4, 5, 6, 50])}, "bounds"),
+        ({"prompt_ids": pack_ids([1, 2])}, "shape"),
+        ({"completion_ids": pack_ids([4, 5, 6, 50])}, "bounds"),
         ({"prompt_of": (0, 1)}, "bounds"),
-        ({"prompt_of": (0,)}, "bounds"), ({"completion_lengths": (0, 4)}, "bounds"), ({"prompt_lengths": ()}, "bounds"),
-        ({"completion_lengths": (2, 3)}, "shape"), ({"completion_lengths": (2**62, 3)}, "bounds"), ({"temperature": 0.0}, "bounds"),
-        ({"temperature": float("nan")}, "not_finite"), ({"loss": None}, "bounds"), ({"old_logprobs": pack_logprobs([1.0])}, "shape"),
-        ({"advantages": pack_logprobs([1.0, float("inf")])}, "not_finite"), ({"normalizer": 0.0}, "bounds"),
+        ({"prompt_of": (0,)}, "bounds"),
+        ({"completion_lengths": (0, 4)}, "bounds"),
+        ({"prompt_lengths": ()}, "bounds"),
+        ({"completion_lengths": (2, 3)}, "shape"),
+        ({"completion_lengths": (2**62, 3)}, "bounds"),
+        ({"temperature": 0.0}, "bounds"),
+        ({"temperature": float("nan")}, "not_finite"),
+        ({"loss": None}, "bounds"),
+        ({"old_logprobs": pack_logprobs([1.0])}, "shape"),
+        ({"advantages": pack_logprobs([1.0, float("inf")])}, "not_finite"),
+        ({"normalizer": 0.0}, "bounds"),
         ({"sampled": (True,)}, "shape"),
-        ({"epsilon": float("nan")}, "not_finite"), ({"loss_type": "other"}, "schema"), ({"prompt_ids": b"abc"}, "bounds"),
+        ({"epsilon": float("nan")}, "not_finite"),
+        ({"loss_type": "other"}, "schema"),
+        ({"prompt_ids": b"abc"}, "bounds"),
     ],
-)  # fmt: skip
+)
 def test_a_micro_batch_that_is_not_what_it_says(keys, reason):
     assert read_micro_batch(strict.encode(micro()), 5, LIMITS, "learn") == micro()
     with pytest.raises(BadMessage) as caught:
@@ -188,16 +221,33 @@ def test_padding_does_not_make_a_small_micro_batch_large():
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"num_generations": 10**6}, "bounds"), ({"names": (0, 0)}, "bounds"), ({"names": (0, 2)}, "bounds"), ({"total": 1}, "bounds"),
-        ({"position": 5}, "bounds"), ({"max_tokens": 10**9}, "bounds"), ({"temperature": -1.0}, "bounds"), ({"top_p": 1.5}, "bounds"),
-        ({"ids": pack_ids([1, 50])}, "bounds"), ({"ids": pack_ids([1])}, "shape"), ({"lengths": (1,)}, "shape"), ({"seed": -1}, "bounds"),
+        ({"num_generations": 10**6}, "bounds"),
+        ({"names": (0, 0)}, "bounds"),
+        ({"names": (0, 2)}, "bounds"),
+        ({"total": 1}, "bounds"),
+        ({"position": 5}, "bounds"),
+        ({"max_tokens": 10**9}, "bounds"),
+        ({"temperature": -1.0}, "bounds"),
+        ({"top_p": 1.5}, "bounds"),
+        ({"ids": pack_ids([1, 50])}, "bounds"),
+        ({"ids": pack_ids([1])}, "shape"),
+        ({"lengths": (1,)}, "shape"),
+        ({"seed": -1}, "bounds"),
     ],
-)  # fmt: skip
+)
 def test_questions_that_are_not_what_they_say(keys, reason):
     fields = {
-        "lengths": (2,), "ids": pack_ids([1, 2]), "num_generations": 2, "names": (0, 1), "total": 2, "position": 0, "max_tokens": 5,
-        "temperature": 1.0, "top_p": 1.0, "seed": 3,
-    }  # fmt: skip
+        "lengths": (2,),
+        "ids": pack_ids([1, 2]),
+        "num_generations": 2,
+        "names": (0, 1),
+        "total": 2,
+        "position": 0,
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "seed": 3,
+    }
     assert read_questions(strict.encode(Questions(**fields)), 2, LIMITS).total == 2
     with pytest.raises(BadMessage) as caught:
         read_questions(strict.encode(Questions(**{**fields, **keys})), 2, LIMITS)
@@ -206,11 +256,19 @@ def test_questions_that_are_not_what_they_say(keys, reason):
 
 @pytest.mark.parametrize("hidden", [32, 64, 96, 128, 130])
 def test_codecs_err_by_no_more_than_they_say(hidden):
-    rows = torch.randn(7, hidden, generator=torch.Generator().manual_seed(hidden)) * torch.logspace(-3, 3, 7)[:, None]
+    rows = (
+        torch.randn(7, hidden, generator=torch.Generator().manual_seed(hidden))
+        * torch.logspace(-3, 3, 7)[:, None]
+    )
     block = frames.int8_block(hidden)
     assert hidden % block == 0
     assert torch.equal(decode(encode(rows, "float32"), 7, hidden, "float32"), rows)
-    assert bool(((decode(encode(rows, "bfloat16"), 7, hidden, "bfloat16") - rows).abs() <= rows.abs() * 2**-8).all())
+    assert bool(
+        (
+            (decode(encode(rows, "bfloat16"), 7, hidden, "bfloat16") - rows).abs()
+            <= rows.abs() * 2**-8
+        ).all()
+    )
     back = decode(encode(rows, "int8"), 7, hidden, "int8").view(7, -1, block)
     largest = rows.view(7, -1, block).abs().amax(-1, keepdim=True)
     assert bool(((back - rows.view(7, -1, block)).abs() <= largest / 254 * 1.001).all())
@@ -219,20 +277,24 @@ def test_codecs_err_by_no_more_than_they_say(hidden):
 def test_a_token_is_quantised_alike_whatever_it_is_batched_with():
     rows = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     together = decode(encode(rows, "int8"), 5, 96, "int8")
-    assert all(torch.equal(decode(encode(rows[i : i + 1], "int8"), 1, 96, "int8")[0], together[i]) for i in range(5))
+    assert all(
+        torch.equal(decode(encode(rows[i : i + 1], "int8"), 1, 96, "int8")[0], together[i])
+        for i in range(5)
+    )
 
 
 @pytest.mark.parametrize(
     ("codec", "body", "reason"),
     [
-        ("float32", np.array([np.nan] * 8, "<f4").tobytes(), "not_finite"), ("bfloat16", b"\x80\x7f" * 8, "not_finite"),
+        ("float32", np.array([np.nan] * 8, "<f4").tobytes(), "not_finite"),
+        ("bfloat16", b"\x80\x7f" * 8, "not_finite"),
         ("int8", np.array([np.inf], "<f4").tobytes() + b"\1" * 8, "not_finite"),
         ("int8", np.array([-1], "<f4").tobytes() + b"\1" * 8, "bounds"),
         ("int8", np.array([3e38], "<f4").tobytes() + b"\x7f" * 8, "not_finite"),
         ("int8", np.array([1], "<f4").tobytes() + b"\x80" * 8, "bounds"),
         ("float32", b"\0" * 31, "size"),
     ],
-)  # fmt: skip
+)
 def test_bodies_that_are_no_activations(codec, body, reason):
     with pytest.raises(BadMessage) as caught:
         decode(body, 1, 8, codec)
@@ -248,4 +310,6 @@ def test_our_own_broken_stage_is_not_blamed_on_a_peer():
 def test_an_int8_body_is_half_of_a_bfloat16_one():
     frame = Backward(PLACE, 1, "int8", 64)
     wide = FrameLimits(hidden=1536, vocab=50, tokens=64)
-    assert body_bytes(frame, wide) / body_bytes(msgspec.structs.replace(frame, codec="bfloat16"), wide) == pytest.approx(0.53125)
+    assert body_bytes(frame, wide) / body_bytes(
+        msgspec.structs.replace(frame, codec="bfloat16"), wide
+    ) == pytest.approx(0.53125)

@@ -20,7 +20,12 @@ from tests.support.split_models import load_whole_state, split_model, whole_stat
 
 KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
 SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]
-ROWS = [([5, 6, 7, 8, 9, 10], [11, 12, 13]), ([5, 6, 7, 8, 9, 10], [3]), ([2, 4], [1, 20, 21, 22, 23]), ([2, 4], [9, 8])]
+ROWS = [
+    ([5, 6, 7, 8, 9, 10], [11, 12, 13]),
+    ([5, 6, 7, 8, 9, 10], [3]),
+    ([2, 4], [1, 20, 21, 22, 23]),
+    ([2, 4], [9, 8]),
+]
 
 
 def chain(model, layers):
@@ -43,7 +48,9 @@ def test_logits_are_the_whole_models_exactly(models, kind):
     with torch.no_grad():
         whole = models[kind](input_ids=ids, attention_mask=mask, position_ids=positions).logits
         for layers in SPLITS:
-            assert torch.equal(logits_of(chain(models[kind], layers), ids, mask, positions), whole), layers
+            assert torch.equal(
+                logits_of(chain(models[kind], layers), ids, mask, positions), whole
+            ), layers
 
 
 def test_the_embedded_policy_splits_exactly(embedded):
@@ -73,7 +80,8 @@ def through(stages, batch, weight, temperature=0.8):
         for name, parameter in stage.model.named_parameters():
             if parameter.requires_grad:
                 name = stage.spec.whole(name)
-                gradients[name] = gradients.get(name, 0) + parameter.grad  # both halves of a tied embedding
+                # both halves of a tied embedding
+                gradients[name] = gradients.get(name, 0) + parameter.grad
     return seen[0], gradients
 
 
@@ -88,14 +96,22 @@ def compare(embedded, model, layers):
     mine = {name: p.grad for name, p in policy.model.named_parameters() if p.requires_grad}
     assert mine.keys() == gradients.keys()
     for name, gradient in mine.items():
-        assert torch.allclose(gradients[name], gradient, atol=1e-5 * max(1.0, float(gradient.abs().max()))), name
+        assert torch.allclose(
+            gradients[name], gradient, atol=1e-5 * max(1.0, float(gradient.abs().max()))
+        ), name
 
 
 @pytest.fixture(params=["as it fits", "one by one", "in pieces"])
 def memory(request, monkeypatch):
     """Nothing is short; layers' activations do not fit; logits do not fit."""
-    monkeypatch.setattr("swarmnode.pipeline.runtime.needs_checkpointing", lambda *given: request.param == "one by one")
-    monkeypatch.setattr("swarmnode.pipeline.runtime.logits_tokens", lambda *given: 2 if request.param == "in pieces" else 10**6)
+    monkeypatch.setattr(
+        "swarmnode.pipeline.runtime.needs_checkpointing",
+        lambda *given: request.param == "one by one",
+    )
+    monkeypatch.setattr(
+        "swarmnode.pipeline.runtime.logits_tokens",
+        lambda *given: 2 if request.param == "in pieces" else 10**6,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,11 +130,13 @@ def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind
             if "lora_B" in name:  # zero at the start, which would hide lora_A's gradient
                 parameter.normal_(0, 0.1)
     compare(embedded, model, [1, 2, 1])
-    assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))  # frozen: nothing to sum
+    # frozen: nothing to sum
+    assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))
 
 
 def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
-    """4,000 tokens of a vocabulary of 152,000 are 2.4 GB, several times over: no member could hold the last stage."""
+    """4,000 tokens of a vocabulary of 152,000 are 2.4 GB, several times over: no member could hold
+    the last stage."""
     monkeypatch.setattr("swarmnode.pipeline.runtime.logits_tokens", lambda *given: 40)
     last = chain(models["llama"], [2, 2])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)]), ([5, 6, 7], [9, 10])], 0)
@@ -152,7 +170,13 @@ def test_greedy_tokens_are_the_whole_models(models, kind):
     ids = torch.tensor([[0] * (6 - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (6 - len(p)) + [1] * len(p) for p in prompts])
     expected = models[kind].generate(
-        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, eos_token_id=None
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=8,
+        min_new_tokens=8,
+        pad_token_id=0,
+        eos_token_id=None,
     )[:, 6:]
     for layers in SPLITS:
         stages = chain(models[kind], layers)
@@ -175,19 +199,34 @@ def test_a_row_that_ended_leaves_the_others_as_they_are(models):
         stage.prefill(b"s", b"f", prompts, None)
         stage.decode(b"s", b"f", [0, 1, 2], torch.tensor([1, 2, 3]))
     expected = all_rows.decode(b"s", b"f", [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
-    assert torch.allclose(some.decode(b"s", b"f", [0, 2], torch.tensor([4, 6])), expected, atol=1e-5)
-    caches = [stage.sessions.step(b"s", b"f", rows).cache for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))]
+    assert torch.allclose(
+        some.decode(b"s", b"f", [0, 2], torch.tensor([4, 6])), expected, atol=1e-5
+    )
+    caches = [
+        stage.sessions.step(b"s", b"f", rows).cache
+        for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))
+    ]
     assert [len(cache.layers[0].keys) for cache in caches] == [2, 3]
 
 
 @pytest.mark.parametrize(
     ("session", "fingerprint", "rows", "reason"),
-    [(b"t", b"f", [0], "session"), (b"s", b"g", [0], "fingerprint"), (b"s", b"f", [2], "rows"), (b"s", b"f", [1, 0], "rows"),
-     (b"s", b"f", [], "rows"), (b"s", b"f", [0, 0], "rows")],
-)  # fmt: skip
-def test_a_step_that_the_session_does_not_have_is_refused(models, session, fingerprint, rows, reason):
+    [
+        (b"t", b"f", [0], "session"),
+        (b"s", b"g", [0], "fingerprint"),
+        (b"s", b"f", [2], "rows"),
+        (b"s", b"f", [1, 0], "rows"),
+        (b"s", b"f", [], "rows"),
+        (b"s", b"f", [0, 0], "rows"),
+    ],
+)
+def test_a_step_that_the_session_does_not_have_is_refused(
+    models, session, fingerprint, rows, reason
+):
     stage = chain(models["llama"], [4])[0]
-    stage.prefill(b"s", b"f", Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None)
+    stage.prefill(
+        b"s", b"f", Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None
+    )
     with pytest.raises(BadMessage) as caught:
         stage.decode(session, fingerprint, rows, torch.zeros(len(rows), dtype=torch.long))
     assert caught.value.reason == reason
@@ -197,12 +236,18 @@ def test_a_step_that_the_session_does_not_have_is_refused(models, session, finge
 def test_every_stage_counts_each_token_that_went_through_it_once(models, layers):
     stages = chain(copy.deepcopy(models["llama"]), layers)
     batch = collate(ROWS, 0, torch.device("cpu"))
-    rows = 6 + 2 + (3 + 1 + 5 + 2) - 4  # two prompts once, and each completion without its last token
+    # two prompts once, and each completion without its last token
+    rows = 6 + 2 + (3 + 1 + 5 + 2) - 4
     through(stages, batch, torch.ones(batch.completion_ids.shape))
     assert [stage.tokens for stage in stages] == [rows] * len(stages)
     x = None
     for stage in stages:
-        x = stage.prefill(b"s", b"f", Prompts(torch.tensor([[0, 2, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]]), 1), x)
+        x = stage.prefill(
+            b"s",
+            b"f",
+            Prompts(torch.tensor([[0, 2, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]]), 1),
+            x,
+        )
     x = x.argmax(-1)
     for stage in stages:
         x = stage.decode(b"s", b"f", [0, 1], x)
@@ -212,16 +257,28 @@ def test_every_stage_counts_each_token_that_went_through_it_once(models, layers)
 def test_packing_goes_there_and_back():
     batch = collate(ROWS, 0)
     where = packing(batch)
-    rows = torch.randn(6 + 2 + (2 + 0 + 4 + 1), 5)  # each prompt once, each completion without its last token
+    # each prompt once, each completion without its last token
+    rows = torch.randn(6 + 2 + (2 + 0 + 4 + 1), 5)
     assert torch.equal(where.pack(*where.unpack(rows)), rows)
 
 
 def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
     models["qwen2"].save_pretrained(tmp_path)
-    for (spec, stage), alone in zip(split_model(models["qwen2"], [1, 2, 1]), stage_specs(models["qwen2"].config, [1, 2, 1]), strict=True):
+    for (spec, stage), alone in zip(
+        split_model(models["qwen2"], [1, 2, 1]),
+        stage_specs(models["qwen2"].config, [1, 2, 1]),
+        strict=True,
+    ):
         loaded = load_stage(tmp_path, alone)
-        assert sum(p.numel() for p in loaded.parameters()) < sum(p.numel() for p in models["qwen2"].parameters())
-        assert all(torch.equal(a, b) for a, b in zip(whole_state(spec, stage).values(), whole_state(alone, loaded).values(), strict=True))
+        assert sum(p.numel() for p in loaded.parameters()) < sum(
+            p.numel() for p in models["qwen2"].parameters()
+        )
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                whole_state(spec, stage).values(), whole_state(alone, loaded).values(), strict=True
+            )
+        )
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(Unavailable):
         load_stage(tmp_path, alone)
@@ -236,12 +293,17 @@ def test_the_stages_weights_together_are_the_whole_models(models):
     moved = {name: p.detach() for name, p in model.named_parameters()}
     for spec, stage in pieces:
         load_whole_state(spec, stage, moved)
-    together = {name: tensor for spec, stage in pieces for name, tensor in whole_state(spec, stage).items()}
+    together = {
+        name: tensor for spec, stage in pieces for name, tensor in whole_state(spec, stage).items()
+    }
     assert together.keys() == moved.keys()
     assert all(torch.equal(together[name], moved[name]) for name in moved)
 
 
 def test_caches_know_their_layers(models):
     (_, first), (_, second) = split_model(models["qwen2"], [2, 2])
-    kinds = [[type(layer).__name__ for layer in DynamicCache(config=stage.config).layers] for stage in (first, second)]
+    kinds = [
+        [type(layer).__name__ for layer in DynamicCache(config=stage.config).layers]
+        for stage in (first, second)
+    ]
     assert kinds == [["DynamicLayer"] * 2, ["DynamicSlidingWindowLayer"] * 2]

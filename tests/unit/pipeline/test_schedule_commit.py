@@ -1,4 +1,5 @@
-"""1F1B takes the time and keeps the inputs that it should; a step is taken by all stages with one set of micro-batches, or by none."""
+"""1F1B takes the time and keeps the inputs that it should; a step is taken by all stages with one
+set of micro-batches, or by none."""
 
 import heapq
 import random
@@ -13,11 +14,17 @@ from swarmnode.pipeline.schedule import Schedule
 
 
 def simulate(
-    stages: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0, rng: random.Random | None = None,
-    line: tuple[float, float] = (0.0, 0.0), late: float = 0.0,
-):  # fmt: skip
-    """Event by event: when all backwards are done, the most inputs each stage kept, and each stage's order of work. line: seconds that a
-    stage's line takes for activations and for a gradient, one after the other; they arrive `late` after that."""
+    stages: int,
+    micro_batches: int,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    rng: random.Random | None = None,
+    line: tuple[float, float] = (0.0, 0.0),
+    late: float = 0.0,
+):
+    """Event by event: when all backwards are done, the most inputs each stage kept, and each
+    stage's order of work. line: seconds that a stage's line takes for activations and for a
+    gradient, one after the other; they arrive `late` after that."""
     schedules = [Schedule(i, stages) for i in range(stages)]
     limits = ["counted"] * (stages - 1) + ["learn"]
     busy, peak, free = [False] * stages, [0] * stages, [0.0] * stages
@@ -35,7 +42,9 @@ def simulate(
         busy[i] = True
         orders[i].append(work)
         peak[i] = max(peak[i], len(schedules[i].in_flight) + (work[0] != "forward"))
-        seconds = {"forward": forward, "backward": backward, "learn": forward + backward}[work[0]] * (rng.uniform(0.5, 2) if rng else 1)
+        seconds = {"forward": forward, "backward": backward, "learn": forward + backward}[
+            work[0]
+        ] * (rng.uniform(0.5, 2) if rng else 1)
         count += 1
         heapq.heappush(events, (now + seconds, count, i, work))
 
@@ -44,19 +53,27 @@ def simulate(
         now, _, i, (kind, m) = heapq.heappop(events)
         if kind == "arrived":
             forwards, m = m
-            assert schedules[i].forward_arrived(m, limits[i]) if forwards else schedules[i].backward_arrived(m)
+            assert (
+                schedules[i].forward_arrived(m, limits[i])
+                if forwards
+                else schedules[i].backward_arrived(m)
+            )
         else:
             busy[i] = False
             if (to := i + 1 if kind == "forward" else i - 1) >= 0:
                 free[i] = max(now, free[i]) + line[kind != "forward"]
                 count += 1
-                heapq.heappush(events, (free[i] + late, count, to, ("arrived", (kind == "forward", m))))
+                heapq.heappush(
+                    events, (free[i] + late, count, to, ("arrived", (kind == "forward", m)))
+                )
         for j in range(stages):
             start(j)
     return now, peak, orders
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 16), (8, 8)])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 16), (8, 8)]
+)
 def test_the_bubble_and_the_inputs_kept_are_those_of_1f1b(stages, micro_batches):
     seconds, peak, orders = simulate(stages, micro_batches)
     assert seconds == (micro_batches + stages - 1) * 3.0
@@ -64,7 +81,9 @@ def test_the_bubble_and_the_inputs_kept_are_those_of_1f1b(stages, micro_batches)
     for order in orders[:-1]:
         kinds = [kind for kind, _ in order]
         last = len(kinds) - kinds[::-1].index("forward")
-        assert all(kinds[at : at + 2].count("backward") for at in range(kinds.index("backward"), last)), "never two forwards in a row"
+        assert all(
+            kinds[at : at + 2].count("backward") for at in range(kinds.index("backward"), last)
+        ), "never two forwards in a row"
 
 
 def test_every_micro_batch_gets_through_whatever_the_stages_take():
@@ -79,9 +98,11 @@ def test_every_micro_batch_gets_through_whatever_the_stages_take():
 
 
 def test_a_step_of_7_b_over_home_lines_is_little_longer_than_its_bytes_take(monkeypatch):
-    """64 × (256 + 1,024) tokens: 47 s forward in int8 and 89 back in bfloat16 on an inner stage's line at 50 Mbit/s; 8 s of computing
-    forward."""
-    step = lambda pieces: simulate(4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05)[0]
+    """64 × (256 + 1,024) tokens: 47 s forward in int8 and 89 back in bfloat16 on an inner stage's
+    line at 50 Mbit/s; 8 s of computing forward."""
+    step = lambda pieces: simulate(
+        4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05
+    )[0]
     assert step(32) < 1.1 * 136
     monkeypatch.setattr(schedule, "ROOM", 1)
     assert step(32) > 1.2 * 136, "it would wait for gradients that are on their way"
@@ -174,7 +195,7 @@ def test_messages_of_another_step_or_of_an_attempt_that_is_over_change_nothing()
     assert stage.propose(2, 4, [1]) == "prepare"  # the abort was lost
     assert stage.prepared(4, None, 0.0) == Answer(4, "not_finite")
     assert stage.phase == "open"
-    assert stage.abort(2, 6) 
+    assert stage.abort(2, 6)
     assert stage.propose(2, 5, []) is None
     assert stage.propose(3, 5, []) is None
 
@@ -187,7 +208,11 @@ def test_what_is_prepared_is_never_dropped_without_a_decision():
     stage.propose(0, 1, [1])
     stage.prepared(1, 2.0, now=0.0)
     assert not stage.lose()
-    assert [stage.tick(now) for now in (30.0, 59.0, 60.0)] == [Answer(1, None, 2.0), None, Answer(1, None, 2.0)]
+    assert [stage.tick(now) for now in (30.0, 59.0, 60.0)] == [
+        Answer(1, None, 2.0),
+        None,
+        Answer(1, None, 2.0),
+    ]
     assert stage.commit(0, 1) == "take"
     assert stage.tick(99.0) is None
 
@@ -235,7 +260,8 @@ def test_the_deadline_aborts_and_a_late_acknowledgement_does_not_commit():
 
 
 def test_schedules_of_messages_never_split_a_step():
-    """Any order, loss and repetition: a stage only takes what all have prepared, with one set, and the head never alone."""
+    """Any order, loss and repetition: a stage only takes what all have prepared, with one set, and
+    the head never alone."""
     committed = aborted = 0
     for seed in range(1500):
         rng = random.Random(seed)
@@ -273,12 +299,20 @@ def test_schedules_of_messages_never_split_a_step():
                 if isinstance(action, Answer):
                     mail.append(("acknowledge", i, action))
             elif kind == "acknowledge":
-                decided = head.acknowledged(i, letter[2].attempt, letter[2].refused, letter[2].squared_norm)
+                decided = head.acknowledged(
+                    i, letter[2].attempt, letter[2].refused, letter[2].squared_norm
+                )
                 refused |= decided is not None and decided.refused is not None
-                mail += [("decision", j, decided) for j in decided.stages if j > 0 or decided.refused] if decided else []
+                mail += (
+                    [("decision", j, decided) for j in decided.stages if j > 0 or decided.refused]
+                    if decided
+                    else []
+                )
             elif kind == "decision":
                 decided = letter[2]
-                action = stages[i].abort(0, attempt) if decided.refused else stages[i].commit(0, attempt)
+                action = (
+                    stages[i].abort(0, attempt) if decided.refused else stages[i].commit(0, attempt)
+                )
             elif kind == "done" and head.done(i, attempt):
                 action = stages[0].commit(0, attempt)
                 taken.add(0) if action == "take" else None
@@ -292,7 +326,8 @@ def test_schedules_of_messages_never_split_a_step():
                 mail.append(("done", i))
         if taken:
             assert not refused, seed
-            survivors = {(s.step, s.phase == "prepared") for s in stages[1:]}  # the head dies now: one has taken it, the others can
+            # the head dies now: one has taken it, the others can
+            survivors = {(s.step, s.phase == "prepared") for s in stages[1:]}
             assert (1, False) in survivors <= {(1, False), (0, True)}, seed
             committed += 1
         elif refused:
@@ -304,9 +339,14 @@ def test_schedules_of_messages_never_split_a_step():
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
-    [({}, None), ({"step": 6}, "newer"), ({"step": 4}, "step"), ({"crew": b"x" * 16}, "crew"),
-     ({"stage": 2}, "stage")],
-)  # fmt: skip
+    [
+        ({}, None),
+        ({"step": 6}, "newer"),
+        ({"step": 4}, "step"),
+        ({"crew": b"x" * 16}, "crew"),
+        ({"stage": 2}, "stage"),
+    ],
+)
 def test_the_past_is_dropped(changed, reason):
     fence = Fence(Place(b"c" * 16, 0, 0), 3)
     place = {"crew": b"c" * 16, "stage": 1, "step": 5, **changed}

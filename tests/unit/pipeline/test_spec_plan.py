@@ -1,4 +1,5 @@
-"""Specs name every tensor once (a tied embedding twice); plans are the best there are, within memory."""
+"""Specs name every tensor once (a tied embedding twice); plans are the best there are, within
+memory."""
 
 from itertools import pairwise, permutations, product
 from types import SimpleNamespace
@@ -13,9 +14,15 @@ from swarmnode.errors import ConfigError, Refused
 from swarmnode.pipeline.spec import stage_specs
 
 CONFIG = SimpleNamespace(
-    model_type="qwen2", num_hidden_layers=4, tie_word_embeddings=True, hidden_size=8, num_attention_heads=2, num_key_value_heads=1,
-    intermediate_size=16, vocab_size=32,
-)  # fmt: skip
+    model_type="qwen2",
+    num_hidden_layers=4,
+    tie_word_embeddings=True,
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=16,
+    vocab_size=32,
+)
 
 
 def holders(specs, name):
@@ -24,7 +31,9 @@ def holders(specs, name):
 
 @pytest.mark.parametrize("prefix", ["", "base_model.model."])
 def test_names_go_there_and_back(prefix):
-    names = [f"{prefix}model.layers.{i}.mlp.up_proj.weight" for i in range(4)] + [f"{prefix}model.norm.weight"]
+    names = [f"{prefix}model.layers.{i}.mlp.up_proj.weight" for i in range(4)] + [
+        f"{prefix}model.norm.weight"
+    ]
     specs = stage_specs(CONFIG, [1, 2, 1])
     for name in names:
         (holder,) = holders(specs, name)
@@ -55,21 +64,37 @@ def test_an_architecture_that_scales_its_embedding_is_refused():
 
 
 part = st.builds(Part, memory=st.integers(0, 6).map(float), work=st.integers(0, 6).map(float))
-models = st.builds(ModelCost, embedding=part, layers=st.lists(part, min_size=1, max_size=4).map(tuple), head=part)
-capacity = st.builds(Capacity, st.integers(0, 20).map(float), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, 1.0]))
+models = st.builds(
+    ModelCost, embedding=part, layers=st.lists(part, min_size=1, max_size=4).map(tuple), head=part
+)
+capacity = st.builds(
+    Capacity,
+    st.integers(0, 20).map(float),
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.sampled_from([0.0, 1.0]),
+)
 capacities = st.lists(capacity, min_size=1, max_size=3)
 
 
 def cost(model: ModelCost, members, order, blocks) -> float | None:
-    """Seconds of the slowest stage, or None where it does not fit: written without the planner's tricks."""
+    """Seconds of the slowest stage, or None where it does not fit: written without the planner's
+    tricks."""
     slowest, start = 0.0, 0
     for position, (index, block) in enumerate(zip(order, blocks, strict=True)):
         last = position == len(order) - 1
-        parts = list(model.layers[start : start + block]) + [model.embedding] * (position == 0) + [model.head] * last
+        parts = (
+            list(model.layers[start : start + block])
+            + [model.embedding] * (position == 0)
+            + [model.head] * last
+        )
         start += block
         if sum(p.memory for p in parts) > members[index].memory:
             return None
-        slowest = max(slowest, sum(p.work for p in parts) / members[index].speed + (0 if last else members[index].hop_seconds))
+        slowest = max(
+            slowest,
+            sum(p.work for p in parts) / members[index].speed
+            + (0 if last else members[index].hop_seconds),
+        )
     return slowest
 
 
@@ -96,7 +121,9 @@ def test_no_plan_is_faster_than_the_planners(model, members):
 def test_a_member_that_holds_everything_alone_is_a_crew_of_one_when_hops_are_slow():
     model = model_cost(CONFIG, batch_tokens=16, cached_tokens=64)
     everything = Capacity(1e9, 1e6, hop_seconds=1e3)
-    assert make_plan(model, [everything, everything]) == Plan((0,), (4,), pytest.approx(make_plan(model, [everything]).slowest_seconds))
+    assert make_plan(model, [everything, everything]) == Plan(
+        (0,), (4,), pytest.approx(make_plan(model, [everything]).slowest_seconds)
+    )
 
 
 def test_a_faster_member_gets_more_layers():
@@ -107,14 +134,17 @@ def test_a_faster_member_gets_more_layers():
 def test_a_big_model_and_a_full_crew_are_planned_in_few_looks(monkeypatch):
     looks = []
     seconds = plan_module._Search.seconds
-    monkeypatch.setattr(plan_module._Search, "seconds", lambda *args: looks.append(1) or seconds(*args))
+    monkeypatch.setattr(
+        plan_module._Search, "seconds", lambda *args: looks.append(1) or seconds(*args)
+    )
     model = ModelCost(Part(1, 0), (Part(1.0, 1.0),) * 80, Part(1, 0.5))
     members = [Capacity(15.0 + 3 * i, 1.0 + i / 4, 0.01 * i) for i in range(8)]
     plan = make_plan(model, members)
     assert len(looks) < 100_000  # placing every block with every set of members is forty times that
     assert plan.slowest_seconds == cost(model, members, plan.members, plan.layers)
     assert sum(plan.layers) == 80
-    assert plan.slowest_seconds < 80.5 / sum(member.speed for member in members) + 1.0  # as fast as all together, but for one layer
+    # as fast as all together, but for one layer
+    assert plan.slowest_seconds < 80.5 / sum(member.speed for member in members) + 1.0
 
 
 def apart_by(places):
@@ -131,7 +161,9 @@ def test_as_many_stages_as_make_a_step_fastest_and_no_more_where_members_are_far
     near = tuple(tuple(seconds / 16 for seconds in row) for row in everywhere)
     stages = len(plan_apart(model, eight, near).layers)
     assert 2 < stages < 8, "a shorter way is worth some"
-    times = {n: make_plan(model, eight[:n]).slowest_seconds + 100 * n * 0.05 / 16 for n in range(2, 9)}
+    times = {
+        n: make_plan(model, eight[:n]).slowest_seconds + 100 * n * 0.05 / 16 for n in range(2, 9)
+    }
     assert times[stages] == min(times.values())
 
 
@@ -139,7 +171,16 @@ def test_neighbours_in_the_crew_are_near_each_other():
     model = ModelCost(Part(0, 0), (Part(1, 1),) * 4, Part(0, 0), crossings=1.0)
     places = [0.0, 0.25, 0.001, 0.251]  # two here, two far away, as they come
     plan = plan_apart(model, (Capacity(1.0, 1.0),) * 4, apart_by(places), 4)
-    assert plan.members in ((0, 2, 1, 3), (2, 0, 1, 3), (0, 2, 3, 1), (2, 0, 3, 1), (1, 3, 2, 0), (3, 1, 0, 2), (1, 3, 0, 2), (3, 1, 2, 0))
+    assert plan.members in (
+        (0, 2, 1, 3),
+        (2, 0, 1, 3),
+        (0, 2, 3, 1),
+        (2, 0, 3, 1),
+        (1, 3, 2, 0),
+        (3, 1, 0, 2),
+        (1, 3, 0, 2),
+        (3, 1, 2, 0),
+    )
     assert sum(abs(places[a] - places[b]) for a, b in pairwise(plan.members)) <= 0.252
 
 
@@ -154,7 +195,11 @@ def test_an_order_for_the_way_s_sake_is_no_slower_and_has_the_shortest_way(model
     plan = plan_apart(model, tuple(members), apart, len(members))
     seconds = lambda order: cost(model, members, order, fastest.layers)
     way = lambda order: sum(apart[a][b] for a, b in pairwise(order))
-    possible = [order for order in permutations(fastest.members) if (s := seconds(order)) is not None and s <= fastest.slowest_seconds]
+    possible = [
+        order
+        for order in permutations(fastest.members)
+        if (s := seconds(order)) is not None and s <= fastest.slowest_seconds
+    ]
     assert plan.layers == fastest.layers, "crews that are cut alike can average"
     assert way(plan.members) == pytest.approx(min(map(way, possible)))
     assert seconds(plan.members) <= fastest.slowest_seconds

@@ -1,4 +1,5 @@
-"""A swapped run is the whole model with its layers in another order for half of the micro-batches (CheckFree+)."""
+"""A swapped run is the whole model with its layers in another order for half of the micro-batches
+(CheckFree+)."""
 
 import copy
 import random
@@ -32,7 +33,10 @@ def _unclipped(monkeypatch):
 def rows_of(count):
     generator = torch.Generator().manual_seed(2)
     draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+    return [
+        LearnRow(draw(14 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
+        for i in range(count)
+    ]
 
 
 def crew_of(model, layers, settings=SETTINGS):
@@ -50,22 +54,50 @@ class Unsplit:
 
     def step(self, rows, normalizer, rate):
         plain = list(self.model.model.layers)
-        for piece in micro_batches([len(r.prompt_ids) + len(r.completion_ids) for r in rows], 64, [r.group for r in rows]):
+        for piece in micro_batches(
+            [len(r.prompt_ids) + len(r.completion_ids) for r in rows], 64, [r.group for r in rows]
+        ):
             self.turn += 1
-            self.model.model.layers = torch.nn.ModuleList([plain[i] for i in self.order] if self.turn % 2 else plain)
+            self.model.model.layers = torch.nn.ModuleList(
+                [plain[i] for i in self.order] if self.turn % 2 else plain
+            )
             part = [rows[i] for i in piece]
             batch = collate([(r.prompt_ids, r.completion_ids) for r in part], 0)
 
             def logits(view, input_ids, attention_mask, position_ids, keep=0, cache=None):
-                inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-                return self.model(**inputs, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep).logits
+                inputs = {
+                    "input_ids": input_ids,
+                    "attention_mask": attention_mask,
+                    "position_ids": position_ids,
+                }
+                return self.model(
+                    **inputs,
+                    past_key_values=cache,
+                    use_cache=cache is not None,
+                    logits_to_keep=keep,
+                ).logits
 
-            view = type("P", (), {"model": self.model, "base": self.model, "logits": logits, "dtype": torch.float32, "lora_rank": 0})()
+            view = type(
+                "P",
+                (),
+                {
+                    "model": self.model,
+                    "base": self.model,
+                    "logits": logits,
+                    "dtype": torch.float32,
+                    "lora_rank": 0,
+                },
+            )()
             logprobs, _ = completion_logprobs(view, batch, 1.0)
             old = torch.full_like(logprobs, -3.0) * batch.completion_mask
             out = policy_loss(
-                logprobs, old, torch.tensor([r.advantage for r in part]), batch.completion_mask, Objective.of(CFG), normalizer,
-            )  # fmt: skip
+                logprobs,
+                old,
+                torch.tensor([r.advantage for r in part]),
+                batch.completion_mask,
+                Objective.of(CFG),
+                normalizer,
+            )
             out.loss.backward()
         self.model.model.layers = torch.nn.ModuleList(plain)
         for group in self.optimizer.param_groups:
@@ -77,7 +109,9 @@ class Unsplit:
 @pytest.mark.parametrize(
     ("layers", "order"), [([1, 1, 1, 1], (1, 0, 3, 2)), ([1, 2, 1, 1, 1, 1], (1, 2, 0, 3, 4, 6, 5))]
 )  # the order of layers that `swapped_order` of stages makes
-async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(models, layers, order):
+async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(
+    models, layers, order
+):
     model = copy.deepcopy(models["llama"])
     if len(order) > 4:
         torch.manual_seed(5)
@@ -91,22 +125,45 @@ async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(m
             result = await crew.head.update(rows, CFG, 30.0, 1e-3)
             assert result.refused is None
             unsplit.step(rows, 30.0, 1e-3)
-        mine = {name: t for m in crew.members for name, t in whole_state(m.runtime.spec, m.runtime.model).items()}
-        moved = {name: float((t - models["llama"].state_dict()[name]).abs().max()) for name, t in mine.items() if len(order) == 4}
+        mine = {
+            name: t
+            for m in crew.members
+            for name, t in whole_state(m.runtime.spec, m.runtime.model).items()
+        }
+        moved = {
+            name: float((t - models["llama"].state_dict()[name]).abs().max())
+            for name, t in mine.items()
+            if len(order) == 4
+        }
         assert all(value > 1e-4 for value in moved.values())
         for name, tensor in unsplit.model.state_dict().items():
             assert torch.allclose(mine[name], tensor, atol=2e-4), name
-        assert sum(float((mine[n] - t).abs().mean()) for n, t in unsplit.model.state_dict().items()) < 1e-4 * len(mine)
+        assert sum(
+            float((mine[n] - t).abs().mean()) for n, t in unsplit.model.state_dict().items()
+        ) < 1e-4 * len(mine)
         assert all(not m.micro_batches.schedule.in_flight for m in crew.members)
 
 
 async def test_what_is_generated_and_scored_is_the_plain_policy(models):
-    async with crew_of(models["llama"], [1, 1, 1, 1]) as swapping, crew_of(models["llama"], [4], CrewSettings(b"b" * 32, "float32")) as one:
+    async with (
+        crew_of(models["llama"], [1, 1, 1, 1]) as swapping,
+        crew_of(models["llama"], [4], CrewSettings(b"b" * 32, "float32")) as one,
+    ):
         prompts, ends = [[5, 6, 7], [8, 9]], frozenset()
-        waves = [await crew.head.generate(prompts, 2, 5, 0.0, 1.0, ends, random.Random(1)) for crew in (swapping, one)]
-        assert [ids for wave in waves[0] for ids in wave.ids] == [ids for wave in waves[1] for ids in wave.ids]
-        scored = [await crew.head.score([([5, 6], [7, 8, 9]), ([3], [4])], 1.0) for crew in (swapping, one)]
-        assert torch.allclose(torch.tensor(scored[0][0][0]), torch.tensor(scored[1][0][0]), atol=1e-4)
+        waves = [
+            await crew.head.generate(prompts, 2, 5, 0.0, 1.0, ends, random.Random(1))
+            for crew in (swapping, one)
+        ]
+        assert [ids for wave in waves[0] for ids in wave.ids] == [
+            ids for wave in waves[1] for ids in wave.ids
+        ]
+        scored = [
+            await crew.head.score([([5, 6], [7, 8, 9]), ([3], [4])], 1.0)
+            for crew in (swapping, one)
+        ]
+        assert torch.allclose(
+            torch.tensor(scored[0][0][0]), torch.tensor(scored[1][0][0]), atol=1e-4
+        )
 
 
 async def test_swapped_stages_are_refused_where_there_are_too_few(models):
@@ -117,7 +174,10 @@ async def test_swapped_stages_are_refused_where_there_are_too_few(models):
 
 async def test_an_adapter_is_not_trained_with_swapped_stages(models):
     torch.manual_seed(1)
-    adapter = get_peft_model(copy.deepcopy(models["llama"]), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapter = get_peft_model(
+        copy.deepcopy(models["llama"]),
+        LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
     with pytest.raises(Refused, match="adapter"):
         async with crew_of(adapter, [1, 1, 1, 1]):
             pass

@@ -1,4 +1,5 @@
-"""The deep policy of demo and benchmarks loses something with each of four stages: what they take away has to be missed."""
+"""The deep policy of demo and benchmarks loses something with each of four stages: what they take
+away has to be missed."""
 
 import pytest
 import torch
@@ -11,14 +12,21 @@ LAYERS, STAGES = 8, 4
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    return AutoModelForCausalLM.from_pretrained(write_deep_model(tmp_path_factory.mktemp("deep"), LAYERS, middle=True), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        write_deep_model(tmp_path_factory.mktemp("deep"), LAYERS, middle=True), dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_inner_stage_that_is_left_out_is_missed(deep, stage):
-    tokens = torch.randint(3, deep.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        3, deep.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(1)
+    )
     layers = deep.model.layers
-    kept = {i: layers[i].forward for i in range(stage * LAYERS // STAGES, (stage + 1) * LAYERS // STAGES)}
+    kept = {
+        i: layers[i].forward
+        for i in range(stage * LAYERS // STAGES, (stage + 1) * LAYERS // STAGES)
+    }
     with torch.no_grad():
         whole = deep(tokens).logits.log_softmax(-1)
         for i in kept:

@@ -1,4 +1,5 @@
-"""The conversation around a question: system prompt and template arguments, tried when the model is loaded, agreed on by a swarm."""
+"""The conversation around a question: system prompt and template arguments, tried when the model is
+loaded, agreed on by a swarm."""
 
 from __future__ import annotations
 
@@ -37,28 +38,42 @@ def asked(tokenizer, **settings):
 def test_system_prompt_and_arguments_stand_around_every_question(tokenizer) -> None:
     assert asked(tokenizer) == "<user>3+4?\n<assistant>"
     assert asked(tokenizer, system="Be brief.") == "<system>Be brief.\n<user>3+4?\n<assistant>"
-    assert asked(tokenizer, system="Be brief.", enable_thinking=False).endswith("<assistant><no thoughts>")
+    assert asked(tokenizer, system="Be brief.", enable_thinking=False).endswith(
+        "<assistant><no thoughts>"
+    )
     assert asked(tokenizer, enable_thinking=True) == asked(tokenizer)
 
 
 def test_without_a_template_there_is_nothing_to_tell(tokenizer) -> None:
     tokenizer.chat_template = None
     assert asked(tokenizer) == "3+4?"
-    with pytest.raises(Unavailable, match=r"policy\.chat is set, and policy\.model has no chat template"):
+    with pytest.raises(
+        Unavailable, match=r"policy\.chat is set, and policy\.model has no chat template"
+    ):
         asked(tokenizer, system="Be brief.")
 
 
 @pytest.mark.parametrize(
     ("template", "settings", "problem"),
     [
-        ("{{ raise_exception('System role not supported') }}", {"system": "x"}, "fails with this policy.chat: System role not supported"),
+        (
+            "{{ raise_exception('System role not supported') }}",
+            {"system": "x"},
+            "fails with this policy.chat: System role not supported",
+        ),
         ("{% if %}", {}, "the chat template of policy.model fails"),
         ("{{ messages[7].content }}", {}, "fails"),
         (TEMPLATE, {"chat_template": "{{ 7 }}"}, "chat_template is no argument of a template"),
-        (TEMPLATE, {"tokenize": True, "tools": "x"}, "tokenize, tools is no argument of a template"),
+        (
+            TEMPLATE,
+            {"tokenize": True, "tools": "x"},
+            "tokenize, tools is no argument of a template",
+        ),
     ],
 )
-def test_a_template_that_fails_is_one_line_when_the_model_is_loaded(tokenizer, template, settings, problem) -> None:
+def test_a_template_that_fails_is_one_line_when_the_model_is_loaded(
+    tokenizer, template, settings, problem
+) -> None:
     tokenizer.chat_template = template
     with pytest.raises(Unavailable, match=problem) as raised:
         Chat.of(settings, tokenizer)
@@ -66,13 +81,17 @@ def test_a_template_that_fails_is_one_line_when_the_model_is_loaded(tokenizer, t
 
 
 def founded(chat):
-    return manifests.founded(config=manifests.CONFIG.model_copy(update={"policy": PolicyConfig(chat=chat)}), models=[])
+    return manifests.founded(
+        config=manifests.CONFIG.model_copy(update={"policy": PolicyConfig(chat=chat)}), models=[]
+    )
 
 
 def test_a_swarm_agrees_on_it_and_a_manifest_without_it_is_as_before() -> None:
     chat = {"system": "Be brief.", "enable_thinking": False}
     opened = founded(chat)
-    assert {each.key: json.loads(each.value) for each in opened.manifest.settings}["policy.chat"] == chat
+    assert {each.key: json.loads(each.value) for each in opened.manifest.settings}[
+        "policy.chat"
+    ] == chat
     assert requirements.can_honour(opened.manifest, Config()) == []
     config, changes = manifest.agreed(Config(), opened)
     assert config.policy.chat == chat
@@ -80,7 +99,9 @@ def test_a_swarm_agrees_on_it_and_a_manifest_without_it_is_as_before() -> None:
     plain = founded({})
     assert "policy.chat" not in [each.key for each in plain.manifest.settings]
     own = Config.model_validate({"policy": {"chat": chat}})
-    assert manifest.agreed(own, plain)[0].policy.chat == {}, "members of a swarm without one have none"
+    assert manifest.agreed(own, plain)[0].policy.chat == {}, (
+        "members of a swarm without one have none"
+    )
     with pytest.raises(ConfigError, match=r"policy\.chat takes \d+ bytes in the manifest, of 1024"):
         founded({"system": "x" * 1100})
 

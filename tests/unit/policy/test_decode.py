@@ -1,4 +1,5 @@
-"""Decoding with memory of fixed size: the same numbers as with a cache that grows. On CPU; recorded steps are in test_gpu_policy.py."""
+"""Decoding with memory of fixed size: the same numbers as with a cache that grows. On CPU; recorded
+steps are in test_gpu_policy.py."""
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ def prefilled(policy):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=policy.model.config)
     policy.logits(ids, mask, positions, 1, cache)
-    return cache, mask.repeat_interleave(GENERATIONS, 0), positions[:, -1:].repeat_interleave(GENERATIONS, 0)
+    return (
+        cache,
+        mask.repeat_interleave(GENERATIONS, 0),
+        positions[:, -1:].repeat_interleave(GENERATIONS, 0),
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
@@ -44,7 +49,9 @@ def test_rows_that_are_kept_go_on_as_they_would_beside_the_others(policies, kind
     tokens = torch.randint(4, 40, (STEPS, count), generator=torch.Generator().manual_seed(0))
     left = torch.arange(count)
     for number, token in enumerate(tokens):
-        torch.testing.assert_close(some(token[left]), all_of_them(token)[left], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            some(token[left]), all_of_them(token)[left], atol=1e-4, rtol=1e-4
+        )
         if number in (1, 4):
             going_on = torch.arange(number % 2, len(left), 2)
             some.keep(going_on)
@@ -76,4 +83,9 @@ def test_a_cpu_records_nothing(policies):
     policy = policies["llama"]
     cache, mask, position = prefilled(policy)
     assert not decode.recordable(policy, cache)
-    assert isinstance(decode.decoder(policy, cache, mask[::GENERATIONS], position[::GENERATIONS], GENERATIONS, 100), decode.Growing)
+    assert isinstance(
+        decode.decoder(
+            policy, cache, mask[::GENERATIONS], position[::GENERATIONS], GENERATIONS, 100
+        ),
+        decode.Growing,
+    )

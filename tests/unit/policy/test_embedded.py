@@ -1,4 +1,5 @@
-"""The embedded policy: what its files are, and that its start is the one that the demo and the documents speak of."""
+"""The embedded policy: what its files are, and that its start is the one that the demo and the
+documents speak of."""
 
 import hashlib
 import json
@@ -21,7 +22,9 @@ PROFILE = json.loads((FILES / "PROFILE.json").read_text())
 
 
 def test_files_are_the_ones_that_were_measured():
-    assert {n: hashlib.sha256((FILES / n).read_bytes()).hexdigest() for n in PROFILE["sha256"]} == PROFILE["sha256"]
+    assert {
+        n: hashlib.sha256((FILES / n).read_bytes()).hexdigest() for n in PROFILE["sha256"]
+    } == PROFILE["sha256"]
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(PROFILE["sha256"])
 
 
@@ -36,7 +39,11 @@ def test_no_path_of_the_building_machine():
 
 
 def test_tasks_are_those_of_the_registry():
-    wanted = {t: json.loads(json.dumps(dict(s.settings))) for t, s in TASKS.items() if t in TaskConfig().names}
+    wanted = {
+        t: json.loads(json.dumps(dict(s.settings)))
+        for t, s in TASKS.items()
+        if t in TaskConfig().names
+    }
     assert json.loads(json.dumps(SETTINGS)) == wanted
 
 
@@ -61,14 +68,22 @@ def test_operands_never_become_part_of_a_phrase():
 
 
 def test_start_profile(embedded):
-    """Through the scorer that training uses, at temperature 1: rarely accepted, but mostly right in some format."""
-    refs = [TaskRef(t, task_version(t), evaluation_seed(t, 3), i) for t in SETTINGS for i in range(24)]
+    """Through the scorer that training uses, at temperature 1: rarely accepted, but mostly right in
+    some format."""
+    refs = [
+        TaskRef(t, task_version(t), evaluation_seed(t, 3), i) for t in SETTINGS for i in range(24)
+    ]
     with Scorer() as scorer:
         prompts = [scorer.prompt(ref) for ref in refs]
         groups = generate(embedded, prompts, Sampling(8, 8), embedded.random_generator(0))
         texts = [[c.text for c in g.completions] for g in groups]
-        values = [[t.removeprefix("=").removeprefix(">").removesuffix(".") for t in g] for g in texts]
-        mean = lambda asked: sum(sum(s.rewards) for s in scorer.score_many(list(zip(refs, asked, strict=True)))) / (8 * len(refs))
+        values = [
+            [t.removeprefix("=").removeprefix(">").removesuffix(".") for t in g] for g in texts
+        ]
+        mean = lambda asked: (
+            sum(sum(s.rewards) for s in scorer.score_many(list(zip(refs, asked, strict=True))))
+            / (8 * len(refs))
+        )
         accepted, right = mean(texts), mean(values)
     assert 0.005 < accepted < 0.03
     assert 0.5 < right < 0.7

@@ -1,4 +1,5 @@
-"""Engines: whatever comes and goes beside it, a completion is what it would be alone, and what is recorded is what was sampled."""
+"""Engines: whatever comes and goes beside it, a completion is what it would be alone, and what is
+recorded is what was sampled."""
 
 from collections import Counter
 
@@ -15,13 +16,20 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 
 KINDS = ["llama", "qwen2", "qwen3", "gpt2"]
-PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9", "Spell this word backward: tree"]
+PROMPTS = [
+    "Calculate 10 + 8.",
+    "12",
+    "Find the Least Common Multiple (LCM) of these numbers: 6, 9",
+    "Spell this word backward: tree",
+]
 BOUND = 1e-4
 """Nats between a recorded log-probability and the one that training computes, float32."""
 
 
 def engine_of(policy, sampling, tokens=16384, seed=0, batcher=None):
-    return Continuous(policy, batcher or MicroBatcher(tokens), sampling, policy.random_generator(seed))
+    return Continuous(
+        policy, batcher or MicroBatcher(tokens), sampling, policy.random_generator(seed)
+    )
 
 
 def drained(engine, version=0, bound=2000):
@@ -45,14 +53,20 @@ def alone(policy, prompt_ids, tokens):
     """What transformers' own `generate` answers."""
     prompt = torch.tensor([prompt_ids])
     out = policy.model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens, pad_token_id=policy.pad_id
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=tokens,
+        pad_token_id=policy.pad_id,
     )
     return out[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_greedy_equals_transformers_generate_however_many_rows_there_is_room_for(policies, kind, rows):
+def test_greedy_equals_transformers_generate_however_many_rows_there_is_room_for(
+    policies, kind, rows
+):
     policy = policies[kind]
     sampling = Sampling(2, 12, 0.0)
     longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + sampling.max_tokens
@@ -70,7 +84,14 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
     recorded = [c.logprobs for s in samples.values() for c in s.completions]
     assert len({len(ids) for _, ids in rows}) > 1, "some end before others"
     again = score(policy, rows, 0.7)
-    assert max(abs(a - b) for x, y in zip(recorded, again, strict=True) for a, b in zip(x, y, strict=True)) < BOUND
+    assert (
+        max(
+            abs(a - b)
+            for x, y in zip(recorded, again, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        < BOUND
+    )
 
 
 def test_sampled_frequencies_are_those_of_lockstep(embedded):
@@ -94,7 +115,8 @@ def test_a_request_that_comes_later_begins_in_the_room_that_another_left(embedde
 
 
 def test_ended_rows_cost_no_further_steps(policies):
-    """Row-steps are the sampled tokens, and steps about their number divided by the rows, though lengths differ."""
+    """Row-steps are the sampled tokens, and steps about their number divided by the rows, though
+    lengths differ."""
     policy = policies["llama"]
     rows = 8
     longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + 100
@@ -114,7 +136,9 @@ def test_a_completion_goes_on_under_the_next_version_and_says_which_tokens_are_w
     assert engine.statistics().oldest == 7
     with engine.pause(), torch.no_grad():
         for parameter in policy.model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     engine.submit(Request(9, PROMPTS[0]))
     samples = drained(engine, version=8)
     crossed = [c for s in samples.values() for c in s.completions if set(c.versions) == {7, 8}]
@@ -136,7 +160,9 @@ def test_a_request_that_is_cancelled_disturbs_no_other(policies):
     samples = drained(engine)
     assert 1 not in samples
     for number in set(samples) - {2}:
-        assert samples[number].completions[0].ids == alone(policy, policy.encode_prompt(PROMPTS[number]), 12)
+        assert samples[number].completions[0].ids == alone(
+            policy, policy.encode_prompt(PROMPTS[number]), 12
+        )
 
 
 def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monkeypatch):
@@ -155,7 +181,9 @@ def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monk
     monkeypatch.undo()
     assert batcher.statistics().oom_retries > 0
     for number, prompt in enumerate(PROMPTS):
-        assert [c.ids for c in samples[number].completions] == [alone(policy, policy.encode_prompt(prompt), 12)] * 4
+        assert [c.ids for c in samples[number].completions] == [
+            alone(policy, policy.encode_prompt(prompt), 12)
+        ] * 4
 
 
 def test_a_single_row_that_does_not_fit_is_an_error_with_a_name(policies, monkeypatch):
@@ -171,7 +199,11 @@ def test_a_single_row_that_does_not_fit_is_an_error_with_a_name(policies, monkey
 
 def test_progress_is_said_at_every_step(policies):
     calls = []
-    engine = submitted(engine_of(policies["llama"], Sampling(1, 12), batcher=MicroBatcher(16384, lambda: calls.append(1))))
+    engine = submitted(
+        engine_of(
+            policies["llama"], Sampling(1, 12), batcher=MicroBatcher(16384, lambda: calls.append(1))
+        )
+    )
     drained(engine)
     assert len(calls) >= engine.statistics().steps
 
@@ -186,7 +218,9 @@ def test_a_call_ends_though_nothing_does(policies):
 def test_the_way_of_sampling_and_the_way_of_training_agree_on_given_text(policies, kind):
     policy = policies[kind]
     prompt, ids = policy.encode_prompt(PROMPTS[0]), policy.encode_prompt(PROMPTS[3])[:6]
-    assert engine_of(policy, Sampling(1, 4)).score(prompt, ids) == pytest.approx(score(policy, [(prompt, ids)], 1.0)[0], abs=BOUND)
+    assert engine_of(policy, Sampling(1, 4)).score(prompt, ids) == pytest.approx(
+        score(policy, [(prompt, ids)], 1.0)[0], abs=BOUND
+    )
 
 
 def test_sliding_windows_are_not_for_slots(policies):
@@ -201,6 +235,10 @@ def test_lockstep_answers_everything_at_once(embedded):
     engine.cancel(1)
     found = {f.number: f.sample for f in engine.finished(0)}
     assert list(found) == [0, 2, 3]
-    assert list(found.values()) == generate(embedded, [PROMPTS[i] for i in found], sampling, embedded.random_generator(3))
+    assert list(found.values()) == generate(
+        embedded, [PROMPTS[i] for i in found], sampling, embedded.random_generator(3)
+    )
     assert engine.finished(0) == []
-    assert engine.statistics().tokens == sum(len(c.ids) for s in found.values() for c in s.completions)
+    assert engine.statistics().tokens == sum(
+        len(c.ids) for s in found.values() for c in s.completions
+    )

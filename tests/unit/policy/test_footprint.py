@@ -1,4 +1,5 @@
-"""The plan: its arithmetic against transformers, its activations against autograd, its sum against a trainer's real peak."""
+"""The plan: its arithmetic against transformers, its activations against autograd, its sum against
+a trainer's real peak."""
 
 import dataclasses
 import json
@@ -19,20 +20,39 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy import device
 from swarmnode.policy import footprint as module
 from swarmnode.policy.device import count_parameters
-from swarmnode.policy.footprint import UNDO_WEIGHTS, Method, Shape, averaging_bytes, footprint, layer_bytes, micro_batch, tokens_under_way
+from swarmnode.policy.footprint import (
+    UNDO_WEIGHTS,
+    Method,
+    Shape,
+    averaging_bytes,
+    footprint,
+    layer_bytes,
+    micro_batch,
+    tokens_under_way,
+)
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
 from swarmnode.trainer import engine
 
 QWEN_7B = {
-    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 """Qwen2.5-7B-Instruct's config.json."""
 QWEN_1B5 = QWEN_7B | {
-    "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
@@ -56,48 +76,91 @@ def test_headers_know_better_where_the_arithmetic_is_of_another_architecture(mod
 def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
     def saved(layers, tokens=1024):
         config = kind(
-            vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=layers, num_attention_heads=8,
-            num_key_value_heads=2, head_dim=32,
-        )  # fmt: skip
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype if lora else torch.float32).eval()
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype if lora else torch.float32
+        ).eval()
         if lora:
-            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+            model = get_peft_model(
+                model, LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            ).eval()
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept: dict[int, torch.Tensor] = {}
         keep = lambda t: kept.update({t.untyped_storage().data_ptr(): t}) or t
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-                loss = model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False, logits_to_keep=1).logits.sum()
+                loss = model(
+                    input_ids=torch.ones(1, tokens, dtype=torch.long),
+                    use_cache=False,
+                    logits_to_keep=1,
+                ).logits.sum()
         del loss
-        sizes = {place: t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights}
+        sizes = {
+            place: t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights
+        }
         return sum(sizes.values()), Shape.of_config(config.to_dict()), tokens
 
     (two, shape, tokens), (three, _, _) = saved(2), saved(3)
     method = Method("cpu", str(dtype).removeprefix("torch."), lora)
-    copies = 0 if lora or dtype == torch.float32 else 2 * (shape.parameters - shape.embeddings) / 2  # autocast's, of a layer
+    # autocast's, of a layer
+    copies = 0 if lora or dtype == torch.float32 else 2 * (shape.parameters - shape.embeddings) / 2
     assert (three - two - copies) / tokens == pytest.approx(layer_bytes(shape, method), rel=0.06)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
+)
 def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedded):
     """In a process of its own, by the kernel's count of what was resident at the peak."""
     kinds = {
-        "small": Qwen2Config(hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-                             vocab_size=8192, tie_word_embeddings=True),
-        "larger": Qwen2Config(hidden_size=640, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=10,
-                              num_key_value_heads=2, vocab_size=12000, tie_word_embeddings=True),
-    }  # fmt: skip
+        "small": Qwen2Config(
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=8192,
+            tie_word_embeddings=True,
+        ),
+        "larger": Qwen2Config(
+            hidden_size=640,
+            intermediate_size=2048,
+            num_hidden_layers=10,
+            num_attention_heads=10,
+            num_key_value_heads=2,
+            vocab_size=12000,
+            tie_word_embeddings=True,
+        ),
+    }
     for name, config in kinds.items():
         config.eos_token_id = embedded.eos_id
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         embedded.tokenizer.save_pretrained(tmp_path / name)
-    cases = [("small", 600, 0, False), ("small", 600, 0, True), ("small", 600, 8, False), ("larger", 300, 0, False)]
+    cases = [
+        ("small", 600, 0, False),
+        ("small", 600, 0, True),
+        ("small", 600, 8, False),
+        ("larger", 300, 0, False),
+    ]
     asked = [
-        {"policy": {"model": str(tmp_path / name), "device": "cpu", "lora": {"r": rank}}, "length": length, "checkpointing": again}
+        {
+            "policy": {"model": str(tmp_path / name), "device": "cpu", "lora": {"r": rank}},
+            "length": length,
+            "checkpointing": again,
+        }
         for name, length, rank, again in cases
     ]
     command = [sys.executable, "-m", "tests.support.peak_memory"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True, timeout=280)
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, check=True, timeout=280
+    )
     measured = json.loads(done.stdout.splitlines()[-1])
     for (name, length, rank, again), peak in zip(cases, measured, strict=True):
         shape = published_shape(str(tmp_path / name))
@@ -109,7 +172,10 @@ def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedde
 def test_a_row_of_4000_tokens_of_7b_with_an_adapter_fits_24_gb_and_only_with_checkpointing():
     shape = Shape.of_config(QWEN_7B)
     assert shape.parameters == 7_615_616_512  # as its safetensors headers count
-    plan = {again: footprint(shape, Method("cuda", "bfloat16", 16, checkpointing=again), 4096).total for again in (False, True)}
+    plan = {
+        again: footprint(shape, Method("cuda", "bfloat16", 16, checkpointing=again), 4096).total
+        for again in (False, True)
+    }
     assert plan[True] < 24e9 < plan[False]
     assert plan[True] < 20.5e9
 
@@ -119,14 +185,22 @@ def test_all_weights_of_1b5_fit_24_gb_with_8_bit_moments():
     assert shape.parameters == 1_543_714_304
     chosen = best(choices(shape, "cuda", "bfloat16", 16, 2048, 24 * CARD_BYTES))
     assert chosen is not None
-    assert (chosen.name, settings(chosen), chosen.method.checkpointing) == ("all weights", ['policy.optim="adamw_8bit"'], True)
+    assert (chosen.name, settings(chosen), chosen.method.checkpointing) == (
+        "all weights",
+        ['policy.optim="adamw_8bit"'],
+        True,
+    )
     assert chosen.micro_batch >= 2048
 
 
 def test_a_micro_batch_fills_the_memory_and_no_more():
     shape, method = Shape.of_config(QWEN_1B5), Method("cuda", "bfloat16", 16, checkpointing=True)
     tokens = micro_batch(shape, method, 16 * 10**9)
-    assert footprint(shape, method, tokens).total <= 16 * 10**9 < footprint(shape, method, tokens + 2).total
+    assert (
+        footprint(shape, method, tokens).total
+        <= 16 * 10**9
+        < footprint(shape, method, tokens + 2).total
+    )
     assert micro_batch(shape, method, 10**9) == 0
 
 
@@ -136,24 +210,38 @@ def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_
     room = 24e9 - update.weights - update.runtime
     tokens = tokens_under_way(shape, method, 2560, room)
     assert tokens % 2560 == 0
-    kept = tokens * 2 * 28 * 512 * 2 * 1.25 + tokens / 2560 * 5 * 4 * 152_064  # keys and values of 28 layers, 4 heads of 128, in bfloat16
+    # keys and values of 28 layers, 4 heads of 128, in bfloat16
+    kept = tokens * 2 * 28 * 512 * 2 * 1.25 + tokens / 2560 * 5 * 4 * 152_064
     row = 2560 * 2 * 28 * 512 * 2 * 1.25 + 5 * 4 * 152_064
     left = room - (update.total - update.weights - update.runtime)
     assert kept <= left < kept + row
     assert tokens > 10_240, "the recipe's micro-batch: four answers at a time"
-    assert tokens_under_way(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
+    assert (
+        tokens_under_way(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
+    )
     assert tokens_under_way(shape, method, 2560, 1e9) == 0
-    assert tokens_under_way(shape, Method("cuda", "bfloat16"), 2560, room) == 0, "gradients and moments of all weights come first"
+    assert tokens_under_way(shape, Method("cuda", "bfloat16"), 2560, room) == 0, (
+        "gradients and moments of all weights come first"
+    )
 
 
-@pytest.mark.parametrize(("kind", "spread", "more"), [("cuda", {}, True), ("cuda", {"a": 0, "b": 1}, False), ("cpu", {}, False)])
-def test_only_one_gpu_samples_more_at_once_than_it_trains_on(embedded, monkeypatch, kind, spread, more):
+@pytest.mark.parametrize(
+    ("kind", "spread", "more"),
+    [("cuda", {}, True), ("cuda", {"a": 0, "b": 1}, False), ("cpu", {}, False)],
+)
+def test_only_one_gpu_samples_more_at_once_than_it_trains_on(
+    embedded, monkeypatch, kind, spread, more
+):
     monkeypatch.setattr(engine, "spare_bytes", lambda device: 24 * 10**9)
     monkeypatch.setattr(embedded.base, "hf_device_map", spread, raising=False)
     policy = dataclasses.replace(embedded, device=torch.device(kind), dtype=torch.bfloat16)
     assert (engine.under_way(policy, 2048, "adamw") > 100_000) is more
     memory = engine.Memory.of(4096, 100_000, kind, lambda: None)
-    assert (memory.training.tokens, memory.generation.tokens, memory.external.tokens) == (4096, 100_000, 4096)
+    assert (memory.training.tokens, memory.generation.tokens, memory.external.tokens) == (
+        4096,
+        100_000,
+        4096,
+    )
 
 
 def test_each_thing_costs_what_it_says():
@@ -163,12 +251,16 @@ def test_each_thing_costs_what_it_says():
     assert at().optimizer == 8 * shape.parameters
     assert at(optim="adamw_8bit").optimizer < 2.2 * shape.parameters
     assert at(checkpointing=True).activations < at().activations / 5
-    assert at(lora_rank=16, base_bits=4).weights < at(lora_rank=16, base_bits=8).weights < at(lora_rank=16).weights
+    assert (
+        at(lora_rank=16, base_bits=4).weights
+        < at(lora_rank=16, base_bits=8).weights
+        < at(lora_rank=16).weights
+    )
     assert at(lora_rank=16).gradients == 4 * 16 * shape.edges
     assert module.logits_tokens(152_064, "cuda") * 152_064 * 4 <= 128 * 2**20
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_the_command_says_what_fits(model_dir, capsys):
@@ -194,7 +286,10 @@ def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
     from swarmnode.weights.rule import make_rule
 
     layers = {f"layers.{i}.w": torch.nn.Parameter(torch.randn(64, 64)) for i in range(4)}
-    averaged, outer = AveragedTensors(layers, "int8", 4, threading.Lock()), OuterState(layers, make_rule())
+    averaged, outer = (
+        AveragedTensors(layers, "int8", 4, threading.Lock()),
+        OuterState(layers, make_rule()),
+    )
     size = lambda tensors: sum(t.nbytes for t in tensors.values())
     anchors = size(host_copy(layers))  # `AveragedTensors` keeps one, and does not show it
     always, more = averaging_bytes(4 * 64 * 64, 4)
@@ -203,16 +298,22 @@ def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
         for fragment in range(4):
             copy = averaged.copy(fragment)
             prepared = prepare(outer.rule, outer.slow(averaged.names(fragment)), copy)
-            under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)  # ours, the partner's, their average
+            # ours, the partner's, their average
+            under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)
             assert outer.take(prepared)
             outer.commit(averaged.parameters, copy)
     assert size(outer.undo_tensors()) + under_way == more
     large = 4 * UNDO_WEIGHTS
-    assert averaging_bytes(large, 2)[1] == (12 + 20) * large // 2, "of a large policy one fragment is kept"
+    assert averaging_bytes(large, 2)[1] == (12 + 20) * large // 2, (
+        "of a large policy one fragment is kept"
+    )
 
 
 def test_the_command_does_not_load_torch():
-    code = "import sys; from swarmnode.cli import run; assert run(['plan', 'embedded', '-n', '64']) == 0; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from swarmnode.cli import run; assert run(['plan', 'embedded', '-n', '64']) =="
+        " 0; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
@@ -223,8 +324,14 @@ def test_the_command_does_not_load_torch():
         ({"config.json": "{"}, "not JSON"),
         ({"config.json": "[]"}, "not a model's configuration"),
         ({"config.json": '{"model_type": "resnet"}'}, "no hidden_size"),
-        ({"config.json": json.dumps(QWEN_1B5), "model.safetensors": "x" * 20}, "not a safetensors file"),
-        ({"config.json": json.dumps(QWEN_1B5), "model.safetensors": "\x02" + "\0" * 7 + "[]"}, "not a safetensors file"),
+        (
+            {"config.json": json.dumps(QWEN_1B5), "model.safetensors": "x" * 20},
+            "not a safetensors file",
+        ),
+        (
+            {"config.json": json.dumps(QWEN_1B5), "model.safetensors": "\x02" + "\0" * 7 + "[]"},
+            "not a safetensors file",
+        ),
     ],
 )
 def test_what_is_no_model_is_said_in_one_line(tmp_path, files, says, capsys):
@@ -241,7 +348,10 @@ def test_a_length_that_makes_no_sense_is_refused(capsys):
     assert run(["plan", "embedded", "--memory", "much"]) == 78
     capsys.readouterr()
     assert run(["plan", "embedded", "--memory", "24"]) == 78
-    assert capsys.readouterr().err == "swarmnode: command line: 24 is 24 bytes; write 24GB or 24GiB if that is meant\n"
+    assert (
+        capsys.readouterr().err
+        == "swarmnode: command line: 24 is 24 bytes; write 24GB or 24GiB if that is meant\n"
+    )
 
 
 def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, capsys):
@@ -249,7 +359,7 @@ def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, 
     assert capsys.readouterr().err.startswith("swarmnode: nobody/nothing: ")
 
 
-# ---- 8-bit moments ----------------------------------------------------------------------------------------------------------
+# ---- 8-bit moments -------------------------------------------------------------------------------
 
 
 def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
@@ -259,7 +369,10 @@ def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
     talkative = logging.getLogger("bitsandbytes.autograd._functions")
     monkeypatch.setattr(talkative, "level", logging.NOTSET)
-    load.check_bitsandbytes("here", dataclasses.replace(device.probe(PolicyConfig(device="cpu")), device=torch.device("cuda")))
+    load.check_bitsandbytes(
+        "here",
+        dataclasses.replace(device.probe(PolicyConfig(device="cpu")), device=torch.device("cuda")),
+    )
     assert not talkative.isEnabledFor(logging.WARNING)
     assert talkative.isEnabledFor(logging.ERROR)
 
@@ -269,7 +382,10 @@ def test_8_bit_moments_are_refused_before_anything_is_read_where_they_cannot_be(
 
     wanted = PolicyConfig(device="cpu", optim="adamw_8bit")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match=r"^policy.optim 'adamw_8bit' needs bitsandbytes: pip install 'swarmnode\[quant\]'$"):
+    with pytest.raises(
+        Unavailable,
+        match=r"^policy.optim 'adamw_8bit' needs bitsandbytes: pip install 'swarmnode\[quant\]'$",
+    ):
         load.load_policy(wanted)
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(Unavailable, match="needs a CUDA device, not cpu"):

@@ -13,7 +13,8 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
-PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9"]  # of different lengths
+# of different lengths
+PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9"]
 
 
 def rows(groups):
@@ -32,7 +33,9 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind, te
     recorded = [c.logprobs for g in groups for c in g.completions]
     again = score(policy, rows(groups), temperature)
     assert [len(x) for x in recorded] == [len(x) for x in again]
-    worst = max(abs(a - b) for x, y in zip(recorded, again, strict=True) for a, b in zip(x, y, strict=True))
+    worst = max(
+        abs(a - b) for x, y in zip(recorded, again, strict=True) for a, b in zip(x, y, strict=True)
+    )
     assert worst < 1e-4
 
 
@@ -43,7 +46,11 @@ def test_greedy_equals_transformers_generate(policies, kind):
     for group in groups:
         prompt = torch.tensor([group.prompt_ids])
         out = policy.model.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=6, pad_token_id=policy.pad_id
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=6,
+            pad_token_id=policy.pad_id,
         )
         assert group.completions[0].ids == out[0, prompt.shape[1] :].tolist()
 
@@ -52,24 +59,34 @@ def test_greedy_equals_transformers_generate(policies, kind):
 def test_shared_prefill_samples_what_separate_prompts_sample(policies, kind):
     policy = policies[kind]
     shared = generate(policy, PROMPTS, Sampling(3, 6), policy.random_generator(2))
-    naive = generate(policy, [p for p in PROMPTS for _ in range(3)], Sampling(1, 6), policy.random_generator(2))
+    naive = generate(
+        policy, [p for p in PROMPTS for _ in range(3)], Sampling(1, 6), policy.random_generator(2)
+    )
     assert [c for g in ids(shared) for c in g] == [c for g in ids(naive) for c in g]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, monkeypatch):
-    policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)  # one in ten tokens ends
+    # one in ten tokens ends
+    policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
     logits = type(policy).logits
-    monkeypatch.setattr(type(policy), "logits", lambda self, ids, *rest: run.append(len(ids)) or logits(self, ids, *rest))
+    monkeypatch.setattr(
+        type(policy),
+        "logits",
+        lambda self, ids, *rest: run.append(len(ids)) or logits(self, ids, *rest),
+    )
     groups = generate(policy, PROMPTS, sampling, policy.random_generator(3))
     (prefilled, *steps), lengths = run, [len(c) for g in ids(groups) for c in g]
     assert prefilled == len(PROMPTS)
     under_way = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
-    assert all(some <= rows < 2 * some for some, rows in zip(under_way, steps, strict=True)), "never half of them for nothing"
+    assert all(some <= rows < 2 * some for some, rows in zip(under_way, steps, strict=True)), (
+        "never half of them for nothing"
+    )
     assert 4 * steps[-1] < steps[0] <= len(lengths)
 
-    monkeypatch.setattr(generation, "decoder", lambda *args: decoder(*args).__call__)  # one that takes no rows out
+    # one that takes no rows out
+    monkeypatch.setattr(generation, "decoder", lambda *args: decoder(*args).__call__)
     run.clear()
     everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
     assert run == [len(PROMPTS), *[len(lengths)] * len(steps)]
@@ -79,21 +96,28 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
 def test_a_prompt_does_not_depend_on_its_neighbours(policies):
     for policy in policies.values():
         together = generate(policy, PROMPTS, Sampling(1, 6, 0.0), policy.random_generator(0))
-        alone = [generate(policy, [p], Sampling(1, 6, 0.0), policy.random_generator(0))[0] for p in PROMPTS]
+        alone = [
+            generate(policy, [p], Sampling(1, 6, 0.0), policy.random_generator(0))[0]
+            for p in PROMPTS
+        ]
         assert ids(together) == ids(alone)
 
 
 def test_recorded_logprobs_agree_in_bfloat16(model_dir):
-    policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), device="cpu", dtype="bfloat16"))
+    policy = load_policy(
+        PolicyConfig(model=str(model_dir("qwen2")), device="cpu", dtype="bfloat16")
+    )
     try:
         groups = generate(policy, PROMPTS, Sampling(4, 6), policy.random_generator(1))
         recorded = [x for g in groups for c in g.completions for x in c.logprobs]
         again = [x for row in score(policy, rows(groups), 1.0) for x in row]
         gaps = torch.tensor(recorded) - torch.tensor(again)
-        assert 0 < gaps.abs().max() < 0.5  # some rounding there must be, or it did not run in bfloat16
+        # some rounding there must be, or it did not run in bfloat16
+        assert 0 < gaps.abs().max() < 0.5
         assert gaps.abs().median() < 0.05
     finally:
-        load_policy(PolicyConfig(device="cpu"))  # accelerate's precision is global: leave float32 behind
+        # accelerate's precision is global: leave float32 behind
+        load_policy(PolicyConfig(device="cpu"))
 
 
 def test_eos_is_part_of_the_completion_and_not_of_its_text(embedded):
@@ -122,7 +146,9 @@ def test_every_end_token_stops(embedded):
 
 
 def test_the_generator_decides(embedded):
-    first, again, other = (generate(embedded, PROMPTS, Sampling(8, 8), embedded.random_generator(s)) for s in (7, 7, 8))
+    first, again, other = (
+        generate(embedded, PROMPTS, Sampling(8, 8), embedded.random_generator(s)) for s in (7, 7, 8)
+    )
     assert first == again
     assert ids(first) != ids(other)
 

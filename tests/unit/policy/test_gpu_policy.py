@@ -12,7 +12,10 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 PROMPTS = ["Calculate 10 + 8.", "12", "Find the Least Common Multiple (LCM) of these numbers: 6, 9"]
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 BIG = 0.5 * 2**30  # bytes this process may hold while memory is short
@@ -21,7 +24,8 @@ BIG = 0.5 * 2**30  # bytes this process may hold while memory is short
 @pytest.fixture(autouse=True)
 def _after():
     yield
-    load_policy(PolicyConfig(device="cpu"))  # accelerate's precision and device are global: leave a CPU behind
+    # accelerate's precision and device are global: leave a CPU behind
+    load_policy(PolicyConfig(device="cpu"))
 
 
 def rows(groups):
@@ -29,12 +33,18 @@ def rows(groups):
 
 
 def load(directory, **settings):
-    return load_policy(PolicyConfig.model_validate({"model": str(directory), "device": "cuda", "dtype": "float32"} | settings))
+    return load_policy(
+        PolicyConfig.model_validate(
+            {"model": str(directory), "device": "cuda", "dtype": "float32"} | settings
+        )
+    )
 
 
 def gaps(policy, groups):
     recorded = torch.tensor([x for g in groups for c in g.completions for x in c.logprobs])
-    return (recorded - torch.tensor([x for row in score(policy, rows(groups), 1.0) for x in row])).abs()
+    return (
+        recorded - torch.tensor([x for row in score(policy, rows(groups), 1.0) for x in row])
+    ).abs()
 
 
 def test_auto_is_the_gpu_in_bfloat16():
@@ -59,7 +69,9 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
     policy = load(model_dir(kind))
     used = []
     real = decode.Recorded._record
-    monkeypatch.setattr(decode.Recorded, "_record", lambda self: (real(self), used.append(self._graph))[0])
+    monkeypatch.setattr(
+        decode.Recorded, "_record", lambda self: (real(self), used.append(self._graph))[0]
+    )
     # another batch shape, then weights that have moved: every call records anew
     for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
         recorded = generate(policy, prompts, Sampling(count, 24), policy.random_generator(1))

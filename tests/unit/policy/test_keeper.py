@@ -7,7 +7,17 @@ import torch
 from structlog.testing import capture_logs
 
 from swarmnode.errors import DeviceError
-from swarmnode.policy.engine.keeper import DEADLINE, FAILURES, SHORT, TRIALS, Canary, Choice, Keeper, answered, keeper
+from swarmnode.policy.engine.keeper import (
+    DEADLINE,
+    FAILURES,
+    SHORT,
+    TRIALS,
+    Canary,
+    Choice,
+    Keeper,
+    answered,
+    keeper,
+)
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
 from swarmnode.policy.micro import MicroBatcher
@@ -28,7 +38,8 @@ class Clock:
 
 
 class Scripted:
-    """An engine that answers everything in `seconds`, unless it was made to be ill. Its tokens are two per request."""
+    """An engine that answers everything in `seconds`, unless it was made to be ill. Its tokens are
+    two per request."""
 
     def __init__(self, clock, seconds=1.0, ill="", behind=0.0):
         self.clock, self.seconds, self.ill, self.behind = clock, seconds, ill, behind
@@ -90,21 +101,32 @@ def asked(engine, numbers=(1, 2)):
     return engine
 
 
-@pytest.mark.parametrize(("options", "longest", "obstacle", "kind", "reason"), [
-    (["lockstep"], 500, "", "lockstep", "configured"), (["continuous"], 8, "", "continuous", "configured"),
-    (["continuous"], 500, "sliding", "lockstep", "sliding"), ([], SHORT, "", "lockstep", "at most 32 tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "longest", "obstacle", "kind", "reason"),
+    [
+        (["lockstep"], 500, "", "lockstep", "configured"),
+        (["continuous"], 8, "", "continuous", "configured"),
+        (["continuous"], 500, "sliding", "lockstep", "sliding"),
+        ([], SHORT, "", "lockstep", "at most 32 tokens"),
+    ],
+)
 def test_what_needs_no_measuring_is_not_measured(options, longest, obstacle, kind, reason):
     choice = Choice.of(options, longest, obstacle)
     assert (choice.kind, choice.trials) == (kind, [])
     assert reason in choice.reason
 
 
-@pytest.mark.parametrize(("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")])
-def test_the_faster_engine_is_found_in_the_first_steps_and_said_with_its_reason(clock, lockstep, continuous, chosen):
+@pytest.mark.parametrize(
+    ("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")]
+)
+def test_the_faster_engine_is_found_in_the_first_steps_and_said_with_its_reason(
+    clock, lockstep, continuous, chosen
+):
     seconds = [lockstep, continuous] * TRIALS
     seconds[0] *= 10  # warming up
-    engine, kinds = kept(clock, [Scripted(clock, each) for each in [*seconds, 1.0]], Choice.of([], 500, ""))
+    engine, kinds = kept(
+        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], Choice.of([], 500, "")
+    )
     with capture_logs() as said:
         for _ in range(2 * TRIALS):
             assert engine.ahead(8) == 0, "what is measured is not left half done"
@@ -114,10 +136,16 @@ def test_the_faster_engine_is_found_in_the_first_steps_and_said_with_its_reason(
     assert engine.ahead(8) == 3
     (line,) = [entry for entry in said if entry["event"] == "engine"]
     assert line["engine"] == chosen
-    assert line["reason"] == f"continuous {4 / continuous:.0f} tokens/s, lockstep {4 / lockstep:.0f} tokens/s"
+    assert (
+        line["reason"]
+        == f"continuous {4 / continuous:.0f} tokens/s, lockstep {4 / lockstep:.0f} tokens/s"
+    )
 
 
-@pytest.mark.parametrize(("ill", "word"), [("silent", "no decoding step in 20 seconds"), ("failed", "device-side assert")])
+@pytest.mark.parametrize(
+    ("ill", "word"),
+    [("silent", "no decoding step in 20 seconds"), ("failed", "device-side assert")],
+)
 def test_an_engine_that_stops_or_fails_is_built_anew_and_asked_again(clock, ill, word):
     engine, kinds = kept(clock, [Scripted(clock, ill=ill), Scripted(clock)])
     asked(engine)
@@ -175,7 +203,9 @@ def test_an_engine_that_is_behind_after_an_update_is_built_anew(clock, behind):
 
 
 def test_where_a_new_one_is_off_as_well_sampling_goes_on_in_lockstep(clock):
-    engine, kinds = kept(clock, [Scripted(clock, behind=0.1), Scripted(clock, behind=0.1), Scripted(clock)])
+    engine, kinds = kept(
+        clock, [Scripted(clock, behind=0.1), Scripted(clock, behind=0.1), Scripted(clock)]
+    )
     asked(engine)
     with engine.pause():
         pass
@@ -207,7 +237,11 @@ def test_both_engines_answer_all_prompts_in_order(policies):
     policy = policies["llama"]
     prompts = ["12", "Calculate 10 + 8.", "Spell this word backward: tree"]
     for options in (["lockstep"], LONG):
-        engine = keeper(policy, MicroBatcher(4096), options, Sampling(2, 12, 0.0), policy.random_generator(0))
+        engine = keeper(
+            policy, MicroBatcher(4096), options, Sampling(2, 12, 0.0), policy.random_generator(0)
+        )
         found = answered(engine, prompts)
         expected = generate(policy, prompts, Sampling(2, 12, 0.0), policy.random_generator(0))
-        assert [[c.ids for c in s.completions] for s in found] == [[c.ids for c in s.completions] for s in expected]
+        assert [[c.ids for c in s.completions] for s in found] == [
+            [c.ids for c in s.completions] for s in expected
+        ]

@@ -61,7 +61,10 @@ def test_a_tokenizer_without_padding_token_is_padded_with_eos(llama):
     path.write_text(json.dumps(settings))
     policy = load_policy(cpu(llama))
     assert policy.pad_id == policy.eos_id
-    assert len(generate(policy, ["1", "Calculate 1 + 2."], Sampling(2, 3), policy.random_generator(0))) == 2
+    assert (
+        len(generate(policy, ["1", "Calculate 1 + 2."], Sampling(2, 3), policy.random_generator(0)))
+        == 2
+    )
 
 
 def test_frozen_base_under_an_adapter_and_the_reference_is_the_base(llama):
@@ -80,7 +83,9 @@ def test_frozen_base_under_an_adapter_and_the_reference_is_the_base(llama):
 def test_adapter_in_float32_over_a_base_in_bfloat16(llama):
     policy = load_policy(cpu(llama, dtype="bfloat16", lora=LoraSettings(r=4)))
     try:
-        assert {p.dtype for p in policy.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert {p.dtype for p in policy.model.parameters() if not p.requires_grad} == {
+            torch.bfloat16
+        }
         assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     finally:
         load_policy(PolicyConfig(device="cpu"))
@@ -122,7 +127,10 @@ def test_saved_weights_of_another_policy_are_refused(embedded, policies):
 
 def test_text_of_a_peer_becomes_tokens_with_eos_where_it_ended(embedded):
     assert embedded.decode(embedded.tokenize_completion("12", "length")) == "12"
-    assert embedded.tokenize_completion("12", "eos") == [*embedded.tokenize_completion("12", "length"), embedded.eos_id]
+    assert embedded.tokenize_completion("12", "eos") == [
+        *embedded.tokenize_completion("12", "length"),
+        embedded.eos_id,
+    ]
 
 
 def test_special_tokens_spelled_out_stay_text(embedded):
@@ -150,7 +158,10 @@ def test_fingerprint_does_not_depend_on_how_the_model_is_cut_into_files(llama, p
     tensors = load_file(llama / "model.safetensors")
     names = sorted(tensors)
     (llama / "model.safetensors").unlink()
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, part in parts.items():
         save_file({n: tensors[n] for n in part}, llama / file)
     index = {"metadata": {}, "weight_map": {n: file for file, part in parts.items() for n in part}}
@@ -204,7 +215,9 @@ def test_no_such_directory(model):
 
 
 def test_a_hub_name_without_network_is_one_line(offline):
-    with pytest.raises(Unavailable, match="not in the local cache, and HF_HUB_OFFLINE is set") as caught:
+    with pytest.raises(
+        Unavailable, match="not in the local cache, and HF_HUB_OFFLINE is set"
+    ) as caught:
         load_policy(PolicyConfig(model="nobody/nothing-at-all"))
     assert "\n" not in str(caught.value)
 
@@ -229,7 +242,11 @@ def test_truncated_weights(llama):
 
 def test_code_that_comes_with_a_model_is_not_run(llama):
     (llama / "evil.py").write_text(f"open({str(llama / 'ran')!r}, 'w')")
-    edit_config(llama, model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    edit_config(
+        llama,
+        model_type="evil",
+        auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
+    )
     with pytest.raises(Unavailable):
         load_policy(cpu(llama))
     assert not (llama / "ran").exists()
@@ -266,29 +283,42 @@ def test_parameters_are_counted_without_weights(embedded, policies):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 def test_adapter_parameters_are_counted_without_weights(model_dir, kind):
     policy = load_policy(cpu(model_dir(kind), lora=LoraSettings(r=4)))
-    assert 4 * device.count_parameters(policy.model.config)[1] == policy.statistics().trainable_parameters
+    assert (
+        4 * device.count_parameters(policy.model.config)[1]
+        == policy.statistics().trainable_parameters
+    )
 
 
 def huge(llama):
     """70 billion parameters, by name only."""
     edit_config(
-        llama, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-        vocab_size=128256, head_dim=128,
-    )  # fmt: skip
+        llama,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        head_dim=128,
+    )
     (llama / "model.safetensors").unlink()
     return llama
 
 
 def test_a_model_that_cannot_fit_is_refused_before_loading(llama, monkeypatch):
     monkeypatch.setattr(device, "free_bytes", lambda where: 64 * 2**30)
-    with pytest.raises(DeviceError, match=r"need about 1\d{3}\.\d GiB to train .* cpu has 64.0 GiB free; policy.lora.r") as caught:
+    with pytest.raises(
+        DeviceError,
+        match=r"need about 1\d{3}\.\d GiB to train .* cpu has 64.0 GiB free; policy.lora.r",
+    ) as caught:
         load_policy(cpu(huge(llama)))
     assert "\n" not in str(caught.value)
 
 
 def test_an_adapter_needs_less(llama, monkeypatch):
     monkeypatch.setattr(device, "free_bytes", lambda where: 200 * 2**30)
-    with pytest.raises(Unavailable, match="safetensors"):  # it fits; its weights are what is missing
+    # it fits; its weights are what is missing
+    with pytest.raises(Unavailable, match="safetensors"):
         load_policy(cpu(huge(llama), dtype="bfloat16", lora=LoraSettings(r=16)))
 
 
@@ -311,12 +341,17 @@ def test_bfloat16_where_the_device_has_it(monkeypatch):
 
 def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):
     pretend(monkeypatch, (9, 0))
-    assert device.probe(PolicyConfig(dtype="float16")).reason == "cuda:0, float16: compute capability 9.0, dtype configured"
+    assert (
+        device.probe(PolicyConfig(dtype="float16")).reason
+        == "cuda:0, float16: compute capability 9.0, dtype configured"
+    )
 
 
 def test_layers_are_spread_over_gpus_only_when_one_is_too_small(monkeypatch, embedded):
     config = embedded.model.config
-    need = device.update_bytes(PolicyConfig(), config, device.Placement(torch.device("cuda"), torch.bfloat16, ""))
+    need = device.update_bytes(
+        PolicyConfig(), config, device.Placement(torch.device("cuda"), torch.bfloat16, "")
+    )
     for free, spread in ((need + 1, False), (need // 2 + 1, True)):
         pretend(monkeypatch, (9, 0), count=2, free=free)
         assert device.fit(PolicyConfig(), config, device.probe(PolicyConfig())).spread is spread

@@ -15,26 +15,46 @@ from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from tests.support.largest import Alive, Largest
 
 LONG = [5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
-ROWS = [([5, 9, 20], [30, 31, 1]), (LONG, [11, 12, 13, 14, 1]), ([7], [40]), ([5, 9, 20], [1]), (LONG, [12, 1])]  # groups apart
+# groups apart
+ROWS = [
+    ([5, 9, 20], [30, 31, 1]),
+    (LONG, [11, 12, 13, 14, 1]),
+    ([7], [40]),
+    ([5, 9, 20], [1]),
+    (LONG, [12, 1]),
+]
 
 
 def naive(policy, row, temperature):
-    """One row without padding: log-softmax over the whole vocabulary at every position. (T,), (T,)."""
+    """One row without padding: log-softmax over the whole vocabulary at every position. (T,),
+    (T,)."""
     prompt, completion = row
-    logits = policy.model(input_ids=torch.tensor([prompt + completion])).logits[0].float() / temperature
+    logits = (
+        policy.model(input_ids=torch.tensor([prompt + completion])).logits[0].float() / temperature
+    )
     logp = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.fixture(params=["one pass", "packed", "two passes", "row by row", "checkpointed", "in pieces"])
+@pytest.fixture(
+    params=["one pass", "packed", "two passes", "row by row", "checkpointed", "in pieces"]
+)
 def passes(request, monkeypatch):
-    """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two passes."""
+    """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two
+    passes."""
     monkeypatch.setattr(logprobs, "stands_alone", lambda batch: request.param == "row by row")
-    monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given: request.param == "checkpointed")
-    monkeypatch.setattr(logprobs, "logits_tokens", lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6)
+    monkeypatch.setattr(
+        logprobs, "needs_checkpointing", lambda *given: request.param == "checkpointed"
+    )
+    monkeypatch.setattr(
+        logprobs,
+        "logits_tokens",
+        lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6,
+    )
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
     monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0 if request.param == "packed" else 10**6)
-    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 9)  # so that one prompt's answers are in two rows
+    # so that one prompt's answers are in two rows
+    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 9)
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 1024 if request.param == "one pass" else 0)
     return request.param
 
@@ -43,7 +63,9 @@ def passes(request, monkeypatch):
 def test_equal_to_one_row_at_a_time(policies, kind, passes):
     policy = policies[kind]
     possible = kind != "mistral"  # its sliding window is in masks of its own
-    assert logprobs.fits_one_pass(policy, collate(ROWS, policy.pad_id)) is (possible and passes == "one pass")
+    assert logprobs.fits_one_pass(policy, collate(ROWS, policy.pad_id)) is (
+        possible and passes == "one pass"
+    )
     chosen, entropy = completion_logprobs(policy, collate(ROWS, policy.pad_id), 0.9)
     for i, row in enumerate(ROWS):
         expected, spread = naive(policy, row, 0.9)
@@ -60,14 +82,17 @@ def test_gradient_equals_that_of_one_row_at_a_time(policies, kind, passes):
     chosen, _ = completion_logprobs(policy, collate(ROWS, policy.pad_id), 1.0)
     chosen.sum().backward()
     together = [parameter.grad for parameter in policy.trainable_parameters()]
-    separate = torch.autograd.grad(sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters())
+    separate = torch.autograd.grad(
+        sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters()
+    )
     assert any(g.abs().max() > 0.1 for g in together)
     for a, b in zip(together, separate, strict=True):
         assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)
 
 
 def test_a_trained_head_s_gradient_is_added_to_in_place():
-    """A real head has half a gigabyte and more: of its pieces' gradients there is one at a time, beside the sum that is kept."""
+    """A real head has half a gigabyte and more: of its pieces' gradients there is one at a time,
+    beside the sum that is kept."""
     head = nn.Linear(256, 20_000, bias=False)
     head.weight.grad = torch.zeros_like(head.weight)
     outputs, tokens = torch.randn(100, 256, requires_grad=True), torch.arange(100)
@@ -76,7 +101,8 @@ def test_a_trained_head_s_gradient_is_added_to_in_place():
     together = head.weight.grad.clone()
     assert alive.peak < 1.5 * head.weight.nbytes
     head.weight.grad = None
-    logprobs.in_pieces(head, outputs.detach(), tokens, 1.0, 4)[0].sum().backward()  # nothing but the head is trained
+    # nothing but the head is trained
+    logprobs.in_pieces(head, outputs.detach(), tokens, 1.0, 4)[0].sum().backward()
     assert torch.allclose(together, head.weight.grad, atol=1e-5)
 
 
@@ -95,11 +121,20 @@ def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypat
     expected = score(embedded, ROWS, 1.0)
     monkeypatch.setattr(load, "takes_logits_to_keep", lambda kind: False)
     got = score(embedded, ROWS, 1.0)
-    assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
+    assert (
+        max(
+            abs(a - b)
+            for x, y in zip(expected, got, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("passes", ["one pass", "two passes", "packed"], indirect=True)
-def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(embedded, monkeypatch, passes):
+def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(
+    embedded, monkeypatch, passes
+):
     seen = []
     forward = type(embedded.model).forward
 
@@ -139,27 +174,48 @@ def test_one_pass_is_for_short_rows_and_full_groups(embedded):
     assert logprobs.fits_one_pass(embedded, batch(group))
     assert not logprobs.fits_one_pass(embedded, batch([(p, c * 100) for p, c in group]))
     lonely = [([5, 9, 20 + i], [30, 31, 1]) for i in range(20)]
-    assert not logprobs.fits_one_pass(embedded, batch(group + lonely))  # each would be padded to eight completions
+    # each would be padded to eight completions
+    assert not logprobs.fits_one_pass(embedded, batch(group + lonely))
 
 
 def test_rows_are_packed_where_their_lengths_are_unlike(embedded, policies):
-    batch = lambda lengths: collate([([5] * 20, [30] * length) for length in lengths], embedded.pad_id)
+    batch = lambda lengths: collate(
+        [([5] * 20, [30] * length) for length in lengths], embedded.pad_id
+    )
     assert not logprobs.fits_packed(embedded, batch([100] * 8))
     assert logprobs.fits_packed(embedded, batch([10] * 7 + [100]))
-    assert not logprobs.fits_packed(policies["mistral"], batch([10] * 7 + [100])), "it has masks of its own"
+    assert not logprobs.fits_packed(policies["mistral"], batch([10] * 7 + [100])), (
+        "it has masks of its own"
+    )
 
 
 def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
-    rows = [([5] * 20, [30] * 400)] * 5 + [([6] * 20, [30] * 2000), ([7] * 2000, [30]), ([7] * 2000, [31]), ([5] * 20, [30])]
-    assert logprobs.packs(collate(rows, 0)) == [(0, [0, 1]), (0, [2, 3]), (0, [4, 8]), (1, [5]), (2, [6]), (2, [7])]
+    rows = [([5] * 20, [30] * 400)] * 5 + [
+        ([6] * 20, [30] * 2000),
+        ([7] * 2000, [30]),
+        ([7] * 2000, [31]),
+        ([5] * 20, [30]),
+    ]
+    assert logprobs.packs(collate(rows, 0)) == [
+        (0, [0, 1]),
+        (0, [2, 3]),
+        (0, [4, 8]),
+        (1, [5]),
+        (2, [6]),
+        (2, [7]),
+    ]
 
 
 @pytest.mark.parametrize("lora", [0, 4])
 def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypatch):
-    policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=lora)))
+    policy = load_policy(
+        PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=lora))
+    )
     vocabulary = policy.base.config.vocab_size
     monkeypatch.setattr(footprint, "LOGITS_BYTES_ELSEWHERE", 4 * vocabulary * 40)
-    batch = collate([([5, 9, 20], [30 + i % 9 for i in range(60)]), ([5, 9, 20], [31] * 40)], policy.pad_id)
+    batch = collate(
+        [([5, 9, 20], [30 + i % 9 for i in range(60)]), ([5, 9, 20], [31] * 40)], policy.pad_id
+    )
     with Largest(vocabulary) as seen:
         chosen, _ = completion_logprobs(policy, batch, 1.0)
         chosen.sum().backward()
@@ -173,8 +229,16 @@ def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypat
 
 def test_a_model_that_caps_its_logits_is_given_its_own(tmp_path, embedded, monkeypatch):
     torch.manual_seed(1)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Gemma2Config(vocab_size=len(embedded.tokenizer), head_dim=8, final_logit_softcapping=2.0, **shape)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = Gemma2Config(
+        vocab_size=len(embedded.tokenizer), head_dim=8, final_logit_softcapping=2.0, **shape
+    )
     config.eos_token_id = embedded.eos_id
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     embedded.tokenizer.save_pretrained(tmp_path)
@@ -192,7 +256,8 @@ def test_long_rows_are_run_one_by_one_and_short_ones_together(embedded):
     batch = lambda rows: collate(rows, embedded.pad_id)
     assert logprobs.stands_alone(batch([([5] * 100, [30] * 1500), ([5] * 100, [30] * 1000)]))
     assert not logprobs.stands_alone(batch([([5] * 3, [30] * 200)] * 8))
-    assert not logprobs.stands_alone(batch([([5] * 1000, [30] * 100)] * 8))  # the prompt would be run eight times
+    # the prompt would be run eight times
+    assert not logprobs.stands_alone(batch([([5] * 1000, [30] * 100)] * 8))
 
 
 def test_layers_are_run_again_only_where_their_activations_would_not_fit(embedded, monkeypatch):
@@ -207,13 +272,18 @@ def test_checkpointing_keeps_less_and_leaves_the_model_as_it_was(policies, monke
     batch = collate([([5] * 8, [30] * 100)], policy.pad_id)
     kept: dict[bool, dict[int, torch.Tensor]] = {}
     for checkpointed in (False, True):
-        monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given, checkpointed=checkpointed: checkpointed)
+        monkeypatch.setattr(
+            logprobs, "needs_checkpointing", lambda *given, checkpointed=checkpointed: checkpointed
+        )
         sizes = kept.setdefault(checkpointed, {})
         keep = lambda t, sizes=sizes: sizes.update({t.data_ptr(): t}) or t
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             graph = completion_logprobs(policy, batch, 1.0)
         del graph
-    numbers = {checkpointed: sum(t.numel() for t in tensors.values()) for checkpointed, tensors in kept.items()}
+    numbers = {
+        checkpointed: sum(t.numel() for t in tensors.values())
+        for checkpointed, tensors in kept.items()
+    }
     assert numbers[True] < numbers[False] / 2
     assert all("forward" not in layer.__dict__ for layer in policy.model.model.layers)
 
@@ -236,13 +306,16 @@ class HidesInput(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_what_a_layer_keeps_out_of_sight_is_not_kept_with_a_base_in_8_bits(policies, monkeypatch, eight_bits):
+def test_what_a_layer_keeps_out_of_sight_is_not_kept_with_a_base_in_8_bits(
+    policies, monkeypatch, eight_bits
+):
     """Else 7 B parameters in 8 bits took 27 GB for a row of 2,560 tokens, and the plan said 12."""
     policy = policies["qwen2"].clone()
     monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given: True)
     if eight_bits:
         policy.base.is_loaded_in_8bit = True
-    policy.base.get_input_embeddings().requires_grad_(False)  # as under an adapter: the first layer's input wants no gradient
+    # as under an adapter: the first layer's input wants no gradient
+    policy.base.get_input_embeddings().requires_grad_(False)
     for layer in policy.base.model.layers:
         layer.mlp.register_forward_hook(lambda module, inputs, output: HidesInput.apply(output))
     batch = collate(ROWS, policy.pad_id)
@@ -252,6 +325,8 @@ def test_what_a_layer_keeps_out_of_sight_is_not_kept_with_a_base_in_8_bits(polic
     assert kept == (0 if eight_bits else len(HidesInput.seen))
     chosen.sum().backward()
     gradients = [parameter.grad for parameter in policy.trainable_parameters()]
-    expected = torch.autograd.grad(sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters())
+    expected = torch.autograd.grad(
+        sum(naive(policy, row, 1.0)[0].sum() for row in ROWS), policy.trainable_parameters()
+    )
     for a, b in zip(gradients, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)

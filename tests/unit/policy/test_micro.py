@@ -43,15 +43,24 @@ def test_short_rows_do_not_pay_for_long_ones():
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError(CUDA), RuntimeError("MPS backend out of memory"), MemoryError(),
-     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-     RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")],
-)  # fmt: skip
+    [
+        torch.OutOfMemoryError(CUDA),
+        RuntimeError("MPS backend out of memory"),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you"
+            " tried to allocate 8 bytes"
+        ),
+    ],
+)
 def test_out_of_memory_is_recognised(error):
     assert is_oom(error)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyError("x")]
+)
 def test_other_errors_are_not_out_of_memory(error):
     assert not is_oom(error)
 
@@ -161,7 +170,9 @@ def test_gradients_after_a_death_in_mid_backward_are_those_of_the_whole_batch(em
 
     def gradients(batcher, fail):
         def work(indices):
-            logprobs, _ = completion_logprobs(policy, collate([rows[i] for i in indices], policy.pad_id), 1.0)
+            logprobs, _ = completion_logprobs(
+                policy, collate([rows[i] for i in indices], policy.pad_id), 1.0
+            )
             (logprobs.sum() / 8).backward()
             if fail and len(indices) > 2:
                 raise torch.OutOfMemoryError(CUDA)  # after gradients were added: the worst moment
@@ -179,7 +190,14 @@ def test_scoring_in_pieces_equals_scoring_at_once(embedded):
     rows = [([5] * (1 + i % 4), [30 + i, 1]) for i in range(9)]
     expected = score(embedded, rows, 1.0)
     got = MicroBatcher(8).score(embedded, rows, 1.0)
-    assert max(abs(a - b) for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)) < 1e-5
+    assert (
+        max(
+            abs(a - b)
+            for x, y in zip(expected, got, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        < 1e-5
+    )
 
 
 def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypatch):
@@ -193,7 +211,9 @@ def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypat
         return generate(policy, part, sampling, generator)
 
     monkeypatch.setattr(micro, "generate", limited_generate)
-    groups = MicroBatcher(16384).generate(embedded, prompts, Sampling(2, 4), embedded.random_generator(0))
+    groups = MicroBatcher(16384).generate(
+        embedded, prompts, Sampling(2, 4), embedded.random_generator(0)
+    )
     assert [g.prompt_ids for g in groups] == [embedded.encode_prompt(p) for p in prompts]
     assert pieces[0] == 9
     assert len(pieces) > 2

@@ -1,4 +1,5 @@
-"""A quantised base as far as it goes without a GPU: what is asked of bitsandbytes, and what is said when it cannot be had."""
+"""A quantised base as far as it goes without a GPU: what is asked of bitsandbytes, and what is said
+when it cannot be had."""
 
 import importlib.machinery
 import importlib.util
@@ -18,7 +19,9 @@ CUDA = Placement(torch.device("cuda", 0), torch.bfloat16, "cuda:0")
 @pytest.fixture
 def installed(monkeypatch):
     spec = importlib.machinery.ModuleSpec("bitsandbytes", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: spec if name == "bitsandbytes" else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: spec if name == "bitsandbytes" else None
+    )
 
 
 def policy(kind):
@@ -44,7 +47,11 @@ def test_a_cpu_is_refused_before_anything_is_read(installed):
 def test_what_bitsandbytes_is_asked_for(installed):
     eight, four = load.quantization(policy("8bit"), CUDA), load.quantization(policy("4bit"), CUDA)
     assert (eight.load_in_8bit, eight.load_in_4bit) == (True, False)
-    assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_compute_dtype) == (True, "nf4", torch.bfloat16)
+    assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_compute_dtype) == (
+        True,
+        "nf4",
+        torch.bfloat16,
+    )
 
 
 def test_a_smaller_base_needs_less_memory():

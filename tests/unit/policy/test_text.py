@@ -7,18 +7,27 @@ from transformers import PreTrainedTokenizerFast
 from swarmnode.policy.text import SAMPLE_TEXT, PolicyText
 from swarmnode.rollouts.admission import LONGER_THAN_OURS
 
-PROSE = "To find how many red apples there are, we take the 24 apples that were bought and leave out the green ones. " * 40
+PROSE = (
+    "To find how many red apples there are, we take the 24 apples that were bought and leave out"
+    " the green ones. " * 40
+)
 
 
 @pytest.fixture(scope="module")
 def text():
-    """A byte-level BPE with some hundred merges, as real models have them with a hundred thousand."""
+    """A byte-level BPE with some hundred merges, as real models have them with a hundred
+    thousand."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     words = [SAMPLE_TEXT, PROSE]
     core.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=600, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        words,
+        trainers.BpeTrainer(
+            vocab_size=600,
+            special_tokens=["<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     return PolicyText(tokenizer, b"m" * 32, b"t" * 32, 0, frozenset({0}), 0, len(tokenizer))
@@ -29,4 +38,6 @@ def test_a_text_of_another_tokenizer_counts_about_as_many_tokens_as_it_will_be(t
     really = len(text.tokenize_completion(answer, "length"))
     estimated = len(answer.encode()) * text.tokens_per_text_byte
     assert really < 400
-    assert really / 2 < estimated < really * LONGER_THAN_OURS / 2, "an honest answer of our own length is never `too_long`"
+    assert really / 2 < estimated < really * LONGER_THAN_OURS / 2, (
+        "an honest answer of our own length is never `too_long`"
+    )

@@ -1,4 +1,5 @@
-"""What an average with another crew's stage would do to the policy, asked of the stages behind it while the crew trains on."""
+"""What an average with another crew's stage would do to the policy, asked of the stages behind it
+while the crew trains on."""
 
 import copy
 
@@ -27,7 +28,10 @@ def rows_of(seed, count=24):
     """Every third is better than its group: 8 of 24."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
-    return [LearnRow(draw(4 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i) for i in range(count)]
+    return [
+        LearnRow(draw(4 + i % 3), draw(1 + i % 5), [-3.0] * (1 + i % 5), 1.0 - i % 3, 1.0, i)
+        for i in range(count)
+    ]
 
 
 @pytest.fixture
@@ -36,7 +40,15 @@ def fleet(models, tmp_path):
 
     def build(model=None):
         settings = RecoverySettings(seconds=30.0)
-        made.append(Fleet(model or copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / str(len(made)), SETTINGS, settings))
+        made.append(
+            Fleet(
+                model or copy.deepcopy(models["llama"]),
+                [1, 1, 1, 1],
+                tmp_path / str(len(made)),
+                SETTINGS,
+                settings,
+            )
+        )
         return made[-1]
 
     yield build
@@ -50,10 +62,13 @@ async def learn(crew, seed, count=24, rate=1e-3):
 
 
 def tensors(station, noise=0.0):
-    """By their names in the whole model: the layers' own, and others `noise` (of their size) away."""
+    """By their names in the whole model: the layers' own, and others `noise` (of their size)
+    away."""
     generator = torch.Generator().manual_seed(5)
     own = {n: p.detach().clone() for n, p in trained(station.runtime).items() if ".layers." in n}
-    far = {n: t + noise * t.std() * torch.randn(t.shape, generator=generator) for n, t in own.items()}
+    far = {
+        n: t + noise * t.std() * torch.randn(t.shape, generator=generator) for n, t in own.items()
+    }
     return tuple({station.spec.whole(n): t for n, t in some.items()} for some in (own, far))
 
 
@@ -73,11 +88,16 @@ async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
 def whole_loss(fleet, seed):
     """Of the better completions, by the unsplit model with the weights of all stages."""
     model = copy.deepcopy(fleet.model)
-    model.load_state_dict({s.spec.whole(n): p for s in fleet.stations for n, p in s.runtime.model.named_parameters()}, strict=False)
+    model.load_state_dict(
+        {s.spec.whole(n): p for s in fleet.stations for n, p in s.runtime.model.named_parameters()},
+        strict=False,
+    )
     rows = [(r.prompt_ids, r.completion_ids) for r in rows_of(seed) if r.advantage > 0]
     total = count = 0
     for prompt, completion in rows:
-        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[
+            0, len(prompt) - 1 : -1
+        ]
         chosen, _ = token_logprobs(logits, torch.tensor(completion), 1.0)
         total, count = total - float(chosen.sum()), count + len(completion)
     return total / count
@@ -109,7 +129,9 @@ async def test_every_stage_can_tell_a_good_average_from_a_bad_one_and_nothing_mo
         assert before == after
         negative = {name: -t for name, t in mine.items()}
         assert (await verdict(one, stage, mine, negative))[1] > before + 0.1
-        assert (await verdict(one, stage, mine, {n: t * float("nan") for n, t in mine.items()}))[1] == float("inf")
+        assert (await verdict(one, stage, mine, {n: t * float("nan") for n, t in mine.items()}))[
+            1
+        ] == float("inf")
         assert all(torch.equal(t, one.weights()[name]) for name, t in weights.items())
         await learn(crew, 2)  # and it trains on
 
@@ -119,7 +141,8 @@ async def test_who_has_seen_nothing_or_has_no_crew_asks_nobody(fleet):
     async with one.up() as crew:
         mine, mean = tensors(one.stations[1])
         assert await verdict(one, 1, mine, mean) is False
-        await learn(crew, 1, 12)  # 4 of them better than their group, which are too few: all are asked about
+        # 4 of them better than their group, which are too few: all are asked about
+        await learn(crew, 1, 12)
         assert await verdict(one, 1, mine, mean)
         await learn(crew, 2, 12)
         assert await verdict(one, 1, mine, mean)
@@ -139,7 +162,8 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
 
 
 async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
-    monkeypatch.setattr(crew_probe, "_newest", lambda peer: _newest(peer) * 4)  # eight better completions in each
+    # eight better completions in each
+    monkeypatch.setattr(crew_probe, "_newest", lambda peer: _newest(peer) * 4)
     one, asked = fleet(), []
     async with one.up() as crew:
         await learn(crew, 1)
@@ -155,7 +179,8 @@ async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monke
 
 
 async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
-    """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six times."""
+    """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
+    times."""
     monkeypatch.setattr(crew_probe, "SECONDS", (0.2, 3.0))
     one = fleet()
     async with one.up() as crew:
@@ -172,7 +197,9 @@ async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
         assert await verdict(one, 1, mine, mean, step_seconds=10.0)
 
 
-async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_ends(fleet, monkeypatch):
+async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_ends(
+    fleet, monkeypatch
+):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -203,8 +230,16 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
         await learn(crew, 1)
         station, peer = one.stations[1], one.peers[1]
         edge = _newest(peer)[0]
-        run = lambda runtime: run_one(runtime, work_of(edge, peer.stage.limits), edge.body, "float32")
-        own, before = {station.spec.whole(n): p.detach().clone() for n, p in trained(station.runtime).items()}, run(station.runtime)
+        run = lambda runtime: run_one(
+            runtime, work_of(edge, peer.stage.limits), edge.body, "float32"
+        )
+        own, before = (
+            {
+                station.spec.whole(n): p.detach().clone()
+                for n, p in trained(station.runtime).items()
+            },
+            run(station.runtime),
+        )
         other = {name: t + 0.1 for name, t in own.items()}
         assert run(_with(station.runtime, own)) == before
         changed = run(_with(station.runtime, other))

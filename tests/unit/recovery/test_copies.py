@@ -1,4 +1,5 @@
-"""A whole int8 copy of a policy in stages: what it costs in precision and bytes, and what a hostile stage can make of it."""
+"""A whole int8 copy of a policy in stages: what it costs in precision and bytes, and what a hostile
+stage can make of it."""
 
 import copy
 import zlib
@@ -61,7 +62,9 @@ def test_a_weight_errs_by_half_a_step_and_what_has_not_moved_has_the_same_code()
     assert (later != codes).nonzero()[:, 0].unique().tolist() == [2, 4]
     assert torch.equal(chosen[:3], scales[:3])
     assert bool((chosen[3:5] > scales[3:5]).all())
-    assert bool(((later.float() * chosen[:, None] - moved).abs().amax(1) <= moved.abs().amax(1) / 253).all())
+    assert bool(
+        ((later.float() * chosen[:, None] - moved).abs().amax(1) <= moved.abs().amax(1) / 253).all()
+    )
 
 
 @pytest.mark.parametrize("block", [1, 100, 149, 10**6])
@@ -71,13 +74,24 @@ def test_a_matrix_is_quantised_in_pieces_to_the_same_codes(monkeypatch, block):
     needed = weight.float().abs().amax(1) / 127
     scales = needed * torch.tensor([1.0, 0.999, 0.9, 1.1, 1.0, 2.0, 0.996])
     chosen = torch.where(needed <= 1.004 * scales, scales, needed)
-    codes = torch.where(chosen[:, None] > 0, weight.float() / chosen[:, None], 0.0).round().clamp(-127, 127).to(torch.int8)
+    codes = (
+        torch.where(chosen[:, None] > 0, weight.float() / chosen[:, None], 0.0)
+        .round()
+        .clamp(-127, 127)
+        .to(torch.int8)
+    )
     monkeypatch.setattr(quantised_module, "BLOCK", block)
     in_pieces = quantise(weight, scales)
     assert torch.equal(in_pieces[0], codes)
     assert torch.equal(in_pieces[1], chosen)
     most = []
-    monkeypatch.setattr(torch, "where", lambda *args, where=torch.where: most.append(max(arg.numel() for arg in args[:2])) or where(*args))
+    monkeypatch.setattr(
+        torch,
+        "where",
+        lambda *args, where=torch.where: (
+            most.append(max(arg.numel() for arg in args[:2])) or where(*args)
+        ),
+    )
     quantise(weight, scales)
     assert max(most) <= max(block, 50), "or one row"
 
@@ -86,7 +100,11 @@ def test_a_matrix_is_quantised_in_pieces_to_the_same_codes(monkeypatch, block):
 def test_a_copy_follows_its_stages_and_says_nearly_what_they_say(models, kind):
     model = copy.deepcopy(models[kind])
     base, ours = base_of(model), quantised(model)
-    size = sum(m.codes.numel() for m in ours.modules() if isinstance(m, Int8Matrix) and m is not ours.lm_head)
+    size = sum(
+        m.codes.numel()
+        for m in ours.modules()
+        if isinstance(m, Int8Matrix) and m is not ours.lm_head
+    )
     assert size > 0.8 * sum(p.numel() for p in model.parameters() if p is not model.lm_head.weight)
     before = logits(ours)
     move(model, 0.05)
@@ -107,7 +125,9 @@ def test_what_has_hardly_moved_costs_next_to_nothing(models):
     move(model, 1e-5)
     (spec, stage), *_ = split_model(model, [2, 2])
     layout = copied(spec, layout_of(stage))
-    assert len(encode_copy(spec, trained_of(stage), layout, base)) < 0.12 * sum(tensor.elements for tensor in layout)
+    assert len(encode_copy(spec, trained_of(stage), layout, base)) < 0.12 * sum(
+        tensor.elements for tensor in layout
+    )
 
 
 def test_a_copy_of_an_adapter_is_the_adapter_on_a_rounded_base(models):
@@ -122,11 +142,15 @@ def test_a_copy_of_an_adapter_is_the_adapter_on_a_rounded_base(models):
         assert len(body) == copy_bytes(layout, adapter=True)
         install(ours, decode_copy(spec, body, layout, None))
     exact = logits(whole)
-    assert float((logits(ours) - exact).abs().mean()) < 0.1 * float((untrained - exact).abs().mean())
+    assert float((logits(ours) - exact).abs().mean()) < 0.1 * float(
+        (untrained - exact).abs().mean()
+    )
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_what_a_hostile_stage_sends_takes_no_more_room_than_its_stage_and_is_refused(models, adapter):
+def test_what_a_hostile_stage_sends_takes_no_more_room_than_its_stage_and_is_refused(
+    models, adapter
+):
     model = copy.deepcopy(models["llama"])
     base = None if adapter else base_of(model)
     whole = adapt(model, LORA) if adapter else model
@@ -146,5 +170,14 @@ def test_what_a_hostile_stage_sends_takes_no_more_room_than_its_stage_and_is_ref
         refused(b"\xff" * len(good), "not_finite")
         return
     refused(b"\x07" * 100, "malformed")
-    refused(zlib.compress(plain * 64), "size")  # 128 MiB from some 100 KiB: no more than a stage is ever inflated
-    refused(zlib.compress(b"\xff" * sum(t.elements + 4 * t.shape[0] if len(t.shape) == 2 else 4 * t.elements for t in layout)), "bounds")
+    # 128 MiB from some 100 KiB: no more than a stage is ever inflated
+    refused(zlib.compress(plain * 64), "size")
+    refused(
+        zlib.compress(
+            b"\xff"
+            * sum(
+                t.elements + 4 * t.shape[0] if len(t.shape) == 2 else 4 * t.elements for t in layout
+            )
+        ),
+        "bounds",
+    )

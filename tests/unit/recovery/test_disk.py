@@ -13,10 +13,15 @@ from swarmnode.recovery import disk
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_one_or_the_other(tmp_path):
-    """safetensors opens a path twice, and the second time it may be another file: of another length (RuntimeError), or of the next step."""
+    """safetensors opens a path twice, and the second time it may be another file: of another length
+    (RuntimeError), or of the next step."""
     path, done = tmp_path / "stage.safetensors", threading.Event()
     for step in (0, 1, 2):
-        disk.save(tmp_path / str(step), {"weights": torch.full((4,), float(step))}, {"step": step, "more": "x" * 8 * (step // 2)})
+        disk.save(
+            tmp_path / str(step),
+            {"weights": torch.full((4,), float(step))},
+            {"step": step, "more": "x" * 8 * (step // 2)},
+        )
 
     def replace():
         for step in itertools.cycle((0, 1, 2)):

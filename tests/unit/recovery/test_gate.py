@@ -1,4 +1,5 @@
-"""What the gate makes of log-probabilities: the numbers, the newest step's only, and what is a verdict and what is none."""
+"""What the gate makes of log-probabilities: the numbers, the newest step's only, and what is a
+verdict and what is none."""
 
 import math
 from functools import partial
@@ -14,13 +15,18 @@ from swarmnode.recovery import gate
 from swarmnode.recovery.messages import Probe
 from swarmnode.wire.tensors import pack_logprobs
 
-PROBES = [SimpleNamespace(step=step, name=name, rows=1) for step, name in ((4, "old"), (5, "a"), (5, "b"), (5, "c"))]
+PROBES = [
+    SimpleNamespace(step=step, name=name, rows=1)
+    for step, name in ((4, "old"), (5, "a"), (5, "b"), (5, "c"))
+]
 
 
 def test_the_divergence_and_the_rise_of_a_known_shift():
     shift = np.array([0.1, -0.3, 0.0, 0.6], np.float32)
     verdict = gate.verdict_of(shift)
-    assert verdict.kl == pytest.approx(sum(math.exp(r) - 1 - r for r in (0.1, -0.3, 0.0, 0.6)) / 4, rel=1e-5)
+    assert verdict.kl == pytest.approx(
+        sum(math.exp(r) - 1 - r for r in (0.1, -0.3, 0.0, 0.6)) / 4, rel=1e-5
+    )
     assert verdict.nll_rise == pytest.approx(-0.1, rel=1e-5)
     assert (verdict.tokens, verdict.finite) == (4, True)
     assert gate.verdict_of(np.zeros(3, np.float32)) == gate.Verdict(0.0, 0.0, 3)
@@ -41,7 +47,9 @@ async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatc
 
 
 @pytest.mark.parametrize("error", [ValueError("nan"), Incompatible("not finite there")])
-async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_is_no_verdict(monkeypatch, error):
+async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_is_no_verdict(
+    monkeypatch, error
+):
     bad = {}
 
     async def shift(peer, probe):
@@ -58,13 +66,17 @@ async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_
             await gate.judge(None, PROBES)
 
 
-async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_on_the_way_is_told(monkeypatch):
+async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_on_the_way_is_told(
+    monkeypatch,
+):
     old = torch.tensor([-1.0, -2.0, -0.5])
     probe = SimpleNamespace(logprobs=pack_logprobs(old.tolist()))
     way = []
 
     class Peer:
-        stage = SimpleNamespace(spec=SimpleNamespace(stages=3, index=1), runtime=None, codec=None, limits=None)
+        stage = SimpleNamespace(
+            spec=SimpleNamespace(stages=3, index=1), runtime=None, codec=None, limits=None
+        )
         tail = (-1.5, -2.0, -0.25)
 
         @property
@@ -81,7 +93,9 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
             return b"from the head" if stage == 0 else pack_logprobs(list(self.tail))
 
     monkeypatch.setattr(gate, "work_of", lambda probe, limits: "work")
-    monkeypatch.setattr(gate, "run_one", lambda runtime, work, x, codec: way.append((1, x)) or b"from here")
+    monkeypatch.setattr(
+        gate, "run_one", lambda runtime, work, x, codec: way.append((1, x)) or b"from here"
+    )
     shift = await gate._shift(Peer(), probe)
     assert way == [(0, b""), (1, b"from the head"), (2, b"from here")]
     assert shift.tolist() == [-0.5, 0.0, 0.25]
@@ -90,12 +104,18 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
         await gate._shift(Peer(), probe)
 
 
-@pytest.mark.parametrize(("rows", "chosen"), [
-    ([100] * 8, [7, 6, 5, 4, 3, 2, 1, 0]),
-    ([2560] * 8, [7, 6]),  # a step of 64 answers of 1,280 tokens at 7 B: 20 MB a hop instead of 84
-    ([8512] * 8, [7, 6]),
-    ([9000, 1000, 600, 500, 400, 400], [5, 4, 3, 2, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        ([100] * 8, [7, 6, 5, 4, 3, 2, 1, 0]),
+        (
+            [2560] * 8,
+            [7, 6],
+        ),  # a step of 64 answers of 1,280 tokens at 7 B: 20 MB a hop instead of 84
+        ([8512] * 8, [7, 6]),
+        ([9000, 1000, 600, 500, 400, 400], [5, 4, 3, 2, 1]),
+    ],
+)
 def test_no_more_micro_batches_go_through_the_stages_than_a_verdict_needs(rows, chosen):
     message = partial(Probe, about=b"", logprobs=b"")
     probes = [message(number, 7, count) for number, count in enumerate(rows)]

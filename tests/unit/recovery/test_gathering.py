@@ -1,4 +1,5 @@
-"""A lost stage comes from all who keep it at once: each gives what its line carries, and whoever fails or lies costs little."""
+"""A lost stage comes from all who keep it at once: each gives what its line carries, and whoever
+fails or lies costs little."""
 
 import copy
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ def have_of(body):
 
 @dataclass
 class Holder:
-    """Sends chunks of what it was asked for in turn, over one line; from `until` bytes on, what `then` does."""
+    """Sends chunks of what it was asked for in turn, over one line; from `until` bytes on, what
+    `then` does."""
 
     body: bytes
     rate: float
@@ -77,14 +79,20 @@ async def gather(holders, begun=None, size=400 * CHUNK):
     body = holders[0].body
     begun = nothing_of(size) if begun is None else begun
     before = trio.current_time()
-    await Gathering(begun, range(len(holders)), lambda holder, part: holders[holder].fill(part)).run()
+    await Gathering(
+        begun, range(len(holders)), lambda holder, part: holders[holder].fill(part)
+    ).run()
     assert bytes(begun.body) == body
     assert not begun.gaps
     return trio.current_time() - before
 
 
 def noise(size=400 * CHUNK):
-    return torch.randint(256, (size,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8).numpy().tobytes()
+    return (
+        torch.randint(256, (size,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 @pytest.mark.parametrize("rates", [(1000.0, 1000.0), (3000.0, 1000.0), (500.0, 4000.0, 100.0)])
@@ -98,13 +106,18 @@ async def test_each_gives_what_its_line_carries(autojump_clock, rates):
 
 
 async def test_a_line_is_not_idle_while_the_next_piece_is_asked_for(autojump_clock):
-    """100 ms there and back, in which a line carries three quarters of what is asked of it beside."""
+    """100 ms there and back, in which a line carries three quarters of what is asked of it
+    beside."""
     body = noise()
     assert await gather([Holder(body, 3e4, delay=0.05)]) == pytest.approx(len(body) / 3e4, rel=0.05)
-    assert await gather([Holder(body, 3e4, delay=0.05) for _ in range(2)]) == pytest.approx(len(body) / 6e4, rel=0.07)
+    assert await gather([Holder(body, 3e4, delay=0.05) for _ in range(2)]) == pytest.approx(
+        len(body) / 6e4, rel=0.07
+    )
 
 
-@pytest.mark.parametrize(("then", "costs"), [("fails", 0.0), ("is silent", SILENT), ("trickles", SILENT)])
+@pytest.mark.parametrize(
+    ("then", "costs"), [("fails", 0.0), ("is silent", SILENT), ("trickles", SILENT)]
+)
 async def test_who_fails_costs_what_it_was_asked_for(autojump_clock, then, costs):
     body = noise()
     holders = [Holder(body, 1000.0), Holder(body, 1000.0, until=100 * CHUNK, then=then)]
@@ -198,8 +211,8 @@ def line(rate, delay):
 
 
 class Crew:
-    """Stage 1 of four is lost; stages 0, 2 and 3 are real peers that keep its snapshot. lies: holder → what it makes of its copy;
-    joined: a line that was cut is there again."""
+    """Stage 1 of four is lost; stages 0, 2 and 3 are real peers that keep its snapshot. lies:
+    holder → what it makes of its copy; joined: a line that was cut is there again."""
 
     def __init__(self, model, directory, lines, lies=None, arriving=None, joined=False):
         pieces = split_model(model, [1, 1, 1, 1])
@@ -222,13 +235,26 @@ class Crew:
                     self.lie(store, lies[stage])
             spec, kept = specs[stage], arriving if arriving is not None and stage == 1 else {}
             recorder, limits = Recorder(spec, settings), FrameLimits(32, 61, 64)
-            local = LocalStage(runtimes[stage], spec, limits, layouts, settings, "float32", recorder, store, arriving=kept)
+            local = LocalStage(
+                runtimes[stage],
+                spec,
+                limits,
+                layouts,
+                settings,
+                "float32",
+                recorder,
+                store,
+                arriving=kept,
+            )
             streams = mine if stage == 1 else {1: self.ends[stage]}
             again = (lambda other, stage=stage: self.again(stage, other)) if joined else None
-            self.peers[stage] = StatePeer(local, Fence(Place(CREW, stage, 9), 4), streams, inline, again)
+            self.peers[stage] = StatePeer(
+                local, Fence(Place(CREW, stage, 9), 4), streams, inline, again
+            )
 
     async def again(self, stage, other):
-        """A new line between two of whom the first has asked before the second, as their network processes make it."""
+        """A new line between two of whom the first has asked before the second, as their network
+        processes make it."""
         if stage not in self.new:
             self.new[stage], self.new[other] = line(*self.lines[other if stage == 1 else stage])
         return self.new.pop(stage)
@@ -263,7 +289,9 @@ class Crew:
             nursery.cancel_scope.cancel()
         if error is not None:
             raise error
-        assert all(torch.equal(state.weights[name], tensor) for name, tensor in self.weights.items())
+        assert all(
+            torch.equal(state.weights[name], tensor) for name, tensor in self.weights.items()
+        )
 
     def gave(self):
         """Holder → the share of the snapshot that came from it."""
@@ -288,14 +316,17 @@ async def test_two_who_name_one_snapshot_give_it_together(crew, autojump_clock):
     await both.fetch(0, 2)
     assert 1.8 < alone.took / both.took <= 2.0
     assert all(0.4 < share < 0.7 for share in both.gave().values())
-    assert both.peers[1].channel.progress > len(both.body) / CHUNK, "and the crew is shown that something comes"
+    assert both.peers[1].channel.progress > len(both.body) / CHUNK, (
+        "and the crew is shown that something comes"
+    )
     assert not both.refused
 
 
 async def test_of_three_unlike_lines_each_gives_its_part(crew, autojump_clock):
     three = crew({0: (500.0, 0.05), 2: (2000.0, 0.05), 3: (1000.0, 0.05)})
     await three.fetch(0, 2, 3)
-    assert three.took == pytest.approx(1.1 * len(three.body) / 3500.0, rel=0.2)  # a header goes with each chunk
+    # a header goes with each chunk
+    assert three.took == pytest.approx(1.1 * len(three.body) / 3500.0, rel=0.2)
     gave = three.gave()
     assert gave[0] < gave[3] < gave[2]
 
@@ -321,7 +352,9 @@ def wrong(body):
 
 
 @pytest.mark.parametrize("liar", [0, 2])
-async def test_who_lies_costs_one_fetch_and_is_blamed_once_it_alone_gave_all(crew, autojump_clock, liar):
+async def test_who_lies_costs_one_fetch_and_is_blamed_once_it_alone_gave_all(
+    crew, autojump_clock, liar
+):
     one = crew({0: (2e4, 0.0), 2: (2e4, 0.0)}, lies={liar: wrong})
     await one.fetch(0, 2)
     assert sum(one.gave().values()) < (3.4 if liar == 0 else 2.3)
@@ -356,7 +389,8 @@ async def test_what_came_from_two_is_completed_by_a_third_in_the_next_crew(crew,
     second = crew({3: (1e4, 0.0)}, arriving=arriving)
     await second.fetch(3)
     assert second.gave()[3] == pytest.approx(missing / size, rel=0.12)
-    judged = crew({0: (2e3, 0.0)}, arriving=arriving)  # that crew ended before it was judged: the next has it as it is
+    # that crew ended before it was judged: the next has it as it is
+    judged = crew({0: (2e3, 0.0)}, arriving=arriving)
     await judged.fetch(0)
     assert judged.gave()[0] < 0.1
 
@@ -379,7 +413,8 @@ async def test_what_was_given_before_may_be_the_lie(crew, autojump_clock, liar):
 
 
 async def test_a_line_that_is_cut_and_there_again_goes_on_where_it_was(crew, autojump_clock):
-    """With a single holder: nobody else has the snapshot, and none of it is sent twice but what was on its way."""
+    """With a single holder: nobody else has the snapshot, and none of it is sent twice but what was
+    on its way."""
     one = crew({0: (2e3, 0.05)}, joined=True)
     whole = len(one.body) / 2e3
     async with trio.open_nursery() as nursery:

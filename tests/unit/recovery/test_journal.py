@@ -1,4 +1,5 @@
-"""What a stage writes down of itself and remembers of its work: whole or not at all, of this crew and stage, and no more than it may."""
+"""What a stage writes down of itself and remembers of its work: whole or not at all, of this crew
+and stage, and no more than it may."""
 
 import copy
 import json
@@ -76,7 +77,12 @@ def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     drawn = torch.rand(3)
     again = Journal(tmp_path, CREW, member.runtime.spec)
     kept = again.read()
-    assert (again.step, kept.state.step, kept.state.squared_norm, kept.lr_scale) == (3, 3, 2.5, LrScale(1.1, 10, 3))
+    assert (again.step, kept.state.step, kept.state.squared_norm, kept.lr_scale) == (
+        3,
+        3,
+        2.5,
+        LrScale(1.1, 10, 3),
+    )
     other = member_of(models)
     load_weights(other.runtime, kept.state.weights)
     load_moments(other, kept.state)
@@ -91,7 +97,9 @@ def test_a_member_goes_on_from_its_journal_bit_by_bit(models, tmp_path):
     closed(again)
 
 
-def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models, tmp_path, monkeypatch):
+def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(
+    models, tmp_path, monkeypatch
+):
     member = member_of(models)
     begun, go = slow_disk(monkeypatch)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
@@ -108,7 +116,9 @@ def test_only_the_newest_is_kept_and_a_busy_disk_costs_steps_and_no_time(models,
     assert closed(journal).step == 4
 
 
-def test_who_ends_in_good_order_has_its_last_step_on_its_disk_however_busy_that_was(models, tmp_path, monkeypatch):
+def test_who_ends_in_good_order_has_its_last_step_on_its_disk_however_busy_that_was(
+    models, tmp_path, monkeypatch
+):
     member = member_of(models)
     begun, go = slow_disk(monkeypatch)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
@@ -150,15 +160,26 @@ def test_how_often_a_stage_is_written_follows_from_the_largest_of_its_crew():
     assert journal_every([stage(20_000_000)] * 4) == 1  # an adapter
     assert journal_every([stage(160_000_000), stage(10)]) == 1
     assert journal_every([stage(170_000_000), stage(10)]) == 2
-    assert journal_every([stage(10), stage(1_750_000_000)]) == 16  # 7 B in four: 21 GB, 1.3 GB a step
+    # 7 B in four: 21 GB, 1.3 GB a step
+    assert journal_every([stage(10), stage(1_750_000_000)]) == 16
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
+)
 def test_a_small_snapshot_beside_a_journal_takes_two_bytes_of_each_weight():
     """In a process of its own, by the kernel's count; the plan asks for 12 and 2."""
     command = [sys.executable, "-m", "tests.support.peak_memory"]
-    done = subprocess.run(command, input='[{"snapshot_every": 1}]', capture_output=True, text=True, check=True, timeout=280)
-    assert json.loads(done.stdout.splitlines()[-1]) == [pytest.approx(14, abs=2)]  # one tensor is there twice for a moment
+    done = subprocess.run(
+        command,
+        input='[{"snapshot_every": 1}]',
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    # one tensor is there twice for a moment
+    assert json.loads(done.stdout.splitlines()[-1]) == [pytest.approx(14, abs=2)]
 
 
 def test_a_full_disk_is_said_once_and_leaves_the_old_state(models, tmp_path, monkeypatch, caplog):
@@ -235,13 +256,16 @@ def test_a_journal_of_other_layers_counts_as_none_and_each_lineage_has_its_own(m
     found = find_journals(tmp_path)
     spec = member.runtime.spec
     assert [(one.lineage, one.first, one.last, one.step, one.hash) for one in found] == [
-        (lineage, spec.first, spec.last, step, member.participant.hash) for lineage, step in ((CREW, 2), (b"d" * 16, 1))
+        (lineage, spec.first, spec.last, step, member.participant.hash)
+        for lineage, step in ((CREW, 2), (b"d" * 16, 1))
     ]
     (tmp_path / CREW.hex() / FILE).write_bytes(b"noise")
     assert [one.lineage for one in find_journals(tmp_path)] == [b"d" * 16]
 
 
-def test_what_is_no_further_than_this_lineage_is_deleted_and_what_is_further_stays(models, tmp_path):
+def test_what_is_no_further_than_this_lineage_is_deleted_and_what_is_further_stays(
+    models, tmp_path
+):
     member, further = member_of(models), member_of(models)
     train(member)
     train(further, 2)
@@ -255,8 +279,13 @@ def test_what_is_no_further_than_this_lineage_is_deleted_and_what_is_further_sta
     journal = Journal(tmp_path, CREW, member.runtime.spec)
     journal.note(member)
     closed(journal)
-    assert [(one.lineage, one.step) for one in find_journals(tmp_path)] == [(CREW, 1), (b"f" * 16, 2)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([CREW.hex(), (b"f" * 16).hex(), "averaged", "shadows"])
+    assert [(one.lineage, one.step) for one in find_journals(tmp_path)] == [
+        (CREW, 1),
+        (b"f" * 16, 2),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [CREW.hex(), (b"f" * 16).hex(), "averaged", "shadows"]
+    )
     assert not list(tmp_path.glob("*/.*")), "nothing half written stays"
     train(member)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
@@ -316,7 +345,10 @@ def test_what_was_not_committed_is_not_remembered_and_what_was_is_bounded(models
     seen(recorder, 2)
     member.participant.step = 1
     recorder.committed(member)
-    assert [(edge.micro_batch, edge.source, edge.target, edge.step) for edge in recorder.edges] == [(2, 0, 1, 0), (2, 1, 2, 0)]
+    assert [(edge.micro_batch, edge.source, edge.target, edge.step) for edge in recorder.edges] == [
+        (2, 0, 1, 0),
+        (2, 1, 2, 0),
+    ]
     for number in range(3, 20):
         seen(recorder, number)
         assert len(recorder._pending) <= 4

@@ -1,4 +1,5 @@
-"""A member that keeps the whole policy has a copy of every stage, and `swarmnode export` writes from those what the crew trained."""
+"""A member that keeps the whole policy has a copy of every stage, and `swarmnode export` writes
+from those what the crew trained."""
 
 import copy
 import shutil
@@ -47,7 +48,9 @@ def fleet(models, base, tmp_path):
             model = get_peft_model(model, lora_settings(policy_of(base, lora)))
         chosen = RecoverySettings(snapshot_every=2, seconds=30.0, exact_bytes=exact, **settings)
         owner = state.owner(fingerprint(base), lora)
-        one = Fleet(model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner)
+        one = Fleet(
+            model, list(layers), tmp_path / "crew", SETTINGS, chosen, keepers=keepers, owner=owner
+        )
         made.append(one)
         return one
 
@@ -74,7 +77,13 @@ def config_of(fleet, base, keeper, lora=0):
     if not data.exists():
         data.mkdir()
         (data / "trainer").symlink_to(trainer)
-    return Config.model_validate({"node": {"data_dir": data}, "policy": policy_of(base, lora).model_dump(), "weights": {"rule": "off"}})
+    return Config.model_validate(
+        {
+            "node": {"data_dir": data},
+            "policy": policy_of(base, lora).model_dump(),
+            "weights": {"rule": "off"},
+        }
+    )
 
 
 @torch.no_grad()
@@ -118,10 +127,14 @@ async def test_three_stages_are_all_ring_neighbours(fleet, base, tmp_path):
     crew = fleet(keepers=(), layers=(1, 2, 1))
     await train(crew, 2)
     export(config_of(crew, base, 2), tmp_path / "out", merge=False)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(whole(crew)))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits(whole(crew))
+    )
 
 
-async def test_small_copies_are_exported_as_they_are_and_asked_for_one_after_the_other(fleet, base, tmp_path):
+async def test_small_copies_are_exported_as_they_are_and_asked_for_one_after_the_other(
+    fleet, base, tmp_path
+):
     crew = fleet(exact=1, layers=(1, 1, 1, 1), keepers=(0, 1))
     await train(crew, 6)
     told = export(config_of(crew, base, 1), tmp_path / "out", merge=False)
@@ -129,7 +142,9 @@ async def test_small_copies_are_exported_as_they_are_and_asked_for_one_after_the
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert model.dtype == torch.bfloat16
     expected = dict(whole(crew).named_parameters())
-    assert all(torch.equal(p, expected[name].to(torch.bfloat16)) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, expected[name].to(torch.bfloat16)) for name, p in model.named_parameters()
+    )
 
 
 async def test_an_adapter_of_a_crew_is_exported_as_one(fleet, base, tmp_path):

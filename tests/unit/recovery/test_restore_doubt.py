@@ -1,4 +1,5 @@
-"""Copies that nobody can vouch for, and copies that do not fit: what is taken instead, and what is said of the others."""
+"""Copies that nobody can vouch for, and copies that do not fit: what is taken instead, and what is
+said of the others."""
 
 import copy
 
@@ -15,7 +16,14 @@ from swarmnode.recovery.bodies import run_one
 from swarmnode.recovery.fetching import Fetcher
 from swarmnode.recovery.messages import Have, root_of
 from swarmnode.recovery.probes import work_of
-from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, SourceKind, Verdict
+from swarmnode.recovery.sources import (
+    Found,
+    RecoveryOrder,
+    RecoverySettings,
+    Run,
+    SourceKind,
+    Verdict,
+)
 from swarmnode.recovery.state import StageState, encode_state, load_weights, trained
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
@@ -31,8 +39,26 @@ def fleet(models, tmp_path):
     made = []
 
     def build(keepers=(), **settings):
-        chosen = RecoverySettings(**{"snapshot_every": 1, "seconds": 30.0, "neighbour_seconds": 30.0, "healings": 0, **settings})
-        made.append(Fleet(copy.deepcopy(models["llama"]), [1, 1, 1, 1], tmp_path / "crew", SETTINGS, chosen, Run(), keepers))
+        chosen = RecoverySettings(
+            **{
+                "snapshot_every": 1,
+                "seconds": 30.0,
+                "neighbour_seconds": 30.0,
+                "healings": 0,
+                **settings,
+            }
+        )
+        made.append(
+            Fleet(
+                copy.deepcopy(models["llama"]),
+                [1, 1, 1, 1],
+                tmp_path / "crew",
+                SETTINGS,
+                chosen,
+                Run(),
+                keepers,
+            )
+        )
         return made[-1]
 
     yield build
@@ -47,18 +73,27 @@ async def learn(crew, steps, first=0, rate=1e-4):
 
 
 def weights_of(fleet):
-    return {name: tensor.detach().clone() for name, tensor in trained(fleet.stations[LOST].runtime).items()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in trained(fleet.stations[LOST].runtime).items()
+    }
 
 
 def lie(fleet, place, holder, weights, step=3):
-    """`holder` keeps, and names the hash of, other weights of the lost stage than were pushed to it."""
+    """`holder` keeps, and names the hash of, other weights of the lost stage than were pushed to
+    it."""
     body = bytearray(encode_state(StageState(step, weights), fleet.layouts[LOST], "exact"))
-    fleet.stations[holder].store.put(LOST, Have(place, 1, "shadow", step, len(body), root_of(body), b"h" * 32), body)
+    fleet.stations[holder].store.put(
+        LOST, Have(place, 1, "shadow", step, len(body), root_of(body), b"h" * 32), body
+    )
 
 
 def moved(weights, by):
     generator = torch.Generator().manual_seed(9)
-    return {name: tensor + by * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+    return {
+        name: tensor + by * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in weights.items()
+    }
 
 
 async def test_no_holder_says_how_fast_a_stage_learns_from_then_on(fleet):
@@ -67,7 +102,17 @@ async def test_no_holder_says_how_fast_a_stage_learns_from_then_on(fleet):
         await learn(crew, 3)
         _, true = mine.stations[0].store.read(LOST)
         kept = mine.stations[0].store.get(LOST)
-        have = Have(crew.head.place, 1, "shadow", 3, len(true), kept.root, kept.hash, squared_norm=kept.squared_norm, factor=1e-30)
+        have = Have(
+            crew.head.place,
+            1,
+            "shadow",
+            3,
+            len(true),
+            kept.root,
+            kept.hash,
+            squared_norm=kept.squared_norm,
+            factor=1e-30,
+        )
         mine.stations[0].store.put(LOST, have, bytearray(true))
     mine.kill(LOST)
     async with mine.up() as crew:
@@ -75,7 +120,9 @@ async def test_no_holder_says_how_fast_a_stage_learns_from_then_on(fleet):
         assert crew.members[LOST].optimizer.lr_scale.factor == 1.0
         before = weights_of(mine)
         await learn(crew, 1, 3)
-        assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(mine).items())
+        assert any(
+            not torch.equal(tensor, before[name]) for name, tensor in weights_of(mine).items()
+        )
 
 
 async def chain(fleet, probe):
@@ -86,7 +133,9 @@ async def chain(fleet, probe):
     return x
 
 
-@pytest.mark.parametrize(("liar", "step", "tail"), [(0, 2, True), (2, 3, True), (2, 2**50, True), (0, 3, False)])
+@pytest.mark.parametrize(
+    ("liar", "step", "tail"), [(0, 2, True), (2, 3, True), (2, 2**50, True), (0, 3, False)]
+)
 async def test_no_one_member_says_by_what_a_stage_is_judged(fleet, liar, step, tail):
     """It names probes that the base's stage would pass, and a true copy would not."""
     mine = fleet(snapshot_every=100, gate_kl=0.002)
@@ -103,10 +152,14 @@ async def test_no_one_member_says_by_what_a_stage_is_judged(fleet, liar, step, t
         mine.stations[3].watch.probes.clear()
     load_weights(mine.stations[LOST].runtime, base)
     watch = mine.stations[liar].watch
-    watch.probes[:] = [replace(probe, step=step, logprobs=await chain(mine, probe)) for probe in watch.probes]
+    watch.probes[:] = [
+        replace(probe, step=step, logprobs=await chain(mine, probe)) for probe in watch.probes
+    ]
     async with mine.up() as crew:
         assert crew is not None, mine.failed
-        assert (mine.restored[LOST].kind, mine.restored[LOST].step) == (SourceKind.SNAPSHOT, 1), mine.restored[LOST].tried
+        assert (mine.restored[LOST].kind, mine.restored[LOST].step) == (SourceKind.SNAPSHOT, 1), (
+            mine.restored[LOST].tried
+        )
 
 
 @pytest.mark.parametrize(("liar", "by"), [(0, 0.02), (2, 1.0)], ids=["passes the gate", "noise"])
@@ -123,7 +176,8 @@ async def test_of_two_neighbours_copies_that_differ_the_better_one_is_taken(flee
         assert (got.kind, got.step, got.holder, got.tried) == (SourceKind.SNAPSHOT, 3, 2 - liar, ())
         assert got.verdict is not None
         assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
-        assert [phase for stage, phase, rung in mine.told] == ["loading", "probation"] * 3  # each of them, and then the better one
+        # each of them, and then the better one
+        assert [phase for stage, phase, rung in mine.told] == ["loading", "probation"] * 3
         await learn(crew, 1, 3)
 
 
@@ -153,7 +207,9 @@ async def test_nobody_but_ring_neighbours_is_asked_for_a_shadow(fleet):
 
 
 @pytest.mark.parametrize("same", [True, False])
-async def test_who_keeps_the_whole_policy_gives_a_part_of_what_the_neighbours_vouch_for(fleet, monkeypatch, same):
+async def test_who_keeps_the_whole_policy_gives_a_part_of_what_the_neighbours_vouch_for(
+    fleet, monkeypatch, same
+):
     mine = fleet(keepers=(3,))
     async with mine.up() as crew:
         await learn(crew, 3)
@@ -162,7 +218,11 @@ async def test_who_keeps_the_whole_policy_gives_a_part_of_what_the_neighbours_vo
             lie(mine, crew.head.place, 3, moved(true, 1.0))
     mine.kill(LOST)
     asked, snapshot = [], Fetcher.snapshot
-    monkeypatch.setattr(Fetcher, "snapshot", lambda peer, holders, *more: asked.append(holders) or snapshot(peer, holders, *more))
+    monkeypatch.setattr(
+        Fetcher,
+        "snapshot",
+        lambda peer, holders, *more: asked.append(holders) or snapshot(peer, holders, *more),
+    )
     async with mine.up():
         assert asked == [[0, 2, 3] if same else [0, 2]]
         assert (mine.restored[LOST].kind, mine.restored[LOST].tried) == (SourceKind.SNAPSHOT, ())
@@ -170,16 +230,37 @@ async def test_who_keeps_the_whole_policy_gives_a_part_of_what_the_neighbours_vo
 
 
 def test_without_a_probe_no_disputed_copy_is_trusted():
-    one = RecoveryOrder(Found(snapshots={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True), SPEC, 10, Run(), RecoverySettings())
+    one = RecoveryOrder(
+        Found(snapshots={0: 10, 2: 10}, roots={0: b"a", 2: b"b"}, base=True),
+        SPEC,
+        10,
+        Run(),
+        RecoverySettings(),
+    )
     first, second = one.rivals()
-    assert (first.disputed, first.exact, second.disputed, second.exact) == (True, False, True, False)
+    assert (first.disputed, first.exact, second.disputed, second.exact) == (
+        True,
+        False,
+        True,
+        False,
+    )
     assert one.judge(first, None, 0) == "next"
     assert one.judge(first, Verdict(0.001, 0.0, 100), 0) == "rejoin"
-    assert one.damage(Verdict(0.001, 0.0, 100)) < one.damage(Verdict(0.001, 0.04, 100)) < one.damage(Verdict(0.1, -0.1, 100))
+    assert (
+        one.damage(Verdict(0.001, 0.0, 100))
+        < one.damage(Verdict(0.001, 0.04, 100))
+        < one.damage(Verdict(0.1, -0.1, 100))
+    )
     assert one.damage(Verdict(0.0, 0.0, 0, finite=False)) == float("inf")
     one.prefer(second)
     assert (one.next(), one.rivals()) == (second, ())
-    agreed = RecoveryOrder(Found(snapshots={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}), SPEC, 10, Run(), RecoverySettings())
+    agreed = RecoveryOrder(
+        Found(snapshots={0: 10, 2: 9}, roots={0: b"a", 2: b"b"}),
+        SPEC,
+        10,
+        Run(),
+        RecoverySettings(),
+    )
     assert agreed.rivals() == ()  # of different steps
     assert agreed.judge(agreed.next(), None, 0) == "rejoin"
 
@@ -213,7 +294,11 @@ async def test_a_rung_that_does_not_fit_is_not_taken_and_the_next_one_is(fleet, 
     async with mine.up() as crew:
         assert crew is not None, mine.failed
         got = mine.restored[LOST]
-        assert (got.kind, got.holder, got.tried) == (SourceKind.SNAPSHOT, 2, ((SourceKind.SNAPSHOT, "out of memory"),))
+        assert (got.kind, got.holder, got.tried) == (
+            SourceKind.SNAPSHOT,
+            2,
+            ((SourceKind.SNAPSHOT, "out of memory"),),
+        )
         assert all(torch.equal(tensor, true[name]) for name, tensor in weights_of(mine).items())
         assert all(parameter.grad is None for parameter in mine.stations[LOST].runtime.parameters())
         await learn(crew, 1, 3)

@@ -6,11 +6,24 @@ import pytest
 
 from swarmnode.errors import Refused
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.recovery.sources import Found, RecoveryOrder, RecoverySettings, Run, Source, SourceKind, Verdict, check_paper
+from swarmnode.recovery.sources import (
+    Found,
+    RecoveryOrder,
+    RecoverySettings,
+    Run,
+    Source,
+    SourceKind,
+    Verdict,
+    check_paper,
+)
 
 SPEC = {i: StageSpec(i, 4, i, i + 1, False) for i in range(4)}
 EVERYBODY = frozenset({0, 1, 2, 3})
-GOOD, BAD, BROKEN = Verdict(0.001, 0.01, 100), Verdict(0.3, 0.2, 100), Verdict(float("inf"), float("inf"), 0, finite=False)
+GOOD, BAD, BROKEN = (
+    Verdict(0.001, 0.01, 100),
+    Verdict(0.3, 0.2, 100),
+    Verdict(float("inf"), float("inf"), 0, finite=False),
+)
 
 
 def order_of(found, stage=1, step=10, run=None, **settings):
@@ -18,7 +31,8 @@ def order_of(found, stage=1, step=10, run=None, **settings):
 
 
 def all_of(one):
-    """Rungs in the order in which they are taken when each is refused, and what is said in the end."""
+    """Rungs in the order in which they are taken when each is refused, and what is said in the
+    end."""
     order = []
     while True:
         try:
@@ -30,33 +44,60 @@ def all_of(one):
 
 
 def test_every_source_in_its_order():
-    found = Found(journal=10, replica=True, snapshots={0: 8, 2: 8}, base=True, alive=EVERYBODY - {1})
+    found = Found(
+        journal=10, replica=True, snapshots={0: 8, 2: 8}, base=True, alive=EVERYBODY - {1}
+    )
     order, said = all_of(order_of(found))
-    assert order == [(0, 10, None), (1, None, None), (2, 8, 0), (2, 8, 2), (3, None, None), (4, None, None)]
+    assert order == [
+        (0, 10, None),
+        (1, None, None),
+        (2, 8, 0),
+        (2, 8, 2),
+        (3, None, None),
+        (4, None, None),
+    ]
     assert said.count("no good") == 6
 
 
 def test_an_old_journal_goes_after_a_younger_shadow_and_before_an_older_one():
     found = Found(journal=7, replica=True, snapshots={0: 5, 2: 9})
-    assert all_of(order_of(found, synthesis="none", snapshot_every=3))[0] == [(1, None, None), (2, 9, 2), (0, 7, None), (2, 5, 0)]
+    assert all_of(order_of(found, synthesis="none", snapshot_every=3))[0] == [
+        (1, None, None),
+        (2, 9, 2),
+        (0, 7, None),
+        (2, 5, 0),
+    ]
 
 
 def test_a_journal_that_lacks_no_more_than_a_snapshot_may_needs_no_line():
     found = Found(journal=7, replica=True, snapshots={0: 5, 2: 9})
-    assert all_of(order_of(found, synthesis="none", snapshot_every=4))[0] == [(0, 7, None), (1, None, None), (2, 9, 2), (2, 5, 0)]
+    assert all_of(order_of(found, synthesis="none", snapshot_every=4))[0] == [
+        (0, 7, None),
+        (1, None, None),
+        (2, 9, 2),
+        (2, 5, 0),
+    ]
     exact = Found(journal=7, snapshots={0: 10, 2: 10}, roots={0: b"a", 2: b"a"})
-    assert all_of(order_of(exact, synthesis="none", snapshot_every=4))[0] == [(2, 10, 0), (2, 10, 2), (0, 7, None)]
+    assert all_of(order_of(exact, synthesis="none", snapshot_every=4))[0] == [
+        (2, 10, 0),
+        (2, 10, 2),
+        (0, 7, None),
+    ]
 
 
 def test_what_is_ahead_of_the_crew_is_of_another_history():
     one = order_of(Found(journal=11, snapshots={0: 12, 2: 10}))
     assert one.next() == Source(SourceKind.SNAPSHOT, 10, 2)
     assert [(int(rung), why) for rung, why in one.excluded if "step" in why] == [
-        (0, "it is of step 11, and the crew's is 10"), (2, "it is of step 12, and the crew's is 10"),
-    ]  # fmt: skip
+        (0, "it is of step 11, and the crew's is 10"),
+        (2, "it is of step 12, and the crew's is 10"),
+    ]
 
 
-@pytest.mark.parametrize(("roots", "exact"), [({0: b"a", 2: b"a"}, True), ({0: b"a", 2: b"b"}, False), ({0: b"a"}, False)])
+@pytest.mark.parametrize(
+    ("roots", "exact"),
+    [({0: b"a", 2: b"a"}, True), ({0: b"a", 2: b"b"}, False), ({0: b"a"}, False)],
+)
 def test_a_fresh_shadow_is_exact_where_both_neighbours_name_the_same(roots, exact):
     one = order_of(Found(snapshots=dict.fromkeys(roots, 10), roots=roots))
     assert one.next().exact is exact
@@ -96,21 +137,43 @@ A_BIT_LESS_FAR, FARTHER = Verdict(0.286, 0.4, 100), Verdict(0.33, 0.45, 100)
     [
         (Found(journal=8), {}, (SourceKind.JOURNAL, 8)),
         (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}), {}, (SourceKind.SNAPSHOT, 8)),
-        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),
-        (Found(snapshots={0: 8}, roots={0: b"a"}), {}, None),  # nobody but its holder says so, and nothing that it could be held against
+        (
+            Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}, base=True),
+            {},
+            (SourceKind.SNAPSHOT, 8),
+        ),
+        # nobody but its holder says so, and nothing that it could be held against
+        (Found(snapshots={0: 8}, roots={0: b"a"}), {}, None),
         (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"b"}), {}, None),
         (Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}), {}, None),
-        (Found(snapshots={0: 8}, roots={0: b"a"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),  # no farther than where nothing is left
-        (Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),
+        # no farther than where nothing is left
+        (Found(snapshots={0: 8}, roots={0: b"a"}, base=True), {}, (SourceKind.SNAPSHOT, 8)),
+        (
+            Found(snapshots={0: 8, 2: 7}, roots={0: b"a", 2: b"b"}, base=True),
+            {},
+            (SourceKind.SNAPSHOT, 8),
+        ),
         (Found(snapshots={0: 8, 2: 7}, base=True), {7: A_BIT_LESS_FAR}, (SourceKind.SNAPSHOT, 8)),
         (Found(snapshots={0: 8, 2: 7}, base=True), {8: FARTHER}, (SourceKind.SNAPSHOT, 7)),
-        (Found(snapshots={0: 8, 2: 7}, base=True), {8: FARTHER, 7: FARTHER}, (SourceKind.BASE, None)),
-        (Found(snapshots={0: 8, 2: 7}, base=True), {8: BROKEN, 7: FARTHER}, (SourceKind.BASE, None)),
+        (
+            Found(snapshots={0: 8, 2: 7}, base=True),
+            {8: FARTHER, 7: FARTHER},
+            (SourceKind.BASE, None),
+        ),
+        (
+            Found(snapshots={0: 8, 2: 7}, base=True),
+            {8: BROKEN, 7: FARTHER},
+            (SourceKind.BASE, None),
+        ),
         (Found(journal=8, base=True), {8: FARTHER}, (SourceKind.BASE, None)),
-        (Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}, base=True), {8: BROKEN}, (SourceKind.BASE, None)),
+        (
+            Found(snapshots={0: 8, 2: 8}, roots={0: b"a", 2: b"a"}, base=True),
+            {8: BROKEN},
+            (SourceKind.BASE, None),
+        ),
     ],
-)  # fmt: skip
-def test_of_what_failed_the_gate_a_true_copy_is_taken_in_the_end_or_what_is_no_farther_than_the_base(found, verdicts, whose):
+)
+def test_after_the_gate_fails_a_true_copy_is_used_last(found, verdicts, whose):
     one = order_of(found, healings=0)
     with contextlib.suppress(Refused):
         while True:
@@ -131,39 +194,65 @@ def test_synthesis_needs_both_neighbours_and_the_ends_need_true_copies():
         assert "a neighbour is lost too" in all_of(order_of(Found(alive=frozenset(alive))))[1]
     assert order_of(Found(alive=frozenset({0, 2}))).next().method == "checkfree"
     assert order_of(Found(alive=frozenset({0, 2})), synthesis="uniform").next().method == "uniform"
-    assert "trained with swapped stages" in all_of(order_of(Found(alive=EVERYBODY - {0}), stage=0))[1]
+    assert (
+        "trained with swapped stages" in all_of(order_of(Found(alive=EVERYBODY - {0}), stage=0))[1]
+    )
     swapped = Run(swapped=True)
-    assert "nobody keeps a copy" in all_of(order_of(Found(alive=EVERYBODY - {0}), 0, run=swapped))[1]
+    assert (
+        "nobody keeps a copy" in all_of(order_of(Found(alive=EVERYBODY - {0}), 0, run=swapped))[1]
+    )
     copied = order_of(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=swapped)
     assert copied.next() == Source(SourceKind.COPY, method="copy")
-    assert "base" in all_of(order_of(Found(alive=EVERYBODY - {3}, ends=frozenset({2})), 3, run=Run(swapped=True, pretrained=True)))[1]
+    assert (
+        "base"
+        in all_of(
+            order_of(
+                Found(alive=EVERYBODY - {3}, ends=frozenset({2})),
+                3,
+                run=Run(swapped=True, pretrained=True),
+            )
+        )[1]
+    )
     assert "adapter" in all_of(order_of(Found(alive=EVERYBODY - {1}), run=Run(adapter=True)))[1]
     assert "switched off" in all_of(order_of(Found(alive=EVERYBODY - {1}), synthesis="none"))[1]
-    assert order_of(Found(alive=EVERYBODY - {1}), synthesis="copy").next().method == "checkfree"  # an inner stage has no end to copy
+    # an inner stage has no end to copy
+    assert order_of(Found(alive=EVERYBODY - {1}), synthesis="copy").next().method == "checkfree"
 
 
 def test_a_published_base_goes_before_any_synthesis_and_instead_of_it():
-    order, said = all_of(order_of(Found(base=True, alive=EVERYBODY - {1}), run=Run(pretrained=True)))
+    order, said = all_of(
+        order_of(Found(base=True, alive=EVERYBODY - {1}), run=Run(pretrained=True))
+    )
     assert order == [(3, None, None)]
     assert "closer" in said
 
 
 def test_paper_mode_knows_neighbours_only():
-    found = Found(journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
+    found = Found(
+        journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1}
+    )
     one = order_of(found, mode="checkfree+", run=Run(swapped=True))
     assert all_of(one)[0] == [(1, None, None), (4, None, None)]
     assert sorted(rung for rung, why in one.excluded if why == "paper mode") == [0, 2, 2, 3]
     source = Source(SourceKind.SYNTHESIS, method="checkfree")
-    assert (one.judge(source, BAD, 0), one.judge(source, None, 0), one.judge(source, BROKEN, 0)) == ("rejoin", "rejoin", "next")
+    assert (
+        one.judge(source, BAD, 0),
+        one.judge(source, None, 0),
+        one.judge(source, BROKEN, 0),
+    ) == ("rejoin", "rejoin", "next")
 
 
 def test_checkfree_makes_inner_stages_of_their_neighbours_and_copies_the_ends():
-    found = Found(journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1})
+    found = Found(
+        journal=10, replica=True, snapshots={0: 10, 2: 10}, base=True, alive=EVERYBODY - {1}
+    )
     inner = order_of(found, mode="checkfree")
     assert all_of(inner)[0] == [(1, None, None), (4, None, None)]
     assert sorted(kind for kind, why in inner.excluded if why == "paper mode") == [0, 2, 2, 3]
     assert inner.judge(Source(SourceKind.SYNTHESIS, method="checkfree"), BAD, 0) == "rejoin"
-    head = order_of(Found(journal=10, snapshots={1: 10}, alive=EVERYBODY - {0}), stage=0, mode="checkfree")
+    head = order_of(
+        Found(journal=10, snapshots={1: 10}, alive=EVERYBODY - {0}), stage=0, mode="checkfree"
+    )
     assert [kind for kind, *_ in all_of(head)[0]] == [0, 2]
     assert "needs a run trained with swapped stages" in head.excluded[-1][1]
 
@@ -171,11 +260,14 @@ def test_checkfree_makes_inner_stages_of_their_neighbours_and_copies_the_ends():
 @pytest.mark.parametrize(
     ("mode", "stages", "run", "match"),
     [
-        ("checkfree+", 4, Run(pretrained=True), "2 nats"), ("checkfree+", 4, Run(adapter=True), "adapter"),
-        ("checkfree+", 3, Run(), "needs four"), ("checkfree", 4, Run(pretrained=True), "its own stage is closer"),
-        ("checkfree", 4, Run(adapter=True), "adapter"), ("checkfree", 2, Run(), "needs three"),
+        ("checkfree+", 4, Run(pretrained=True), "2 nats"),
+        ("checkfree+", 4, Run(adapter=True), "adapter"),
+        ("checkfree+", 3, Run(), "needs four"),
+        ("checkfree", 4, Run(pretrained=True), "its own stage is closer"),
+        ("checkfree", 4, Run(adapter=True), "adapter"),
+        ("checkfree", 2, Run(), "needs three"),
     ],
-)  # fmt: skip
+)
 def test_paper_mode_is_refused_where_it_would_harm(mode, stages, run, match):
     with pytest.raises(Refused, match=match):
         check_paper(mode, stages, run)

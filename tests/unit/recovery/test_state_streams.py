@@ -1,4 +1,5 @@
-"""State streams: what honest peers give each other, and what hostile ones get: refused, counted, and in the end a closed stream."""
+"""State streams: what honest peers give each other, and what hostile ones get: refused, counted,
+and in the end a closed stream."""
 
 import contextlib
 import copy
@@ -13,7 +14,14 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.config import Config
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, StateError, Unavailable
+from swarmnode.errors import (
+    BadMessage,
+    Incompatible,
+    PeerError,
+    PeerTimeout,
+    StateError,
+    Unavailable,
+)
 from swarmnode.pipeline.compute import inline
 from swarmnode.pipeline.context import CrewSettings
 from swarmnode.pipeline.fence import Fence
@@ -31,7 +39,15 @@ from swarmnode.recovery.outbox import Outbox
 from swarmnode.recovery.probes import Recorder
 from swarmnode.recovery.snapshots import Copied, SnapshotStore, find_snapshots, ring
 from swarmnode.recovery.sources import RecoverySettings, Run
-from swarmnode.recovery.state import StageState, decode_state, encode_state, host_copy, layout_of, stage_layouts, trained
+from swarmnode.recovery.state import (
+    StageState,
+    decode_state,
+    encode_state,
+    host_copy,
+    layout_of,
+    stage_layouts,
+    trained,
+)
 from swarmnode.recovery.transfer import StatePeer
 from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.wire import strict
@@ -59,14 +75,26 @@ class Wire:
         self.fence = Fence(Place(CREW, 1, 9), 3)
         recorder = Recorder(self.runtimes[1].spec, settings)
         spec = self.runtimes[1].spec
-        stage = LocalStage(self.runtimes[1], spec, LIMITS, self.layouts, settings, "float32", recorder, self.store, **more)
+        stage = LocalStage(
+            self.runtimes[1],
+            spec,
+            LIMITS,
+            self.layouts,
+            settings,
+            "float32",
+            recorder,
+            self.store,
+            **more,
+        )
         self.peer = StatePeer(stage, self.fence, far, inline)
         self.model = model
 
     def work(self):
         """The stage is in order, after step 9."""
         links = Links(1, {}, LIMITS)
-        self.worker = StageWorker(self.runtimes[1], links, Fence(Place(CREW, 1, 9), 3), CrewSettings(bytes(32)), inline)
+        self.worker = StageWorker(
+            self.runtimes[1], links, Fence(Place(CREW, 1, 9), 3), CrewSettings(bytes(32)), inline
+        )
         self.worker.participant.hash = HASH
         self.peer.attach(self.worker)
 
@@ -79,11 +107,20 @@ class Wire:
 
     def state(self, stage, step=9):
         weights = {name: host_copy(t) for name, t in trained(self.runtimes[stage]).items()}
-        return StageState(step, weights, weights, {n: t.square() for n, t in weights.items()}, dict.fromkeys(weights, 9.0), 2.5)
+        return StageState(
+            step,
+            weights,
+            weights,
+            {n: t.square() for n, t in weights.items()},
+            dict.fromkeys(weights, 9.0),
+            2.5,
+        )
 
     async def send(self, stage, *messages):
         for message in messages:
-            await self.ends[stage].send_all(m.pack(*message) if isinstance(message, tuple) else m.pack(message))
+            await self.ends[stage].send_all(
+                m.pack(*message) if isinstance(message, tuple) else m.pack(message)
+            )
         await quiet()
 
     async def give(self, stage, what, body, answered=None, size=None, root=None, **more):
@@ -96,7 +133,15 @@ class Wire:
     async def body(self, stage, request, what, body, size=None, root=None, **more):
         more = {"step": 9, "hash": HASH if what == "shadow" else b"", **more}
         await self.send(
-            stage, m.Have(self.place(stage), request, what, size=len(body) if size is None else size, root=root or m.root_of(body), **more)
+            stage,
+            m.Have(
+                self.place(stage),
+                request,
+                what,
+                size=len(body) if size is None else size,
+                root=root or m.root_of(body),
+                **more,
+            ),
         )
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
@@ -132,7 +177,15 @@ def test_a_state_survives_its_bytes(models):
     weights = {name: host_copy(p) for name, p in models["llama"].named_parameters()}
     some = set(list(weights)[:5])  # the others were never stepped
     kept = lambda value: {name: t * value for name, t in weights.items() if name in some}
-    state = StageState(4, weights, kept(2.0), {n: t.square() for n, t in kept(1.0).items()}, dict.fromkeys(some, 4.0), 1.5, 1.1)
+    state = StageState(
+        4,
+        weights,
+        kept(2.0),
+        {n: t.square() for n, t in kept(1.0).items()},
+        dict.fromkeys(some, 4.0),
+        1.5,
+        1.1,
+    )
     body = encode_state(state, layout, "exact")
     assert len(body) == m.state_bytes(layout, "exact")
     again = decode_state(body, layout, "exact", 4, 1.5, 1.1)
@@ -140,7 +193,12 @@ def test_a_state_survives_its_bytes(models):
         mine, theirs = getattr(state, part), getattr(again, part)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert (again.counts, again.step, again.squared_norm, again.factor) == (state.counts, 4, 1.5, 1.1)
+    assert (again.counts, again.step, again.squared_norm, again.factor) == (
+        state.counts,
+        4,
+        1.5,
+        1.1,
+    )
     small = decode_state(encode_state(state, layout, "small"), layout, "small", 4, 1.5, 1.0)
     assert not small.counts
     for name, tensor in weights.items():
@@ -172,7 +230,14 @@ async def hostile(wire, stage, what, body, reason, **more):
 
 
 async def test_a_wrong_hash_is_refused(wire):
-    await hostile(wire, 0, "shadow", encode_state(wire.state(0), wire.layouts[0], "exact"), "hash", root=b"x" * 32)
+    await hostile(
+        wire,
+        0,
+        "shadow",
+        encode_state(wire.state(0), wire.layouts[0], "exact"),
+        "hash",
+        root=b"x" * 32,
+    )
 
 
 async def test_numbers_that_are_none_are_refused(wire):
@@ -194,8 +259,17 @@ async def test_numbers_that_are_none_are_refused_in_bfloat16_too(models, tmp_pat
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wire.peer.run)
         await quiet()
-        await hostile(wire, 0, "shadow", encode_state(state, wire.layouts[0], "small"), "not_finite", form="small")
-        await wire.give(0, "shadow", encode_state(wire.state(0), wire.layouts[0], "small"), form="small")
+        await hostile(
+            wire,
+            0,
+            "shadow",
+            encode_state(state, wire.layouts[0], "small"),
+            "not_finite",
+            form="small",
+        )
+        await wire.give(
+            0, "shadow", encode_state(wire.state(0), wire.layouts[0], "small"), form="small"
+        )
         assert wire.store.get(0).form == "small"
         nursery.cancel_scope.cancel()
 
@@ -210,10 +284,15 @@ async def test_a_claim_beyond_the_model_takes_no_memory(wire):
     assert wire.refused() == {"size": 1}
 
 
-@pytest.mark.parametrize(("what", "answered", "more", "reason"), [
-    ("shadow", "layers", {}, "schema"), ("shadow", "ends", {}, "schema"), ("shadow", "shadow", {"form": "small"}, "bounds"),
-    ("ends", "ends", {}, "size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "answered", "more", "reason"),
+    [
+        ("shadow", "layers", {}, "schema"),
+        ("shadow", "ends", {}, "schema"),
+        ("shadow", "shadow", {"form": "small"}, "bounds"),
+        ("ends", "ends", {}, "size"),
+    ],
+)
 async def test_what_was_not_asked_for_is_refused(wire, what, answered, more, reason):
     await hostile(wire, 0, what, b"x" * 64, reason, answered=answered, **more)
 
@@ -238,10 +317,13 @@ async def test_chunks_out_of_place_end_a_transfer(wire):
     for at, part, count in ((100, b"x" * 8, 1), (5, body[5:], 2)):
         await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
         number = (await wire.answer(0)).request
-        await wire.send(0, m.Have(wire.place(0), number, "shadow", 9, len(body), m.root_of(body), HASH))
+        await wire.send(
+            0, m.Have(wire.place(0), number, "shadow", 9, len(body), m.root_of(body), HASH)
+        )
         await wire.send(0, (m.Chunk(wire.place(0), number, at, len(part)), part))
         assert wire.refused() == {"size": count}
-        await wire.send(0, (m.Chunk(wire.place(0), number, 0, 8), b"x" * 8))  # of nothing that is expected
+        # of nothing that is expected
+        await wire.send(0, (m.Chunk(wire.place(0), number, 0, 8), b"x" * 8))
         assert wire.refused() == {"size": count}
 
 
@@ -274,7 +356,8 @@ async def test_bytes_that_are_no_message_end_that_stream_and_no_other(wire, data
 
 
 async def test_who_does_not_stop_is_cut_off(wire):
-    run = lambda number: m.Run(wire.place(0), number, "int8", 1, 1)  # the crew's activations are float32
+    # the crew's activations are float32
+    run = lambda number: m.Run(wire.place(0), number, "int8", 1, 1)
     for number in range(channel.MISBEHAVED):
         assert 0 not in wire.peer.channel.gone
         await wire.send(0, (run(number), bytes(1 + activation_bytes("int8", 1, LIMITS.hidden))))
@@ -328,19 +411,25 @@ async def test_who_announces_something_again_and_again_has_it_fetched_a_few_time
 async def test_a_snapshot_of_a_step_that_nobody_has_taken_is_refused(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
     await hostile(wire, 0, "shadow", body, "bounds", step=11)
-    await wire.give(0, "shadow", body, step=10)  # the crew is at 9, and some stages take a step before others
+    # the crew is at 9, and some stages take a step before others
+    await wire.give(0, "shadow", body, step=10)
     assert (await wire.answer(0)).step == 10
 
 
 async def test_kept_is_said_of_what_is_kept(wire):
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 20, len(body), m.root_of(body), HASH), body)  # the crew has begun again at 9
+    # the crew has begun again at 9
+    wire.store.put(
+        0, m.Have(wire.place(0), 1, "shadow", 20, len(body), m.root_of(body), HASH), body
+    )
     await wire.give(0, "shadow", body)
     await wire.send(0, m.Ask(wire.place(0), 1))
     assert (await wire.answer(0)).shadow == 20
 
 
-async def test_who_says_that_there_is_something_and_gives_nothing_is_not_waited_for_for_ever(wire, autojump_clock):
+async def test_who_says_that_there_is_something_and_gives_nothing_is_not_waited_for_for_ever(
+    wire, autojump_clock
+):
     await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
     first = await wire.answer(0)
     await trio.sleep(channel.LATER_SECONDS)
@@ -370,9 +459,16 @@ async def test_edges_are_given_while_a_step_ends(wire):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("The size of tensor a must match"), MemoryError()]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("The size of tensor a must match"),
+        MemoryError(),
+    ],
 )
-async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire, error, monkeypatch):
+async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(
+    wire, error, monkeypatch
+):
     def fails(*_):
         raise error
 
@@ -385,7 +481,10 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(wire
     assert isinstance(await wire.answer(2), m.Holds)
 
 
-@pytest.mark.parametrize("error", [AttributeError("no such thing"), KeyError("x"), NotImplementedError(), RecursionError()])
+@pytest.mark.parametrize(
+    "error",
+    [AttributeError("no such thing"), KeyError("x"), NotImplementedError(), RecursionError()],
+)
 async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkeypatch):
     wire = Wire(models["llama"], tmp_path)
 
@@ -401,9 +500,14 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
             await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0, None))
 
 
-def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tmp_path, monkeypatch):
+def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(
+    models, tmp_path, monkeypatch
+):
     wire = Wire(models["llama"], tmp_path)
-    bodies = {step: bytearray(encode_state(wire.state(0, step), wire.layouts[0], "exact")) for step in (8, 9)}
+    bodies = {
+        step: bytearray(encode_state(wire.state(0, step), wire.layouts[0], "exact"))
+        for step in (8, 9)
+    }
     for step, body in bodies.items():
         body[:4] = step.to_bytes(4, "little")
     save, inside, most = disk.save, [], []
@@ -415,8 +519,13 @@ def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(models, tm
         inside.pop()
 
     monkeypatch.setattr(disk, "save", watched)
-    have = lambda step: m.Have(wire.place(0), 1, "shadow", step, len(bodies[step]), m.root_of(bodies[step]), HASH)
-    threads = [threading.Thread(target=wire.store.put, args=(0, have(step), bodies[step])) for step in (8, 9) * 4]
+    have = lambda step: m.Have(
+        wire.place(0), 1, "shadow", step, len(bodies[step]), m.root_of(bodies[step]), HASH
+    )
+    threads = [
+        threading.Thread(target=wire.store.put, args=(0, have(step), bodies[step]))
+        for step in (8, 9) * 4
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -436,14 +545,25 @@ class Liar:
     async def serve(self, reply):
         while (got := await m.read(self.wire.ends[0], LIMITS)) is not None:
             for message in reply(got[0]) if not isinstance(got[0], m.Chunk) else []:
-                await self.wire.ends[0].send_all(m.pack(*message) if isinstance(message, tuple) else m.pack(message))
+                await self.wire.ends[0].send_all(
+                    m.pack(*message) if isinstance(message, tuple) else m.pack(message)
+                )
 
 
 def giving(wire, what, body, root=None, size=None, **more):
     def reply(message):
         place = wire.place(0)
         named = {"hash": HASH} if what in ("shadow", "copy") else {}
-        yield m.Have(place, message.request, what, 9, size or len(body), root or m.root_of(body), **named, **more)
+        yield m.Have(
+            place,
+            message.request,
+            what,
+            9,
+            size or len(body),
+            root or m.root_of(body),
+            **named,
+            **more,
+        )
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
             yield m.Chunk(place, message.request, at, len(part)), part
@@ -487,7 +607,8 @@ async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wir
     def gone(name):
         raise Unavailable(f"no weights {name}")
 
-    monkeypatch.setattr(wire.peer.stage, "base", gone)  # a file of the base model was deleted: nobody's fault, and the end of nothing
+    # a file of the base model was deleted: nobody's fault, and the end of nothing
+    monkeypatch.setattr(wire.peer.stage, "base", gone)
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "failed"
 
@@ -495,7 +616,11 @@ async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wir
 async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, monkeypatch):
     wire.work()
     encoded = []
-    monkeypatch.setattr(local, "encode_copy", lambda *args: encoded.append(wire.worker.participant.step) or encode_copy(*args))
+    monkeypatch.setattr(
+        local,
+        "encode_copy",
+        lambda *args: encoded.append(wire.worker.participant.step) or encode_copy(*args),
+    )
 
     async def later(work):
         await quiet()
@@ -505,7 +630,9 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
 
     async def asked():
         for stage in (0, 2):
-            await wire.ends[stage].send_all(m.pack(m.Want(wire.place(stage), 1, "copy", 1, 0, None)))
+            await wire.ends[stage].send_all(
+                m.pack(m.Want(wire.place(stage), 1, "copy", 1, 0, None))
+            )
         with trio.fail_after(1):
             read = lambda stage: m.read(wire.ends[stage], LIMITS)
             got = [(await read(stage), await read(stage)) for stage in (0, 2)]
@@ -537,7 +664,9 @@ async def test_a_copy_is_sent_twice_in_one_step_and_not_a_third_time(wire):
         return answer
 
     assert [type(await asked(0)) for _ in range(2)] == [m.Have, m.Have]
-    assert [(await asked(0)).reason for _ in range(2 * channel.MISBEHAVED)] == ["refused"] * 2 * channel.MISBEHAVED
+    assert [(await asked(0)).reason for _ in range(2 * channel.MISBEHAVED)] == [
+        "refused"
+    ] * 2 * channel.MISBEHAVED
     assert wire.refused() == {"repeated": 2 * channel.MISBEHAVED}
     assert wire.peer.channel.gone == {}, "it is held against nobody"
     assert isinstance(await asked(2), m.Have), "each stage has its own share"
@@ -547,7 +676,9 @@ async def test_a_copy_is_sent_twice_in_one_step_and_not_a_third_time(wire):
 
 
 @pytest.mark.parametrize("what", ["layers", "shadow"])
-async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_again_after_a_step(wire, what):
+async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_again_after_a_step(
+    wire, what
+):
     wire.work()
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH), body)
@@ -562,8 +693,12 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
     times = serving.TIMES[what]
     assert [await refused() for _ in range(times + 2)] == [False] * times + [True] * 2
     wire.step()
-    wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 10, len(body), m.root_of(body), HASH), body)
-    assert await refused() == (what == "layers"), "nobody is restored in a crew that has taken a step; a newer snapshot is another one"
+    wire.store.put(
+        0, m.Have(wire.place(0), 1, "shadow", 10, len(body), m.root_of(body), HASH), body
+    )
+    assert await refused() == (what == "layers"), (
+        "nobody is restored in a crew that has taken a step; a newer snapshot is another one"
+    )
 
 
 def test_parts_count_for_their_bytes_and_the_whole_is_sent_eight_times():
@@ -581,9 +716,21 @@ def test_parts_count_for_their_bytes_and_the_whole_is_sent_eight_times():
 @pytest.mark.parametrize("what", ["layers", "tied"])
 def test_layers_are_the_neighbours_and_a_tied_embedding_the_other_ends(models, what):
     pieces = split_model(copy.deepcopy(models["llama-tied"]), [1, 1, 1, 1])
-    specs, layouts = [spec for spec, _ in pieces], stage_layouts(models["llama-tied"].config, [spec for spec, _ in pieces])
+    specs, layouts = (
+        [spec for spec, _ in pieces],
+        stage_layouts(models["llama-tied"].config, [spec for spec, _ in pieces]),
+    )
     runtime = StageRuntime(*pieces[3])
-    at = LocalStage(runtime, specs[3], LIMITS, layouts, SETTINGS, "float32", Recorder(specs[3], SETTINGS), phase="whole")
+    at = LocalStage(
+        runtime,
+        specs[3],
+        LIMITS,
+        layouts,
+        SETTINGS,
+        "float32",
+        Recorder(specs[3], SETTINGS),
+        phase="whole",
+    )
     server = StatePeer(at, Fence(Place(CREW, 3, 9), 4), {}, inline).server
     who = [asker for asker in range(3) if server.find(asker, what, 3) is not None]
     assert who == ([2] if what == "layers" else [0])
@@ -630,10 +777,14 @@ async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
 
 
 @pytest.mark.parametrize("lied", [False, True])
-async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_another(models, tmp_path, monkeypatch, lied):
+async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_another(
+    models, tmp_path, monkeypatch, lied
+):
     monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
     arriving, asked = {}, []
-    wires = [Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving) for _ in range(2)]
+    wires = [
+        Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving) for _ in range(2)
+    ]
     good = encode_state(wires[0].state(1), wires[0].layouts[1], "exact")
     root, came = m.root_of(good), 3 * 8192
     assert len(good) > came + 8192
@@ -641,7 +792,9 @@ async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_ano
     async def give(wire, stage, body, until, request=None):
         want, _ = await m.read(wire.ends[stage], LIMITS)
         asked.append((stage, want.at))
-        await wire.send(stage, m.Have(wire.place(stage), want.request, "shadow", 9, len(body), root, HASH))
+        await wire.send(
+            stage, m.Have(wire.place(stage), want.request, "shadow", 9, len(body), root, HASH)
+        )
         for at in range(want.at, until, 8192):
             part = body[at : min(at + 8192, until)]
             await wire.send(stage, (m.Chunk(wire.place(stage), want.request, at, len(part)), part))
@@ -688,11 +841,15 @@ async def test_the_part_of_a_snapshot_that_is_wanted_is_sent(wire):
     assert wire.refused() == {"bounds": 4}
 
 
-async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_changes(wire, monkeypatch):
+async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_changes(
+    wire, monkeypatch
+):
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     hashed, size = [], m.state_bytes(wire.layouts[1], "exact")
-    monkeypatch.setattr(snapshots, "root_of", lambda body: hashed.append(len(body)) or m.root_of(body))
+    monkeypatch.setattr(
+        snapshots, "root_of", lambda body: hashed.append(len(body)) or m.root_of(body)
+    )
     assert isinstance(await wire.answer(0), m.Made)
 
     async def part(at):
@@ -736,7 +893,9 @@ async def test_waiting_for_somebody_who_says_nothing_ends(wire, autojump_clock):
 
 
 @pytest.mark.parametrize("pieces", [None, 3])
-async def test_a_transfer_may_take_long_while_something_comes_of_it(wire, autojump_clock, monkeypatch, pieces):
+async def test_a_transfer_may_take_long_while_something_comes_of_it(
+    wire, autojump_clock, monkeypatch, pieces
+):
     """A piece every four seconds, where five without any are too many; and none after some."""
     monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
     layout = layers_layout(wire.layouts[0])
@@ -746,7 +905,7 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(wire, autoju
     began = trio.current_time()
 
     async def slowly():
-        (message, _) = await m.read(wire.ends[0], LIMITS)
+        message, _ = await m.read(wire.ends[0], LIMITS)
         place, number = wire.place(0), message.request
         await wire.send(0, m.Have(place, number, "layers", 9, len(body), m.root_of(body)))
         for at in every[:pieces]:
@@ -790,7 +949,9 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
 
     wire.peer.stage.spec = replace(wire.peer.stage.spec, tied=True)
     with pytest.raises(PeerTimeout, match="not restored within"):
-        await fetched(wire, loading, lambda: wire.peer.fetch._patiently(0, lambda: wire.peer.fetch.layers(0)))
+        await fetched(
+            wire, loading, lambda: wire.peer.fetch._patiently(0, lambda: wire.peer.fetch.layers(0))
+        )
     assert asked > 10
     with pytest.raises(Incompatible):
         await fetched(wire, loading, lambda: wire.peer.fetch.layers(0))
@@ -805,7 +966,9 @@ async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later(wire):
     assert written().startswith(m.pack(have(7)))
     box.transfer(have(9), body, False, 0)
     assert written().startswith(m.pack(have(9)))
-    assert not [1 for _ in range(2) if written().startswith((m.pack(have(8)), m.pack(have(7))))], "before all of it was gone"
+    assert not [1 for _ in range(2) if written().startswith((m.pack(have(8)), m.pack(have(7))))], (
+        "before all of it was gone"
+    )
     assert written().startswith(m.pack(have(8)))
 
 
@@ -820,14 +983,16 @@ class Uplink:
 
     def offer(self, squared=0.0):
         state = self.wire.state(0)
-        state = replace(state, second={name: tensor + squared for name, tensor in state.second.items()})
+        state = replace(
+            state, second={name: tensor + squared for name, tensor in state.second.items()}
+        )
         self.body = encode_state(state, self.wire.layouts[0], "exact")
         self.root = m.root_of(self.body)
 
     async def serve(self):
         await self.wire.send(0, m.Made(self.wire.place(0), 0, "shadow"))
         while True:
-            (want, _) = await m.read(self.wire.ends[0], LIMITS)
+            want, _ = await m.read(self.wire.ends[0], LIMITS)
             if isinstance(want, m.Want):
                 await self.give(want)
             elif isinstance(want, m.Kept):
@@ -840,7 +1005,9 @@ class Uplink:
         part, place = self.body[want.at : want.until], self.wire.place(0)
         await trio.sleep(len(part) / self.rate)
         self.busy += len(part) / self.rate
-        await self.wire.send(0, m.Have(place, want.request, "shadow", 9, len(self.body), self.root, HASH))
+        await self.wire.send(
+            0, m.Have(place, want.request, "shadow", 9, len(self.body), self.root, HASH)
+        )
         await self.wire.send(0, (m.Chunk(place, want.request, want.at, len(part)), part))
 
 
@@ -861,7 +1028,9 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("rate", [3e3, 3e4])
-async def test_what_is_kept_for_later_takes_an_eighth_of_a_line_a_second_at_a_time(models, tmp_path, small_parts, rate, autojump_clock):
+async def test_what_is_kept_for_later_takes_an_eighth_of_a_line_a_second_at_a_time(
+    models, tmp_path, small_parts, rate, autojump_clock
+):
     wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
     async with following(wire, rate) as uplink:
         began = trio.current_time()
@@ -870,10 +1039,14 @@ async def test_what_is_kept_for_later_takes_an_eighth_of_a_line_a_second_at_a_ti
         assert wire.store.get(0).root == uplink.root
         assert uplink.busy == pytest.approx(len(uplink.body) / rate)
         assert 0.1 * took < uplink.busy < 0.15 * took
-        assert max(until - at for at, until in uplink.asked[3:]) <= 2 * rate, "an activation waited for more"
+        assert max(until - at for at, until in uplink.asked[3:]) <= 2 * rate, (
+            "an activation waited for more"
+        )
 
 
-async def test_a_line_that_takes_everything_at_once_is_not_waited_for(models, tmp_path, small_parts, autojump_clock):
+async def test_a_line_that_takes_everything_at_once_is_not_waited_for(
+    models, tmp_path, small_parts, autojump_clock
+):
     wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
     async with following(wire, 1e7) as uplink:
         await trio.sleep(2 * len(uplink.body) / 1e7)
@@ -881,7 +1054,9 @@ async def test_a_line_that_takes_everything_at_once_is_not_waited_for(models, tm
 
 
 @pytest.mark.parametrize("same", [True, False])
-async def test_what_has_come_of_a_snapshot_is_not_sent_again_in_the_next_crew(models, tmp_path, small_parts, same, autojump_clock):
+async def test_what_has_come_of_a_snapshot_is_not_sent_again_in_the_next_crew(
+    models, tmp_path, small_parts, same, autojump_clock
+):
     arriving = {}
     wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving)
     async with following(wire, 3e4) as uplink:
@@ -899,7 +1074,9 @@ async def test_what_has_come_of_a_snapshot_is_not_sent_again_in_the_next_crew(mo
     assert arriving == {}
 
 
-async def test_who_gives_parts_of_one_snapshot_after_another_gives_none(models, tmp_path, small_parts, autojump_clock):
+async def test_who_gives_parts_of_one_snapshot_after_another_gives_none(
+    models, tmp_path, small_parts, autojump_clock
+):
     wire = Wire(copy.deepcopy(models["llama-tied"]), tmp_path)
     async with following(wire, 1e5) as uplink:
         give = uplink.give
@@ -933,7 +1110,9 @@ async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_i
 
     first, begin = await part(0, size // 2)
     newer = wire.state(1, step=10)
-    wire.peer.sharing.snapshot(Copied(replace(newer, second={name: tensor + 1 for name, tensor in newer.second.items()})))
+    wire.peer.sharing.snapshot(
+        Copied(replace(newer, second={name: tensor + 1 for name, tensor in newer.second.items()}))
+    )
     await quiet()
     other, _ = await part(size // 2, size, stage=2)  # who was sent nothing of the one before
     rest, end = await part(size // 2, size)
@@ -945,7 +1124,11 @@ async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_i
 def in_a_file(data, path):
     """Whether it is that file, mapped."""
     address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-    mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    mapped = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(path))
+    ]
     return any(int(start, 16) <= address < int(end, 16) for start, end in mapped)
 
 
@@ -953,7 +1136,9 @@ async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     mapped = []
-    monkeypatch.setattr(wire.peer.channel.outboxes[0], "transfer", lambda have, body, later, at: mapped.append(body))
+    monkeypatch.setattr(
+        wire.peer.channel.outboxes[0], "transfer", lambda have, body, later, at: mapped.append(body)
+    )
     assert isinstance(await wire.answer(0), m.Made)
     await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, 0, None))
     assert in_a_file(mapped[0], wire.directory / "stage-1.safetensors")
@@ -986,7 +1171,7 @@ def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_p
     assert not list(tmp_path.rglob("stage-*"))  # another crew's
 
 
-def test_a_snapshot_of_steps_that_a_crew_does_not_have_is_put_aside_until_they_come_back_or_are_passed(models, tmp_path):
+def test_a_snapshot_of_unknown_steps_is_set_aside(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
@@ -997,7 +1182,8 @@ def test_a_snapshot_of_steps_that_a_crew_does_not_have_is_put_aside_until_they_c
     assert wire.store.put(0, at(8), body)
     wire.store.begins(8)
     assert wire.store.get(0).step == 8
-    SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]}).begins(12)  # another process; step 9 is back
+    # another process; step 9 is back
+    SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]}).begins(12)
     again = SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]})
     assert (again.get(0).step, again.get(0).hash) == (9, at(9).hash)
     again.begins(3)
@@ -1026,7 +1212,9 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
 
 
 @pytest.mark.parametrize("what", ["layers", "copy", "edges"])
-async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(wire, monkeypatch, what):
+async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(
+    wire, monkeypatch, what
+):
     wire.work()
     wire.peer.stage.settings = replace(SETTINGS, mode="checkfree+")
     wire.peer.stage.recorder.edges.append(m.Edge(1, 9, 0, 1, 1, b"a", b"b"))
@@ -1041,7 +1229,8 @@ async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(wire
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
     want = lambda number: m.Want(wire.place(0), number, what, 1, 0, None)
     for number in range(1, 5):
-        await wire.ends[0].send_all(m.pack(want(number)))  # the second while the first is put together
+        # the second while the first is put together
+        await wire.ends[0].send_all(m.pack(want(number)))
         await quiet()
         await quiet()
     assert [out.what for out in wire.peer.channel.outboxes[0].transfers] == [what]
@@ -1052,25 +1241,50 @@ async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(wire
     assert (await wire.answer(2)).reason == "none", "nobody else waits"
 
 
-SCRATCH, PAPER, PRETRAINED, ADAPTER = Run(), Run(swapped=True), Run(pretrained=True), Run(adapter=True)
+SCRATCH, PAPER, PRETRAINED, ADAPTER = (
+    Run(),
+    Run(swapped=True),
+    Run(pretrained=True),
+    Run(adapter=True),
+)
 
 
 @pytest.mark.parametrize(
-    ("run", "mode", "given"), [(SCRATCH, "off", False), (PAPER, "checkfree+", True), (PRETRAINED, "off", False), (ADAPTER, "off", False)]
+    ("run", "mode", "given"),
+    [
+        (SCRATCH, "off", False),
+        (PAPER, "checkfree+", True),
+        (PRETRAINED, "off", False),
+        (ADAPTER, "off", False),
+    ],
 )
 async def test_layers_are_given_to_whom_they_are_of_use(wire, run, mode, given):
-    settings = recovery_settings(Config.model_validate({"stages": {"paper_mode": mode}}).stages, run)
+    settings = recovery_settings(
+        Config.model_validate({"stages": {"paper_mode": mode}}).stages, run
+    )
     wire.peer.stage.phase, wire.peer.stage.settings = "whole", settings
     await wire.send(0, m.Want(wire.place(0), 7, "layers", 1, 0, None))
     answer = await wire.answer(0)
-    assert (isinstance(answer, m.Have) if given else answer.reason == "none"), "stage 0 has an embedding that no neighbour keeps"
+    assert isinstance(answer, m.Have) if given else answer.reason == "none", (
+        "stage 0 has an embedding that no neighbour keeps"
+    )
     assert settings.synthesises(1, 3) == (not run.pretrained and not run.adapter)
 
 
 async def test_what_a_member_has_run_here_in_a_step_has_a_bound(wire):
     wire.work()
     ids = lambda count: pack_ids([1 + i % 60 for i in range(count)])
-    loss = Loss(*(pack_logprobs([0.5] * count) for count in (24, 1, 1)), 1.0, "dapo", 0.2, 0.28, None, (True,), "tis", "token")
+    loss = Loss(
+        *(pack_logprobs([0.5] * count) for count in (24, 1, 1)),
+        1.0,
+        "dapo",
+        0.2,
+        0.28,
+        None,
+        (True,),
+        "tis",
+        "token",
+    )
     about = strict.encode(MicroBatch((41,), ids(41), (0,), (24,), ids(24), 1.0, loss))
     rows = LIMITS.tokens
     body = about + bytes(activation_bytes("float32", rows, LIMITS.hidden))
@@ -1092,15 +1306,21 @@ def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
-    crew = lambda name: SnapshotStore(tmp_path, name * 16, {0: wire.layouts[0]}, {"layers": [2, 1, 1]})
+    crew = lambda name: SnapshotStore(
+        tmp_path, name * 16, {0: wire.layouts[0]}, {"layers": [2, 1, 1]}
+    )
     crew(b"c").put(0, have, body)
     crew(b"c").ran(9)
     assert find_snapshots(tmp_path) == [disk.OnDisk(b"c" * 16, 0, 2, 9, HASH)]
     for name in (b"d", b"e", b"f"):  # each is a stranger's, and pushes what it likes
         crew(name).put(0, have, body)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [(name * 16).hex() for name in (b"c", b"f")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        (name * 16).hex() for name in (b"c", b"f")
+    ]
     assert crew(b"c").get(0).step == 9
     crew(b"g").ran(8)
-    assert len(list(tmp_path.iterdir())) == 2, "what was learnt in nine steps is kept until as many were taken"
+    assert len(list(tmp_path.iterdir())) == 2, (
+        "what was learnt in nine steps is kept until as many were taken"
+    )
     crew(b"g").ran(9)
     assert [path.name for path in tmp_path.iterdir()] == [(b"g" * 16).hex()]

@@ -32,25 +32,54 @@ def test_checkfree_is_algorithm_1(four):
     expected = (1.0 * layer[0].mlp.up_proj.weight + 9.0 * layer[2].mlp.up_proj.weight) / 10.0
     assert torch.allclose(made.state[NAME], expected, rtol=1e-6, atol=1e-7)
     assert made.learning_rate_factor == 1.1
-    assert synthesise("checkfree", specs[1], stages[0], stages[2], Run(), paper=False).learning_rate_factor == 1.0
-    assert made.state.keys() == {name for name, _ in split_model(model, [1, 1, 1, 1])[1][1].named_parameters()}
+    assert (
+        synthesise(
+            "checkfree", specs[1], stages[0], stages[2], Run(), paper=False
+        ).learning_rate_factor
+        == 1.0
+    )
+    assert made.state.keys() == {
+        name for name, _ in split_model(model, [1, 1, 1, 1])[1][1].named_parameters()
+    }
 
 
 def test_the_less_converged_neighbour_weighs_more_and_only_the_ratio_counts(four):
     specs, stages, _ = four
-    towards = synthesise("checkfree", specs[2], Neighbour(stages[1].layers, 1e-9), Neighbour(stages[3].layers, 1e9), Run())
+    towards = synthesise(
+        "checkfree",
+        specs[2],
+        Neighbour(stages[1].layers, 1e-9),
+        Neighbour(stages[3].layers, 1e9),
+        Run(),
+    )
     assert torch.equal(towards.state[NAME], stages[3].layers[NAME])
-    some = synthesise("checkfree", specs[2], Neighbour(stages[1].layers, 1.0), Neighbour(stages[3].layers, 3.0), Run())
-    same = synthesise("checkfree", specs[2], Neighbour(stages[1].layers, 1e200), Neighbour(stages[3].layers, 3e200), Run())
+    some = synthesise(
+        "checkfree",
+        specs[2],
+        Neighbour(stages[1].layers, 1.0),
+        Neighbour(stages[3].layers, 3.0),
+        Run(),
+    )
+    same = synthesise(
+        "checkfree",
+        specs[2],
+        Neighbour(stages[1].layers, 1e200),
+        Neighbour(stages[3].layers, 3e200),
+        Run(),
+    )
     assert torch.allclose(some.state[NAME], same.state[NAME])
 
 
 def test_uniform_is_the_mean_and_so_is_checkfree_without_gradients(four):
     specs, stages, _ = four
     mean = (stages[0].layers[NAME] + stages[2].layers[NAME]) / 2
-    assert torch.allclose(synthesise("uniform", specs[1], stages[0], stages[2], Run()).state[NAME], mean, atol=1e-7)
+    assert torch.allclose(
+        synthesise("uniform", specs[1], stages[0], stages[2], Run()).state[NAME], mean, atol=1e-7
+    )
     still = [Neighbour(stages[i].layers, 0.0) for i in (0, 2)]
-    assert torch.allclose(synthesise("checkfree", specs[1], *still, Run()).state[NAME], mean, atol=1e-7)
+    assert torch.allclose(
+        synthesise("checkfree", specs[1], *still, Run()).state[NAME], mean, atol=1e-7
+    )
 
 
 def test_identity_passes_on_what_it_gets_and_can_still_learn(four):
@@ -61,11 +90,13 @@ def test_identity_passes_on_what_it_gets_and_can_still_learn(four):
     y = StageRuntime(spec, stage).run(x, torch.ones(1, 5, dtype=torch.long), torch.arange(5)[None])
     assert torch.equal(y, x)
     (y * torch.randn_like(y)).sum().backward()
-    assert float(stage.model.layers[0].mlp.down_proj.weight.grad.abs().sum()) > 0  # unlike a stage of zeros
+    # unlike a stage of zeros
+    assert float(stage.model.layers[0].mlp.down_proj.weight.grad.abs().sum()) > 0
 
 
 @pytest.mark.parametrize(
-    ("lost", "source", "ends"), [(0, 1, ["model.embed_tokens.weight"]), (3, 2, ["model.norm.weight", "lm_head.weight"])]
+    ("lost", "source", "ends"),
+    [(0, 1, ["model.embed_tokens.weight"]), (3, 2, ["model.norm.weight", "lm_head.weight"])],
 )
 def test_checkfree_plus_copies_the_neighbour_and_restores_the_end_exactly(four, lost, source, ends):
     specs, stages, _ = four
@@ -80,10 +111,15 @@ def test_checkfree_plus_copies_the_neighbour_and_restores_the_end_exactly(four, 
 
 @pytest.mark.parametrize(
     ("method", "lost", "run", "match"),
-    [("checkfree", 0, Run(), "both sides"), ("uniform", 3, Run(), "both sides"), ("copy", 1, Run(swapped=True), "neither"),
-     ("copy", 0, Run(), "swapped"), ("copy", 0, Run(swapped=True, pretrained=True), "base"),
-     ("checkfree", 1, Run(adapter=True), "adapter")],
-)  # fmt: skip
+    [
+        ("checkfree", 0, Run(), "both sides"),
+        ("uniform", 3, Run(), "both sides"),
+        ("copy", 1, Run(swapped=True), "neither"),
+        ("copy", 0, Run(), "swapped"),
+        ("copy", 0, Run(swapped=True, pretrained=True), "base"),
+        ("checkfree", 1, Run(adapter=True), "adapter"),
+    ],
+)
 def test_what_would_harm_is_refused(four, method, lost, run, match):
     specs, stages, _ = four
     with pytest.raises(Refused, match=match):
@@ -97,7 +133,9 @@ def test_two_adjacent_losses_and_strange_neighbours_are_no_source(four, models):
     with pytest.raises(Incompatible, match="2 layers"):
         synthesise("checkfree", specs[1], stages[0], neighbour(model, [2, 2], 1, 1.0), Run())
     with pytest.raises(Incompatible, match="norms"):
-        synthesise("checkfree", specs[1], stages[0], Neighbour(stages[2].layers, float("nan")), Run())
+        synthesise(
+            "checkfree", specs[1], stages[0], Neighbour(stages[2].layers, float("nan")), Run()
+        )
     broken = {**stages[2].layers, NAME: torch.full_like(stages[2].layers[NAME], float("inf"))}
     with pytest.raises(Incompatible, match="finite"):
         synthesise("checkfree", specs[1], stages[0], Neighbour(broken, 1.0), Run())

@@ -1,4 +1,5 @@
-"""Swapped runs, and stages that come back from their neighbours (R4, R5), where what travels is rounded at every hop."""
+"""Swapped runs, and stages that come back from their neighbours (R4, R5), where what travels is
+rounded at every hop."""
 
 import copy
 import math
@@ -18,8 +19,13 @@ from tests.support.split_models import split_model
 
 CFG = TrainingConfig(per_device_train_tokens=64)
 LAYERS = [1, 1, 1, 1]
-ROUNDED = {"bfloat16": ("bfloat16", "bfloat16", 0.03), "int8": ("int8", "bfloat16", 0.08), "both int8": ("int8", "int8", 0.08)}
-"""Codec of activations, of gradients, and how far a token's log-probability may be from float32's after two steps, nats."""
+ROUNDED = {
+    "bfloat16": ("bfloat16", "bfloat16", 0.03),
+    "int8": ("int8", "bfloat16", 0.08),
+    "both int8": ("int8", "int8", 0.08),
+}
+"""Codec of activations, of gradients, and how far a token's log-probability may be from float32's
+after two steps, nats."""
 
 
 def settings_of(name):
@@ -42,7 +48,10 @@ async def scores_of(crew):
 
 
 async def two_steps(models, settings):
-    runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(copy.deepcopy(models["llama"]), LAYERS)]
+    runtimes = [
+        StageRuntime(spec, stage)
+        for spec, stage in split_model(copy.deepcopy(models["llama"]), LAYERS)
+    ]
     async with open_crew(runtimes, settings, FrameLimits(hidden=32, vocab=61, tokens=1024)) as crew:
         before = await scores_of(crew)
         await learn(crew, 2)
@@ -52,13 +61,16 @@ async def two_steps(models, settings):
 @pytest.mark.parametrize("name", ROUNDED)
 async def test_two_swapped_steps_are_those_of_float32_but_for_what_is_rounded(models, name):
     before, after = await two_steps(models, settings_of(name))
-    _, expected = await two_steps(models, CrewSettings(b"b" * 32, "float32", "float32", swapped=True))
+    _, expected = await two_steps(
+        models, CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
+    )
     assert 0 < float((after - expected).abs().max()) < ROUNDED[name][2]
     assert float((after - before).abs().max()) > 1e-3  # something was learnt
 
 
 async def drawn_and_computed_again(crew):
-    """Largest difference between what was recorded while sampling and what is computed from the same tokens, nats."""
+    """Largest difference between what was recorded while sampling and what is computed from the
+    same tokens, nats."""
     prompts = [row.prompt_ids[:6] for row in rows_of(7)[:4]]
     waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
     rows, recorded = [], []
@@ -70,15 +82,28 @@ async def drawn_and_computed_again(crew):
     return max(abs(a - b) for a, b in zip(again, recorded, strict=True))
 
 
-@pytest.mark.parametrize(("lost", "name"), [(0, "both int8"), (0, "bfloat16"), (1, "both int8"), (3, "bfloat16"), (3, "int8")])
+@pytest.mark.parametrize(
+    ("lost", "name"),
+    [(0, "both int8"), (0, "bfloat16"), (1, "both int8"), (3, "bfloat16"), (3, "int8")],
+)
 async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp_path, name, lost):
     rung = SourceKind.SYNTHESIS if lost == 1 else SourceKind.COPY
     paper = RecoverySettings(mode="checkfree+", seconds=30.0)
-    mine = Fleet(copy.deepcopy(models["llama"]), LAYERS, tmp_path / "crew", settings_of(name), paper, Run(swapped=True))
+    mine = Fleet(
+        copy.deepcopy(models["llama"]),
+        LAYERS,
+        tmp_path / "crew",
+        settings_of(name),
+        paper,
+        Run(swapped=True),
+    )
     try:
         async with mine.up() as crew:
             await learn(crew, 2)
-            before, norms = mine.weights(), [member.optimizer.squared_norm for member in crew.members]
+            before, norms = (
+                mine.weights(),
+                [member.optimizer.squared_norm for member in crew.members],
+            )
         mine.kill(lost)
         async with mine.up() as crew:
             assert crew is not None, mine.failed
@@ -87,11 +112,21 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
             assert got.verdict.finite
             layer = "model.layers.0.mlp.up_proj.weight"
             if rung is SourceKind.COPY:  # weights travel as float32, whatever activations do
-                assert torch.equal(after[f"{lost} {layer}"], before[f"{1 if lost == 0 else 2} {layer}"])
-                ends = ["model.embed_tokens.weight"] if lost == 0 else ["model.norm.weight", "lm_head.weight"]
-                assert all(torch.equal(after[f"{lost} {end}"], before[f"{lost} {end}"]) for end in ends)
+                assert torch.equal(
+                    after[f"{lost} {layer}"], before[f"{1 if lost == 0 else 2} {layer}"]
+                )
+                ends = (
+                    ["model.embed_tokens.weight"]
+                    if lost == 0
+                    else ["model.norm.weight", "lm_head.weight"]
+                )
+                assert all(
+                    torch.equal(after[f"{lost} {end}"], before[f"{lost} {end}"]) for end in ends
+                )
             else:
-                mean = (norms[0] * before[f"0 {layer}"] + norms[2] * before[f"2 {layer}"]) / (norms[0] + norms[2])
+                mean = (norms[0] * before[f"0 {layer}"] + norms[2] * before[f"2 {layer}"]) / (
+                    norms[0] + norms[2]
+                )
                 assert torch.allclose(after[f"1 {layer}"], mean, atol=1e-6)
             await learn(crew, 2, 2)
             assert await drawn_and_computed_again(crew) < 1e-3

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from swarmnode.rl.advantages import ESTIMATORS, advantages, overlong_penalty, train_mask, zero_advantage
+from swarmnode.rl.advantages import (
+    ESTIMATORS,
+    advantages,
+    overlong_penalty,
+    train_mask,
+    zero_advantage,
+)
 
 
 def test_grpo_divides_by_the_sample_deviation():
@@ -80,7 +86,15 @@ def test_zero_advantage_looks_at_every_reward_function():
     assert zero_advantage(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("rewards", [torch.zeros(8), torch.zeros(2, 1), torch.tensor([[0.0, math.nan]]), torch.tensor([[math.inf, 0.0]])])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        torch.zeros(8),
+        torch.zeros(2, 1),
+        torch.tensor([[0.0, math.nan]]),
+        torch.tensor([[math.inf, 0.0]]),
+    ],
+)
 def test_refuses_other_shapes_and_what_is_not_finite(rewards):
     with pytest.raises(ValueError):
         advantages(rewards, "grpo")
@@ -95,8 +109,13 @@ def test_refuses_an_unknown_estimator_and_names_the_known():
 def test_what_length_costs_is_what_it_costs_in_trl(longest):
     rewards = pytest.importorskip("trl.rewards")
     theirs = rewards.get_soft_overlong_punishment(longest, max(1, longest // 5))
-    lengths = sorted({1, longest // 2, longest * 4 // 5, longest * 9 // 10, longest - 1, longest, longest + 5} - {0})
-    assert [-overlong_penalty(n, False, longest) for n in lengths] == pytest.approx(theirs([[0] * n for n in lengths]))
+    lengths = sorted(
+        {1, longest // 2, longest * 4 // 5, longest * 9 // 10, longest - 1, longest, longest + 5}
+        - {0}
+    )
+    assert [-overlong_penalty(n, False, longest) for n in lengths] == pytest.approx(
+        theirs([[0] * n for n in lengths])
+    )
 
 
 def test_a_completion_that_was_cut_loses_all_of_it_at_any_length():

@@ -21,7 +21,9 @@ from swarmnode.rl.corrections import (
 
 
 def correction(local, sender, tokens=4):
-    return sequence_correction(torch.tensor([float(local)]), torch.tensor([float(sender)]), torch.tensor([tokens])).item()
+    return sequence_correction(
+        torch.tensor([float(local)]), torch.tensor([float(sender)]), torch.tensor([tokens])
+    ).item()
 
 
 def test_the_same_policy_weighs_one():
@@ -73,8 +75,11 @@ def test_spot_check_refuses_what_cannot_be_compared(sender):
 
 
 def sampled(policy, reader, count=40, seed=0):
-    """`count` tokens drawn from `policy` (V,), and what `reader` (V,) makes of them: log-probabilities and entropies."""
-    drawn = torch.multinomial(policy.softmax(0), count, replacement=True, generator=torch.Generator().manual_seed(seed))
+    """`count` tokens drawn from `policy` (V,), and what `reader` (V,) makes of them:
+    log-probabilities and entropies."""
+    drawn = torch.multinomial(
+        policy.softmax(0), count, replacement=True, generator=torch.Generator().manual_seed(seed)
+    )
     logs = reader.log_softmax(0)
     return logs[drawn], torch.full((count,), float(-(logs.exp() * logs).sum()))
 
@@ -150,9 +155,19 @@ def weights(kind, level, ratios=RATIOS):
 
 
 def test_a_tokens_weight_is_truncated_masked_above_or_masked_outside():
-    assert torch.allclose(weights("tis", "token"), torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]))
-    assert torch.allclose(weights("mis", "token"), torch.tensor([[0.1, 0.6, 1.0, 0.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]), atol=1e-5)
-    assert torch.allclose(weights("icepop", "token"), torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]))
+    assert torch.allclose(
+        weights("tis", "token"),
+        torch.tensor([[0.1, 0.6, 1.0, CAP, CAP], [0.5, 2.0, 1.9, 0.0, 0.0]]),
+    )
+    assert torch.allclose(
+        weights("mis", "token"),
+        torch.tensor([[0.1, 0.6, 1.0, 0.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]),
+        atol=1e-5,
+    )
+    assert torch.allclose(
+        weights("icepop", "token"),
+        torch.tensor([[0.0, 0.6, 1.0, 3.0, 0.0], [0.5, 2.0, 1.9, 0.0, 0.0]]),
+    )
     assert BAND[0] <= 0.5
 
 
@@ -164,7 +179,11 @@ def test_a_sequences_weight_is_the_product_of_its_tokens_for_all_of_them():
     far = RATIOS.clone()
     far[0, 2] = 10.0
     assert weights("tis", "sequence", far)[0].tolist() == [CAP] * 5
-    assert weights("mis", "sequence", far)[0].tolist() == weights("icepop", "sequence", far)[0].tolist() == [0.0] * 5
+    assert (
+        weights("mis", "sequence", far)[0].tolist()
+        == weights("icepop", "sequence", far)[0].tolist()
+        == [0.0] * 5
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -172,20 +191,25 @@ def test_a_sequences_weight_is_the_product_of_its_tokens_for_all_of_them():
 def test_what_is_not_finite_weighs_nothing_and_no_gradient_flows(kind, level):
     old = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     for wrong in (math.nan, math.inf, -math.inf):
-        found = importance_weights(old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2), kind, level)
+        found = importance_weights(
+            old, torch.tensor([[wrong, -1.0]]), torch.ones(1, 2), kind, level
+        )
         assert not found.requires_grad
         assert found[0, 0] == 0
         assert torch.isfinite(found).all()
 
 
 def test_truncated_and_masked_weights_are_trls():
-    """As it writes them: a clamp, or zero outside of the bounds, of the exponential of the difference or its sum."""
+    """As it writes them: a clamp, or zero outside of the bounds, of the exponential of the
+    difference or its sum."""
     gap = RATIOS.log() * MASK
     by_level = {"token": gap.exp(), "sequence": gap.sum(1, keepdim=True).exp().expand(2, 5)}
     for level, ratio in by_level.items():
         assert torch.allclose(weights("tis", level), ratio.clamp(max=CAP) * MASK, atol=1e-5)
         outside = (ratio < BAND[0]) | (ratio > BAND[1])
-        assert torch.allclose(weights("icepop", level), ratio.masked_fill(outside, 0.0) * MASK, atol=1e-5)
+        assert torch.allclose(
+            weights("icepop", level), ratio.masked_fill(outside, 0.0) * MASK, atol=1e-5
+        )
 
 
 def test_effective_share_of_equal_weights_is_all_and_of_one_among_many_its_share():

@@ -1,4 +1,5 @@
-"""What a curriculum asks next, and what peers' word can and cannot do to that. pytest tests/unit/rl/test_curricula.py"""
+"""What a curriculum asks next, and what peers' word can and cannot do to that. pytest
+tests/unit/rl/test_curricula.py"""
 
 import random
 from collections import Counter
@@ -7,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.rl.curricula import EXPLORE, HINTS_MOST, MEMORY, PEER_MOST, PEERS, Bucket, Curriculum, useful_chance
+from swarmnode.rl.curricula import (
+    EXPLORE,
+    HINTS_MOST,
+    MEMORY,
+    PEER_MOST,
+    PEERS,
+    Bucket,
+    Curriculum,
+    useful_chance,
+)
 
 EASY, GOOD, HARD = Bucket("rg/gcd", 0), Bucket("rg/gcd", 1), Bucket("rg/lcm", 5)
 HALF, RARE = (1.0, 0.0) * 4, (1.0,) + (0.0,) * 7
@@ -46,7 +56,9 @@ def test_where_most_buckets_are_too_hard_another_one_is_expected_to_be():
     for bucket in buckets[:8]:
         curriculum.own(bucket, bucket == buckets[0])
     assert curriculum.expected()[buckets[-1]] == pytest.approx((1 + 1) / (2 + 8))
-    assert drawn(curriculum)[buckets[0]] > 0.2 * 2000, "one that taught is asked again before all others were tried"
+    assert drawn(curriculum)[buckets[0]] > 0.2 * 2000, (
+        "one that taught is asked again before all others were tried"
+    )
 
 
 def test_the_same_generator_makes_the_same_choices():
@@ -69,12 +81,15 @@ def test_peers_groups_say_where_signals_are():
     curriculum = Curriculum([EASY, GOOD, HARD])
     for peer in "abcd":
         curriculum.hint(peer, GOOD, HALF)
-        curriculum.hint(peer, HARD, (0.01,) + (0.0,) * 7)  # a thousandth of partial credit: hardly ever a signal
+        # a thousandth of partial credit: hardly ever a signal
+        curriculum.hint(peer, HARD, (0.01,) + (0.0,) * 7)
     expected = curriculum.expected()
     assert expected[GOOD] > expected[EASY] == 0.5 > expected[HARD]
     curriculum.own(GOOD, True)
     evidence = curriculum.evidence()
-    assert evidence[GOOD] == pytest.approx((1.0, 1.0)), "one of its own, and four peers' at a quarter each"
+    assert evidence[GOOD] == pytest.approx((1.0, 1.0)), (
+        "one of its own, and four peers' at a quarter each"
+    )
     assert evidence[EASY] == (0.0, 0.0)
 
 
@@ -100,13 +115,23 @@ def test_a_peer_whose_word_was_tried_and_came_to_nothing_is_heeded_less():
     before = curriculum.expected()[buckets[15]]
     curriculum.hint("liar", buckets[13], HALF)
     curriculum.hint("honest", buckets[14], HALF)
-    said_by_liar, said_by_honest = curriculum.posterior(buckets[13])[0], curriculum.posterior(buckets[14])[0]
+    said_by_liar, said_by_honest = (
+        curriculum.posterior(buckets[13])[0],
+        curriculum.posterior(buckets[14])[0],
+    )
     untold = curriculum.posterior(buckets[15])[0]
     assert 0 < said_by_liar - untold < 0.5 * (said_by_honest - untold)
     assert curriculum.expected()[buckets[15]] == before, "nobody spoke of it"
 
 
-@given(st.lists(st.tuples(st.integers(0, 500), st.sampled_from([EASY, GOOD, HARD]), st.sampled_from([HALF, RARE])), max_size=300))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 500), st.sampled_from([EASY, GOOD, HARD]), st.sampled_from([HALF, RARE])
+        ),
+        max_size=300,
+    )
+)
 def test_any_number_of_peers_count_two_own_groups_at_most(hints):
     curriculum = Curriculum([EASY, GOOD, HARD])
     for peer, bucket, rewards in hints:
@@ -133,13 +158,15 @@ def test_hints_fade_and_peers_that_are_not_heard_are_forgotten():
         curriculum.step()
     assert weight(curriculum, GOOD) < 0.01
     for peer in range(PEERS):
-        curriculum.hint(f"peer {peer}", HARD, HALF)  # of a bucket that is none of ours: nobody is remembered for it
+        # of a bucket that is none of ours: nobody is remembered for it
+        curriculum.hint(f"peer {peer}", HARD, HALF)
     curriculum.hint("new", GOOD, HALF)
     assert weight(curriculum, GOOD) > 0.2
 
 
 @pytest.mark.parametrize(
-    ("rewards", "chance"), [((1.0,) * 8, 0.0), ((0.0,) * 8, 0.0), (HALF, 1 - 2 * 0.5**8), (RARE, 1 - 0.875**8 - 0.125**8)]
+    ("rewards", "chance"),
+    [((1.0,) * 8, 0.0), ((0.0,) * 8, 0.0), (HALF, 1 - 2 * 0.5**8), (RARE, 1 - 0.875**8 - 0.125**8)],
 )
 def test_the_chance_of_a_signal_follows_from_the_mean_reward(rewards, chance):
     assert useful_chance(rewards) == pytest.approx(chance)

@@ -14,7 +14,9 @@ def a_batch(rows=6, length=5, seed=0):
     logprobs = -torch.rand(rows, length, generator=generator) * 3
     old = logprobs + torch.randn(rows, length, generator=generator) * 0.4
     reference = logprobs + torch.randn(rows, length, generator=generator) * 0.3
-    mask = (torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)).float()
+    mask = (
+        torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
+    ).float()
     return logprobs.requires_grad_(), old, torch.randn(rows, generator=generator), mask, reference
 
 
@@ -22,7 +24,16 @@ def loss_of(logprobs, old, advantages, mask, *, weights=None, ref_logprobs=None,
     """The loss of a whole batch."""
     objective = Objective(**settings)
     normalizer = objective.normalizer(mask.sum(1).tolist())
-    return policy_loss(logprobs, old, advantages, mask, objective, normalizer, weights=weights, ref_logprobs=ref_logprobs)
+    return policy_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        objective,
+        normalizer,
+        weights=weights,
+        ref_logprobs=ref_logprobs,
+    )
 
 
 def gradient_at_ratio(ratio, advantage, **settings):
@@ -39,7 +50,13 @@ def test_inside_the_clip_the_gradient_is_ratio_times_advantage():
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clipped"),
-    [(1.3, 1.0, True), (1.25, 1.0, False), (0.7, -1.0, True), (0.7, 1.0, False), (1.5, -1.0, False)],
+    [
+        (1.3, 1.0, True),
+        (1.25, 1.0, False),
+        (0.7, -1.0, True),
+        (0.7, 1.0, False),
+        (1.5, -1.0, False),
+    ],
 )
 def test_the_clip_is_asymmetric_and_one_sided(ratio, advantage, clipped):
     gradient = gradient_at_ratio(ratio, advantage, epsilon=0.2, epsilon_high=0.28)
@@ -69,7 +86,9 @@ def test_clip_fraction_counts_tokens_whose_gradient_is_gone():
 
 def test_kl_pulls_back_to_the_reference_and_is_never_negative():
     logprobs, old, advantages, mask, reference = a_batch()
-    result = loss_of(logprobs, old, torch.zeros_like(advantages), mask, beta=0.5, ref_logprobs=reference)
+    result = loss_of(
+        logprobs, old, torch.zeros_like(advantages), mask, beta=0.5, ref_logprobs=reference
+    )
     result.loss.backward()
     assert result.kl > 0
     assert result.loss.item() == pytest.approx(0.5 * result.kl.item(), rel=1e-5)
@@ -83,7 +102,9 @@ def test_weights_scale_a_sequence_but_not_its_kl():
     whole = loss_of(logprobs, old, advantages, mask).loss
     half = loss_of(logprobs, old, advantages, mask, weights=torch.full((6,), 0.5)).loss
     assert half.item() == pytest.approx(whole.item() / 2)
-    kl_only = loss_of(logprobs, old, advantages, mask, weights=torch.zeros(6), beta=1.0, ref_logprobs=reference)
+    kl_only = loss_of(
+        logprobs, old, advantages, mask, weights=torch.zeros(6), beta=1.0, ref_logprobs=reference
+    )
     assert kl_only.loss.item() == pytest.approx(kl_only.kl.item(), rel=1e-5)
 
 
@@ -93,7 +114,9 @@ def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
     logprobs, old, advantages, mask, reference = a_batch()
     weights = torch.linspace(0.8, 1.0, 6)
     settings = dict(loss_type=loss_type, delta=4.0, beta=0.1, max_completion_length=7)
-    whole = loss_of(logprobs, old, advantages, mask, ref_logprobs=reference, weights=weights, **settings)
+    whole = loss_of(
+        logprobs, old, advantages, mask, ref_logprobs=reference, weights=weights, **settings
+    )
     (expected,) = torch.autograd.grad(whole.loss, logprobs)
 
     objective = Objective(**settings)
@@ -102,9 +125,15 @@ def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
     for size in cuts:
         rows = slice(start, start + size)
         part = policy_loss(
-            logprobs[rows], old[rows], advantages[rows], mask[rows], objective, normalizer,
-            ref_logprobs=reference[rows], weights=weights[rows],
-        )  # fmt: skip
+            logprobs[rows],
+            old[rows],
+            advantages[rows],
+            mask[rows],
+            objective,
+            normalizer,
+            ref_logprobs=reference[rows],
+            weights=weights[rows],
+        )
         part.loss.backward()
         total += part.loss.item()
         start += size
@@ -115,10 +144,14 @@ def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
 def test_token_mean_weighs_long_completions_more_and_sequence_mean_does_not():
     mask = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
     logprobs = torch.full((2, 4), -1.0, requires_grad=True)
-    loss_of(logprobs, logprobs.detach(), torch.tensor([1.0, 1.0]), mask, loss_type="dapo").loss.backward()
+    loss_of(
+        logprobs, logprobs.detach(), torch.tensor([1.0, 1.0]), mask, loss_type="dapo"
+    ).loss.backward()
     by_token = logprobs.grad.sum(1)
     logprobs.grad = None
-    loss_of(logprobs, logprobs.detach(), torch.tensor([1.0, 1.0]), mask, loss_type="grpo").loss.backward()
+    loss_of(
+        logprobs, logprobs.detach(), torch.tensor([1.0, 1.0]), mask, loss_type="grpo"
+    ).loss.backward()
     by_sequence = logprobs.grad.sum(1)
     assert by_token[0] == pytest.approx(4 * by_token[1].item())
     assert by_sequence[0] == pytest.approx(by_sequence[1].item())
@@ -130,7 +163,12 @@ def test_padding_may_hold_anything():
     (expected_gradient,) = torch.autograd.grad(expected.loss, logprobs)
     dirty = logprobs.detach().masked_fill(mask == 0, -math.inf).requires_grad_()
     result = loss_of(
-        dirty, old.masked_fill(mask == 0, math.nan), advantages, mask, beta=0.1, ref_logprobs=reference.masked_fill(mask == 0, math.nan)
+        dirty,
+        old.masked_fill(mask == 0, math.nan),
+        advantages,
+        mask,
+        beta=0.1,
+        ref_logprobs=reference.masked_fill(mask == 0, math.nan),
     )
     result.loss.backward()
     assert result.loss.item() == pytest.approx(expected.loss.item())

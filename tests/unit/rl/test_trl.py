@@ -1,4 +1,5 @@
-"""Our numbers are TRL's: loss and gradient of a batch, from a real GRPOTrainer; advantages are in `test_update_exact.py`."""
+"""Our numbers are TRL's: loss and gradient of a batch, from a real GRPOTrainer; advantages are in
+`test_update_exact.py`."""
 
 import copy
 
@@ -22,7 +23,9 @@ def tokenizer():
     vocabulary = {"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(2, 32)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +34,40 @@ def base(tmp_path_factory):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        initializer_range=0.5,
+    )
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(config).save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder)  # with beta > 0, GRPOTrainer loads its reference from where the model came from
+    # with beta > 0, GRPOTrainer loads its reference from where the model came from
+    return LlamaForCausalLM.from_pretrained(folder)
 
 
 def grpo_trainer(base, tokenizer, folder, **settings):
     from datasets import Dataset
 
     args = trl.GRPOConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
-        max_completion_length=LENGTH, temperature=1.0, disable_dropout=True, logging_strategy="no", save_strategy="no",
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=LENGTH,
+        temperature=1.0,
+        disable_dropout=True,
+        logging_strategy="no",
+        save_strategy="no",
         **settings,
-    )  # fmt: skip
+    )
     trainer = trl.GRPOTrainer(
         model=copy.deepcopy(base),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -61,7 +82,8 @@ def grpo_trainer(base, tokenizer, folder, **settings):
 
 @pytest.fixture(scope="module")
 def batch(base):
-    """Two groups of four with prompts and completions of different lengths; the old and reference policies are elsewhere."""
+    """Two groups of four with prompts and completions of different lengths; the old and reference
+    policies are elsewhere."""
     generator = torch.Generator().manual_seed(1)
     rows = 8
     prompt_length = torch.tensor([3, 3, 3, 3, 5, 5, 5, 5])
@@ -121,7 +143,8 @@ def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
     theirs.backward()
 
     model = copy.deepcopy(base)
-    token_mean = {"loss_type": settings["loss_type"].replace("bnpo", "dapo")}  # of one batch they are both that
+    # of one batch they are both that
+    token_mean = {"loss_type": settings["loss_type"].replace("bnpo", "dapo")}
     objective = Objective(**settings | token_mean, max_completion_length=LENGTH)
     ours = policy_loss(
         completion_logprobs(model, batch),
@@ -138,8 +161,11 @@ def test_loss_and_gradient_equal_trls(mode, base, tokenizer, batch, tmp_path):
     assert ours.loss.item() == pytest.approx(theirs.item(), abs=1e-4)
     assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)
     metrics = trainer._metrics["train"]
-    if "delta" not in mode:  # TRL counts its region clip after clamping to delta; ours counts what delta removes too
-        assert ours.clip_fraction.item() == pytest.approx(metrics["clip_ratio/region_mean"][0], abs=1e-6)
+    # TRL counts its region clip after clamping to delta; ours counts what delta removes too
+    if "delta" not in mode:
+        assert ours.clip_fraction.item() == pytest.approx(
+            metrics["clip_ratio/region_mean"][0], abs=1e-6
+        )
     if settings["beta"] > 0:
         assert ours.kl.item() == pytest.approx(metrics["kl"][0], abs=1e-4)
 
@@ -150,6 +176,8 @@ def test_the_first_step_without_old_logprobs_equals_trls(base, tokenizer, batch,
     trainer.compute_loss(trainer.model, fresh).backward()
     model = copy.deepcopy(base)
     logprobs, mask = completion_logprobs(model, batch), batch["completion_mask"]
-    policy_loss(logprobs, logprobs.detach(), batch["advantages"], mask, Objective(), float(mask.sum())).loss.backward()
+    policy_loss(
+        logprobs, logprobs.detach(), batch["advantages"], mask, Objective(), float(mask.sum())
+    ).loss.backward()
     assert flat_gradient(model).norm() > 1e-2
     assert torch.allclose(flat_gradient(model), flat_gradient(trainer.model), atol=1e-4)

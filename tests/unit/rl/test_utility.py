@@ -20,7 +20,9 @@ def step(parameters, own_target, external_target, probe):
 @pytest.mark.parametrize(("external", "cosine"), [(3.0, 1.0), (-0.5, -1.0)])
 def test_the_probe_sees_whether_gradients_point_the_same_way(external, cosine):
     parameters = [torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(5))]
-    assert step(parameters, 1.0, external, AgreementProbe(parameters)) == pytest.approx(cosine, abs=1e-5)
+    assert step(parameters, 1.0, external, AgreementProbe(parameters)) == pytest.approx(
+        cosine, abs=1e-5
+    )
 
 
 def test_the_probe_equals_a_cosine_of_two_separate_passes():
@@ -33,7 +35,9 @@ def test_the_probe_equals_a_cosine_of_two_separate_passes():
     (y @ weight).relu().sum().backward()
     (a,) = torch.autograd.grad((x @ weight).square().sum(), weight)
     (b,) = torch.autograd.grad((y @ weight).relu().sum(), weight)
-    assert probe.read() == pytest.approx(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item(), abs=1e-5)
+    assert probe.read() == pytest.approx(
+        torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item(), abs=1e-5
+    )
 
 
 def test_the_probe_looks_at_the_last_tensors_that_fit():

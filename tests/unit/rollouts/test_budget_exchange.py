@@ -44,27 +44,41 @@ class Line:
         medium.cut(self.authors[0].peer, self.authors[2].peer)
         self.exchanges = [
             RolloutExchange(
-                network, InProcessScorer(), Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(),
+                network,
+                InProcessScorer(),
+                Credentials(author.key, SWARM),
+                GroupRules(BUILTIN_TASKS),
+                SharingConfig(),
                 rng=random.Random(0),
-                clock=lambda: EPOCH + trio.current_time(), budget=self.budget if number == 1 else Unlimited(),
+                clock=lambda: EPOCH + trio.current_time(),
+                budget=self.budget if number == 1 else Unlimited(),
             )
             for number, (network, author) in enumerate(zip(networks, self.authors, strict=True))
-        ]  # fmt: skip
+        ]
 
     async def start(self):
         for exchange in self.exchanges:
-            exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
+            exchange.set_policy(
+                SimpleNamespace(
+                    model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0
+                )
+            )
             await self.nursery.start(exchange.run)
         return self
 
     async def publish(self, number, sequence, long=False):
         author = self.authors[number]
-        outcome = await self.exchanges[number].publish(author.long_group(sequence) if long else author.own_group(sequence))
+        outcome = await self.exchanges[number].publish(
+            author.long_group(sequence) if long else author.own_group(sequence)
+        )
         await trio.sleep(30)
         return outcome
 
     def admitted(self):
-        return [exchange.admission.statistics().outcomes.get("admitted", 0) for exchange in self.exchanges]
+        return [
+            exchange.admission.statistics().outcomes.get("admitted", 0)
+            for exchange in self.exchanges
+        ]
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ HALF = PENDING // 2
 
 
 class World:
-    """A queue, its workers, and a clock that is set by hand. known: peers of whom a group was admitted."""
+    """A queue, its workers, and a clock that is set by hand. known: peers of whom a group was
+    admitted."""
 
     def __init__(self, *known):
         self.known = set(known)
@@ -20,10 +21,13 @@ class World:
         self.queue = FetchQueue(self.known.__contains__, lambda: self.connected, random.Random(1))
 
     def announce(self, author, forwarder=""):
-        """Returns whose group found no room. forwarder: where we are not connected with the author."""
+        """Returns whose group found no room. forwarder: where we are not connected with the
+        author."""
         self.made += 1
         self.connected.add(forwarder or author)
-        out = self.queue.put(Announced(self.made.to_bytes(32), 2**20, author, self.made, 0), forwarder or author)
+        out = self.queue.put(
+            Announced(self.made.to_bytes(32), 2**20, author, self.made, 0), forwarder or author
+        )
         return out.peer if out else None
 
     def take(self):
@@ -39,7 +43,8 @@ class World:
         return sum(self.queue.answered(wanted, outcome, self.now) for _, wanted in answered)
 
     def run(self, seconds, hostile, honest):
-        """hostile(n), honest(n): announce in half second n. Those never answer, these at once. Returns who gave something."""
+        """hostile(n), honest(n): announce in half second n. Those never answer, these at once.
+        Returns who gave something."""
         gave = []
         for number in range(int(seconds * 2)):
             hostile(number)
@@ -77,7 +82,9 @@ def test_who_is_known_takes_what_strangers_leave_and_no_more_than_their_half_in_
     assert len(world.queue) == PENDING
     assert len(set(world.take())) == WORKERS
     outs = [world.announce(f"stranger {number}") or "" for number in range(HALF)]
-    assert [out.startswith("known") for out in outs] == [number >= WORKERS for number in range(HALF)]
+    assert [out.startswith("known") for out in outs] == [
+        number >= WORKERS for number in range(HALF)
+    ]
     world.answer("ok")
     assert sum(source.startswith("stranger") for source in world.take()) == WORKERS // 2 - 1
 
@@ -86,8 +93,12 @@ def test_who_is_known_takes_what_strangers_leave_and_no_more_than_their_half_in_
 def test_keys_without_end_that_never_give_keep_nobody_out_for_good(forwarders):
     """Two a second, each connected for itself, or all brought by four neighbours of ours."""
     world = World("honest known")
-    hostile = lambda n: world.announce(f"key {n}", f"neighbour {n % forwarders}" if forwarders else "")
-    honest = lambda n: n % 60 or [world.announce(author) for author in ("honest known", "honest new")]
+    hostile = lambda n: world.announce(
+        f"key {n}", f"neighbour {n % forwarders}" if forwarders else ""
+    )
+    honest = lambda n: (
+        n % 60 or [world.announce(author) for author in ("honest known", "honest new")]
+    )
     gave = world.run(600, hostile, honest)
     assert gave.count("honest known") == 20
     assert gave.count("honest new") >= (19 if forwarders else 1)
@@ -164,7 +175,7 @@ def test_who_gives_no_more_for_now_rests_and_holds_no_worker():
     assert world.take() == ["author"], "the other group"
 
 
-def test_what_an_author_does_not_have_is_not_asked_for_again_and_what_a_forwarder_does_not_have_yet_is():
+def test_missing_groups_are_retried_at_forwarders_but_not_at_authors():
     world = World()
     world.announce("author")
     world.announce("far", "forwarder")
@@ -176,7 +187,10 @@ def test_what_an_author_does_not_have_is_not_asked_for_again_and_what_a_forwarde
         assert world.take() == ["forwarder"]
         assert world.answer("fetch_unknown") == (pause == PAUSES["fetch_unknown"][-1])
     assert len(world.queue) == 0
-    assert [world.announce("far", "forwarder") for _ in range(2)] == [None, None], "it may never have had it"
+    assert [world.announce("far", "forwarder") for _ in range(2)] == [
+        None,
+        None,
+    ], "it may never have had it"
 
 
 def test_failures_are_few_and_of_few(monkeypatch):

@@ -3,7 +3,14 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.forward_budget import AUTHOR_BYTES, AUTHOR_SHARE, LEAST_BYTES, MOST_AUTHORS, ORIGIN_BYTES, ForwardBudget
+from swarmnode.rollouts.forward_budget import (
+    AUTHOR_BYTES,
+    AUTHOR_SHARE,
+    LEAST_BYTES,
+    MOST_AUTHORS,
+    ORIGIN_BYTES,
+    ForwardBudget,
+)
 from swarmnode.rollouts.groups import Draw
 from swarmnode.testing.scorer import InProcessScorer
 from tests.unit.rollouts.test_rollouts_exchange import EPOCH, SWARM, Author, Swarm
@@ -39,7 +46,11 @@ def test_a_storm_of_long_groups_is_bounded_by_its_bytes():
     assert passed * MOST_BYTES == pytest.approx(1000 * AUTHOR_BYTES, rel=0.05)
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 2), st.integers(1, MOST_BYTES)), max_size=200))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.floats(0, 2), st.integers(1, MOST_BYTES)), max_size=200
+    )
+)
 def test_an_origin_costs_no_more_than_its_rate_however_many_sign(sent):
     world, passed = World(*(str(n) for n in range(20))), 0
     for author, pause, size in sent:
@@ -49,7 +60,8 @@ def test_an_origin_costs_no_more_than_its_rate_however_many_sign(sent):
 
 
 def test_a_thousand_new_identities_at_one_place_leave_the_known_their_half():
-    """The storm makes a new key for each group; the honest author is behind the same neighbour, and goes first."""
+    """The storm makes a new key for each group; the honest author is behind the same neighbour, and
+    goes first."""
     world = World("honest")
     passed = {"honest": 0, "storm": 0}
     for second in range(600):
@@ -90,7 +102,9 @@ def test_a_neighbour_is_heard_whatever_comes_through_it():
     for number in range(1000):
         world.budget.allows(str(number), "there", SHORT)
     assert not world.budget.allows("newcomer", "there", SHORT)
-    assert [world.budget.allows("neighbour", "there", SHORT, near=True) for _ in range(8)] == 8 * [True]
+    assert [world.budget.allows("neighbour", "there", SHORT, near=True) for _ in range(8)] == 8 * [
+        True
+    ]
 
 
 def test_what_its_trainer_asks_for_raises_what_a_node_passes_on():
@@ -98,7 +112,9 @@ def test_what_its_trainer_asks_for_raises_what_a_node_passes_on():
     for _ in range(1000):
         world.budget.want(2)
         world.now += 1.0
-    assert world.send("fast", "there", 100, 50) == pytest.approx(100 * 2 * AUTHOR_SHARE * 0.9, rel=0.15)
+    assert world.send("fast", "there", 100, 50) == pytest.approx(
+        100 * 2 * AUTHOR_SHARE * 0.9, rel=0.15
+    )
 
 
 def test_it_forgets_beyond_its_bound_and_a_clock_that_is_set_back_gives_nothing():
@@ -118,8 +134,11 @@ def group_of(author, sequence):
     return author.frame(author.group(sequence, EPOCH))
 
 
-async def test_a_flood_of_ten_behind_one_neighbour_is_taken_and_not_passed_on(nursery, autojump_clock):
-    """Four nodes in a line, the flood at one end: it ends at the first, where it is counted; what the honest send goes through."""
+async def test_a_flood_of_ten_behind_one_neighbour_is_taken_and_not_passed_on(
+    nursery, autojump_clock
+):
+    """Four nodes in a line, the flood at one end: it ends at the first, where it is counted; what
+    the honest send goes through."""
     swarm = await Swarm(nursery, 4, scorer=InProcessScorer(seconds=0.0)).start()
     for one, other in ((0, 2), (0, 3), (1, 3)):
         swarm.medium.cut(swarm.authors[one].peer, swarm.authors[other].peer)
@@ -139,4 +158,6 @@ async def test_a_flood_of_ten_behind_one_neighbour_is_taken_and_not_passed_on(nu
     await trio.sleep(60)
     others = {group.peer for group in swarm.exchanges[3].draw(Draw(1, 200, 0, 200)).groups}
     assert swarm.authors[0].peer in others
-    assert swarm.authors[3].peer in {group.peer for group in swarm.exchanges[0].draw(Draw(1, 1000, 0, 1000)).groups}
+    assert swarm.authors[3].peer in {
+        group.peer for group in swarm.exchanges[0].draw(Draw(1, 1000, 0, 1000)).groups
+    }

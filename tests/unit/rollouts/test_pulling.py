@@ -1,4 +1,5 @@
-"""Pulling and serving on an in-memory network, in virtual time, against peers that lie, drip, take, and do not speak it."""
+"""Pulling and serving on an in-memory network, in virtual time, against peers that lie, drip, take,
+and do not speak it."""
 
 import random
 from types import SimpleNamespace
@@ -18,7 +19,13 @@ from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
 from swarmnode.wire.messages import FetchResponse
 from tests.support.before import Before
 
@@ -32,33 +39,52 @@ def clock():
 
 
 async def rewards_of(group):
-    (scored,) = await InProcessScorer().score_many([(group.task, [completion.text for completion in group.completions])])
+    (scored,) = await InProcessScorer().score_many(
+        [(group.task, [completion.text for completion in group.completions])]
+    )
     return scored.rewards
 
 
 class Swarm:
-    """Exchanges on one network, each with its own setting of `sharing.exchange`; `before` is of the version that neither lists nor asks."""
+    """Exchanges on one network, each with its own setting of `sharing.exchange`; `before` is of the
+    version that neither lists nor asks."""
 
     def __init__(self, *choices):
         self.allowed = {}
-        budget = SimpleNamespace(allows=lambda choice: self.allowed.get(choice, True), listening=lambda: True)
+        budget = SimpleNamespace(
+            allows=lambda choice: self.allowed.get(choice, True), listening=lambda: True
+        )
         self.medium = MemorySwarm()
         self.scorer = InProcessScorer()
         self.authors = [Author(SWARM, seed=n) for n in range(len(choices))]
         self.networks = [self.medium.join(author.peer) for author in self.authors]
-        spoken = [Before(network) if choice == "before" else network for network, choice in zip(self.networks, choices, strict=True)]
+        spoken = [
+            Before(network) if choice == "before" else network
+            for network, choice in zip(self.networks, choices, strict=True)
+        ]
         self.exchanges = [
             RolloutExchange(
-                network, self.scorer, Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS),
+                network,
+                self.scorer,
+                Credentials(author.key, SWARM),
+                GroupRules(BUILTIN_TASKS),
                 SharingConfig(exchange="gossip" if choice == "before" else choice),
-                clock=clock, rng=random.Random(seed), budget=budget,
+                clock=clock,
+                rng=random.Random(seed),
+                budget=budget,
             )
-            for seed, (network, author, choice) in enumerate(zip(spoken, self.authors, choices, strict=True))
-        ]  # fmt: skip
+            for seed, (network, author, choice) in enumerate(
+                zip(spoken, self.authors, choices, strict=True)
+            )
+        ]
 
     async def start(self, nursery):
         for exchange in self.exchanges:
-            exchange.set_policy(SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0))
+            exchange.set_policy(
+                SimpleNamespace(
+                    model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0
+                )
+            )
             await nursery.start(exchange.run)
         await trio.sleep(2)
         return self
@@ -67,10 +93,13 @@ class Swarm:
         author = self.authors[number]
         for sequence in sequences:
             own = author.long_group(sequence) if long else author.own_group(sequence)
-            await self.exchanges[number].publish(msgspec.structs.replace(own, rewards=await rewards_of(own)))
+            await self.exchanges[number].publish(
+                msgspec.structs.replace(own, rewards=await rewards_of(own))
+            )
 
     async def draw(self, number, count=6, version=0):
-        """A step: what is in the pool is drawn, and time goes by until what is asked for meanwhile is here."""
+        """A step: what is in the pool is drawn, and time goes by until what is asked for meanwhile
+        is here."""
         drawn = self.exchanges[number].draw(Draw(1, count, version, -(-count // 2))).groups
         await trio.sleep(20)
         return drawn
@@ -96,33 +125,53 @@ class Holder:
         frame = self.author.frame(self.author.group(sequence, clock()))
         group = envelope.unseal(frame, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES)[1]
         key = self.author.key.public_key().public_bytes_raw()
-        true = Listed(envelope.content_id(frame), key, group.task.id, group.created_at, len(frame), spread(await rewards_of(group)))
+        true = Listed(
+            envelope.content_id(frame),
+            key,
+            group.task.id,
+            group.created_at,
+            len(frame),
+            spread(await rewards_of(group)),
+        )
         self.listed.append(msgspec.structs.replace(true, **claims))
         self.answers[self.listed[-1].content] = frame
         self.position += 1
 
     async def list(self, peer, request):
         known = codec.decode(request, ListingRequest, limits.LISTING_REQUEST_BYTES).position
-        return codec.encode(ListingResponse("ok", LIFE, self.position, self.listed[known:] if known < self.position else []))
+        return codec.encode(
+            ListingResponse(
+                "ok", LIFE, self.position, self.listed[known:] if known < self.position else []
+            )
+        )
 
     async def give(self, peer, request):
         contents = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES).contents
         self.asked += contents
         bodies = [self.answers.get(content) for content in contents]
-        return codec.encode(GroupsResponse([FetchResponse("ok", body) if body else FetchResponse("unknown") for body in bodies]))
+        return codec.encode(
+            GroupsResponse(
+                [FetchResponse("ok", body) if body else FetchResponse("unknown") for body in bodies]
+            )
+        )
 
 
-async def test_pullers_learn_from_gossipers_and_from_each_other_and_go_on_publishing(nursery, autojump_clock):
+async def test_pullers_learn_from_gossipers_and_from_each_other_and_go_on_publishing(
+    nursery, autojump_clock
+):
     swarm = await Swarm("gossip", "pull", "pull").start(nursery)
     for number in range(3):
         await swarm.publish(number, *range(4))
     await trio.sleep(20)
     assert swarm.exchanges[0].statistics().admission.admitted == 8  # by gossip, pullers' too
-    assert [swarm.exchanges[n].statistics().admission.candidates for n in (1, 2)] == [0, 0]  # which they do not listen to
+    # which they do not listen to
+    assert [swarm.exchanges[n].statistics().admission.candidates for n in (1, 2)] == [0, 0]
     for number in (1, 2):
         await swarm.draw(number)
         drawn = await swarm.draw(number)
-        assert {group.peer for group in drawn} == {author.peer for author in swarm.authors} - {swarm.authors[number].peer}
+        assert {group.peer for group in drawn} == {author.peer for author in swarm.authors} - {
+            swarm.authors[number].peer
+        }
         pulling, _ = swarm.told(number)
         assert pulling.mode == "pull"
         assert pulling.pulled["ok"] == 8 == pulling.claims.kept
@@ -154,7 +203,9 @@ async def test_a_long_group_needs_no_announcement_among_pullers(nursery, autojum
     assert swarm.exchanges[1].statistics().fetching.fetched == {}
 
 
-async def test_groups_travel_on_to_whoever_is_not_connected_with_their_author(nursery, autojump_clock):
+async def test_groups_travel_on_to_whoever_is_not_connected_with_their_author(
+    nursery, autojump_clock
+):
     swarm = await Swarm("pull", "pull", "pull").start(nursery)
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
     await swarm.publish(0, *range(3))
@@ -174,7 +225,9 @@ async def test_groups_travel_on_to_whoever_is_not_connected_with_their_author(nu
         ({"created_at": int(EPOCH * 1000) - 5}, "age", True),
     ],
 )
-async def test_a_listing_that_lies_costs_its_holder_and_others_are_pulled_from(claims, lie, costs, nursery, autojump_clock):
+async def test_a_listing_that_lies_costs_its_holder_and_others_are_pulled_from(
+    claims, lie, costs, nursery, autojump_clock
+):
     swarm = await Swarm("gossip", "pull").start(nursery)
     liar = Holder(swarm.medium)
     for sequence in range(4):
@@ -185,7 +238,8 @@ async def test_a_listing_that_lies_costs_its_holder_and_others_are_pulled_from(c
     pulling, _ = swarm.told(1)
     assert pulling.claims.lies == {lie: 4}
     assert swarm.exchanges[1].authors.admitted_of(swarm.authors[0].peer) == 4
-    assert swarm.exchanges[1].authors.admitted_of(liar.author.peer) == 4  # what is signed is as good as before
+    # what is signed is as good as before
+    assert swarm.exchanges[1].authors.admitted_of(liar.author.peer) == 4
     assert (swarm.networks[1].score(liar.author.peer) < -30) is costs
 
 
@@ -194,7 +248,10 @@ async def test_groups_that_are_not_there_or_are_others_cost_their_holder(nursery
     liar = Holder(swarm.medium)
     for sequence in range(4):
         await liar.add(sequence)
-    liar.answers = {liar.listed[0].content: liar.answers[liar.listed[1].content], liar.listed[1].content: b"\xc1" * 300}
+    liar.answers = {
+        liar.listed[0].content: liar.answers[liar.listed[1].content],
+        liar.listed[1].content: b"\xc1" * 300,
+    }
     await swarm.publish(0, *range(4))
     for _ in range(4):
         await swarm.draw(1)
@@ -214,8 +271,12 @@ async def test_a_holder_that_drips_holds_nobody_up(nursery, autojump_clock):
 
     slow[0].list = slow[1].give = drip
     for holder in slow:
-        holder.network.requests.serve(ids.LISTING_PROTOCOL, holder.list, max_request_bytes=96, max_response_bytes=2**22)
-        holder.network.requests.serve(ids.GROUPS_PROTOCOL, holder.give, max_request_bytes=560, max_response_bytes=2**22)
+        holder.network.requests.serve(
+            ids.LISTING_PROTOCOL, holder.list, max_request_bytes=96, max_response_bytes=2**22
+        )
+        holder.network.requests.serve(
+            ids.GROUPS_PROTOCOL, holder.give, max_request_bytes=560, max_response_bytes=2**22
+        )
         await holder.add(0)
     await swarm.publish(0, *range(4))
     swarm.exchanges[1].draw(Draw(1, 4, 0, 4))
@@ -228,7 +289,9 @@ async def test_a_holder_that_drips_holds_nobody_up(nursery, autojump_clock):
     assert pulling.claims.lies == {"slow": 1}
 
 
-async def test_a_holder_that_trickles_within_its_deadline_is_asked_less_and_stretches_nobodys(nursery, autojump_clock):
+async def test_a_holder_that_trickles_within_its_deadline_is_asked_less_and_stretches_nobodys(
+    nursery, autojump_clock
+):
     swarm = await Swarm("gossip", "pull").start(nursery)
     slow = Holder(swarm.medium)
 
@@ -236,7 +299,9 @@ async def test_a_holder_that_trickles_within_its_deadline_is_asked_less_and_stre
         await trio.sleep(1.5)
         return await Holder.give(slow, peer, request)
 
-    slow.network.requests.serve(ids.GROUPS_PROTOCOL, trickle, max_request_bytes=560, max_response_bytes=2**22)
+    slow.network.requests.serve(
+        ids.GROUPS_PROTOCOL, trickle, max_request_bytes=560, max_response_bytes=2**22
+    )
     for sequence in range(3):
         await slow.add(sequence)
     await swarm.publish(0, *range(3))
@@ -260,20 +325,29 @@ async def test_listings_without_end_are_refused_and_counted(nursery, autojump_cl
     async def again(peer, request):
         return codec.encode(ListingResponse("ok", LIFE, 1, stuck.listed))
 
-    stuck.network.requests.serve(ids.LISTING_PROTOCOL, again, max_request_bytes=96, max_response_bytes=2**22)
-    endless.network.requests.serve(ids.LISTING_PROTOCOL, no_end, max_request_bytes=96, max_response_bytes=2**22)
+    stuck.network.requests.serve(
+        ids.LISTING_PROTOCOL, again, max_request_bytes=96, max_response_bytes=2**22
+    )
+    endless.network.requests.serve(
+        ids.LISTING_PROTOCOL, no_end, max_request_bytes=96, max_response_bytes=2**22
+    )
     await stuck.add(0)
     await swarm.publish(0, *range(4))
     for _ in range(4):
         await swarm.draw(1)
     pulling, _ = swarm.told(1)
     assert pulling.listings["malformed"] >= 1
-    assert pulling.claims.lies["cursor"] == pulling.listings["ok"] - swarm.told(0)[1].served["listing"] - 1
+    assert (
+        pulling.claims.lies["cursor"]
+        == pulling.listings["ok"] - swarm.told(0)[1].served["listing"] - 1
+    )
     assert pulling.offered <= 2
     assert swarm.exchanges[1].authors.admitted_of(swarm.authors[0].peer) == 4
 
 
-async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_others_are_served(nursery, autojump_clock):
+async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_others_are_served(
+    nursery, autojump_clock
+):
     swarm = await Swarm("gossip", "pull").start(nursery)
     await swarm.publish(0, *range(8), long=True)
     await swarm.publish(1, 0)
@@ -281,13 +355,22 @@ async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_oth
     taker, giver = Holder(swarm.medium), swarm.authors[0].peer
     contents = [listed.content for listed in (await listing_of(taker, giver)).groups]
     assert len(contents) == 9
-    for request in (b"\x81" + bytes(400), codec.encode(GroupsRequest(contents[:1] * 2)), codec.encode(GroupsRequest([b"a" * 32] * 1000))):
+    for request in (
+        b"\x81" + bytes(400),
+        codec.encode(GroupsRequest(contents[:1] * 2)),
+        codec.encode(GroupsRequest([b"a" * 32] * 1000)),
+    ):
         with pytest.raises(PeerError):
             await ask(taker, giver, ids.GROUPS_PROTOCOL, request)
     statuses = []
     for _ in range(20):
-        answer = await ask(taker, giver, ids.GROUPS_PROTOCOL, codec.encode(GroupsRequest(contents[:4])))
-        statuses += [group.status for group in codec.decode(answer, GroupsResponse, limits.GROUPS_RESPONSE_BYTES).groups]
+        answer = await ask(
+            taker, giver, ids.GROUPS_PROTOCOL, codec.encode(GroupsRequest(contents[:4]))
+        )
+        statuses += [
+            group.status
+            for group in codec.decode(answer, GroupsResponse, limits.GROUPS_RESPONSE_BYTES).groups
+        ]
     assert 0 < statuses.count("ok") < 20
     assert (await listing_of(taker, giver)).status == "busy"
     await swarm.draw(1)
@@ -297,7 +380,9 @@ async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_oth
     assert served["busy"] >= 60
 
 
-async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_all_others_pull(nursery, autojump_clock):
+async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_all_others_pull(
+    nursery, autojump_clock
+):
     swarm, visits = await Swarm("pull", "pull", "before").start(nursery), []
     for step in range(60):
         for number in range(3):
@@ -309,7 +394,10 @@ async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_
         visits.append(told.mode)
     before = swarm.authors[2].peer
     assert all(swarm.exchanges[number].authors.admitted_of(before) > 20 for number in range(2))
-    assert all(swarm.exchanges[2].authors.admitted_of(swarm.authors[number].peer) > 100 for number in range(2))
+    assert all(
+        swarm.exchanges[2].authors.admitted_of(swarm.authors[number].peer) > 100
+        for number in range(2)
+    )
     assert {"visit", "pull"} == set(visits)
     assert swarm.told(0)[0].arrived_per_wanted < 3
 
@@ -327,7 +415,9 @@ async def test_what_is_made_during_a_step_is_here_at_the_next_draw(nursery, auto
             assert [group.content for group in drawn] == [made[step - 1]]
 
 
-async def test_a_node_that_has_its_next_step_waits_for_the_newest_and_one_that_has_not_asks_at_once(nursery, autojump_clock):
+async def test_a_node_that_has_its_next_step_waits_for_the_newest_and_one_that_has_not_asks_at_once(
+    nursery, autojump_clock
+):
     swarm = await Swarm("pull").start(nursery)
     holders = [Holder(swarm.medium, seed=70 + n) for n in range(6)]
     for holder in holders:
@@ -345,7 +435,9 @@ async def test_a_node_that_has_its_next_step_waits_for_the_newest_and_one_that_h
         return list_
 
     for holder, answer in zip(holders, answers, strict=True):
-        holder.network.requests.serve(ids.LISTING_PROTOCOL, slowly(answer), max_request_bytes=96, max_response_bytes=2**22)
+        holder.network.requests.serve(
+            ids.LISTING_PROTOCOL, slowly(answer), max_request_bytes=96, max_response_bytes=2**22
+        )
     asked = lambda: sum(len(holder.asked) for holder in holders)
     before = asked()
     swarm.exchanges[0].draw(Draw(1, 6, 0, 3))
@@ -387,7 +479,9 @@ async def test_a_peer_of_the_version_before_is_left_alone(nursery, autojump_cloc
     assert pulling.pulled["ok"] == 2
 
 
-async def test_what_the_topic_has_left_in_the_pool_says_nothing_about_listings(nursery, autojump_clock):
+async def test_what_the_topic_has_left_in_the_pool_says_nothing_about_listings(
+    nursery, autojump_clock
+):
     network = SimpleNamespace(peer_id="", connected=list, welcome=bool)
     around = Around(allows=bool, trust=len, enqueue=print, in_topic=list)
     pulling = Pulling(network, None, around, "pull", trio.current_time, random.Random(0))
@@ -399,7 +493,9 @@ async def test_what_the_topic_has_left_in_the_pool_says_nothing_about_listings(n
     nursery.cancel_scope.cancel()
 
 
-async def test_a_flooded_node_leaves_the_topic_by_itself_and_comes_back_when_the_swarm_has_shrunk(nursery, autojump_clock):
+async def test_a_flooded_node_leaves_the_topic_by_itself_and_comes_back_when_the_swarm_has_shrunk(
+    nursery, autojump_clock
+):
     swarm = await Swarm("auto", *["gossip"] * 3).start(nursery)
     topic, sequence = ids.rollout_topic(SWARM), 0
     modes, listening = [], []
@@ -421,9 +517,13 @@ async def test_a_flooded_node_leaves_the_topic_by_itself_and_comes_back_when_the
 
 
 async def ask(holder, peer, protocol, request):
-    return await holder.network.requests.request(peer, protocol, request, deadline=5, max_response_bytes=2**21)
+    return await holder.network.requests.request(
+        peer, protocol, request, deadline=5, max_response_bytes=2**21
+    )
 
 
 async def listing_of(holder, peer):
-    answer = await ask(holder, peer, ids.LISTING_PROTOCOL, codec.encode(ListingRequest(SWARM, b"", 0)))
+    answer = await ask(
+        holder, peer, ids.LISTING_PROTOCOL, codec.encode(ListingRequest(SWARM, b"", 0))
+    )
     return codec.decode(answer, ListingResponse, limits.LISTING_RESPONSE_BYTES)

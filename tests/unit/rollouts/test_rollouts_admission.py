@@ -22,7 +22,9 @@ HOSTILE = hostile_frames(AUTHOR, NOW)
 
 def admission(**kwargs):
     cfg = {name: kwargs.pop(name) for name in list(kwargs) if name in SharingConfig.model_fields}
-    made = Admission(SWARM, Author(SWARM, seed=77).peer, BUILTIN_TASKS, SharingConfig(**cfg), **kwargs)
+    made = Admission(
+        SWARM, Author(SWARM, seed=77).peer, BUILTIN_TASKS, SharingConfig(**cfg), **kwargs
+    )
     made.set_policy(b"", TOKENIZER, 1.0)
     return made
 
@@ -106,13 +108,19 @@ def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
     for n in range(100):
         stale = frame(0, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1)
         assert reason(checks.check_frame(stale, NOW)) == "stale"
-    assert [reason(checks.check_frame(again, NOW)) for again in (frame(), body, announce)] == ["duplicate", "duplicate", "sequence_reused"]
+    assert [reason(checks.check_frame(again, NOW)) for again in (frame(), body, announce)] == [
+        "duplicate",
+        "duplicate",
+        "sequence_reused",
+    ]
     assert reason(checks.check_frame(frame(created=NOW + 1), NOW)) == "sequence_reused"
     assert checks.has_seen(envelope.content_id(frame()))
     assert checks.statistics().seen <= 32 + 2
 
 
-def test_an_announcement_of_what_is_here_is_a_duplicate_also_where_its_author_was_forgotten(monkeypatch):
+def test_an_announcement_of_what_is_here_is_a_duplicate_also_where_its_author_was_forgotten(
+    monkeypatch,
+):
     monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
@@ -121,7 +129,9 @@ def test_an_announcement_of_what_is_here_is_a_duplicate_also_where_its_author_wa
     checks.check_fetched(announced, body, NOW)
     for n in range(100):
         assert isinstance(checks.check_frame(frame(0, Author(SWARM, seed=100 + n)), NOW), Candidate)
-        checks.check_frame(frame(1, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1), NOW)
+        checks.check_frame(
+            frame(1, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1), NOW
+        )
     assert reason(checks.check_frame(announce, NOW)) == "duplicate"
     assert reason(checks.check_fetched(announced, body, NOW)) == "duplicate"
 
@@ -129,9 +139,17 @@ def test_an_announcement_of_what_is_here_is_a_duplicate_also_where_its_author_wa
 def test_what_was_a_candidate_is_none_again_however_many_came_after_it(monkeypatch):
     monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 4)
     monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 1)
-    checks, frames = admission(), [frame(0, Author(SWARM, seed=n), created=NOW + 60 * n) for n in range(20)]
-    assert all(isinstance(checks.check_frame(each, NOW + 60 * n), Candidate) for n, each in enumerate(frames))
-    assert [reason(checks.check_frame(each, NOW + 1200)) for each in frames] == ["stale"] * 16 + ["duplicate"] * 4
+    checks, frames = (
+        admission(),
+        [frame(0, Author(SWARM, seed=n), created=NOW + 60 * n) for n in range(20)],
+    )
+    assert all(
+        isinstance(checks.check_frame(each, NOW + 60 * n), Candidate)
+        for n, each in enumerate(frames)
+    )
+    assert [reason(checks.check_frame(each, NOW + 1200)) for each in frames] == ["stale"] * 16 + [
+        "duplicate"
+    ] * 4
     assert isinstance(checks.check_frame(frame(created=NOW + 1200), NOW + 1200), Candidate)
 
 
@@ -143,7 +161,9 @@ def test_a_replay_is_stale_after_everything_forgot_it():
 
 def test_groups_may_arrive_out_of_order():
     checks = admission()
-    assert all(isinstance(checks.check_frame(frame(n), NOW), Candidate) for n in (5, 3, 9, 4, 4100, 8))
+    assert all(
+        isinstance(checks.check_frame(frame(n), NOW), Candidate) for n in (5, 3, 9, 4, 4100, 8)
+    )
 
 
 def test_a_sequence_far_behind_the_newest_is_late():
@@ -165,7 +185,10 @@ def test_a_storm_is_cut_to_the_rate_and_does_not_touch_others():
     assert taken == 8  # a burst of four seconds
     assert checks.statistics().outcomes["rate"] == 92
     assert isinstance(checks.check_frame(frame(author=Author(SWARM, seed=5)), NOW), Candidate)
-    assert sum(isinstance(checks.check_frame(frame(200 + n), NOW + 3), Candidate) for n in range(100)) == 6
+    assert (
+        sum(isinstance(checks.check_frame(frame(200 + n), NOW + 3), Candidate) for n in range(100))
+        == 6
+    )
 
 
 def test_forged_frames_do_not_use_up_an_authors_rate():
@@ -174,7 +197,9 @@ def test_forged_frames_do_not_use_up_an_authors_rate():
     stranger = Author(SWARM, seed=5)
     for n in range(50):
         signed = codec.decode(frame(n, stranger), Envelope, 10**6)
-        forged = codec.encode(msgspec.structs.replace(signed, key=AUTHOR.key.public_key().public_bytes_raw()))
+        forged = codec.encode(
+            msgspec.structs.replace(signed, key=AUTHOR.key.public_key().public_bytes_raw())
+        )
         assert reason(checks.check_frame(forged, NOW)) == "signature"
     assert isinstance(checks.check_frame(frame(1), NOW), Candidate)
 
@@ -189,14 +214,20 @@ def test_a_version_far_behind_the_senders_newest_is_outdated():
 def test_versions_are_compared_per_sender():
     checks = admission()
     checks.check_frame(frame(0, policy_version=1000), NOW)
-    assert isinstance(checks.check_frame(frame(0, Author(SWARM, seed=5), policy_version=0), NOW), Candidate)
+    assert isinstance(
+        checks.check_frame(frame(0, Author(SWARM, seed=5), policy_version=0), NOW), Candidate
+    )
 
 
 def test_a_sender_whose_trainer_went_back_is_believed_again_after_a_while():
     checks = admission()
     checks.check_frame(frame(0, policy_version=1000), NOW)
-    assert isinstance(checks.check_frame(frame(1, created=NOW + 601, policy_version=3), NOW + 601), Candidate)
-    assert isinstance(checks.check_frame(frame(2, created=NOW + 602, policy_version=3), NOW + 602), Candidate)
+    assert isinstance(
+        checks.check_frame(frame(1, created=NOW + 601, policy_version=3), NOW + 601), Candidate
+    )
+    assert isinstance(
+        checks.check_frame(frame(2, created=NOW + 602, policy_version=3), NOW + 602), Candidate
+    )
 
 
 def test_a_greylisted_author_is_not_listened_to():
@@ -205,7 +236,8 @@ def test_a_greylisted_author_is_not_listened_to():
 
 
 def test_a_rollout_cannot_be_stolen_by_signing_it():
-    """With the owner's question the thief's seed is wrong; with the thief's own question the answers are."""
+    """With the owner's question the thief's seed is wrong; with the thief's own question the
+    answers are."""
     thief = Author(SWARM, seed=5)
     owned = AUTHOR.group(0, NOW)
     checks = admission()
@@ -225,10 +257,17 @@ def test_lengths_of_another_tokenizer_are_estimated_from_the_text():
     checks = admission(max_completion_length=8)
     checks.set_policy(b"", TOKENIZER, 0.25)
     other = b"o" * 32
-    assert isinstance(checks.check_frame(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate)
-    assert reason(checks.check_frame(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW)) == "too_long"
-    assert reason(checks.check_frame(frame(2, texts=["1" * 33, "1"]), NOW)) == "too_long"  # of our own they are counted
-    early = Admission(SWARM, "somebody", BUILTIN_TASKS, SharingConfig(), max_completion_length=8)  # no policy yet: a token a byte
+    assert isinstance(
+        checks.check_frame(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate
+    )
+    assert (
+        reason(checks.check_frame(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW))
+        == "too_long"
+    )
+    # of our own they are counted
+    assert reason(checks.check_frame(frame(2, texts=["1" * 33, "1"]), NOW)) == "too_long"
+    # no policy yet: a token a byte
+    early = Admission(SWARM, "somebody", BUILTIN_TASKS, SharingConfig(), max_completion_length=8)
     assert isinstance(early.check_frame(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
     assert reason(early.check_frame(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
 
@@ -243,7 +282,10 @@ def test_equal_rewards_are_filtered():
     assert isinstance(admission().check_scored(candidate, "?", [1.0] * 7 + [0.0]), ExternalGroup)
 
 
-@pytest.mark.parametrize("rewards", [[0.0, 1.0], [], [float("nan")] * 8, [float("inf")] * 8, [2.0] + [0.0] * 7, [-0.1] + [0.0] * 7])
+@pytest.mark.parametrize(
+    "rewards",
+    [[0.0, 1.0], [], [float("nan")] * 8, [float("inf")] * 8, [2.0] + [0.0] * 7, [-0.1] + [0.0] * 7],
+)
 def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
     checks = admission()
     rejected = checks.check_scored(checks.check_frame(frame(), NOW), "?", rewards)
@@ -253,7 +295,12 @@ def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
 def announced_pair(sequence=0, **changes):
     group = AUTHOR.group(sequence, NOW)
     body = AUTHOR.frame(group)
-    fields = {"content": envelope.content_id(body), "size": len(body), "created_at": group.created_at, "sequence": group.sequence}
+    fields = {
+        "content": envelope.content_id(body),
+        "size": len(body),
+        "created_at": group.created_at,
+        "sequence": group.sequence,
+    }
     return AUTHOR.frame(Announce(**(fields | changes))), body
 
 
@@ -270,13 +317,20 @@ def test_a_sequence_number_is_used_up_by_the_group_that_comes_and_not_by_its_ann
     announce, body = announced_pair()
     announced = checks.check_frame(announce, NOW)
     assert reason(checks.check_frame(announce, NOW)) == "duplicate"
-    assert isinstance(checks.check_pulled(body, NOW), Candidate), "it was not fetched, and is pulled"
+    assert isinstance(checks.check_pulled(body, NOW), Candidate), (
+        "it was not fetched, and is pulled"
+    )
     assert reason(checks.check_fetched(announced, body, NOW)) == "duplicate"
     again, _ = announced_pair(created_at=int(NOW * 1000) + 1)
     assert reason(checks.check_frame(again, NOW)) == "sequence_reused"
     other, other_body = announced_pair(1)
-    assert isinstance(checks.check_fetched(checks.check_frame(other, NOW), other_body, NOW), Candidate)
-    assert reason(checks.check_frame(AUTHOR.frame(AUTHOR.group(1, NOW, size=3)), NOW)) == "sequence_reused"
+    assert isinstance(
+        checks.check_fetched(checks.check_frame(other, NOW), other_body, NOW), Candidate
+    )
+    assert (
+        reason(checks.check_frame(AUTHOR.frame(AUTHOR.group(1, NOW, size=3)), NOW))
+        == "sequence_reused"
+    )
 
 
 def other_authors_body():
@@ -292,25 +346,39 @@ def test_a_body_that_was_not_announced_is_held_against_its_author(body):
     checks = admission()
     announced = checks.check_frame(announced_pair()[0], NOW)
     rejected = checks.check_fetched(announced, body, NOW)
-    assert (rejected.reason, rejected.verdict, rejected.peer) == ("mismatch", Validation.REJECT, AUTHOR.peer)
+    assert (rejected.reason, rejected.verdict, rejected.peer) == (
+        "mismatch",
+        Validation.REJECT,
+        AUTHOR.peer,
+    )
 
 
 @pytest.mark.parametrize(
-    "body", [other_authors_body(), frame(1), announced_pair(3)[0]], ids=["another author", "another sequence", "announcement"]
+    "body",
+    [other_authors_body(), frame(1), announced_pair(3)[0]],
+    ids=["another author", "another sequence", "announcement"],
 )
 def test_an_announcement_of_something_else_is_held_against_its_author(body):
     checks = admission()
-    announced = checks.check_frame(announced_pair(content=envelope.content_id(body), size=len(body))[0], NOW)
+    announced = checks.check_frame(
+        announced_pair(content=envelope.content_id(body), size=len(body))[0], NOW
+    )
     assert reason(checks.check_fetched(announced, body, NOW)) == "mismatch"
 
 
 def test_a_fetched_body_passes_the_same_checks():
     checks = admission()
     body = HOSTILE["forged seed"][0]
-    announced = checks.check_frame(announced_pair(1, content=envelope.content_id(body), size=len(body))[0], NOW)
+    announced = checks.check_frame(
+        announced_pair(1, content=envelope.content_id(body), size=len(body))[0], NOW
+    )
     assert reason(checks.check_fetched(announced, body, NOW)) == "seed"
-    for sequence, body in enumerate((HOSTILE["wrong signature"][0], AUTHOR.frame(AUTHOR.group(9, NOW), swarm_of("another"))), 2):
-        announced = checks.check_frame(announced_pair(sequence, content=envelope.content_id(body), size=len(body))[0], NOW)
+    for sequence, body in enumerate(
+        (HOSTILE["wrong signature"][0], AUTHOR.frame(AUTHOR.group(9, NOW), swarm_of("another"))), 2
+    ):
+        announced = checks.check_frame(
+            announced_pair(sequence, content=envelope.content_id(body), size=len(body))[0], NOW
+        )
         assert reason(checks.check_fetched(announced, body, NOW)) == "signature"
     assert checks.statistics().outcomes == {"announced": 3, "seed": 1, "signature": 2}
 
@@ -323,7 +391,9 @@ def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
     for n in range(64):
         made = NOW + 60 * n
         checks.check_frame(frame(n, Author(SWARM, seed=100 + n), created=made), made)
-        checks.check_frame(frame(n, Author(SWARM, seed=200 + n), created=made - limits.GROUP_AGE_SECONDS - 1), made)
+        checks.check_frame(
+            frame(n, Author(SWARM, seed=200 + n), created=made - limits.GROUP_AGE_SECONDS - 1), made
+        )
     stats = checks.statistics()
     assert (stats.signers, stats.seen) == (8 + 8, 16 + 32)
 
@@ -334,7 +404,11 @@ def test_a_defect_of_ours_costs_the_frame_and_is_counted():
 
     checks = admission(is_greylisted=broken)
     rejected = checks.check_frame(frame(), NOW)
-    assert (rejected.reason, rejected.verdict, rejected.peer) == ("internal", Validation.IGNORE, None)
+    assert (rejected.reason, rejected.verdict, rejected.peer) == (
+        "internal",
+        Validation.IGNORE,
+        None,
+    )
     assert "our bug" in checks.statistics().last_internal_error
 
 
@@ -342,11 +416,20 @@ def test_no_peer_can_make_a_label():
     checks = admission()
     for bad, _ in HOSTILE.values():
         checks.check_frame(bad, NOW)
-    assert set(checks.statistics().outcomes) <= set(REASONS) | {"candidate", "announced", "admitted"}
+    assert set(checks.statistics().outcomes) <= set(REASONS) | {
+        "candidate",
+        "announced",
+        "admitted",
+    }
 
 
 def test_every_reason_is_documented_with_its_verdict():
     page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text()
     table = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
-    documented = {name: row[2].strip() for row in table for name in re.findall(r"`(\w+)`", row[1]) if row[2].strip().isupper()}
+    documented = {
+        name: row[2].strip()
+        for row in table
+        for name in re.findall(r"`(\w+)`", row[1])
+        if row[2].strip().isupper()
+    }
     assert documented == {name: verdict.name for name, verdict in REASONS.items()}

@@ -1,4 +1,5 @@
-"""A node whose clock is off by more than the window: its groups and everybody's to it are not used, and nobody is blamed for it."""
+"""A node whose clock is off by more than the window: its groups and everybody's to it are not used,
+and nobody is blamed for it."""
 
 import random
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ from swarmnode.wire.envelope import Credentials
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
-POLICY = SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0)
+POLICY = SimpleNamespace(
+    model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0
+)
 
 
 @pytest.mark.parametrize(
@@ -31,16 +34,23 @@ POLICY = SimpleNamespace(model=MODEL, tokenizer=TOKENIZER, policy_version=0, tok
         (86_400.0, "stale", "future"),
     ],
 )
-async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputation(nursery, autojump_clock, offset, ours_to_it, its_to_us):
+async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputation(
+    nursery, autojump_clock, offset, ours_to_it, its_to_us
+):
     medium = MemorySwarm()
     authors = [Author(SWARM, seed=number) for number in range(2)]
     networks = [medium.join(author.peer) for author in authors]
     exchanges = []
     for network, author, skew in zip(networks, authors, (0.0, offset), strict=True):
         exchange = RolloutExchange(
-            network, InProcessScorer(), Credentials(author.key, SWARM), GroupRules(BUILTIN_TASKS), SharingConfig(),
-            clock=lambda skew=skew: EPOCH + skew + trio.current_time(), rng=random.Random(0),
-        )  # fmt: skip
+            network,
+            InProcessScorer(),
+            Credentials(author.key, SWARM),
+            GroupRules(BUILTIN_TASKS),
+            SharingConfig(),
+            clock=lambda skew=skew: EPOCH + skew + trio.current_time(),
+            rng=random.Random(0),
+        )
         exchange.set_policy(POLICY)
         await nursery.start(exchange.run)
         exchanges.append(exchange)

@@ -65,7 +65,9 @@ class Swarm:
 
 
 def policy(tokenizer=TOKENIZER, version=0):
-    return SimpleNamespace(model=MODEL, tokenizer=tokenizer, policy_version=version, tokens_per_text_byte=1.0)
+    return SimpleNamespace(
+        model=MODEL, tokenizer=tokenizer, policy_version=version, tokens_per_text_byte=1.0
+    )
 
 
 @pytest.fixture
@@ -85,7 +87,10 @@ async def settle():
 async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojump_clock):
     for number in range(3):
         for sequence in range(4):
-            assert await swarm.exchanges[number].publish(swarm.authors[number].own_group(sequence)) == "gossip"
+            assert (
+                await swarm.exchanges[number].publish(swarm.authors[number].own_group(sequence))
+                == "gossip"
+            )
     await settle()
     for number, exchange in enumerate(swarm.exchanges):
         drawn = exchange.draw(Draw(request=5, count=4, policy_version=1, per_peer=4))
@@ -97,7 +102,9 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
         assert all(group.staleness == 1 for group in drawn.groups)
 
 
-async def test_where_members_choose_a_group_is_of_the_choice_that_its_seed_is_for(nursery, autojump_clock):
+async def test_where_members_choose_a_group_is_of_the_choice_that_its_seed_is_for(
+    nursery, autojump_clock
+):
     swarm = await Swarm(nursery, 2, spoken=ids.spoken_in(ids.BUCKET_PROTOCOLS)).start()
     author = swarm.authors[0]
     for sequence, name in enumerate(["builtin/copy", "builtin/sum"]):
@@ -121,9 +128,12 @@ async def test_a_long_group_is_announced_and_fetched(swarm, autojump_clock):
     assert swarm.exchanges[0].statistics().serving.served == {"group": 2}
 
 
-async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(swarm, autojump_clock):
+async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(
+    swarm, autojump_clock
+):
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
-    swarm.medium.latency = 1.0  # so that the neighbour between them does not have it yet when it is asked first
+    # so that the neighbour between them does not have it yet when it is asked first
+    swarm.medium.latency = 1.0
     await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.outcomes(2)["admitted"] == 1
@@ -132,9 +142,13 @@ async def test_a_long_group_reaches_a_peer_that_is_not_connected_to_its_author(s
     assert served["group"] == 1
 
 
-async def test_a_forwarder_that_never_has_it_is_asked_a_few_times_and_not_blamed(swarm, autojump_clock):
+async def test_a_forwarder_that_never_has_it_is_asked_a_few_times_and_not_blamed(
+    swarm, autojump_clock
+):
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
-    swarm.networks[0].requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
+    swarm.networks[0].requests.serve(
+        ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9
+    )
     await swarm.exchanges[0].publish(swarm.authors[0].long_group(0))
     await settle()
     assert swarm.exchanges[2].statistics().fetching.fetched == {"fetch_unknown": 1}
@@ -158,9 +172,13 @@ async def test_a_peer_that_dies_after_announcing_costs_one_fetch(swarm, autojump
     assert swarm.outcomes(1)["fetch_failed"] == 1
 
 
-async def test_an_announcer_without_bodies_holds_few_slots_and_others_are_fetched(swarm, autojump_clock):
+async def test_an_announcer_without_bodies_holds_few_slots_and_others_are_fetched(
+    swarm, autojump_clock
+):
     """Author 1 announces forty bodies that it never gives."""
-    swarm.networks[1].requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
+    swarm.networks[1].requests.serve(
+        ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9
+    )
     for sequence in range(40):
         announce = Announce(bytes([sequence]) * 32, 100_000, int(EPOCH * 1000), sequence)
         await swarm.publish_from(1, swarm.authors[1].frame(announce))
@@ -171,16 +189,24 @@ async def test_an_announcer_without_bodies_holds_few_slots_and_others_are_fetche
     assert swarm.outcomes(0)["admitted"] == 1
 
 
-async def test_sixteen_authors_without_bodies_keep_no_newcomer_from_being_fetched(nursery, autojump_clock):
+async def test_sixteen_authors_without_bodies_keep_no_newcomer_from_being_fetched(
+    nursery, autojump_clock
+):
     """Two announcements a second of all together, each connected, and none ever gives anything."""
     swarm = await Swarm(nursery, 2).start()
     authors = [Author(SWARM, seed=100 + number) for number in range(16)]
     networks = [swarm.medium.join(author.peer) for author in authors]
     for network in networks:
-        network.requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
+        network.requests.serve(
+            ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9
+        )
     for number in range(420):
-        announce = Announce(number.to_bytes(32), limits.GROUP_BYTES, int(EPOCH * 1000), number // 16)
-        await networks[number % 16].gossip.publish(ids.rollout_topic(SWARM), authors[number % 16].frame(announce))
+        announce = Announce(
+            number.to_bytes(32), limits.GROUP_BYTES, int(EPOCH * 1000), number // 16
+        )
+        await networks[number % 16].gossip.publish(
+            ids.rollout_topic(SWARM), authors[number % 16].frame(announce)
+        )
         if number % 60 == 30:
             await swarm.exchanges[1].publish(swarm.authors[1].long_group(number))
         await trio.sleep(0.5)
@@ -188,8 +214,12 @@ async def test_sixteen_authors_without_bodies_keep_no_newcomer_from_being_fetche
 
 
 async def test_what_finds_no_room_among_the_fetches_may_still_be_pulled(swarm, autojump_clock):
-    swarm.networks[1].requests.serve(ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9)
-    bodies = [swarm.authors[1].frame(swarm.authors[1].group(sequence, EPOCH)) for sequence in range(9)]
+    swarm.networks[1].requests.serve(
+        ids.FETCH_PROTOCOL, never, max_request_bytes=64, max_response_bytes=9
+    )
+    bodies = [
+        swarm.authors[1].frame(swarm.authors[1].group(sequence, EPOCH)) for sequence in range(9)
+    ]
     for sequence, body in enumerate(bodies):
         announce = Announce(envelope.content_id(body), len(body), int(EPOCH * 1000), sequence)
         await swarm.publish_from(1, swarm.authors[1].frame(announce))
@@ -204,15 +234,25 @@ def incompressible(author, sequence):
     for _ in range(15):
         logprobs = [-rng.random() for _ in range(6_000)]
         text = completion("".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=6_000)))
-        long.append(msgspec.structs.replace(text, logprobs=tensors.pack_logprobs(logprobs), logprob=sum(logprobs)))
+        long.append(
+            msgspec.structs.replace(
+                text, logprobs=tensors.pack_logprobs(logprobs), logprob=sum(logprobs)
+            )
+        )
     return msgspec.structs.replace(own, completions=long, rewards=[1.0] + 15 * [0.0])
 
 
-async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(nursery, autojump_clock):
-    """Of whom nothing was admitted: it is given two of these at once and one in eight seconds, and told `busy` in between."""
+async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(
+    nursery, autojump_clock
+):
+    """Of whom nothing was admitted: it is given two of these at once and one in eight seconds, and
+    told `busy` in between."""
     swarm = await Swarm(nursery, 2).start()
     for sequence in range(8):
-        assert await swarm.exchanges[0].publish(incompressible(swarm.authors[0], sequence)) == "announced"
+        assert (
+            await swarm.exchanges[0].publish(incompressible(swarm.authors[0], sequence))
+            == "announced"
+        )
     await settle()
     assert swarm.exchanges[0].statistics().serving.catalogue.bytes > 8 * 470_000
     assert swarm.exchanges[1].statistics().fetching.fetched == {"ok": 8}
@@ -225,7 +265,9 @@ async def test_a_body_other_than_announced_costs_its_author_reputation(swarm, au
         return codec.encode(FetchResponse("ok", b"x" * 9))
 
     group = swarm.authors[0].long_group(0)
-    swarm.networks[0].requests.serve(ids.FETCH_PROTOCOL, lie, max_request_bytes=64, max_response_bytes=10**7)
+    swarm.networks[0].requests.serve(
+        ids.FETCH_PROTOCOL, lie, max_request_bytes=64, max_response_bytes=10**7
+    )
     await swarm.exchanges[0].publish(group)
     await settle()
     assert swarm.outcomes(1)["mismatch"] == 1
@@ -234,7 +276,9 @@ async def test_a_body_other_than_announced_costs_its_author_reputation(swarm, au
 
 async def test_nonsense_requests_are_counted_and_refused(swarm, autojump_clock):
     with pytest.raises(PeerError):
-        await swarm.networks[1].requests.request(swarm.authors[0].peer, ids.FETCH_PROTOCOL, b"\xff", deadline=1, max_response_bytes=100)
+        await swarm.networks[1].requests.request(
+            swarm.authors[0].peer, ids.FETCH_PROTOCOL, b"\xff", deadline=1, max_response_bytes=100
+        )
     assert swarm.exchanges[0].statistics().serving.served == {"malformed": 1}
 
 
@@ -243,12 +287,20 @@ async def test_one_peer_is_given_so_much_and_no_more(swarm, autojump_clock):
     await settle()
     asked = ListingRequest(SWARM, b"", 0)
     data = await swarm.networks[1].requests.request(
-        swarm.authors[0].peer, ids.LISTING_PROTOCOL, codec.encode(asked), deadline=1, max_response_bytes=limits.LISTING_RESPONSE_BYTES
+        swarm.authors[0].peer,
+        ids.LISTING_PROTOCOL,
+        codec.encode(asked),
+        deadline=1,
+        max_response_bytes=limits.LISTING_RESPONSE_BYTES,
     )
     content = codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups[0].content
     for _ in range(50):
         await swarm.networks[1].requests.request(
-            swarm.authors[0].peer, ids.FETCH_PROTOCOL, codec.encode(FetchRequest(content)), deadline=1, max_response_bytes=10**7
+            swarm.authors[0].peer,
+            ids.FETCH_PROTOCOL,
+            codec.encode(FetchRequest(content)),
+            deadline=1,
+            max_response_bytes=10**7,
         )
     served = swarm.exchanges[0].statistics().serving.served
     assert 2 < served["group"] < 12
@@ -269,7 +321,9 @@ async def test_hostile_gossip_is_counted_and_others_are_served(swarm, autojump_c
 async def test_a_liar_is_blamed_by_those_who_prove_it_and_then_ignored(swarm, autojump_clock):
     for sequence in range(8):
         group = swarm.authors[0].group(sequence, EPOCH)
-        forged = msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, seed=9 << 20))
+        forged = msgspec.structs.replace(
+            group, task=msgspec.structs.replace(group.task, seed=9 << 20)
+        )
         await swarm.publish_from(0, swarm.authors[0].frame(forged))
     assert not swarm.networks[1].welcome(swarm.authors[0].peer)
     assert swarm.networks[1].welcome(swarm.authors[2].peer)
@@ -279,7 +333,9 @@ async def test_a_liar_is_blamed_by_those_who_prove_it_and_then_ignored(swarm, au
 async def test_an_author_is_blamed_even_when_another_passed_it_on(swarm, autojump_clock):
     swarm.medium.cut(swarm.authors[0].peer, swarm.authors[2].peer)
     group = swarm.authors[0].group(0, EPOCH)
-    forged = swarm.authors[0].frame(msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, seed=9 << 20)))
+    forged = swarm.authors[0].frame(
+        msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, seed=9 << 20))
+    )
     assert swarm.exchanges[2].validate(forged, swarm.authors[1].peer) is Validation.REJECT
     assert swarm.networks[2].reputation.score(swarm.authors[0].peer, trio.current_time()) < 0
 
@@ -298,7 +354,9 @@ async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
 async def test_an_author_that_wears_the_scorer_out_is_not_scored_for_a_while(swarm, autojump_clock):
     victim, (liar, _, honest) = swarm.exchanges[1], swarm.authors
     for sequence in range(3):  # both in one batch: nothing runs between the two
-        victim.validate(liar.frame(liar.group(sequence, EPOCH, texts=["\N{SKULL}", "1"])), liar.peer)
+        victim.validate(
+            liar.frame(liar.group(sequence, EPOCH, texts=["\N{SKULL}", "1"])), liar.peer
+        )
         victim.validate(honest.frame(honest.group(sequence, EPOCH)), honest.peer)
         await trio.testing.wait_all_tasks_blocked()
     assert swarm.outcomes(1) == {"candidate": 6, "scorer": 3, "admitted": 3}
@@ -323,7 +381,9 @@ async def test_a_question_that_cannot_be_regenerated_costs_reputation(swarm, aut
 
 
 async def test_a_slow_scorer_makes_us_busy_but_groups_are_still_passed_on(nursery, autojump_clock):
-    swarm = await Swarm(nursery, scorer=InProcessScorer(seconds=60.0), groups_per_second=1000.0).start()
+    swarm = await Swarm(
+        nursery, scorer=InProcessScorer(seconds=60.0), groups_per_second=1000.0
+    ).start()
     frames = [swarm.authors[0].frame(swarm.authors[0].group(n, EPOCH)) for n in range(180)]
     for frame in frames[:164]:
         swarm.exchanges[1].validate(frame, "forwarder")
@@ -331,7 +391,9 @@ async def test_a_slow_scorer_makes_us_busy_but_groups_are_still_passed_on(nurser
     busy = swarm.outcomes(1)["busy"]
     assert 0 < busy <= 164 - 64
     await trio.sleep(20)  # until it may pass sixteen on again
-    assert [swarm.exchanges[1].validate(frame, "forwarder") for frame in frames[164:]] == 16 * [Validation.ACCEPT]
+    assert [swarm.exchanges[1].validate(frame, "forwarder") for frame in frames[164:]] == 16 * [
+        Validation.ACCEPT
+    ]
     assert swarm.outcomes(1)["busy"] == busy + 16
     await trio.sleep(6000)
     assert swarm.outcomes(1)["admitted"] == 164 - busy
@@ -354,25 +416,45 @@ async def test_without_a_scorer_groups_are_dropped_and_counted(nursery, autojump
         ({"sequence": 2**70}, "invalid"),
     ],
 )
-async def test_only_groups_that_others_would_take_are_published(swarm, autojump_clock, change, outcome):
+async def test_only_groups_that_others_would_take_are_published(
+    swarm, autojump_clock, change, outcome
+):
     own = msgspec.structs.replace(swarm.authors[0].own_group(0), **change)
     assert await swarm.exchanges[0].publish(own) == outcome
     statistics = swarm.exchanges[0].statistics()
-    assert (statistics.published, statistics.unpublished) == ((1, {}) if outcome == "gossip" else (0, {outcome: 1}))
+    assert (statistics.published, statistics.unpublished) == (
+        (1, {}) if outcome == "gossip" else (0, {outcome: 1})
+    )
 
 
 async def test_a_group_with_a_lone_surrogate_stays_here(swarm, autojump_clock):
     completions = swarm.authors[0].own_group(0).completions
     broken = [msgspec.structs.replace(completions[0], text="\ud800"), *completions[1:]]
-    assert await swarm.exchanges[0].publish(msgspec.structs.replace(swarm.authors[0].own_group(0), completions=broken)) == "invalid"
+    assert (
+        await swarm.exchanges[0].publish(
+            msgspec.structs.replace(swarm.authors[0].own_group(0), completions=broken)
+        )
+        == "invalid"
+    )
 
 
 async def test_a_group_too_long_for_a_frame_goes_without_token_ids_or_stays(swarm, autojump_clock):
-    own = msgspec.structs.replace(swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9), rewards=[0.0] * 8 + [1.0])
-    assert await swarm.exchanges[0].publish(own) == "gossip"  # 1.3 MB with ids, a few hundred bytes of compressed text without
+    own = msgspec.structs.replace(
+        swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9), rewards=[0.0] * 8 + [1.0]
+    )
+    # 1.3 MB with ids, a few hundred bytes of compressed text without
+    assert await swarm.exchanges[0].publish(own) == "gossip"
     words = ["".join(random.Random(n).choices("0123456789abcdef", k=16_000)) for n in range(64)]
-    rare = [msgspec.structs.replace(c, text=c.text * 4) for c in swarm.authors[0].own_group(1, texts=words).completions]
-    assert await swarm.exchanges[0].publish(msgspec.structs.replace(swarm.authors[0].own_group(1), completions=rare)) == "oversize"
+    rare = [
+        msgspec.structs.replace(c, text=c.text * 4)
+        for c in swarm.authors[0].own_group(1, texts=words).completions
+    ]
+    assert (
+        await swarm.exchanges[0].publish(
+            msgspec.structs.replace(swarm.authors[0].own_group(1), completions=rare)
+        )
+        == "oversize"
+    )
 
 
 async def test_we_publish_no_faster_than_peers_take(swarm, autojump_clock):
@@ -406,7 +488,8 @@ async def test_token_ids_are_dropped_for_a_trainer_with_another_tokenizer(swarm,
 
 
 async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump_clock):
-    """Our own policy may be the one that moved: honest nodes must not end up greylisting each other for learning."""
+    """Our own policy may be the one that moved: honest nodes must not end up greylisting each other
+    for learning."""
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
         exchange.authors.judged(Judged(peer, "used"))
@@ -416,7 +499,9 @@ async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump
     assert exchange.authors.belief(peer) == 1 / 16
     for _ in range(16):
         exchange.authors.judged(Judged(peer, "used"))
-    assert exchange.authors.trust(peer) == exchange.authors.belief(peer) == 1.0, "whoever is trained on again is trusted again"
+    assert exchange.authors.trust(peer) == exchange.authors.belief(peer) == 1.0, (
+        "whoever is trained on again is trusted again"
+    )
 
 
 async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):

@@ -1,4 +1,5 @@
-"""120,000 mutated frames through decoder and admission, and structured nonsense by hypothesis. Nothing but an answer may come out."""
+"""120,000 mutated frames through decoder and admission, and structured nonsense by hypothesis.
+Nothing but an answer may come out."""
 
 import random
 
@@ -24,8 +25,19 @@ NOW = 1_800_000_000.0
 AUTHOR = Author(SWARM)
 ANNOUNCE = codec.encode(Announce(b"c" * 32, 70_000, int(NOW * 1000), 3))
 INTERESTING = [b"", b"\x00", b"\xff", b"\xc0", b"\xc1", b"\x80", b"\x90"]
-INTERESTING += [b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\x91" * 2000, b"\xed\xa0\x80"]
-INTERESTING += [b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\0" * 7, b"\xcb\x7f\xf8" + b"\0" * 6, b"\xc7\xff\x01"]
+INTERESTING += [
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\x91" * 2000,
+    b"\xed\xa0\x80",
+]
+INTERESTING += [
+    b"\xcf" + b"\xff" * 8,
+    b"\xd3\x80" + b"\0" * 7,
+    b"\xcb\x7f\xf8" + b"\0" * 6,
+    b"\xc7\xff\x01",
+]
 
 
 def mutate(rng, data, others):
@@ -60,8 +72,12 @@ def new_admission():
 def assert_serves_honest_peers(checks):
     fresh = Author(SWARM, seed=321)
     for sequence in range(20):
-        assert isinstance(checks.check_frame(fresh.frame(fresh.group(sequence, NOW)), NOW), Candidate)
-    assert checks.statistics().outcomes.get("internal", 0) == 0, checks.statistics().last_internal_error
+        assert isinstance(
+            checks.check_frame(fresh.frame(fresh.group(sequence, NOW)), NOW), Candidate
+        )
+    assert checks.statistics().outcomes.get("internal", 0) == 0, (
+        checks.statistics().last_internal_error
+    )
 
 
 def run(checks, frames):
@@ -104,13 +120,21 @@ def test_mutated_payloads_under_a_good_signature_never_get_past_an_answer():
                     yield AUTHOR.sign(mutate(rng, rng.choice(seeds), seeds))
 
     assert run(checks, frames()) < 32 * 2**20
-    assert len(checks.statistics().outcomes) >= 5  # the mutations reach into the checks, not just the first of them
+    # the mutations reach into the checks, not just the first of them
+    assert len(checks.statistics().outcomes) >= 5
     assert_serves_honest_peers(checks)
 
 
 nonsense = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=40),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -132,7 +156,11 @@ CHECKS = new_admission()
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 63), min_size=1, max_size=4), nonsense)
 def test_any_field_may_hold_anything(sequence, path, value):
-    payload = replaced(msgspec.to_builtins(AUTHOR.group(sequence, NOW, size=3), builtin_types=(bytes,)), path, value)
+    payload = replaced(
+        msgspec.to_builtins(AUTHOR.group(sequence, NOW, size=3), builtin_types=(bytes,)),
+        path,
+        value,
+    )
     CHECKS.check_frame(AUTHOR.sign(msgspec.msgpack.encode(payload)), NOW)
     assert "internal" not in CHECKS.statistics().outcomes
 

@@ -70,7 +70,17 @@ def test_a_group_larger_than_a_peers_share_is_refused():
 
 def test_a_full_pool_drops_the_oldest_group_of_the_most_represented_peer():
     pool = Pool(64 * 2**20, max_groups=8, peer_share=0.5)
-    for peer, number in [("b", 0), ("a", 1), ("a", 2), ("a", 3), ("c", 4), ("c", 5), ("d", 6), ("e", 7), ("f", 8)]:
+    for peer, number in [
+        ("b", 0),
+        ("a", 1),
+        ("a", 2),
+        ("a", 3),
+        ("c", 4),
+        ("c", 5),
+        ("d", 6),
+        ("e", 7),
+        ("f", 8),
+    ]:
         pool.add(external_group(peer, number), now=float(number), policy_version=0)
     stats = pool.statistics(8.0)
     assert (stats.groups, stats.evicted_full) == (8, 1)
@@ -122,26 +132,34 @@ def test_trusted_peers_are_drawn_more_often():
     wins = 0
     for seed in range(400):
         pool = filled("ab", 1)
-        wins += draw(pool, 1, seed=seed, trust=lambda peer: 1.0 if peer == "a" else 0.25)[0].peer == "a"
+        wins += (
+            draw(pool, 1, seed=seed, trust=lambda peer: 1.0 if peer == "a" else 0.25)[0].peer == "a"
+        )
     assert wins / 400 == pytest.approx(0.8, abs=0.08)
 
 
 def test_who_says_more_is_not_drawn_before_others():
-    """Drawn by the group, whoever publishes ten times as much would be eleven of twelve in every step, until it is known."""
+    """Drawn by the group, whoever publishes ten times as much would be eleven of twelve in every
+    step, until it is known."""
     pool = filled("abcdefgh", 1)
     for number in range(100, 110):
         for peer in "stuvwxyz":
             pool.add(external_group(peer, number), now=0.0, policy_version=0)
-    loud = sum(g.peer in "stuvwxyz" for seed in range(100) for g in draw(copy.deepcopy(pool), 2, seed=seed))
+    loud = sum(
+        g.peer in "stuvwxyz" for seed in range(100) for g in draw(copy.deepcopy(pool), 2, seed=seed)
+    )
     assert 75 <= loud <= 125
 
 
 def taught_by(newcomers, known, draws=200):
-    """Share of `known` and of `newcomers` in what is drawn, six groups at a time: all of them say as much."""
+    """Share of `known` and of `newcomers` in what is drawn, six groups at a time: all of them say
+    as much."""
     counts = Counter()
     for seed in range(draws):
         pool = filled([*known, *newcomers], 2)
-        drawn = draw(pool, 6, seed=seed, trust=lambda peer: 1.0 if peer in known else PROBATION_TRUST)
+        drawn = draw(
+            pool, 6, seed=seed, trust=lambda peer: 1.0 if peer in known else PROBATION_TRUST
+        )
         counts.update(group.peer in known for group in drawn)
     return counts[True] / draws, counts[False] / draws
 
@@ -162,13 +180,23 @@ def test_while_nobody_is_known_newcomers_fill_a_step_each_once_before_any_twice(
 
 def test_newcomers_fill_what_the_known_leave():
     pool = filled("kabc", 2)
-    drawn = Counter(group.peer for group in draw(pool, 6, per_peer=3, trust=lambda peer: 1.0 if peer == "k" else PROBATION_TRUST))
+    drawn = Counter(
+        group.peer
+        for group in draw(
+            pool, 6, per_peer=3, trust=lambda peer: 1.0 if peer == "k" else PROBATION_TRUST
+        )
+    )
     assert drawn["k"] == 2
     assert sum(drawn.values()) == 6
 
 
 def test_a_newcomer_has_a_name_of_its_own_after_a_few_groups_that_were_trained_on():
-    assert [sampling.is_known(sampling.trust(1.0, used)) for used in (0, 3, 4, 16)] == [False, False, True, True]
+    assert [sampling.is_known(sampling.trust(1.0, used)) for used in (0, 3, 4, 16)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert not sampling.is_known(sampling.trust(0.5, 6)), "nor while its standing is bad"
 
 
@@ -178,7 +206,9 @@ def test_among_newcomers_who_says_more_is_not_drawn_before_others():
         pool = filled("abcd", 1)
         for number in range(30):
             pool.add(external_group("loud", number), now=0.0, policy_version=0)
-        firsts.update(group.peer for group in draw(pool, 1, seed=seed, trust=lambda peer: PROBATION_TRUST))
+        firsts.update(
+            group.peer for group in draw(pool, 1, seed=seed, trust=lambda peer: PROBATION_TRUST)
+        )
     assert 0.1 < firsts["loud"] / 300 < 0.3
 
 
@@ -190,13 +220,23 @@ def test_a_draw_repeats_with_its_seed():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abcdefghij"), st.integers(0, 30_000), st.integers(0, 20)), max_size=120), st.integers(0, 2**32))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefghij"), st.integers(0, 30_000), st.integers(0, 20)),
+        max_size=120,
+    ),
+    st.integers(0, 2**32),
+)
 def test_bounds_hold_whatever_arrives(arrivals, seed):
     rng = random.Random(seed)
     pool = Pool(2**20, max_groups=16)
     version = 0
     for number, (peer, length, step) in enumerate(arrivals):
-        pool.add(external_group(peer, number, text="x" * length), now=float(number), policy_version=version)
+        pool.add(
+            external_group(peer, number, text="x" * length),
+            now=float(number),
+            policy_version=version,
+        )
         if step == 0:
             version += 1
             drawn = pool.draw(4, version, float(number), rng)
@@ -205,7 +245,10 @@ def test_bounds_hold_whatever_arrives(arrivals, seed):
         assert stats.groups <= 16
         assert stats.bytes <= 2**20
         assert stats.groups == stats.added - stats.drawn - (
-            stats.evicted_full + stats.evicted_peer_share + stats.expired_age + stats.expired_version
+            stats.evicted_full
+            + stats.evicted_peer_share
+            + stats.expired_age
+            + stats.expired_version
         )
 
 

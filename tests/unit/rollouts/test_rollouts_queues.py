@@ -9,7 +9,9 @@ from tests.support.groups import external_group
 
 
 def candidate(peer, number, text="12"):
-    return Candidate(number.to_bytes(32, "big"), peer, external_group(peer, number, text=text).group)
+    return Candidate(
+        number.to_bytes(32, "big"), peer, external_group(peer, number, text=text).group
+    )
 
 
 def test_the_queue_is_first_in_first_out():
@@ -37,7 +39,11 @@ def test_the_queue_is_bounded_in_bytes_and_has_room_again_for_what_was_taken():
     assert put("de") == [True, False]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5000), st.booleans()), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5000), st.booleans()), max_size=60
+    )
+)
 def test_the_queue_keeps_its_bounds_and_its_accounts(arrivals):
     queue = CandidateQueue(groups=10, size=40_000, peer_groups=4)
     inside = []

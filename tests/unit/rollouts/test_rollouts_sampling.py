@@ -30,7 +30,9 @@ def test_reputation_scales_trust_and_is_clamped():
 
 def test_weight_does_not_look_at_the_level_of_the_reward():
     assert sampling.weight([0, 1], 8, 4, 0.5) == pytest.approx(0.5 * 0.25 * 0.5)
-    assert sampling.weight([0, 0, 0, 1], 0, 4, 1) == pytest.approx(sampling.weight([1, 1, 1, 0], 0, 4, 1))
+    assert sampling.weight([0, 0, 0, 1], 0, 4, 1) == pytest.approx(
+        sampling.weight([1, 1, 1, 0], 0, 4, 1)
+    )
 
 
 def test_items_come_first_in_proportion_to_their_weight():
@@ -52,8 +54,14 @@ def test_each_peer_once_while_there_are_enough_peers():
 def test_too_few_peers_are_used_evenly_and_up_to_half_each():
     ordered = ["a1", "a2", "a3", "a4", "b1"]
     assert sampling.spread_over_peers(ordered, 4, lambda x: x[0], 2) == ["a1", "b1", "a2"]
-    assert sampling.spread_over_peers(["a1", "a2", "a3"], 3, lambda x: x[0], sampling.most_per_peer(3)) == ["a1", "a2"]
+    assert sampling.spread_over_peers(
+        ["a1", "a2", "a3"], 3, lambda x: x[0], sampling.most_per_peer(3)
+    ) == ["a1", "a2"]
 
 
 def test_what_is_already_chosen_counts_towards_a_peers_half():
-    assert sampling.spread_over_peers(["a3", "b1"], 4, lambda x: x[0], 2, already=["a1", "a2"]) == ["a1", "a2", "b1"]
+    assert sampling.spread_over_peers(["a3", "b1"], 4, lambda x: x[0], 2, already=["a1", "a2"]) == [
+        "a1",
+        "a2",
+        "b1",
+    ]

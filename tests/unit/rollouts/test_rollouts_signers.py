@@ -100,7 +100,12 @@ def test_signers_forget_the_one_heard_longest_ago(monkeypatch):
         signers.add(name.encode(), signer())
     signers.find(b"a")
     signers.add(b"d", signer())
-    assert [signers.find(k) is not None for k in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    assert [signers.find(k) is not None for k in (b"a", b"b", b"c", b"d")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_others_push_out_no_author_of_a_candidate(monkeypatch):

@@ -1,4 +1,5 @@
-"""Whoever sends what is refused is looked at less and less, and comes back when it is trained on again."""
+"""Whoever sends what is refused is looked at less and less, and comes back when it is trained on
+again."""
 
 import random
 from collections import Counter
@@ -50,7 +51,8 @@ def test_what_is_remembered_is_bounded():
 
 
 def test_a_peer_that_nobody_believes_takes_no_place_from_others():
-    """Every peer has one group in a step before any has two; that must not be a liar's seat for ever."""
+    """Every peer has one group in a step before any has two; that must not be a liar's seat for
+    ever."""
     trust, rng = PeerTrust(), random.Random(1)
     for _ in range(REFUSED_AT_MOST):
         trust.judged("liar", "surprise")
@@ -59,6 +61,9 @@ def test_a_peer_that_nobody_believes_takes_no_place_from_others():
         pool = Pool(2**26)
         for number, peer in enumerate(["honest", "honest", "liar", "liar"]):
             pool.add(external_group(peer, step * 10 + number), 0.0, 0)
-        drawn.update(group.peer for group in pool.draw(2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.belief))
+        drawn.update(
+            group.peer
+            for group in pool.draw(2, 0, 0.0, rng, lambda peer: trust.of(peer, 1.0), trust.belief)
+        )
     assert 5 < drawn["liar"] < 60
     assert drawn["honest"] >= 400

@@ -11,13 +11,22 @@ from swarmnode.swarm.card import TrainedOn, card, check_target, push
 from tests.support import hub
 
 TOLD = {
-    "kind": "adapter", "step": 120, "policy_version": 118, "reward_held_out": 0.4375, "base": "Qwen/Qwen2.5-1.5B-Instruct",
-    "base_fingerprint": "ab" * 32, "swarm": "cd" * 32, "own_groups": 900, "external_groups": 300,
-}  # fmt: skip
+    "kind": "adapter",
+    "step": 120,
+    "policy_version": 118,
+    "reward_held_out": 0.4375,
+    "base": "Qwen/Qwen2.5-1.5B-Instruct",
+    "base_fingerprint": "ab" * 32,
+    "swarm": "cd" * 32,
+    "own_groups": 900,
+    "external_groups": 300,
+}
 TASKS = [
-    TrainedOn("data/gsm8k", "0123456789abcdef", '{"verifier": "numeric", "rows": 7473}', "openai/gsm8k"),
+    TrainedOn(
+        "data/gsm8k", "0123456789abcdef", '{"verifier": "numeric", "rows": 7473}', "openai/gsm8k"
+    ),
     TrainedOn("rg/gcd", "ff" * 8, "{}"),
-]  # fmt: skip
+]
 
 
 def front(text):
@@ -31,12 +40,26 @@ def test_the_card_says_what_was_trained_on_what() -> None:
     assert head["datasets"] == ["openai/gsm8k"]
     assert head["library_name"] == "peft"
     assert {"swarmnode", "grpo"} <= set(head["tags"])
-    for value in ("120 steps", "0.4375", "900 groups of its own and 300 of peers", "0123456789abcdef", "7473", "1e&#45;05", "cd" * 32):
+    for value in (
+        "120 steps",
+        "0.4375",
+        "900 groups of its own and 300 of peers",
+        "0123456789abcdef",
+        "7473",
+        "1e&#45;05",
+        "cd" * 32,
+    ):
         assert value in body, value
 
 
 def test_what_is_not_known_is_said_and_a_local_base_is_no_model_of_the_hub() -> None:
-    head, body = front(card({**TOLD, "kind": "weights", "base": "embedded", "reward_held_out": None, "swarm": ""}, TASKS[1:], {}))
+    head, body = front(
+        card(
+            {**TOLD, "kind": "weights", "base": "embedded", "reward_held_out": None, "swarm": ""},
+            TASKS[1:],
+            {},
+        )
+    )
     assert head["library_name"] == "transformers"
     assert not {"base_model", "datasets"} & head.keys()
     assert "not measured" in body
@@ -44,7 +67,11 @@ def test_what_is_not_known_is_said_and_a_local_base_is_no_model_of_the_hub() -> 
 
 def test_no_text_of_a_task_becomes_markup() -> None:
     evil = '|\n---\n# x <script>alert(1)</script> [y](javascript:z) `a` ![b](http://e) \x1b[2J "'
-    text = card({**TOLD, "base": evil, "swarm": evil}, [TrainedOn(evil, evil, evil)], {"training.options": evil})
+    text = card(
+        {**TOLD, "base": evil, "swarm": evil},
+        [TrainedOn(evil, evil, evil)],
+        {"training.options": evil},
+    )
     head, body = front(text)
     assert "base_model" not in head
     for markup in ("<script", "](", "![", "`", "\x1b", "\n# x"):
@@ -59,7 +86,12 @@ def test_without_a_token_or_a_name_nothing_is_begun(monkeypatch, tmp_path, capsy
     for name in ("model", "a/b/c", "../x/y", "a b/c"):
         with pytest.raises(ConfigError, match="is not <user or organisation>/<name>"):
             check_target(name)
-    assert cli.run(["export", str(tmp_path / "out"), "-d", str(tmp_path / "data"), "--push", "me/model"]) == Refused.exit_code
+    assert (
+        cli.run(
+            ["export", str(tmp_path / "out"), "-d", str(tmp_path / "data"), "--push", "me/model"]
+        )
+        == Refused.exit_code
+    )
     assert "nothing was written or sent" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -91,11 +123,15 @@ def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, expo
     assert ours.files.keys() == {"README.md", "config.json"}
     assert ours.files["README.md"] == (export / "README.md").read_bytes()
     assert ours.message == "step 120"
-    assert [made.get("private", made.get("visibility") == "private") for made in ours.made] == [not public]
+    assert [made.get("private", made.get("visibility") == "private") for made in ours.made] == [
+        not public
+    ]
     assert ours.tokens == {"Bearer hf_ours"}
 
 
-@pytest.mark.parametrize(("status", "why"), [(401, "the token is not valid"), (403, "the token may not write there")])
+@pytest.mark.parametrize(
+    ("status", "why"), [(401, "the token is not valid"), (403, "the token may not write there")]
+)
 def test_what_the_hub_refuses_is_one_line_and_the_export_stays(ours, export, status, why) -> None:
     ours.status = status
     with pytest.raises(Unavailable, match=why) as raised:
@@ -107,6 +143,8 @@ def test_what_the_hub_refuses_is_one_line_and_the_export_stays(ours, export, sta
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, export) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(Unavailable, match=r"could not be pushed to me/model: .*try again with `hf upload me/model") as raised:
+    with pytest.raises(
+        Unavailable, match=r"could not be pushed to me/model: .*try again with `hf upload me/model"
+    ) as raised:
         push(export, "me/model", public=False, message="")
     assert "\n" not in str(raised.value)

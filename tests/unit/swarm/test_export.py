@@ -36,18 +36,24 @@ def trained(tmp_path, lora: int = 0) -> Policy:
     directory = tmp_path / "data" / "trainer"
     directory.mkdir(parents=True)
     name = state.owner(policy.fingerprint, lora, shares_a(config.policy.lora, config.weights))
-    state.write(directory, state.take(policy.model, optimizer, policy.random_generator(0), counters, name))
+    state.write(
+        directory, state.take(policy.model, optimizer, policy.random_generator(0), counters, name)
+    )
     return policy
 
 
 def command(tmp_path, *arguments):
     """The whole of `swarmnode export`, which starts a process: seconds."""
-    return cli.run(["export", str(tmp_path / "out"), "--data-dir", str(tmp_path / "data"), *arguments])
+    return cli.run(
+        ["export", str(tmp_path / "out"), "--data-dir", str(tmp_path / "data"), *arguments]
+    )
 
 
 def export(tmp_path, lora=0, merge=False):
     """What that process does."""
-    config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}})
+    config = Config.model_validate(
+        {"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}}
+    )
     return exporting.export(config, tmp_path / "out", merge)
 
 
@@ -60,7 +66,12 @@ def test_full_weights_load_back_to_identical_logits(tmp_path, capsys):
     policy = trained(tmp_path)
     assert command(tmp_path, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["kind"], told["step"], told["policy_version"], told["swarm"]) == ("weights", 7, 6, "ab")
+    assert (told["kind"], told["step"], told["policy_version"], told["swarm"]) == (
+        "weights",
+        7,
+        6,
+        "ab",
+    )
     assert told == json.loads((tmp_path / "out" / "swarmnode.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(model), logits(policy.model))

@@ -65,7 +65,9 @@ def test_another_key_is_replaced_only_when_asked_and_then_kept(tmp_path):
     assert mode(kept) == 0o600
 
 
-@pytest.mark.parametrize("data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
+@pytest.mark.parametrize(
+    "data", [b"", b"not a key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
+)
 def test_what_is_no_key_is_not_brought_in(tmp_path, data):
     file = tmp_path / "key"
     file.write_bytes(data)

@@ -19,7 +19,9 @@ SECRET = bytes(range(32))
 
 
 def changed(**sections):
-    return Config.model_validate({**CONFIG.model_dump(), **{k: {**CONFIG.model_dump()[k], **v} for k, v in sections.items()}})
+    return Config.model_validate(
+        {**CONFIG.model_dump(), **{k: {**CONFIG.model_dump()[k], **v} for k, v in sections.items()}}
+    )
 
 
 def problems(opened, config=CONFIG, peer=""):
@@ -103,7 +105,15 @@ def test_a_draft_takes_group_sizes_from_half_to_twice_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("minimum", "ok"), [("0.0.9", True), ("0.1.0", True), ("0.1", True), ("0.10.0", False), ("1", False), ("soon", False)]
+    ("minimum", "ok"),
+    [
+        ("0.0.9", True),
+        ("0.1.0", True),
+        ("0.1", True),
+        ("0.10.0", False),
+        ("1", False),
+        ("soon", False),
+    ],
 )
 def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
     found = problems(founded(minimum_version=minimum))
@@ -112,7 +122,10 @@ def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
 
 
 def test_a_protocol_that_is_not_spoken_is_named():
-    assert "/swarmnode/rollouts/9" in problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/9"]))[0]
+    assert (
+        "/swarmnode/rollouts/9"
+        in problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/9"]))[0]
+    )
 
 
 def test_the_older_of_two_ordinals_is_honoured(monkeypatch):
@@ -183,7 +196,10 @@ def test_the_hashes_decide_whether_the_model_is_the_swarms():
 
 
 def test_all_problems_are_told_at_once():
-    opened = founded(minimum_version="9", tasks=[TaskEntry("builtin/copy", "00", ""), TaskEntry("builtin/zzz", "00", "")])
+    opened = founded(
+        minimum_version="9",
+        tasks=[TaskEntry("builtin/copy", "00", ""), TaskEntry("builtin/zzz", "00", "")],
+    )
     assert len(problems(opened)) == 3
 
 
@@ -192,7 +208,10 @@ def test_all_problems_are_told_at_once():
 
 def test_members_are_those_listed_the_founder_and_the_bootstrap_peers():
     bootstrap = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
-    opened = founded(access=Access([OTHER_PEER], b""), bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{bootstrap}", "/unix/socket"])
+    opened = founded(
+        access=Access([OTHER_PEER], b""),
+        bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{bootstrap}", "/unix/socket"],
+    )
     assert manifest.members(opened.manifest) == {OTHER_PEER, PEER, bootstrap}
     assert problems(opened, peer=OTHER_PEER) == []
     assert "not on its list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
@@ -225,29 +244,56 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path):
 
 def test_what_must_agree_replaces_what_was_set_and_is_told():
     opened = founded()
-    own = changed(training={"temperature": 0.5, "top_p": 0.9, "num_generations": 32, "advantage": "dr_grpo"}, task={"names": ["rg/gcd"]})
+    own = changed(
+        training={"temperature": 0.5, "top_p": 0.9, "num_generations": 32, "advantage": "dr_grpo"},
+        task={"names": ["rg/gcd"]},
+    )
     config, changes = manifest.agreed(own, opened)
-    assert (config.training.temperature, config.training.top_p, config.training.advantage) == (1.0, 1.0, "grpo")
+    assert (config.training.temperature, config.training.top_p, config.training.advantage) == (
+        1.0,
+        1.0,
+        "grpo",
+    )
     assert config.task.names == ["builtin/copy", "builtin/sum"]
-    assert {"training.temperature", "task.names", "training.num_generations"} <= {change.key for change in changes}
+    assert {"training.temperature", "task.names", "training.num_generations"} <= {
+        change.key for change in changes
+    }
     assert next(change for change in changes if change.key == "training.temperature").was == 0.5
 
 
 @pytest.mark.parametrize(("own", "agreed"), [(2, 4), (4, 4), (9, 9), (16, 16), (64, 16)])
 def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
-    assert manifest.agreed(changed(training={"num_generations": own}), founded())[0].training.num_generations == agreed
+    assert (
+        manifest.agreed(changed(training={"num_generations": own}), founded())[
+            0
+        ].training.num_generations
+        == agreed
+    )
 
 
 @pytest.mark.parametrize(("own", "agreed"), [(8, 512), (100, 100), (4096, 512)])
 def test_ones_own_length_stays_below_the_swarms_and_follows_it_where_unset(own, agreed):
     opened = founded(config=changed(training={"max_completion_length": 512}))
-    assert manifest.agreed(changed(training={"max_completion_length": own}), opened)[0].training.max_completion_length == agreed
+    assert (
+        manifest.agreed(changed(training={"max_completion_length": own}), opened)[
+            0
+        ].training.max_completion_length
+        == agreed
+    )
 
 
 def test_what_is_a_nodes_own_business_is_left_alone():
-    own = changed(training={"learning_rate": 0.5, "groups_per_step": 3}, http={"port": 1}, network={"initial_peers": ["x"]})
+    own = changed(
+        training={"learning_rate": 0.5, "groups_per_step": 3},
+        http={"port": 1},
+        network={"initial_peers": ["x"]},
+    )
     config, _ = manifest.agreed(own, founded(bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]))
-    assert (config.training.learning_rate, config.training.groups_per_step, config.http.port) == (0.5, 3, 1)
+    assert (config.training.learning_rate, config.training.groups_per_step, config.http.port) == (
+        0.5,
+        3,
+        1,
+    )
     assert config.network.initial_peers == ["x", f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]
 
 
@@ -266,7 +312,10 @@ def test_mc_grpo_samples_one_more_and_still_stays_within_the_swarms_bounds(own, 
 
 
 def test_what_is_shown_is_json():
-    assert json.loads(json.dumps(manifest.shown(founded().manifest)))["founder"] == KEY.public_key().public_bytes_raw().hex()
+    assert (
+        json.loads(json.dumps(manifest.shown(founded().manifest)))["founder"]
+        == KEY.public_key().public_bytes_raw().hex()
+    )
 
 
 def test_the_largest_allow_list_fits():

@@ -56,9 +56,15 @@ def test_where_the_invite_led_is_tried_beside_the_manifests_own_peers(tmp_path):
     store.add(opened)
     store.choose(opened.swarm)
     store.keep_peers([there])
-    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == [there, *opened.manifest.bootstrap]
+    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == [
+        there,
+        *opened.manifest.bootstrap,
+    ]
     (tmp_path / "manifest" / "peers").write_text("nonsense")
-    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == opened.manifest.bootstrap
+    assert (
+        manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers
+        == opened.manifest.bootstrap
+    )
 
 
 def test_a_chosen_manifest_that_cannot_be_honoured_is_refused_in_one_line(tmp_path):
@@ -77,7 +83,15 @@ def test_a_chosen_manifest_that_is_gone_is_an_error_and_not_another_swarm(tmp_pa
         manifest_store.stored(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b"", lambda data: SECOND.signed])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: b"",
+        lambda data: SECOND.signed,
+    ],
+)
 def test_a_damaged_file_is_an_error_and_not_another_swarm(tmp_path, damage):
     store = ManifestStore(tmp_path)
     store.add(FIRST)
@@ -141,7 +155,9 @@ def test_a_successor_of_somebody_else_is_none(tmp_path):
         ({"policy": {"model": "./"}}, 3e-4),
     ],
 )
-def test_a_model_of_the_hub_is_trained_at_a_rate_that_suits_it_where_nobody_has_set_one(tmp_path, sections, rate):
+def test_a_model_of_the_hub_is_trained_at_a_rate_that_suits_it_where_nobody_has_set_one(
+    tmp_path, sections, rate
+):
     chosen(tmp_path, founded(models=[HUB]))
     agreed, changes = manifest_store.honoured(config_in(tmp_path, **sections))
     assert agreed.training.learning_rate == rate
@@ -149,14 +165,23 @@ def test_a_model_of_the_hub_is_trained_at_a_rate_that_suits_it_where_nobody_has_
 
 
 def test_without_a_manifest_too_and_the_embedded_policy_keeps_its_rate(tmp_path):
-    assert manifest_store.honoured(config_in(tmp_path, policy={"model": "org/model"}))[0].training.learning_rate == 1e-6
+    assert (
+        manifest_store.honoured(config_in(tmp_path, policy={"model": "org/model"}))[
+            0
+        ].training.learning_rate
+        == 1e-6
+    )
     assert manifest_store.honoured(config_in(tmp_path))[0].training.learning_rate == 3e-4
 
 
 def test_what_the_owner_has_set_and_the_manifest_overrules_is_a_warning(tmp_path):
     there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
     chosen(tmp_path, founded(bootstrap=[there]))
-    said = {"policy": {"model": "org/other"}, "task": {"names": ["builtin/sum", "builtin/copy"]}, "network": {"initial_peers": []}}
+    said = {
+        "policy": {"model": "org/other"},
+        "task": {"names": ["builtin/sum", "builtin/copy"]},
+        "network": {"initial_peers": []},
+    }
     with capture_logs() as logged:
         Membership(config_in(tmp_path, **said)).prepare()
     levels = {line["key"]: line["log_level"] for line in logged if "key" in line}

@@ -1,4 +1,5 @@
-"""The trio client: many callers, cancelled callers, lost children. pytest tests/unit/tasks/test_async_scorer.py"""
+"""The trio client: many callers, cancelled callers, lost children. pytest
+tests/unit/tasks/test_async_scorer.py"""
 
 import os
 import signal
@@ -25,7 +26,13 @@ def expected():
     """What the blocking client says, by (task, index)."""
     keys = [(task, index) for task in TASKS for index in range(30)]
     with Scorer() as scorer:
-        return dict(zip(keys, scorer.score_many([(ref(index, task), ["7", "10"]) for task, index in keys]), strict=True))
+        return dict(
+            zip(
+                keys,
+                scorer.score_many([(ref(index, task), ["7", "10"]) for task, index in keys]),
+                strict=True,
+            )
+        )
 
 
 async def test_many_callers_each_get_their_own_answer(expected):
@@ -86,7 +93,8 @@ async def test_cancelled_callers_do_not_shift_the_answers_of_the_others(expected
 async def test_questions_wait_while_the_child_is_replaced(expected):
     async with AsyncScorer() as scorer:
         await scorer.prompt(ref())
-        os.kill(scorer.statistics().pid, signal.SIGSTOP)  # it hangs with the first frame, the others queue behind it
+        # it hangs with the first frame, the others queue behind it
+        os.kill(scorer.statistics().pid, signal.SIGSTOP)
         found = {}
 
         async def ask(task, index):
@@ -121,7 +129,14 @@ async def test_only_the_question_that_kills_the_child_goes_without(monkeypatch):
     monkeypatch.setattr(Child, "ask", deadly)
     async with AsyncScorer() as scorer:
         results = await scorer.score_many([(ref(index), ["7"]) for index in range(6)])
-    assert [type(result) for result in results] == [Scored, Scored, Scored, ScorerFailed, Scored, Scored]
+    assert [type(result) for result in results] == [
+        Scored,
+        Scored,
+        Scored,
+        ScorerFailed,
+        Scored,
+        Scored,
+    ]
 
 
 async def test_a_child_that_cannot_start_fails_its_questions_and_is_tried_again(monkeypatch):
@@ -188,7 +203,8 @@ async def test_no_child_is_left_behind():
 
 
 async def test_the_child_outlives_trios_worker_threads(monkeypatch):
-    """Linux sends the parent-death signal when the *thread* that made a process ends, and trio would make processes in worker threads."""
+    """Linux sends the parent-death signal when the *thread* that made a process ends, and trio
+    would make processes in worker threads."""
     makers = []
 
     class Popen(child_module.subprocess.Popen):

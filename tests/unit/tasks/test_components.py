@@ -1,4 +1,5 @@
-"""Rewards of several components: what a task's owner may return, what becomes of it, and by which weights."""
+"""Rewards of several components: what a task's owner may return, what becomes of it, and by which
+weights."""
 
 from __future__ import annotations
 
@@ -24,17 +25,29 @@ from swarmnode.tasks.scorer import judge
         ({"a": 1.0, "b": 0.25}, {"a": 0.0}, 0.25, {"a": 1.0, "b": 0.25}),
     ],
 )
-def test_the_reward_is_the_mean_of_its_components_by_their_weights(value, weights, reward, components) -> None:
+def test_the_reward_is_the_mean_of_its_components_by_their_weights(
+    value, weights, reward, components
+) -> None:
     assert own.total(value, weights) == (reward, components)
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        None, math.nan, 1.5, -0.1, "text", {}, {"a": math.nan}, {"a": 2.0}, {"a": None}, {str(number): 1.0 for number in range(9)},
-        {"x" * 32 + "a": 1.0, "x" * 32 + "b": 1.0}, {"a": 1.0, "b": -1.0},
+        None,
+        math.nan,
+        1.5,
+        -0.1,
+        "text",
+        {},
+        {"a": math.nan},
+        {"a": 2.0},
+        {"a": None},
+        {str(number): 1.0 for number in range(9)},
+        {"x" * 32 + "a": 1.0, "x" * 32 + "b": 1.0},
+        {"a": 1.0, "b": -1.0},
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_an_error_and_never_a_reward(value) -> None:
     with pytest.raises((ValueError, TypeError)):
         own.total(value, {})
@@ -46,7 +59,10 @@ def test_nonsense_is_an_error_and_never_a_reward(value) -> None:
 
 def test_all_answers_of_a_question_have_the_same_components() -> None:
     names = {"one": {"a": 1.0}, "two": {"b": 1.0}, "three": {"a": 0.5}}
-    scored = judge(frames.Question("own:task", 0, 0, list(names)), lambda *_: Item("?", "", lambda text: names[text]))
+    scored = judge(
+        frames.Question("own:task", 0, 0, list(names)),
+        lambda *_: Item("?", "", lambda text: names[text]),
+    )
     assert (scored.rewards, scored.errors) == ([1.0, 0.0, 0.5], 1)
     assert scored.components == [{"a": 1.0}, {}, {"a": 0.5}]
 
@@ -60,7 +76,9 @@ def test_a_weight_that_is_none_is_a_line(weight) -> None:
 def test_pass_at_k_is_what_counting_all_draws_gives() -> None:
     for samples, right, k in [(5, 0, 2), (5, 2, 1), (5, 2, 3), (6, 3, 4), (4, 4, 2)]:
         draws = list(combinations(range(samples), k))
-        assert pass_at_k(samples, right, k) == pytest.approx(sum(min(draw) < right for draw in draws) / len(draws))
+        assert pass_at_k(samples, right, k) == pytest.approx(
+            sum(min(draw) < right for draw in draws) / len(draws)
+        )
     for samples, k in [(4, 5), (4, 0)]:
         with pytest.raises(ValueError, match="pass@"):
             pass_at_k(samples, 1, k)

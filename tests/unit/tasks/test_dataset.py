@@ -1,4 +1,5 @@
-"""Datasets as tasks: read and checked with one line for whatever is wrong, asked by seed, judged in the sandbox.
+"""Datasets as tasks: read and checked with one line for whatever is wrong, asked by seed, judged in
+the sandbox.
 
 pytest tests/unit/tasks/test_dataset.py
 """
@@ -20,7 +21,10 @@ from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
 
 NAME = "data/sums"
-ROWS = [{"prompt": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}", "note": i} for i in range(40)]
+ROWS = [
+    {"prompt": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}", "note": i}
+    for i in range(40)
+]
 
 
 pytestmark = pytest.mark.usefixtures("tasks_as_before")
@@ -32,7 +36,9 @@ def written(path, rows=ROWS):
 
 
 def installed(tmp_path, rows=ROWS, name=NAME, **settings):
-    config = DatasetConfig(**{"source": str(written(tmp_path / "rows.jsonl", rows)), "verifier": "numeric"} | settings)
+    config = DatasetConfig(
+        **{"source": str(written(tmp_path / "rows.jsonl", rows)), "verifier": "numeric"} | settings
+    )
     registry.install_datasets({name: config}, tmp_path / "datasets")
     return registry.TASKS[name]
 
@@ -52,7 +58,13 @@ def test_every_row_is_asked_and_a_right_answer_is_worth_one(tmp_path):
         prompts = [scorer.prompt(ref(index=index)) for index in range(36)]
         held_out = {scorer.prompt(ref(evaluation_seed(NAME), index)) for index in range(40)}
         twice = 2 * number_of(prompts[0])
-        texts = [f"I add them.\nSo it is {twice}.", f"\\boxed{{{twice}}}", f"<answer>{twice}</answer> or 7", f"{twice} or rather 1000", ""]
+        texts = [
+            f"I add them.\nSo it is {twice}.",
+            f"\\boxed{{{twice}}}",
+            f"<answer>{twice}</answer> or 7",
+            f"{twice} or rather 1000",
+            "",
+        ]
         assert scorer.score(ref(), texts).rewards == [1.0, 1.0, 1.0, 0.0, 0.0]
         assert scorer.statistics().failures == 0
     assert len(set(prompts)) == 36, "each row is met once before one is met twice"
@@ -71,7 +83,9 @@ def test_a_right_answer_behind_sixty_kilobytes_of_reasoning_is_read(tmp_path):
     installed(tmp_path)
     with Scorer() as scorer:
         twice = 2 * number_of(scorer.prompt(ref()))
-        assert scorer.score(ref(), ["thinking " * 6500 + f"<answer>{twice}</answer>"]).rewards == [1.0]
+        assert scorer.score(ref(), ["thinking " * 6500 + f"<answer>{twice}</answer>"]).rewards == [
+            1.0
+        ]
 
 
 def test_the_same_rows_are_the_same_task_wherever_they_come_from(tmp_path):
@@ -83,7 +97,12 @@ def test_the_same_rows_are_the_same_task_wherever_they_come_from(tmp_path):
     installed(tmp_path / "other", shuffled)
     assert registry.task_version(NAME) == version
     assert registry.TASKS[NAME].rows.content == first.content
-    for change in ({"verifier": "exact"}, {"template": "{prompt} Think."}, {"extract": "whole"}, {"held_out": 0.2}):
+    for change in (
+        {"verifier": "exact"},
+        {"template": "{prompt} Think."},
+        {"extract": "whole"},
+        {"held_out": 0.2},
+    ):
         installed(tmp_path, **change)
         assert registry.task_version(NAME) != version, change
     installed(tmp_path, [*ROWS, {"prompt": "What is 50 + 50?", "answer": "100"}])
@@ -103,7 +122,9 @@ def test_parquet_gives_the_same_rows_as_json_lines(tmp_path):
 def test_what_was_read_is_not_read_again_until_the_file_changes(tmp_path, monkeypatch):
     installed(tmp_path)
     reads = []
-    monkeypatch.setattr(dataset, "_rows", lambda *given, read=dataset._rows: reads.append(1) or read(*given))
+    monkeypatch.setattr(
+        dataset, "_rows", lambda *given, read=dataset._rows: reads.append(1) or read(*given)
+    )
     config = DatasetConfig(source=str(tmp_path / "rows.jsonl"), verifier="numeric")
     registry.install_datasets({NAME: config}, tmp_path / "datasets")
     assert reads == []
@@ -126,7 +147,9 @@ def test_a_question_that_stands_twice_is_on_one_side_only(tmp_path):
 
 
 CLASSES = ["easy", 3, 1.5]
-CLASSED = [row | {"class": CLASSES[i % 3]} for i, row in enumerate(ROWS)] + [ROWS[0] | {"class": 3, "note": "again"}]
+CLASSED = [row | {"class": CLASSES[i % 3]} for i, row in enumerate(ROWS)] + [
+    ROWS[0] | {"class": 3, "note": "again"}
+]
 
 
 def test_a_column_of_difficulties_puts_each_row_where_it_belongs(tmp_path):
@@ -136,8 +159,14 @@ def test_a_column_of_difficulties_puts_each_row_where_it_belongs(tmp_path):
     with Scorer() as scorer:
         for difficulty in range(3):
             for seed in (4 << 20, evaluation_seed(NAME)):
-                refs = [TaskRef(NAME, registry.task_version(NAME), seed, index, difficulty) for index in range(14)]
-                asked[difficulty, seed] = {number_of(scored.prompt) for scored in scorer.score_many([(each, []) for each in refs])}
+                refs = [
+                    TaskRef(NAME, registry.task_version(NAME), seed, index, difficulty)
+                    for index in range(14)
+                ]
+                asked[difficulty, seed] = {
+                    number_of(scored.prompt)
+                    for scored in scorer.score_many([(each, []) for each in refs])
+                }
         with pytest.raises(TaskUnknown, match="only 0 to 2"):
             scorer.prompt(TaskRef(NAME, registry.task_version(NAME), 0, 0, 3))
         assert scorer.statistics().failures == 0
@@ -172,12 +201,35 @@ def test_the_template_is_around_the_question(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "settings", "problem"),
     [
-        (ROWS, {"prompt": "question"}, r"row 1 has no column 'question', only answer, note, prompt: set prompt to the one that is meant"),
+        (
+            ROWS,
+            {"prompt": "question"},
+            (
+                r"row 1 has no column 'question', only answer, note, prompt: set prompt to the one"
+                r" that is meant"
+            ),
+        ),
         (ROWS, {"answer": "solution"}, r"row 1 has no column 'solution'"),
-        ([*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}], {}, r"row 6: its prompt has 70000 characters, more than 65536"),
-        ([{"prompt": "a", "answer": "none"}], {}, r"row 1: verifier 'numeric' cannot use the answer 'none': there is no number in it"),
-        ([{"prompt": "a", "answer": "two words"}], {"verifier": "choice"}, r"row 1: verifier 'choice' cannot use"),
-        ([{"prompt": "a", "answer": "{"}], {"verifier": "json"}, r"row 1: verifier 'json' cannot use"),
+        (
+            [*ROWS[:5], {"prompt": "x" * 70_000, "answer": "1"}],
+            {},
+            r"row 6: its prompt has 70000 characters, more than 65536",
+        ),
+        (
+            [{"prompt": "a", "answer": "none"}],
+            {},
+            r"row 1: verifier 'numeric' cannot use the answer 'none': there is no number in it",
+        ),
+        (
+            [{"prompt": "a", "answer": "two words"}],
+            {"verifier": "choice"},
+            r"row 1: verifier 'choice' cannot use",
+        ),
+        (
+            [{"prompt": "a", "answer": "{"}],
+            {"verifier": "json"},
+            r"row 1: verifier 'json' cannot use",
+        ),
         ([{"prompt": 7, "answer": "1"}], {}, r"row 1: column 'prompt' is not a text"),
         ([{"prompt": "\ud800", "answer": "1"}], {}, r"row 1 is not valid Unicode"),
         ([ROWS[0]], {}, r"1 different rows are too few"),
@@ -185,19 +237,40 @@ def test_the_template_is_around_the_question(tmp_path):
         (
             ROWS,
             {"verifier": "nummeric"},
-            r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json, json_schema or <module>:<function>",
+            (
+                r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json,"
+                r" json_schema or <module>:<function>"
+            ),
         ),
         (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
-        (ROWS, {"difficulty": "level"}, r"row 1 has no column 'level', only answer, note, prompt: set difficulty to"),
-        (ROWS, {"difficulty": "note"}, r"has 40 different values, more than 16: put them into classes"),
-        ([row | {"level": None} for row in ROWS], {"difficulty": "level"}, r"row 1: column 'level' is None, neither a number nor a text"),
-        ([row | {"level": i // 39} for i, row in enumerate(ROWS)], {"difficulty": "level"}, r"1 different rows of difficulty 1 are"),
+        (
+            ROWS,
+            {"difficulty": "level"},
+            r"row 1 has no column 'level', only answer, note, prompt: set difficulty to",
+        ),
+        (
+            ROWS,
+            {"difficulty": "note"},
+            r"has 40 different values, more than 16: put them into classes",
+        ),
+        (
+            [row | {"level": None} for row in ROWS],
+            {"difficulty": "level"},
+            r"row 1: column 'level' is None, neither a number nor a text",
+        ),
+        (
+            [row | {"level": i // 39} for i, row in enumerate(ROWS)],
+            {"difficulty": "level"},
+            r"1 different rows of difficulty 1 are",
+        ),
         (ROWS, {"template": "Answer!"}, r"template does not contain {prompt}"),
         (ROWS, {"source": "/nowhere/rows.jsonl"}, r"/nowhere/rows.jsonl: no such file"),
         (ROWS, {"source": "openai/gsm8k"}, r"openai/gsm8k is a name on the Hub: set revision"),
     ],
 )
-def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(tmp_path, rows, settings, problem):
+def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(
+    tmp_path, rows, settings, problem
+):
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path, rows, **settings)
     assert "\n" not in str(raised.value)
@@ -206,7 +279,12 @@ def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"), [("{", "row 2 is not JSON"), ("[1]", "row 2 is not a JSON object"), ("x" * 2**20, "longer than 1 MiB")]
+    ("line", "problem"),
+    [
+        ("{", "row 2 is not JSON"),
+        ("[1]", "row 2 is not a JSON object"),
+        ("x" * 2**20, "longer than 1 MiB"),
+    ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, problem):
     file = written(tmp_path / "rows.jsonl", ROWS[:1])
@@ -216,7 +294,9 @@ def test_a_damaged_line_is_named(tmp_path, line, problem):
         registry.install_datasets({NAME: DatasetConfig(source=str(file))}, tmp_path / "datasets")
 
 
-@pytest.mark.parametrize("name", ["sums", "data/", "data/../x", "data/a b", "data/" + "x" * 64, "rg/gcd"])
+@pytest.mark.parametrize(
+    "name", ["sums", "data/", "data/../x", "data/a b", "data/" + "x" * 64, "rg/gcd"]
+)
 def test_a_dataset_cannot_take_another_task_s_name(tmp_path, name):
     with pytest.raises(ConfigError, match="is not data/<name>"):
         installed(tmp_path, name=name)
@@ -256,17 +336,23 @@ def test_a_member_that_lacks_the_dataset_or_has_another_is_told(tmp_path):
 
 REWARDS = """
 def lengths(prompts, completions, answer, note, **columns):
-    return [1.0 if len(text) == n else None if text == "pass" else 0.25 for text, n in zip(completions, note)]
+    return [
+        1.0 if len(text) == n else None if text == "pass" else 0.25
+        for text, n in zip(completions, note)
+    ]
 
 def broken(prompts, completions, **columns):
     return [1.0, 1.0]
 
 def both(prompts, completions, answer, **columns):
-    return [{"correct": float(text == "right"), "short": float(len(text) < 9)} for text in completions]
+    return [
+        {"correct": float(text == "right"), "short": float(len(text) < 9)} for text in completions
+    ]
 
 def moody(prompts, completions, **columns):
     failing = 1 / 0 if completions == ["raise"] else 0
-    return {"raise": failing, "nan": [float("nan")], "much": [3], "two": [0.5, 0.5]}.get(completions[0], [0.5])
+    rewards = {"raise": failing, "nan": [float("nan")], "much": [3], "two": [0.5, 0.5]}
+    return rewards.get(completions[0], [0.5])
 
 def looping(prompts, completions, **columns):
     while True:
@@ -287,7 +373,11 @@ def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rew
     installed(tmp_path, verifier="rewards_of_mine:lengths")
     with Scorer() as scorer:
         note = number_of(scorer.prompt(ref()))
-        assert scorer.score(ref(), ["x" * note, "x" * (note + 1), "pass"]).rewards == [1.0, 0.25, 0.0]
+        assert scorer.score(ref(), ["x" * note, "x" * (note + 1), "pass"]).rewards == [
+            1.0,
+            0.25,
+            0.0,
+        ]
     version = registry.task_version(NAME)
     rewards.write_text(REWARDS + "# another byte\n")
     installed(tmp_path, verifier="rewards_of_mine:lengths")
@@ -295,7 +385,11 @@ def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rew
 
 
 @pytest.mark.parametrize(
-    ("function", "problem"), [("broken", "returned 2 rewards for one completion"), ("nothing", "has no attribute 'nothing'")]
+    ("function", "problem"),
+    [
+        ("broken", "returned 2 rewards for one completion"),
+        ("nothing", "has no attribute 'nothing'"),
+    ],
 )
 def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, function, problem):
     installed(tmp_path, verifier=f"rewards_of_mine:{function}")
@@ -303,7 +397,9 @@ def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, fun
         pass
 
 
-def test_its_components_are_weighed_by_the_configuration_and_are_part_of_what_the_task_is(tmp_path, rewards):
+def test_its_components_are_weighed_by_the_configuration_and_are_part_of_what_the_task_is(
+    tmp_path, rewards
+):
     versions = set()
     for weights in ({}, {"correct": 3.0}):
         installed(tmp_path, verifier="rewards_of_mine:both", weights=weights)
@@ -313,15 +409,27 @@ def test_its_components_are_weighed_by_the_configuration_and_are_part_of_what_th
     with Scorer() as scorer:
         scored = scorer.score(ref(), ["right", "much too long", "no", "x" * 90_000])
     assert scored.rewards == [1.0, 0.0, 0.25, 0.0]
-    assert scored.components == [{"correct": 1.0, "short": 1.0}, {"correct": 0.0, "short": 0.0}, {"correct": 0.0, "short": 1.0}, {}]
-    with pytest.raises(ConfigError, match="weights are of components, which only a reward function of yours returns"):
+    assert scored.components == [
+        {"correct": 1.0, "short": 1.0},
+        {"correct": 0.0, "short": 0.0},
+        {"correct": 0.0, "short": 1.0},
+        {},
+    ]
+    with pytest.raises(
+        ConfigError,
+        match="weights are of components, which only a reward function of yours returns",
+    ):
         installed(tmp_path, weights={"correct": 2.0})
 
 
 def test_a_reward_that_raises_or_is_no_number_costs_that_answer_and_is_named(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:moody")
     with Scorer() as scorer:
-        problems = {"raise": "ZeroDivisionError: division by zero (rewards_of_mine.py:", "nan": "a reward of nan", "much": "3.0"}
+        problems = {
+            "raise": "ZeroDivisionError: division by zero (rewards_of_mine.py:",
+            "nan": "a reward of nan",
+            "much": "3.0",
+        }
         problems["two"] = "returned 2 rewards"
         for text, problem in problems.items():
             scored = scorer.score(ref(), ["fine", text])
@@ -338,9 +446,13 @@ def test_a_reward_function_that_hangs_costs_a_scorer_and_not_the_node(tmp_path, 
 def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
     file = written(tmp_path / "rows.jsonl")
     given = [
-        "--data-dir", str(tmp_path / "data"), "--set", 'task.names=["data/sums"]',
-        "--set", f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "numeric"}}}}',
-    ]  # fmt: skip
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--set",
+        'task.names=["data/sums"]',
+        "--set",
+        f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "numeric"}}}}',
+    ]
     assert cli.run(["config", "show", "--json", *given]) == 0
     assert json.loads(capsys.readouterr().out)["task.names"]["value"] == ["data/sums"]
     Path(file).unlink()
@@ -351,18 +463,32 @@ def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "verifier", "problem"),
     [
-        ([{"prompt": "a", "solution": "1"}] * 3, "numeric", "row 1 has no column 'answer', only prompt, solution: set answer to the one"),
-        ([{"prompt": "x" * 70_000, "answer": "1"}], "numeric", "row 1: its prompt has 70000 characters, more than 65536"),
+        (
+            [{"prompt": "a", "solution": "1"}] * 3,
+            "numeric",
+            "row 1 has no column 'answer', only prompt, solution: set answer to the one",
+        ),
+        (
+            [{"prompt": "x" * 70_000, "answer": "1"}],
+            "numeric",
+            "row 1: its prompt has 70000 characters, more than 65536",
+        ),
         (ROWS, "rewards_of_mine:broken", "returned 2 rewards for one completion"),
         (ROWS, "rewards_of_mine:nothing", "has no attribute 'nothing'"),
     ],
 )
-def test_a_node_with_a_dataset_that_cannot_be_used_does_not_start(tmp_path, capsys, rewards, rows, verifier, problem):
+def test_a_node_with_a_dataset_that_cannot_be_used_does_not_start(
+    tmp_path, capsys, rewards, rows, verifier, problem
+):
     file = written(tmp_path / "rows.jsonl", rows)
     given = [
-        "--data-dir", str(tmp_path / "data"), "--set", 'task.names=["data/sums"]',
-        "--set", f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "{verifier}"}}}}',
-    ]  # fmt: skip
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--set",
+        'task.names=["data/sums"]',
+        "--set",
+        f'task.datasets={{"data/sums" = {{source = "{file}", verifier = "{verifier}"}}}}',
+    ]
     assert cli.run(["run", *given]) == 78
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -1,4 +1,5 @@
-"""Environments by URL: a real server process as OpenEnv has them, and everything that one can do wrong.
+"""Environments by URL: a real server process as OpenEnv has them, and everything that one can do
+wrong.
 
 pytest tests/unit/tasks/test_environments.py
 """
@@ -39,12 +40,22 @@ def certificate_for(address):
     now, key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
     signed = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
-        .not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]),
+            critical=False,
+        )
         .sign(key, hashes.SHA256())
-    )  # fmt: skip
-    return signed.public_bytes(Encoding.PEM), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    return signed.public_bytes(Encoding.PEM), key.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,10 @@ def certificate(tmp_path_factory):
 @pytest.fixture(scope="module")
 def servers(certificate):
     """The URLs of a server process, without TLS and with it."""
-    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as another:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as free,
+        socket.create_server(("127.0.0.1", 0)) as another,
+    ):
         ports = [one.getsockname()[1] for one in (free, another)]
     told = [*map(str, ports), str(certificate), str(certificate.with_name("key.pem"))]
     process = subprocess.Popen([sys.executable, "-m", "tests.support.openenv_server", *told])
@@ -125,7 +139,15 @@ def test_a_question_and_the_rewards_of_its_answers_come_from_the_server(tmp_path
         assert prompt.startswith("What is ")
         assert prompt.endswith(" plus 1? Say it.")
         right = right_of(prompt)
-        scored = scorer.score(ref(), [f"I think <answer>{right}</answer>", "<answer>no</answer>", "<answer>raise</answer>", "x" * 10**6])
+        scored = scorer.score(
+            ref(),
+            [
+                f"I think <answer>{right}</answer>",
+                "<answer>no</answer>",
+                "<answer>raise</answer>",
+                "x" * 10**6,
+            ],
+        )
         assert (scored.prompt, scored.rewards, scored.errors) == (prompt, [1.0, 0.0, 0.0, 0.0], 1)
         assert "step was refused: cannot do that" in scored.error
         assert scorer.statistics().reward_errors == {NAME: 1}
@@ -138,7 +160,9 @@ async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, 
     installed(tmp_path, f"{server}/sums")
     async with AsyncScorer() as scorer:
         prompt = await scorer.prompt(ref(index=3))
-        scored, other = await scorer.score_many([(ref(index=3), [right_of(prompt), "0"]), (ref(name="builtin/sum"), ["x"])])
+        scored, other = await scorer.score_many(
+            [(ref(index=3), [right_of(prompt), "0"]), (ref(name="builtin/sum"), ["x"])]
+        )
         assert (scored.prompt, scored.rewards) == (prompt, [1.0, 0.0])
         assert isinstance(other, Scored)
 
@@ -166,7 +190,8 @@ def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
 )
 def test_a_server_that_goes_wrong_costs_the_question_and_is_one_line(turned, server, kind, problem):
     turned(f"{server}/{kind}")
-    environments = Environments(seconds=0.3 if kind == "silent" else 10.0)  # the others are to answer, on a busy machine too
+    # the others are to answer, on a busy machine too
+    environments = Environments(seconds=0.3 if kind == "silent" else 10.0)
     began = time.monotonic()
     results = environments.judge([Question(NAME, SEED, index, ["1", "2"]) for index in range(20)])
     assert time.monotonic() - began < 5, "one that fails is not waited for again in the same call"
@@ -177,7 +202,9 @@ def test_a_server_that_goes_wrong_costs_the_question_and_is_one_line(turned, ser
     assert re.search(problem, results[0].error), results[0].error
 
 
-@pytest.mark.parametrize(("kind", "problem"), [("odd", "a reward of 7, not in 0 to 1"), ("none", "gave no reward")])
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("odd", "a reward of 7, not in 0 to 1"), ("none", "gave no reward")]
+)
 def test_a_reward_that_is_none_is_0_and_counted(turned, server, kind, problem):
     turned(f"{server}/{kind}")
     with Scorer() as scorer:
@@ -205,7 +232,13 @@ def test_a_node_starts_while_its_server_does_not_run(tmp_path, server, monkeypat
 
 def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
     versions = []
-    for url, settings in [("sums", {}), ("odd", {}), ("other", {}), ("sums", {"template": "{prompt}!"}), ("sums", {"extract": "tag"})]:
+    for url, settings in [
+        ("sums", {}),
+        ("odd", {}),
+        ("other", {}),
+        ("sums", {"template": "{prompt}!"}),
+        ("sums", {"extract": "tag"}),
+    ]:
         installed(tmp_path, f"{server}/{url}", **settings)
         versions.append(registry.task_version(NAME))
     assert versions[0] == versions[1]
@@ -216,8 +249,18 @@ def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
     ("name", "source", "settings", "problem"),
     [
         (NAME, "/moody", {}, "the same seed gave two questions: reset has to draw everything"),
-        (NAME, "/sums", {"prompt": "prompt"}, "its observation has no field 'prompt', only text, turn"),
-        (NAME, "/sums", {"verifier": "numeric", "held_out": 0.2}, "held_out, verifier: not of an environment"),
+        (
+            NAME,
+            "/sums",
+            {"prompt": "prompt"},
+            "its observation has no field 'prompt', only text, turn",
+        ),
+        (
+            NAME,
+            "/sums",
+            {"verifier": "numeric", "held_out": 0.2},
+            "held_out, verifier: not of an environment",
+        ),
         (NAME, "/sums", {"template": "Answer!"}, "template does not contain"),
         (NAME, "/nowhere/at/all", {}, "does not speak OpenEnv"),
         (NAME, "ws://127.0.0.1:1", {}, "Connection refused"),
@@ -228,16 +271,28 @@ def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
         (NAME, "rows.jsonl", {}, "is named env/<name>, and nothing else is"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_one_line_before_anything_starts(tmp_path, server, name, source, settings, problem):
+def test_what_is_wrong_with_an_environment_is_one_line_before_anything_starts(
+    tmp_path, server, name, source, settings, problem
+):
     with pytest.raises(ConfigError, match=problem) as raised:
-        installed(tmp_path, f"{server}{source}" if source.startswith("/") else source, name=name, **settings)
+        installed(
+            tmp_path,
+            f"{server}{source}" if source.startswith("/") else source,
+            name=name,
+            **settings,
+        )
     assert "\n" not in str(raised.value)
     assert name in str(raised.value)
     assert not list(tmp_path.glob("datasets/*"))
 
 
-def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(tmp_path, servers, certificate, monkeypatch):
-    with pytest.raises(ConfigError, match=r"its certificate: self.signed certificate; .* in the file that SSL_CERT_FILE names"):
+def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(
+    tmp_path, servers, certificate, monkeypatch
+):
+    with pytest.raises(
+        ConfigError,
+        match=r"its certificate: self.signed certificate; .* in the file that SSL_CERT_FILE names",
+    ):
         installed(tmp_path, f"{servers[1]}/sums")
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     installed(tmp_path, f"{servers[1]}/sums")
@@ -249,11 +304,16 @@ def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(tmp_path, se
 @pytest.mark.parametrize(
     ("named", "problem"),
     [
-        ("https://localhost", "certificate is not valid for 'localhost'.*; name the server as its certificate does"),
+        (
+            "https://localhost",
+            "certificate is not valid for 'localhost'.*; name the server as its certificate does",
+        ),
         ("http://127.0.0.1", "closed|reset|HTTP"),
     ],
 )
-def test_a_certificate_of_another_name_and_tls_that_was_not_meant_are_one_line(tmp_path, servers, certificate, monkeypatch, named, problem):
+def test_a_certificate_of_another_name_and_tls_that_was_not_meant_are_one_line(
+    tmp_path, servers, certificate, monkeypatch, named, problem
+):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path, f"{named}:{servers[1].rpartition(':')[2]}/sums")
@@ -270,7 +330,10 @@ def test_only_a_private_swarm_may_have_one(tmp_path, server):
     config = Config.model_validate({"task": {"names": [NAME]}, "node": {"data_dir": tmp_path}})
     with pytest.raises(ConfigError, match="unless it is founded with --private or --member"):
         founded(config=config)
-    with pytest.raises(ConfigError, match=r"unless it is private \(init --private\); sharing\.enabled = false trains alone"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unless it is private \(init --private\); sharing\.enabled = false trains alone",
+    ):
         manifest_store.honoured(config)
     alone = Config.model_validate({**config.model_dump(), "sharing": {"enabled": False}})
     assert manifest_store.honoured(alone)[0] == alone
@@ -280,7 +343,9 @@ def test_only_a_private_swarm_may_have_one(tmp_path, server):
     assert requirements.can_honour(private.manifest, config) == []
     forged = founded(tasks=private.manifest.tasks)
     (problem,) = requirements.can_honour(forged.manifest, config)
-    assert problem == f"its task {NAME} is an environment by URL, which only a private swarm may have"
+    assert (
+        problem == f"its task {NAME} is an environment by URL, which only a private swarm may have"
+    )
 
 
 def test_a_member_without_the_server_or_with_another_is_told(tmp_path, server):

@@ -1,4 +1,5 @@
-"""Questions are the same on every node, and what earns the reward is reasoning-gym's. pytest tests/unit/tasks/test_generation.py"""
+"""Questions are the same on every node, and what earns the reward is reasoning-gym's. pytest
+tests/unit/tasks/test_generation.py"""
 
 import hashlib
 import json
@@ -15,7 +16,10 @@ from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed, task_seed
 from swarmnode.wire.messages import TaskRef
 
 GYM = [task for task in TASKS if task.startswith("rg/")]
-ADDRESSES = [task_seed(bytes(32), "12D3KooWPeer", sequence) for sequence in (0, 1, INDEX_SPAN - 1, INDEX_SPAN, 9 * INDEX_SPAN + 4242)]
+ADDRESSES = [
+    task_seed(bytes(32), "12D3KooWPeer", sequence)
+    for sequence in (0, 1, INDEX_SPAN - 1, INDEX_SPAN, 9 * INDEX_SPAN + 4242)
+]
 
 # blake2b-64 of the prompts at ADDRESSES, joined by NUL.
 GOLDEN = {
@@ -38,7 +42,8 @@ GOLDEN = {
     "rg/string_synthesis": "3cd6296838b8767c",
 }
 
-# The library as its users call it, in a process of its own: a new dataset for every question, and the answer with its full marks.
+# The library as its users call it, in a process of its own: a new dataset for every question, and
+# the answer with its full marks.
 REFERENCE = """
 import json, sys
 import reasoning_gym
@@ -46,7 +51,8 @@ found = []
 for name, settings, seed, index, texts in json.load(sys.stdin):
     dataset = reasoning_gym.create_dataset(name, seed=seed, size=2**20, **settings)
     entry = dataset[index]
-    texts = [entry["answer"] if text is None else text.replace("ANSWER", entry["answer"]) for text in texts]
+    answer = entry["answer"]
+    texts = [answer if text is None else text.replace("ANSWER", answer) for text in texts]
     found.append([entry["question"], texts, [dataset.score_answer(text, entry) for text in texts]])
 json.dump(found, sys.stdout)
 """
@@ -69,18 +75,51 @@ def test_questions_are_what_other_nodes_get(scorer, task):
 
 
 def test_questions_and_rewards_are_reasoning_gyms(scorer):
-    """We load the datasets one by one and keep one object each; users make one dataset per seed. Both must agree, up to 63-bit seeds."""
-    texts = [None, "ANSWER", "ANSWER ", "=ANSWER", "0", "1", "1,0", "+2", "2.0", "10", "4/8", "abc", "", "ANSWERANSWER"]
-    addresses = [*ADDRESSES, (0, 0), (evaluation_seed("x"), INDEX_SPAN - 1), (2**63 - INDEX_SPAN, INDEX_SPAN - 1)]
-    jobs = [
-        (TASKS[task].generator.split(".")[1], dict(TASKS[task].settings), *address, texts) for task in GYM for address in addresses
+    """We load the datasets one by one and keep one object each; users make one dataset per seed.
+    Both must agree, up to 63-bit seeds."""
+    texts = [
+        None,
+        "ANSWER",
+        "ANSWER ",
+        "=ANSWER",
+        "0",
+        "1",
+        "1,0",
+        "+2",
+        "2.0",
+        "10",
+        "4/8",
+        "abc",
+        "",
+        "ANSWERANSWER",
     ]
-    done = subprocess.run([sys.executable, "-c", REFERENCE], input=json.dumps(jobs), capture_output=True, text=True, check=True)
+    addresses = [
+        *ADDRESSES,
+        (0, 0),
+        (evaluation_seed("x"), INDEX_SPAN - 1),
+        (2**63 - INDEX_SPAN, INDEX_SPAN - 1),
+    ]
+    jobs = [
+        (TASKS[task].generator.split(".")[1], dict(TASKS[task].settings), *address, texts)
+        for task in GYM
+        for address in addresses
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", REFERENCE],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     references = json.loads(done.stdout)
     refs = [ref(task, address) for task in GYM for address in addresses]
-    scored = scorer.score_many([(question, answers) for question, (_, answers, _) in zip(refs, references, strict=True)])
+    scored = scorer.score_many(
+        [(question, answers) for question, (_, answers, _) in zip(refs, references, strict=True)]
+    )
     assert [result.prompt for result in scored] == [question for question, _, _ in references]
-    assert [result.rewards for result in scored] == [[float(mark >= 1) for mark in marks] for _, _, marks in references]
+    assert [result.rewards for result in scored] == [
+        [float(mark >= 1) for mark in marks] for _, _, marks in references
+    ]
     assert all(result.rewards[0] == 1.0 for result in scored)  # the library's own answer
 
 
@@ -93,7 +132,9 @@ def test_order_and_repetition_do_not_change_a_question(scorer):
 
 def test_reward_is_for_the_answer_and_not_for_text_that_contains_it(scorer):
     for task in GYM:
-        assert scorer.score(ref(task, ADDRESSES[0]), ["0 1 2 3 4 5 6 7 8 9 10 11 1/2 2/3 a b c"]).rewards == [0.0]
+        assert scorer.score(
+            ref(task, ADDRESSES[0]), ["0 1 2 3 4 5 6 7 8 9 10 11 1/2 2/3 a b c"]
+        ).rewards == [0.0]
 
 
 @pytest.mark.parametrize("name", GENERATORS)

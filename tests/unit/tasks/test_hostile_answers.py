@@ -1,4 +1,5 @@
-"""Text that wants to be code. The refused scorers run it, the allowed ones do not, and the child would not let them.
+"""Text that wants to be code. The refused scorers run it, the allowed ones do not, and the child
+would not let them.
 
 pytest tests/unit/tasks/test_hostile_answers.py
 """
@@ -65,12 +66,16 @@ LARGE = [
     "\n" * 10**5,
 ]
 
-# The library's scorers without any sandbox, in a process that is thrown away. Prints what was executed and what was earned.
+# The library's scorers without any sandbox, in a process that is thrown away. Prints what was
+# executed and what was earned.
 RAW = """
 import json, sys
 import reasoning_gym
 events = []
-seen = {"exec", "compile", "import", "open", "os.mkdir", "os.system", "os.posix_spawn", "os.exec", "os.fork", "socket.__new__"}
+seen = {
+    "exec", "compile", "import", "open", "os.mkdir", "os.system", "os.posix_spawn", "os.exec",
+    "os.fork", "socket.__new__",
+}
 request = json.load(sys.stdin)
 entries = []
 for name, settings in request["datasets"]:
@@ -96,19 +101,32 @@ def run_raw(tasks, texts, folder):
     """{dataset: (audit events, rewards)} of reasoning-gym's own scorers."""
     request = {"datasets": tasks, "texts": texts}
     done = subprocess.run(
-        [sys.executable, "-c", RAW], input=json.dumps(request), capture_output=True, text=True, cwd=folder, timeout=60, check=True
+        [sys.executable, "-c", RAW],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=60,
+        check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-ALLOWED = [(spec.generator.split(".")[1], dict(spec.settings)) for spec in TASKS.values() if spec.kind == "reasoning_gym"]
+ALLOWED = [
+    (spec.generator.split(".")[1], dict(spec.settings))
+    for spec in TASKS.values()
+    if spec.kind == "reasoning_gym"
+]
 
 
 def test_the_danger_is_real(tmp_path):
-    """Each refused scorer executes an answer: refusing it is not superstition. When this fails, the library was mended: read it again."""
+    """Each refused scorer executes an answer: refusing it is not superstition. When this fails, the
+    library was mended: read it again."""
     names = [task.removeprefix("rg/") for task in REFUSED]
     run_raw([(name, {}) for name in names], [CODE[0], CODE[4]], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.marker" for name in names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"{name}.marker" for name in names
+    )
 
 
 def test_allowed_scorers_execute_nothing_even_without_a_sandbox(tmp_path):
@@ -144,7 +162,13 @@ def test_a_long_or_unencodable_answer_is_not_looked_at():
         reference = TaskRef("builtin/copy", task_version("builtin/copy"), 0, 0)
         limit = TASKS["builtin/copy"].max_answer_bytes
         answer = scorer.prompt(reference).removeprefix("Copy ").rstrip(":")
-        texts = [answer, answer + "x" * (limit - 3), answer + "x" * (limit - 2), answer + "é" * (limit // 2), answer + "\ud800"]
+        texts = [
+            answer,
+            answer + "x" * (limit - 3),
+            answer + "x" * (limit - 2),
+            answer + "é" * (limit // 2),
+            answer + "\ud800",
+        ]
         rewards = scorer.score(reference, texts).rewards
         assert [reward > 0 for reward in rewards] == [True, True, False, False, False]
         assert scorer.statistics().not_looked_at == 3

@@ -1,4 +1,5 @@
-"""Tasks that a node's owner brings: found and hashed without being run, run in the sandbox only, one line for whatever is wrong.
+"""Tasks that a node's owner brings: found and hashed without being run, run in the sandbox only,
+one line for whatever is wrong.
 
 pytest tests/unit/tasks/test_own.py
 """
@@ -70,7 +71,8 @@ NAME = "letters_of_mine.words:reverse"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package with a task in it, on the path of this process and of no other; the list of tasks as it was afterwards."""
+    """A package with a task in it, on the path of this process and of no other; the list of tasks
+    as it was afterwards."""
     folder = tmp_path / "site" / "letters_of_mine"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
@@ -90,7 +92,12 @@ def installed(*tasks, **settings):
 
 
 def ref(task=NAME, index=0, **changes):
-    fields = {"id": task, "version": registry.task_version(task), "seed": 4 << 20, "index": index} | changes
+    fields = {
+        "id": task,
+        "version": registry.task_version(task),
+        "seed": 4 << 20,
+        "index": index,
+    } | changes
     return TaskRef(**fields)
 
 
@@ -132,7 +139,9 @@ def test_the_version_follows_every_file_of_the_package(package, file):
     assert installed(NAME) != [before]
 
 
-def test_the_version_does_not_depend_on_where_the_package_lies_nor_on_bytecode(package, tmp_path, monkeypatch):
+def test_the_version_does_not_depend_on_where_the_package_lies_nor_on_bytecode(
+    package, tmp_path, monkeypatch
+):
     (before,) = installed(NAME)
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "words.cpython-311.pyc").write_bytes(b"x")
@@ -147,7 +156,14 @@ def test_no_process_but_the_scorer_runs_it(package):
     (package / "words.py").write_text("raise SystemExit('imported')\n")
     installed(NAME)
     registry.check_names([NAME])
-    assert manifest.draft(Config.model_validate({"task": {"names": [NAME]}}), bytes(32), [], manifest.Terms(1)).tasks[0].id == NAME
+    assert (
+        manifest.draft(
+            Config.model_validate({"task": {"names": [NAME]}}), bytes(32), [], manifest.Terms(1)
+        )
+        .tasks[0]
+        .id
+        == NAME
+    )
     assert not any(name.startswith("letters_of_mine") for name in sys.modules)
 
 
@@ -184,11 +200,25 @@ def test_stale_bytecode_beside_the_source_is_not_run(package):
 
 @pytest.mark.parametrize(
     ("function", "says"),
-    [("forgetful", "the same seed gave two questions"), ("boast", "not in 0 to 1"), ("crash", "no question today"), ("missing", "missing")],
+    [
+        ("forgetful", "the same seed gave two questions"),
+        ("boast", "not in 0 to 1"),
+        ("crash", "no question today"),
+        ("missing", "missing"),
+    ],
 )
-def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(package, tmp_path, capsys, function, says):
+def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(
+    package, tmp_path, capsys, function, says
+):
     task = f"letters_of_mine.words:{function}"
-    options = ["--data-dir", str(tmp_path / "data"), "--set", f'task.modules=["{task}"]', "--set", f'task.names=["{task}"]']
+    options = [
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--set",
+        f'task.modules=["{task}"]',
+        "--set",
+        f'task.names=["{task}"]',
+    ]
     assert cli.run(["run", *options]) == 78
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -216,8 +246,16 @@ def test_a_name_that_leads_nowhere_or_somewhere_else_is_refused(package, task, s
 def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
     """docs/own-task.md, as it stands there."""
     text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
-    (module,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def reverse(" in block)
-    (configuration,) = (block for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL) if "modules = " in block)
+    (module,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "def reverse(" in block
+    )
+    (configuration,) = (
+        block
+        for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+        if "modules = " in block
+    )
     (tmp_path / "guide").mkdir()
     (tmp_path / "guide" / "words.py").write_text(module)
     (tmp_path / "swarm.toml").write_text(configuration)
@@ -227,7 +265,9 @@ def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
     registry.check_names(task.names)
     with Scorer() as scorer:
         reference = TaskRef("words:reverse", registry.task_version("words:reverse"), 0, 0)
-        (word,) = re.fullmatch(r"Spell this word backward: (\w{5})\nAnswer: ", scorer.prompt(reference)).groups()
+        (word,) = re.fullmatch(
+            r"Spell this word backward: (\w{5})\nAnswer: ", scorer.prompt(reference)
+        ).groups()
         assert scorer.score(reference, [word[::-1], word]).rewards == [1.0, 0.0]
 
 
@@ -239,7 +279,9 @@ def test_settings_without_their_task_are_an_error():
 def test_a_name_that_only_a_manifest_or_task_names_gives_loads_nothing(package):
     with pytest.raises(ConfigError, match=r"not in task\.modules"):
         registry.check_names([NAME])
-    (problem,) = requirements.can_honour(founded(tasks=[TaskEntry(NAME, "0" * 16, "{}")]).manifest, Config())
+    (problem,) = requirements.can_honour(
+        founded(tasks=[TaskEntry(NAME, "0" * 16, "{}")]).manifest, Config()
+    )
     assert "name it in task.modules" in problem
 
 
@@ -254,16 +296,35 @@ def test_members_with_other_code_cannot_honour_the_manifest(package):
     assert "to the byte" in problem
 
 
-def test_config_show_has_it_and_a_module_that_is_missing_stops_no_key_command(package, tmp_path, capsys):
-    settings = ["--set", f'task.modules=["{NAME}"]', "--set", f'task.settings={{"{NAME}" = {{length = 3}}}}']
+def test_config_show_has_it_and_a_module_that_is_missing_stops_no_key_command(
+    package, tmp_path, capsys
+):
+    settings = [
+        "--set",
+        f'task.modules=["{NAME}"]',
+        "--set",
+        f'task.settings={{"{NAME}" = {{length = 3}}}}',
+    ]
     assert cli.run(["config", "show", "--json", "--data-dir", str(tmp_path), *settings]) == 0
     assert json.loads(capsys.readouterr().out)["task.settings"]["value"] == {NAME: {"length": 3}}
     (tmp_path / "c.toml").write_text('[task]\nmodules = ["nowhere_installed:task"]\n')
-    assert cli.run(["key", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]) == 0
-    assert cli.run(["config", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]) == 78
+    assert (
+        cli.run(["key", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)])
+        == 0
+    )
+    assert (
+        cli.run(
+            ["config", "show", "--config", str(tmp_path / "c.toml"), "--data-dir", str(tmp_path)]
+        )
+        == 78
+    )
 
 
-MOODY, FEW, APART = "letters_of_mine.words:moody", "letters_of_mine.words:few", "letters_of_mine.words:apart"
+MOODY, FEW, APART = (
+    "letters_of_mine.words:moody",
+    "letters_of_mine.words:few",
+    "letters_of_mine.words:apart",
+)
 
 
 def test_an_exception_of_a_reward_is_zero_and_counted_and_the_scorer_goes_on(package):
@@ -272,7 +333,10 @@ def test_an_exception_of_a_reward_is_zero_and_counted_and_the_scorer_goes_on(pac
         for index in range(40):
             (scored,) = scorer.score_many([(ref(MOODY, index), ["", "x", "leave", "much"])])
             if isinstance(scored, ScorerFailed):
-                assert re.search(r"made no question: AssertionError: not \d+ \(words.py:\d+, in moody\)", str(scored))
+                assert re.search(
+                    r"made no question: AssertionError: not \d+ \(words.py:\d+, in moody\)",
+                    str(scored),
+                )
                 continue
             assert scored.rewards == [0.0, 0.0, 0.0, 0.0]
             assert scored.errors == 3
@@ -300,7 +364,9 @@ def test_held_out_questions_are_never_met_in_training(package, task):
     with Scorer() as scorer:
         results = scorer.score_many([(ref(task, index), []) for index in range(400)])
         trained = {result.prompt for result in results}
-        held_out = {scorer.prompt(ref(task, index, seed=evaluation_seed(task))) for index in range(16)}
+        held_out = {
+            scorer.prompt(ref(task, index, seed=evaluation_seed(task))) for index in range(16)
+        }
     assert not trained & held_out
     assert len(trained) > 9
     assert len(held_out) > 1
@@ -309,7 +375,12 @@ def test_held_out_questions_are_never_met_in_training(package, task):
 def test_a_module_that_imports_datasets_is_told_what_to_use(package):
     pytest.importorskip("datasets")
     thread = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    (package / "words.py").write_text(f"import pyarrow, datasets, threading, time\n{thread}\n{WORDS}")
+    (package / "words.py").write_text(
+        f"import pyarrow, datasets, threading, time\n{thread}\n{WORDS}"
+    )
     installed(NAME)
-    with pytest.raises(ScorerFailed, match=r"name the dataset in task\.datasets instead"), Scorer(startup_seconds=60):
+    with (
+        pytest.raises(ScorerFailed, match=r"name the dataset in task\.datasets instead"),
+        Scorer(startup_seconds=60),
+    ):
         pass

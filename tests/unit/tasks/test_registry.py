@@ -13,9 +13,16 @@ from swarmnode.tasks import registry
 from swarmnode.tasks.registry import REFUSED, TASKS, check_names, task_version
 
 DANGEROUS = [
-    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
-    "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
-]  # fmt: skip
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+]
 
 VERSIONS = {
     "builtin/copy": "fc7505ef9c5f88f3",
@@ -48,7 +55,9 @@ def test_every_task_is_allowed():
 
 @pytest.mark.parametrize("name", DANGEROUS)
 def test_a_scorer_that_executes_answers_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=rf"'rg/{name}' is refused because its scorer .*(eval|parse_expr)"):
+    with pytest.raises(
+        ConfigError, match=rf"'rg/{name}' is refused because its scorer .*(eval|parse_expr)"
+    ):
         check_names(["rg/chain_sum", f"rg/{name}"])
 
 
@@ -74,13 +83,18 @@ def test_a_list_that_makes_no_sense_is_an_error(names, complaint):
 
 
 def test_versions_are_what_other_nodes_have():
-    """A change here splits swarms: raise ADAPTER_VERSION or the library's pin on purpose, then write the new versions down."""
+    """A change here splits swarms: raise ADAPTER_VERSION or the library's pin on purpose, then
+    write the new versions down."""
     assert {name: task_version(name) for name in TASKS} == VERSIONS
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"settings": MappingProxyType({"min_value": 1, "max_value": 21})}, {"max_answer_bytes": 255}, {"generator": "arithmetic.lcm"}],
+    [
+        {"settings": MappingProxyType({"min_value": 1, "max_value": 21})},
+        {"max_answer_bytes": 255},
+        {"generator": "arithmetic.lcm"},
+    ],
 )
 def test_version_follows_the_settings(monkeypatch, change):
     before = task_version("rg/gcd")
@@ -98,7 +112,13 @@ def test_version_follows_the_library(monkeypatch):
 def test_the_list_is_read_without_reasoning_gym():
     """Everything imports this module, also `swarmnode --help`."""
     code = (
-        "import sys; from swarmnode.tasks.client import Scorer; from swarmnode.tasks.registry import *; [task_version(t) for t in TASKS]; "
-        "print(sorted({'reasoning_gym', 'torch', 'sympy', 'numpy', 'libp2p'} & set(sys.modules)))"
+        "import sys; from swarmnode.tasks.client import Scorer; from swarmnode.tasks.registry"
+        " import *; [task_version(t) for t in TASKS]; print(sorted({'reasoning_gym', 'torch',"
+        " 'sympy', 'numpy', 'libp2p'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -1,4 +1,5 @@
-"""What the scorer child cannot do, tried from inside. Each trial runs `sandbox.enter` in a process of its own.
+"""What the scorer child cannot do, tried from inside. Each trial runs `sandbox.enter` in a process
+of its own.
 
 pytest tests/unit/tasks/test_sandbox.py
 """
@@ -18,11 +19,13 @@ from swarmnode.tasks.client import Scorer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are Linux's")
 
-# Stands in for a scorer that has been taken over: takes down some layers first, to show that the others hold, then tries everything.
+# Stands in for a scorer that has been taken over: takes down some layers first, to show that the
+# others hold, then tries everything.
 INTRUDER = """
 import ctypes, json, os, resource, socket, subprocess, sys
 from swarmnode.tasks import child, sandbox, seccomp
-marker, without, inherited, port = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
+marker, without = sys.argv[1], sys.argv[2].split(",")
+inherited, port = int(sys.argv[3]), int(sys.argv[4])
 os.fstat(inherited)
 if "audit" in without:
     sys.addaudithook = lambda hook: None
@@ -46,7 +49,8 @@ def write():
         file.write("x")
 
 def write_by_libc():
-    descriptor = ctypes.CDLL(None, use_errno=True).open(marker.encode(), os.O_WRONLY | os.O_CREAT, 0o600)
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.open(marker.encode(), os.O_WRONLY | os.O_CREAT, 0o600)
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), "open")
 
@@ -60,13 +64,26 @@ def system():
         raise OSError("no shell")
 
 trials = {
-    "socket": lambda: socket.socket(), "connect": connect, "pair": lambda: socket.socketpair(), "write": write,
+    "socket": lambda: socket.socket(),
+    "connect": connect,
+    "pair": lambda: socket.socketpair(),
+    "write": write,
     "write_by_libc": write_by_libc,
-    "read": lambda: open("/proc/self/status").read(), "spawn": lambda: subprocess.run(["true"], check=True), "system": system, "fork": fork,
-    "allocate": allocate, "kill": lambda: os.kill(os.getppid(), 0), "mkdir": lambda: os.mkdir(marker),
-    "parent_limit": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)),
-    "memory_limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)), "ctypes": lambda: ctypes.CDLL(None).getpid(),
-    "inherited": lambda: os.fstat(inherited), "eval": lambda: eval("1 + 1"), "import": lambda: __import__("http.client"),
+    "read": lambda: open("/proc/self/status").read(),
+    "spawn": lambda: subprocess.run(["true"], check=True),
+    "system": system,
+    "fork": fork,
+    "allocate": allocate,
+    "kill": lambda: os.kill(os.getppid(), 0),
+    "mkdir": lambda: os.mkdir(marker),
+    "parent_limit": lambda: resource.prlimit(
+        os.getppid(), resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)
+    ),
+    "memory_limit": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)),
+    "ctypes": lambda: ctypes.CDLL(None).getpid(),
+    "inherited": lambda: os.fstat(inherited),
+    "eval": lambda: eval("1 + 1"),
+    "import": lambda: __import__("http.client"),
     "compute": lambda: sum(range(1000)),
 }
 done = []
@@ -104,7 +121,10 @@ def test_nothing_but_computing_is_possible(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="the filter has no call numbers for this machine")
+@pytest.mark.skipif(
+    os.uname().machine not in ("x86_64", "aarch64"),
+    reason="the filter has no call numbers for this machine",
+)
 def test_the_kernel_refuses_it_when_the_interpreter_does_not(tmp_path):
     layers, succeeded = intrude(tmp_path, without="audit")
     if "seccomp" not in layers:
@@ -115,12 +135,25 @@ def test_the_kernel_refuses_it_when_the_interpreter_does_not(tmp_path):
 
 def test_limits_hold_without_interpreter_and_filter(tmp_path):
     _, succeeded = intrude(tmp_path, without="audit,seccomp")
-    assert not {"socket", "connect", "pair", "write", "read", "spawn", "system", "allocate", "memory_limit", "inherited"} & set(succeeded)
+    assert not {
+        "socket",
+        "connect",
+        "pair",
+        "write",
+        "read",
+        "spawn",
+        "system",
+        "allocate",
+        "memory_limit",
+        "inherited",
+    } & set(succeeded)
 
 
 def test_network_namespace_has_no_way_out(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        layers, succeeded = intrude(tmp_path, without="audit,seccomp,rlimits", port=server.getsockname()[1])
+        layers, succeeded = intrude(
+            tmp_path, without="audit,seccomp,rlimits", port=server.getsockname()[1]
+        )
     if "namespaces" not in layers:
         pytest.skip("this machine lets us make no namespaces")
     assert "socket" in succeeded
@@ -128,7 +161,8 @@ def test_network_namespace_has_no_way_out(tmp_path):
 
 
 def test_filter_lets_through_only_what_is_listed():
-    """Run the program as the kernel would: every call of the list is allowed, every other one and every other architecture is not."""
+    """Run the program as the kernel would: every call of the list is allowed, every other one and
+    every other architecture is not."""
     for machine, (column, arch) in seccomp._ARCHITECTURES.items():
         listed = {call[column] for call in seccomp._CALLS.values()} - {None}
         for number in range(600):
@@ -137,7 +171,11 @@ def test_filter_lets_through_only_what_is_listed():
             assert run_filter(seccomp.program(machine), number, arch, pid=1) == verdict
             assert run_filter(seccomp.program(machine), number, arch, pid=0) == own
         assert run_filter(seccomp.program(machine), min(listed), arch ^ 1, pid=0) == 0x80000000
-        assert run_filter(seccomp.program(machine), min(listed) | 0x40000000, arch, pid=0) == 0x00050001  # the x32 numbers
+        # the x32 numbers
+        assert (
+            run_filter(seccomp.program(machine), min(listed) | 0x40000000, arch, pid=0)
+            == 0x00050001
+        )
 
 
 def run_filter(program, number, arch, pid):
@@ -156,13 +194,21 @@ def run_filter(program, number, arch, pid):
 
 
 def test_cpu_time_ends_a_computation_that_does_not():
-    code = "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid()); sandbox.allow_cpu(0)\nwhile True: pass"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    code = (
+        "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid());"
+        " sandbox.allow_cpu(0)\nwhile True: pass"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == -signal.SIGXCPU
 
 
 def test_an_orphan_does_not_start():
-    code = "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid() + 1); os.write(1, b'started')"
+    code = (
+        "import os; from swarmnode.tasks import sandbox; sandbox.enter(os.getppid() + 1);"
+        " os.write(1, b'started')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=True)
     assert done.stdout == b""
 
@@ -185,14 +231,34 @@ def test_the_child_reports_its_layers_and_gets_none_of_our_environment(monkeypat
 
 
 def test_the_child_loads_nothing_heavy_and_no_refused_scorer():
-    code = "import sys; from swarmnode.tasks.scorer import Judge; Judge(); print(' '.join(sys.modules))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
-    assert not {"torch", "transformers", "trio", "libp2p", "numpy", "sympy", "matplotlib", "pydantic"} & loaded
-    refused = {"countdown", "puzzle24", "n_queens", "binary_matrix", "spiral_matrix", "string_insertion", "polynomial_multiplication"}
-    assert not refused & {module.rpartition(".")[2] for module in loaded if module.startswith("reasoning_gym")}
+    code = (
+        "import sys; from swarmnode.tasks.scorer import Judge; Judge(); print('"
+        " '.join(sys.modules))"
+    )
+    loaded = set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
+    assert (
+        not {"torch", "transformers", "trio", "libp2p", "numpy", "sympy", "matplotlib", "pydantic"}
+        & loaded
+    )
+    refused = {
+        "countdown",
+        "puzzle24",
+        "n_queens",
+        "binary_matrix",
+        "spiral_matrix",
+        "string_insertion",
+        "polynomial_multiplication",
+    }
+    assert not refused & {
+        module.rpartition(".")[2] for module in loaded if module.startswith("reasoning_gym")
+    }
 
 
-def test_questions_and_rewards_load_no_more_and_whoever_asks_for_the_whole_library_afterwards_gets_it():
+def test_questions_and_rewards_load_a_part_of_the_library():
     code = """
 import sys
 from swarmnode.tasks.gym import GymTask
@@ -204,4 +270,9 @@ assert not {"reasoning_gym", "sympy", "matplotlib"} & set(sys.modules)
 import reasoning_gym
 print(len(reasoning_gym.create_dataset("polynomial_multiplication", seed=1, size=1)))
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "1\n"
+    )

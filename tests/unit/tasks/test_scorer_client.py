@@ -1,4 +1,5 @@
-"""The blocking client: a child that fails is replaced, and only who did it goes without. pytest tests/unit/tasks/test_scorer_client.py"""
+"""The blocking client: a child that fails is replaced, and only who did it goes without. pytest
+tests/unit/tasks/test_scorer_client.py"""
 
 import gc
 import os
@@ -76,7 +77,9 @@ def test_what_cannot_be_regenerated_is_unknown(scorer, changes, reason):
 
 
 def test_an_unknown_question_costs_its_neighbours_nothing(scorer):
-    first, second, third = scorer.score_many([(ref(0), []), (ref(1, version="?"), []), (ref(2), [])])
+    first, second, third = scorer.score_many(
+        [(ref(0), []), (ref(1, version="?"), []), (ref(2), [])]
+    )
     assert isinstance(second, TaskUnknown)
     assert [first, third] == scorer.score_many([(ref(0), []), (ref(2), [])])
 
@@ -119,7 +122,8 @@ def test_a_question_that_always_overruns_is_given_up(monkeypatch):
 
 
 def test_only_the_question_that_kills_the_child_goes_without(scorer, monkeypatch):
-    """No allowed scorer can be made to die, so the death is staged: the child is killed whenever it gets to question 3."""
+    """No allowed scorer can be made to die, so the death is staged: the child is killed whenever it
+    gets to question 3."""
     ask = Child.ask
 
     def deadly(self, questions):
@@ -158,7 +162,10 @@ def test_a_child_that_cannot_start_is_said_so(monkeypatch, tmp_path):
     scorer = Scorer()
     with pytest.raises(ScorerFailed, match="did not start"):
         scorer.prompt(ref())
-    assert all(isinstance(result, ScorerFailed) for result in scorer.score_many([(ref(), []), (ref(1), [])]))
+    assert all(
+        isinstance(result, ScorerFailed)
+        for result in scorer.score_many([(ref(), []), (ref(1), [])])
+    )
     assert children() == before
 
 
@@ -217,7 +224,9 @@ scorer = Scorer().__enter__()
 print(scorer.statistics().pid, flush=True)
 time.sleep(600)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as client:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as client:
         descriptor = os.pidfd_open(int(client.stdout.readline()))
         client.kill()
         assert select.select([descriptor], [], [], 10)[0]  # readable when the process has ended

@@ -1,4 +1,5 @@
-"""Question addresses: who asks what, and that nobody asks anybody else's. pytest tests/unit/tasks/test_seeds.py"""
+"""Question addresses: who asks what, and that nobody asks anybody else's. pytest
+tests/unit/tasks/test_seeds.py"""
 
 import itertools
 
@@ -21,7 +22,9 @@ from swarmnode.tasks.seeds import (
 )
 
 SWARM = bytes(range(32))
-peers = st.text(alphabet="123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=1, max_size=60)
+peers = st.text(
+    alphabet="123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=1, max_size=60
+)
 sequences = st.integers(0, SEQUENCE_LIMIT - 1)
 
 
@@ -29,7 +32,9 @@ def test_address_of_a_known_question():
     """The definition, written out: another implementation has to arrive at the same numbers."""
     import hashlib
 
-    digest = hashlib.blake2b(b"swarmnode/seed/1" + SWARM + b"12D3KooWPeer" + (5).to_bytes(8, "big"), digest_size=32).digest()
+    digest = hashlib.blake2b(
+        b"swarmnode/seed/1" + SWARM + b"12D3KooWPeer" + (5).to_bytes(8, "big"), digest_size=32
+    ).digest()
     block = int("".join(f"{byte:08b}" for byte in digest)[:42], 2)
     assert task_seed(SWARM, "12D3KooWPeer", 5 * INDEX_SPAN + 77) == (block << 20, 77)
     assert task_seed(SWARM, "12D3KooWPeer", 0) == (3172582050202910720, 0)
@@ -38,7 +43,8 @@ def test_address_of_a_known_question():
 @given(st.sets(st.tuples(peers, st.integers(0, 2**64 - 1)), min_size=2, max_size=40))
 @settings(max_examples=200)
 def test_no_two_streams_share_an_item(streams):
-    """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes, epochs and evaluation are disjoint."""
+    """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes,
+    epochs and evaluation are disjoint."""
     starts = [task_seed(SWARM, peer, epoch * INDEX_SPAN)[0] for peer, epoch in streams]
     starts += [evaluation_seed(task, block) for task in TASKS for block in range(2)]
     starts.sort()
@@ -46,7 +52,11 @@ def test_no_two_streams_share_an_item(streams):
 
 
 def test_many_nodes_and_epochs_stay_apart():
-    starts = sorted(task_seed(SWARM, f"peer{n}", epoch * INDEX_SPAN)[0] for n in range(500) for epoch in range(20))
+    starts = sorted(
+        task_seed(SWARM, f"peer{n}", epoch * INDEX_SPAN)[0]
+        for n in range(500)
+        for epoch in range(20)
+    )
     assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
 
 
@@ -100,7 +110,9 @@ def test_sequence_outside_its_range_is_an_error(sequence):
         task_seed(SWARM, "peer", sequence)
 
 
-@pytest.mark.parametrize(("seed", "index"), [(1, 0), (-INDEX_SPAN, 0), (SEED_LIMIT, 0), (0, -1), (0, INDEX_SPAN)])
+@pytest.mark.parametrize(
+    ("seed", "index"), [(1, 0), (-INDEX_SPAN, 0), (SEED_LIMIT, 0), (0, -1), (0, INDEX_SPAN)]
+)
 def test_what_is_no_address(seed, index):
     assert not is_address(seed, index)
 
@@ -115,7 +127,9 @@ def test_tasks_are_chosen_evenly():
 
 @given(st.permutations(list(TASKS)), st.integers(0, 2**43 - 1), st.integers(0, INDEX_SPAN - 1))
 def test_the_choice_does_not_depend_on_the_order_of_names(names, block, index):
-    assert choose_task(names, block * INDEX_SPAN, index) == choose_task(sorted(names), block * INDEX_SPAN, index)
+    assert choose_task(names, block * INDEX_SPAN, index) == choose_task(
+        sorted(names), block * INDEX_SPAN, index
+    )
 
 
 def test_choosing_from_nothing_is_an_error():

@@ -1,4 +1,5 @@
-"""Our own tasks with other numbers and with the answer elsewhere: part of what the task is, tried in the scorer, told to members."""
+"""Our own tasks with other numbers and with the answer elsewhere: part of what the task is, tried
+in the scorer, told to members."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def as_before():
 
 def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None:
     plain = registry.task_version("rg/chain_sum")
-    registry.install([], {"rg/chain_sum": {"min_digits": 4, "max_digits": 4, "extract": "last_number"}})
+    registry.install(
+        [], {"rg/chain_sum": {"min_digits": 4, "max_digits": 4, "extract": "last_number"}}
+    )
     version = registry.task_version("rg/chain_sum")
     assert version != plain
     told = json.loads(settings_text("rg/chain_sum"))
@@ -35,7 +38,9 @@ def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None
         terms = [int(text) for text in re.findall(r"\d+", prompt)]
         assert all(len(str(term)) == 4 for term in terms)
         right = sum(terms) if "+" in prompt else terms[0] - terms[1]
-        assert scorer.score(ref, [f"Let me see. It is {right}.", "It is 1.", f"<answer>{right}</answer>"]).rewards == [1.0, 0.0, 1.0]
+        assert scorer.score(
+            ref, [f"Let me see. It is {right}.", "It is 1.", f"<answer>{right}</answer>"]
+        ).rewards == [1.0, 0.0, 1.0]
     registry.install([], {"rg/chain_sum": {}})
     assert registry.task_version("rg/chain_sum") == plain
 
@@ -43,20 +48,43 @@ def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None
 @pytest.mark.parametrize(
     ("task", "given", "problem"),
     [
-        ("rg/basic_arithmetic", {"operators": "/"}, r"'operators' cannot be set; there are extract, min_terms"),
+        (
+            "rg/basic_arithmetic",
+            {"operators": "/"},
+            r"'operators' cannot be set; there are extract, min_terms",
+        ),
         ("rg/basic_arithmetic", {"allow_parentheses": True}, r"'allow_parentheses' cannot be set"),
-        ("rg/gcd", {"max_value": -1}, r"max_value is -1, not a number from 0 to 1000000 such as 20"),
+        (
+            "rg/gcd",
+            {"max_value": -1},
+            r"max_value is -1, not a number from 0 to 1000000 such as 20",
+        ),
         ("rg/gcd", {"max_value": 10**9}, r"max_value is 1000000000"),
         ("rg/gcd", {"max_value": True}, r"max_value is True"),
         ("rg/gcd", {"max_value": "20"}, r"max_value is '20'"),
         ("rg/gcd", {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),
         ("builtin/sum", {"terms": 9}, r"'terms' cannot be set; there are extract"),
-        ("rg/gcd", {"max_value": [20]}, r"a list has a number for each difficulty, 2 to 16 and in all lists as many; here max_value 1"),
-        ("rg/gcd", {"max_value": [20, 30, 40], "min_value": [1, 2]}, r"here min_value 2, max_value 3"),
+        (
+            "rg/gcd",
+            {"max_value": [20]},
+            (
+                r"a list has a number for each difficulty, 2 to 16 and in all lists as many; here"
+                r" max_value 1"
+            ),
+        ),
+        (
+            "rg/gcd",
+            {"max_value": [20, 30, 40], "min_value": [1, 2]},
+            r"here min_value 2, max_value 3",
+        ),
         ("rg/gcd", {"max_value": [20] * 17}, r"here max_value 17"),
         ("rg/gcd", {"max_value": [20, -1]}, r"max_value is \[20, -1\], not a number"),
         ("rg/gcd", {"extract": ["tag"]}, r"extract is \['tag'\]"),
-        ("data/x", {"extract": "tag"}, r"neither in task.modules nor a task of ours; a dataset has its own settings"),
+        (
+            "data/x",
+            {"extract": "tag"},
+            r"neither in task.modules nor a task of ours; a dataset has its own settings",
+        ),
     ],
 )
 def test_what_cannot_be_set_is_one_line_that_says_what_can(task, given, problem) -> None:
@@ -76,14 +104,16 @@ def test_a_list_has_a_number_for_each_difficulty() -> None:
             ref = TaskRef("rg/chain_sum", version, 0, 0, difficulty)
             terms = re.findall(r"\d+", scorer.prompt(ref))
             assert {len(term) for term in terms} == {digits}
-            right = sum(map(int, terms)) if "+" in scorer.prompt(ref) else int(terms[0]) - int(terms[1])
+            right = (
+                sum(map(int, terms)) if "+" in scorer.prompt(ref) else int(terms[0]) - int(terms[1])
+            )
             assert scorer.score(ref, [str(right), "x"]).rewards == [1.0, 0.0]
         for difficulty in (3, -1):
             with pytest.raises(TaskUnknown, match="has only 0 to 2"):
                 scorer.prompt(TaskRef("rg/chain_sum", version, 0, 0, difficulty))
 
 
-def test_one_difficulty_of_several_that_the_generator_does_not_take_is_a_line_before_anything_starts() -> None:
+def test_a_difficulty_that_the_generator_refuses_is_one_line() -> None:
     registry.install([], {"rg/gcd": {"min_value": [1, 1, 30]}})  # the last one above max_value
     with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
         prove_own(["rg/gcd"])
@@ -103,7 +133,7 @@ def test_settings_that_the_generator_does_not_take_are_a_line_before_anything_st
 def test_a_member_with_other_settings_is_told_which() -> None:
     theirs = TaskEntry("rg/gcd", "0" * 16, json.dumps({"max_value": 500, "min_value": 1}))
     (problem,) = requirements.task_problems(theirs)
-    assert "the swarm's are {\"max_value\": 500" in problem
+    assert 'the swarm\'s are {"max_value": 500' in problem
     assert problem.endswith("see task.settings")
 
 
@@ -115,4 +145,6 @@ def test_where_the_answer_stands_can_be_said_of_any_task_of_ours() -> None:
         ref = TaskRef("builtin/sum", registry.task_version("builtin/sum"), 0, 0)
         left, right = map(int, scorer.prompt(ref).rstrip("=").split("+"))
         assert scorer.score(ref, [f"{left} + {right} = {left + right}", "no"]).rewards == [1.0, 0.0]
-    assert Config.model_validate({"task": {"settings": {"builtin/sum": {"extract": "last_number"}}}})
+    assert Config.model_validate(
+        {"task": {"settings": {"builtin/sum": {"extract": "last_number"}}}}
+    )

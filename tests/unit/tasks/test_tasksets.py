@@ -1,4 +1,5 @@
-"""Tasksets of verifiers: rows from their data, rewards from their functions. With a stand-in package of the same signatures.
+"""Tasksets of verifiers: rows from their data, rewards from their functions. With a stand-in
+package of the same signatures.
 
 pytest tests/unit/tasks/test_tasksets.py
 """
@@ -47,7 +48,10 @@ class SumTask(vf.Task[SumData]):
 class Sums(vf.Taskset[SumTask]):
     def load(self):
         for number in range(20):
-            yield SumTask(SumData(prompt=f"What is {number} + 1?", system_prompt="Add.", answer=str(number + 1)), self.config.task)
+            question = SumData(
+                prompt=f"What is {number} + 1?", system_prompt="Add.", answer=str(number + 1)
+            )
+            yield SumTask(question, self.config.task)
 
 __all__ = ["Sums"]
 """
@@ -57,7 +61,8 @@ pytestmark = pytest.mark.usefixtures("tasks_as_before")
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Writes the taskset, with changes; the stand-in is where a package is looked for, in this process and in children."""
+    """Writes the taskset, with changes; the stand-in is where a package is looked for, in this
+    process and in children."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(STAND_IN))
@@ -69,21 +74,29 @@ def written(tmp_path, monkeypatch):
         (site / "sums_of_mine.py").write_text(SUMS.replace(was, now) if was else SUMS)
 
     yield write
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("verifiers", "sums_of_mine")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("verifiers", "sums_of_mine")
+    ]:
         del sys.modules[name]
     importlib.invalidate_caches()
 
 
 def installed(tmp_path, **settings):
-    registry.install_datasets({NAME: DatasetConfig(source=SOURCE, **settings)}, tmp_path / "datasets")
+    registry.install_datasets(
+        {NAME: DatasetConfig(source=SOURCE, **settings)}, tmp_path / "datasets"
+    )
     return registry.TASKS[NAME]
 
 
 def asked(spec, *answers):
     """The first question, with these answers judged as the scorer's child does."""
     settings = dataset.Settings.of(spec.settings)
-    task = dataset.DatasetTask(NAME, spec.rows, settings, taskset.reward_function(SOURCE, spec.source))
-    return judge(Question(NAME, 4 << 20, 0, list(answers)), lambda name, *address: task.item(*address))
+    task = dataset.DatasetTask(
+        NAME, spec.rows, settings, taskset.reward_function(SOURCE, spec.source)
+    )
+    return judge(
+        Question(NAME, 4 << 20, 0, list(answers)), lambda name, *address: task.item(*address)
+    )
 
 
 def right_of(prompt):
@@ -92,7 +105,12 @@ def right_of(prompt):
 
 def test_the_stand_in_has_the_signatures_of_the_real_package():
     """signatures.txt was printed by check.py for verifiers 0.4.0."""
-    done = subprocess.run([sys.executable, STAND_IN / "check.py", STAND_IN], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, STAND_IN / "check.py", STAND_IN],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == (STAND_IN / "signatures.txt").read_text()
 
 
@@ -104,11 +122,15 @@ def test_a_taskset_asks_its_prompts_and_its_rewards_judge(tmp_path, written):
     prompt = asked(spec).prompt
     assert prompt.startswith("Add.\n\nWhat is ")
     scored = asked(spec, right_of(prompt), "0", "x" * 99)
-    assert scored.rewards == pytest.approx([1.0, 0.2, 0.0]), "its weights are 1 and 0.25; what needs a runtime is left out"
+    assert scored.rewards == pytest.approx([1.0, 0.2, 0.0]), (
+        "its weights are 1 and 0.25; what needs a runtime is left out"
+    )
     assert scored.errors == 0
 
 
-def test_its_code_and_the_release_of_verifiers_are_part_of_the_version(tmp_path, written, monkeypatch):
+def test_its_code_and_the_release_of_verifiers_are_part_of_the_version(
+    tmp_path, written, monkeypatch
+):
     written()
     installed(tmp_path)
     versions = [registry.task_version(NAME)]
@@ -127,9 +149,21 @@ def test_its_code_and_the_release_of_verifiers_are_part_of_the_version(tmp_path,
 @pytest.mark.parametrize(
     ("was", "now", "problem"),
     [
-        ("vf.Taskset[SumTask]):", "vf.Taskset[SumTask]):\n    INFINITE = True", "is infinite: make a finite taskset"),
-        ("vf.Task[SumData]):", "vf.Task[SumData]):\n    NEEDS_CONTAINER = True", "needs a container"),
-        ('prompt=f"What is {number} + 1?"', 'prompt=[{"role": "system", "content": "a"}]', "a prompt of several roles"),
+        (
+            "vf.Taskset[SumTask]):",
+            "vf.Taskset[SumTask]):\n    INFINITE = True",
+            "is infinite: make a finite taskset",
+        ),
+        (
+            "vf.Task[SumData]):",
+            "vf.Task[SumData]):\n    NEEDS_CONTAINER = True",
+            "needs a container",
+        ),
+        (
+            'prompt=f"What is {number} + 1?"',
+            'prompt=[{"role": "system", "content": "a"}]',
+            "a prompt of several roles",
+        ),
         ("range(20)", "range(1)", "too few to train on"),
         ('__all__ = ["Sums"]', "1 / 0", "ZeroDivisionError"),
     ],
@@ -145,11 +179,23 @@ def test_a_taskset_that_cannot_be_trained_on_is_one_line(tmp_path, written, was,
 @pytest.mark.parametrize(
     ("was", "now", "problem"),
     [
-        ("return float(trace", "import asyncio; await asyncio.sleep(1); return float(trace", "no running event loop"),
-        ("return float(trace", "await Waiting(); return float(trace", "a reward waits for something"),
+        (
+            "return float(trace",
+            "import asyncio; await asyncio.sleep(1); return float(trace",
+            "no running event loop",
+        ),
+        (
+            "return float(trace",
+            "await Waiting(); return float(trace",
+            "a reward waits for something",
+        ),
         ("return float(trace", "return float('nan') + (trace", "a reward of nan"),
         ("return float(trace", "return 5.0 * (trace", "a reward of 4.2, not in 0 to 1"),
-        ("import verifiers.v1 as vf", "import verifiers.v1 as vf\nvf.Task.plugged_judges = lambda task: ['gpt']", "a judge is a model"),
+        (
+            "import verifiers.v1 as vf",
+            "import verifiers.v1 as vf\nvf.Task.plugged_judges = lambda task: ['gpt']",
+            "a judge is a model",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_had_is_0_and_named(tmp_path, written, was, now, problem):
@@ -170,10 +216,14 @@ def test_a_taskset_without_a_reward_for_the_sandbox_says_so(tmp_path, written):
     assert "it has no reward that does without a runtime" in asked(installed(tmp_path), "1").error
 
 
-@pytest.mark.parametrize("settings", [{"verifier": "numeric"}, {"prompt": "question"}, {"revision": "main"}])
+@pytest.mark.parametrize(
+    "settings", [{"verifier": "numeric"}, {"prompt": "question"}, {"revision": "main"}]
+)
 def test_what_a_taskset_says_itself_cannot_be_set(tmp_path, written, settings):
     written()
-    with pytest.raises(ConfigError, match=f"{next(iter(settings))}: a taskset of verifiers says that itself"):
+    with pytest.raises(
+        ConfigError, match=f"{next(iter(settings))}: a taskset of verifiers says that itself"
+    ):
         installed(tmp_path, **settings)
 
 

@@ -1,4 +1,5 @@
-"""Verdicts on answers, and where an answer stands: what is right, what is not, and what a stranger may send.
+"""Verdicts on answers, and where an answer stands: what is right, what is not, and what a stranger
+may send.
 
 pytest tests/unit/tasks/test_verifiers.py
 """
@@ -111,11 +112,21 @@ HOSTILE = [
     "\\left" * 800,
     "$" * 4096,
 ]
-SCHEMA = """{"type": "object", "required": ["name", "age"], "additionalProperties": false, "title": "A person", "properties": {
-  "name": {"type": "string", "minLength": 1, "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 200},
+SCHEMA = """{"type": "object", "required": ["name", "age"], "additionalProperties": false,
+  "title": "A person", "properties": {
+  "name": {"type": "string", "minLength": 1, "maxLength": 20},
+  "age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 200},
   "tags": {"type": "array", "items": {"enum": ["a", 1, null]}, "maxItems": 3},
   "extra": {"anyOf": [{"type": "boolean"}, {"type": ["number", "null"], "not": {"const": 3}}]}}}"""
-GOLD = {"exact": "x", "numeric": "7", "choice": "A", "set": "a,b", "boxed": "\\frac{1}{2}", "json": "[1]", "json_schema": SCHEMA}
+GOLD = {
+    "exact": "x",
+    "numeric": "7",
+    "choice": "A",
+    "set": "a,b",
+    "boxed": "\\frac{1}{2}",
+    "json": "[1]",
+    "json_schema": SCHEMA,
+}
 
 
 @pytest.mark.parametrize(("name", "answer", "gold"), RIGHT)
@@ -129,44 +140,77 @@ def test_an_answer_that_is_as_a_schema_says(answer, reward):
     VERIFIERS["json_schema"].check(SCHEMA)
     assert VERIFIERS["json_schema"].reward(answer, SCHEMA) == reward
     jsonschema = pytest.importorskip("jsonschema")
-    assert jsonschema.Draft202012Validator(json.loads(SCHEMA)).is_valid(json.loads(answer)) == bool(reward)
+    assert jsonschema.Draft202012Validator(json.loads(SCHEMA)).is_valid(json.loads(answer)) == bool(
+        reward
+    )
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([1.0, 0.5, -2.0]) | st.sampled_from(["", "a", "bb"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2), max_leaves=6,
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([1.0, 0.5, -2.0])
+    | st.sampled_from(["", "a", "bb"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
 SMALL = st.integers(0, 3)
 
 
 def _schemas(inner):
-    return st.fixed_dictionaries({}, optional={
-        "items": inner, "additionalProperties": inner, "not": inner,
-        "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-        "allOf": st.lists(inner, min_size=1, max_size=2), "anyOf": st.lists(inner, min_size=1, max_size=2),
-        "oneOf": st.lists(inner, min_size=1, max_size=3), "required": st.lists(st.sampled_from("ab"), unique=True),
-        "minItems": SMALL, "maxProperties": SMALL,
-    })  # fmt: skip
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "items": inner,
+            "additionalProperties": inner,
+            "not": inner,
+            "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+            "allOf": st.lists(inner, min_size=1, max_size=2),
+            "anyOf": st.lists(inner, min_size=1, max_size=2),
+            "oneOf": st.lists(inner, min_size=1, max_size=3),
+            "required": st.lists(st.sampled_from("ab"), unique=True),
+            "minItems": SMALL,
+            "maxProperties": SMALL,
+        },
+    )
 
 
-LEAVES = st.booleans() | st.fixed_dictionaries({}, optional={
-    "type": st.sampled_from(json_schema.TYPES) | st.lists(st.sampled_from(json_schema.TYPES), min_size=1, unique=True), "const": VALUES,
-    "enum": st.lists(VALUES, min_size=1, max_size=3), "minimum": SMALL, "exclusiveMaximum": SMALL, "maxLength": SMALL, "minLength": SMALL,
-})  # fmt: skip
+LEAVES = st.booleans() | st.fixed_dictionaries(
+    {},
+    optional={
+        "type": (
+            st.sampled_from(json_schema.TYPES)
+            | st.lists(st.sampled_from(json_schema.TYPES), min_size=1, unique=True)
+        ),
+        "const": VALUES,
+        "enum": st.lists(VALUES, min_size=1, max_size=3),
+        "minimum": SMALL,
+        "exclusiveMaximum": SMALL,
+        "maxLength": SMALL,
+        "minLength": SMALL,
+    },
+)
 
 
 @given(schema=st.recursive(LEAVES, _schemas, max_leaves=5), value=VALUES)
 def test_verdicts_are_those_of_the_library_that_everybody_uses(schema, value):
     jsonschema = pytest.importorskip("jsonschema")
     json_schema.check(schema)
-    assert json_schema.valid(value, schema) == jsonschema.Draft202012Validator(schema).is_valid(value)
+    assert json_schema.valid(value, schema) == jsonschema.Draft202012Validator(schema).is_valid(
+        value
+    )
 
 
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
         ('{"pattern": "(a+)+$"}', "'pattern', which is not supported"),
-        ('{"properties": {"a": {"$ref": "https://example.org/a"}}}', r"'\$ref', which is not supported"),
+        (
+            '{"properties": {"a": {"$ref": "https://example.org/a"}}}',
+            r"'\$ref', which is not supported",
+        ),
         ('{"type": "text"}', "type is 'text'"),
         ('{"required": "a"}', "not a list of names"),
         ('{"enum": []}', "not a list"),
@@ -231,7 +275,17 @@ def test_what_is_marked_comes_before_what_is_guessed():
 
 @pytest.mark.parametrize("how", [*EXTRACTS, "auto"])
 @pytest.mark.parametrize(
-    "text", ["\\boxed{" * 9000, "<answer>" * 8000, "</answer>" * 7000, "1" * 65536, "1,1" * 20000, "A" * 65536, "\n" * 65536, "-$" * 32768]
+    "text",
+    [
+        "\\boxed{" * 9000,
+        "<answer>" * 8000,
+        "</answer>" * 7000,
+        "1" * 65536,
+        "1,1" * 20000,
+        "A" * 65536,
+        "\n" * 65536,
+        "-$" * 32768,
+    ],
 )
 def test_searching_a_long_text_takes_no_time(how, text):
     started = time.process_time()

@@ -1,4 +1,5 @@
-"""What the in-process scorer and the tiny policy promise; tests/unit/p2p/test_api.py has the in-memory network's promises."""
+"""What the in-process scorer and the tiny policy promise; tests/unit/p2p/test_api.py has the
+in-memory network's promises."""
 
 import sys
 
@@ -13,7 +14,7 @@ from swarmnode.testing.policy import tiny_policy, write_tiny_policy
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.messages import TaskRef
 
-WORDS = '''
+WORDS = """
 def reverse(rng, letters=4):
     word = "".join(rng.choice("abcdefgh") for _ in range(letters))
     def reward(answer):
@@ -21,7 +22,7 @@ def reverse(rng, letters=4):
             raise ValueError("no word")
         return float(answer == word[::-1])
     return f"Write {word} backwards.", reward
-'''
+"""
 ANSWERS = ["12", "<answer>12</answer>", "raise", "x" * 5000, "0", "dcba"]
 
 
@@ -36,7 +37,10 @@ def words(tmp_path, monkeypatch):
 
 
 async def test_it_judges_as_the_child_does(words):
-    refs = [TaskRef(task, registry.task_version(task), 2**20, 5) for task in ("builtin/copy", "builtin/sum", "rg/gcd", words)]
+    refs = [
+        TaskRef(task, registry.task_version(task), 2**20, 5)
+        for task in ("builtin/copy", "builtin/sum", "rg/gcd", words)
+    ]
     told = await InProcessScorer().score_many([(ref, ANSWERS) for ref in refs])
     with Scorer() as scorer:
         assert told == scorer.score_many([(ref, ANSWERS) for ref in refs])
@@ -53,7 +57,10 @@ async def test_what_it_cannot_score_is_an_error_in_its_place():
 
 
 def test_equal_arguments_make_equal_policies_and_another_seed_another(tmp_path):
-    one, other = (load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), device="cpu")) for name in "ab")
+    one, other = (
+        load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), device="cpu"))
+        for name in "ab"
+    )
     third = tiny_policy(tmp_path / "c", seed=1)
     assert one.fingerprint == other.fingerprint != third.fingerprint
     assert one.tokenizer_hash == third.tokenizer_hash

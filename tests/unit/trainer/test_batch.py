@@ -8,9 +8,19 @@ import torch
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
-from swarmnode.trainer.batch import Parts, TrainingGroup, assemble, own_group, parts_of, silent_share
+from swarmnode.trainer.batch import (
+    Parts,
+    TrainingGroup,
+    assemble,
+    own_group,
+    parts_of,
+    silent_share,
+)
 
-PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
+PROMPT = (
+    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
+    " answer."
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +37,20 @@ def test_assembled_rows_keep_groups_together_and_say_what_is_silent(sample):
     rows = assemble([useful, silent, theirs], "dr_grpo")
     assert rows.groups == [0] * 4 + [1] * 4 + [2] * 4
     assert rows.external == [False] * 8 + [True] * 4
-    assert rows.advantages.tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0, 0.75, -0.25, -0.25, -0.25]
+    assert rows.advantages.tolist() == [
+        0.75,
+        -0.25,
+        -0.25,
+        -0.25,
+        0,
+        0,
+        0,
+        0,
+        0.75,
+        -0.25,
+        -0.25,
+        -0.25,
+    ]
     assert rows.informative(external=False) == [0, 1, 2, 3]
     assert rows.informative(external=True) == [8, 9, 10, 11]
     assert silent_share([useful, silent]) == 0.5
@@ -56,34 +79,49 @@ def test_a_completion_that_was_cut_can_be_left_out_or_cost_reward_whoever_sample
 
 
 def test_own_groups_know_which_of_their_completions_were_cut(sample):
-    assert own_group(sample, [0.0] * 4).was_cut == [c.finish == "length" for c in sample.completions]
+    assert own_group(sample, [0.0] * 4).was_cut == [
+        c.finish == "length" for c in sample.completions
+    ]
 
 
 def test_reward_and_length_are_two_components_of_which_gdpo_normalises_each(sample):
     group = replace(own_group(sample, [1.0, 1.0, 0.0, 0.0]), was_cut=[False, True, False, True])
     normal = lambda values: (values - values.mean()) / values.std()
     both = normal(torch.tensor([1.0, 1.0, 0.0, 0.0])) + normal(torch.tensor([0.0, -1.0, 0.0, -1.0]))
-    assert torch.allclose(assemble([group], "gdpo", shape_to=1000).advantages, normal(both), atol=1e-3)
+    assert torch.allclose(
+        assemble([group], "gdpo", shape_to=1000).advantages, normal(both), atol=1e-3
+    )
     total = normal(torch.tensor([1.0, 0.0, 0.0, -1.0]))
     assert torch.allclose(assemble([group], "grpo", shape_to=1000).advantages, total, atol=1e-3)
-    small = replace(group, rewards=[0.1, 0.1, 0.0, 0.0])  # in a sum, the larger scale hides the smaller one
-    assert torch.allclose(assemble([small], "gdpo", shape_to=1000).advantages, normal(both), atol=0.01)
+    # in a sum, the larger scale hides the smaller one
+    small = replace(group, rewards=[0.1, 0.1, 0.0, 0.0])
+    assert torch.allclose(
+        assemble([small], "gdpo", shape_to=1000).advantages, normal(both), atol=0.01
+    )
     assert not torch.allclose(assemble([small], "grpo", shape_to=1000).advantages, total, atol=0.2)
 
 
 def test_components_have_their_weights_and_gdpo_normalises_each(sample):
-    made_of = [{"right": 1.0, "short": 0.1}, {"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.1}, {}]
+    made_of = [
+        {"right": 1.0, "short": 0.1},
+        {"right": 1.0, "short": 0.0},
+        {"right": 0.0, "short": 0.1},
+        {},
+    ]
     parts = parts_of(made_of, {"right": 3.0})
     assert parts == Parts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
     group = own_group(sample, [0.775, 0.75, 0.025, 0.0], parts)
     plain = own_group(sample, [0.775, 0.75, 0.025, 0.0])
-    assert torch.allclose(assemble([group], "grpo").advantages, assemble([plain], "grpo").advantages, atol=1e-5)
+    assert torch.allclose(
+        assemble([group], "grpo").advantages, assemble([plain], "grpo").advantages, atol=1e-5
+    )
     normal = lambda values: (values - values.mean()) / values.std()
     right, short = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0.1, 0.0, 0.1, 0.0])
     wanted = normal(0.75 * normal(right) + 0.25 * normal(short))
     assert torch.allclose(assemble([group], "gdpo").advantages, wanted, atol=1e-2)
     assert not torch.allclose(assemble([plain], "gdpo").advantages, wanted, atol=1e-2)
-    both = assemble([group, plain], "gdpo").advantages  # groups of other components are normalised by themselves
+    # groups of other components are normalised by themselves
+    both = assemble([group, plain], "gdpo").advantages
     assert torch.allclose(both[:4], wanted, atol=1e-2)
     assert parts_of([], {}) is None
     assert parts_of([{}, {}], {}) is None

@@ -75,7 +75,8 @@ def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
 
 
 def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeypatch):
-    """What a crash costs counts from the step of the state that is on disk, not from when a newer one was begun."""
+    """What a crash costs counts from the step of the state that is on disk, not from when a newer
+    one was begun."""
     source, counters, steps = Source(), Counters(), []
     write = state.write
 
@@ -94,15 +95,22 @@ def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeyp
             clock[0] += 5.0
     gaps = [after - before for before, after in pairwise(steps)]
     assert len(gaps) >= 3
-    assert all(gap + 10.0 <= 60.0 for gap in gaps), "more than save_every would be lost by a crash just before the write has ended"
+    assert all(gap + 10.0 <= 60.0 for gap in gaps), (
+        "more than save_every would be lost by a crash just before the write has ended"
+    )
 
 
-def test_a_state_is_saved_less_often_where_it_would_wear_the_disk_out_and_once_more_at_the_end(tmp_path, clock):
+def test_a_state_is_saved_less_often_where_it_would_wear_the_disk_out_and_once_more_at_the_end(
+    tmp_path, clock
+):
     source, counters, taken = Source(), Counters(), []
     with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
         kept.save(last=True)
     size = (tmp_path / state.FILE).stat().st_size
-    with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters, bytes_per_day=24 * size) as kept:  # one an hour
+    # one an hour
+    with Checkpoints(
+        tmp_path, 60.0, source, torch.Generator(), counters, bytes_per_day=24 * size
+    ) as kept:
         before = source.taken
         for second in range(4 * 3600):
             kept.save()
@@ -116,7 +124,9 @@ def test_a_state_is_saved_less_often_where_it_would_wear_the_disk_out_and_once_m
         assert source.taken - before == 6
 
 
-def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(tmp_path, clock):
+def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(
+    tmp_path, clock
+):
     source, counters = Source(), Counters()
     with Checkpoints(tmp_path, 1e9, source, torch.Generator(), counters) as kept:
         kept.save()
@@ -129,7 +139,9 @@ def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whateve
     assert 4 < source.taken < 10
 
 
-def test_weights_and_counters_are_of_one_step_though_training_goes_on_while_they_are_copied(tmp_path, monkeypatch):
+def test_weights_and_counters_are_of_one_step_though_training_goes_on_while_they_are_copied(
+    tmp_path, monkeypatch
+):
     """The optimizer waits for the copy, and for nothing else."""
     source, counters = Source(), Counters()
     copying, go_on = threading.Event(), threading.Event()
@@ -263,4 +275,6 @@ def test_what_peers_have_seen_is_found_in_every_state_and_damaged_ones_say_nothi
     (data_dir / "trainer" / "history" / "8.safetensors").write_bytes(b"\xff" * 8 + b"{}")
     (data_dir / "trainer" / "history" / "7.safetensors").write_bytes(b"")
     numbers = [kept.numbers for kept in rollback.states(data_dir / "trainer")]
-    assert max(each.sequence for each in numbers) == max(each.policy_version for each in numbers) == 3
+    assert (
+        max(each.sequence for each in numbers) == max(each.policy_version for each in numbers) == 3
+    )

@@ -1,4 +1,5 @@
-"""Trainers of a real crew judge what another crew's stage would make of their policy, while they train: threads, sockets and all."""
+"""Trainers of a real crew judge what another crew's stage would make of their policy, while they
+train: threads, sockets and all."""
 
 import contextlib
 import threading
@@ -44,11 +45,16 @@ async def crew(tmp_path, model):
     configs = [
         Config.model_validate(
             {
-                "node": {"data_dir": d}, "weights": WEIGHTS, "stages": STAGES, "policy": {"model": str(model), "device": "cpu"},
-                "training": {"learning_rate": 1e-6},  # however many steps a busy machine takes meanwhile, they are small
+                "node": {"data_dir": d},
+                "weights": WEIGHTS,
+                "stages": STAGES,
+                "policy": {"model": str(model), "device": "cpu"},
+                # however many steps a busy machine takes meanwhile, they are small
+                "training": {"learning_rate": 1e-6},
             }
-        ) for d in directories
-    ]  # fmt: skip
+        )
+        for d in directories
+    ]
     async with crew_network(directories, [2, 2]) as network, trio.open_nursery() as nursery:
         trainers = [CrewTrainer(c, Progress()) for c in configs]
         for trainer in trainers:
@@ -56,7 +62,14 @@ async def crew(tmp_path, model):
         try:
             await until(lambda: network.running, seconds=60)
             head = trainers[0]
-            engine = CrewPolicy(head._config.training, head._model, head._runner, head._runner.leads(), threading.Event(), 60.0)
+            engine = CrewPolicy(
+                head._config.training,
+                head._model,
+                head._runner,
+                head._runner.leads(),
+                threading.Event(),
+                60.0,
+            )
             policy = load_policy(PolicyConfig(model=str(model), device="cpu"))
             prompts = [policy.encode_prompt(p) for p in ("What is 3 + 4?", "Calculate 10 + 8.")]
 
@@ -64,8 +77,18 @@ async def crew(tmp_path, model):
                 generator = torch.Generator().manual_seed(step)
                 groups = []
                 for prompt in prompts:
-                    rows = [(prompt, torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
-                    groups.append(TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4))
+                    rows = [
+                        (prompt, torch.randint(4, 100, (n,), generator=generator).tolist())
+                        for n in (3, 1, 5, 2)
+                    ]
+                    groups.append(
+                        TrainingGroup(
+                            rows,
+                            [[-4.0] * len(c) for _, c in rows],
+                            [1.0, 0.0, 0.0, 1.0],
+                            [1.0] * 4,
+                        )
+                    )
                 rows = assemble(groups, "grpo")
                 assert (await trio.to_thread.run_sync(lambda: engine.update(rows))).stepped
 
@@ -75,7 +98,9 @@ async def crew(tmp_path, model):
                 trainer.stop()
 
 
-async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_path, model, monkeypatch):
+async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
+    tmp_path, model, monkeypatch
+):
     only_wait(monkeypatch)
     verdicts, judge = [], crew_probe._judge
 
@@ -84,7 +109,9 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
         await judge(peer, known, rewarded, mine, mean, both, seconds)
 
     monkeypatch.setattr(crew_probe, "_judge", heard)
-    said = lambda node, kind: [m for m in node.averaging if isinstance(m, kind) and m.session == b"s" * 16]
+    said = lambda node, kind: [
+        m for m in node.averaging if isinstance(m, kind) and m.session == b"s" * 16
+    ]
     async with crew(tmp_path, model) as (network, _, update):
         for step in range(2):
             await update(step)  # 8 completions that were better than their group
@@ -92,7 +119,9 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
             node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0, EVERYTHING))
             await until(lambda node=node: said(node, local.SnapshotWritten))
             (ours,) = said(node, local.SnapshotWritten)  # of a partner that is exactly where we are
-            node.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path, EVERYTHING))
+            node.link.send_to_trainer(
+                local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path, EVERYTHING)
+            )
         for step in range(2, 40):
             await update(step)
             await trio.sleep(0.05)
@@ -101,10 +130,13 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(tmp_pat
         ended = local.ExchangeEnded(b"s" * 16, 0, "peer", "accepted", True, 1)
         assert [said(node, local.ExchangeEnded) for node in network.nodes] == [[ended]] * 2
         assert sorted(stage for stage, _ in verdicts) == [0, 1]
-        assert all(found.before == pytest.approx(found.after, abs=0.002) and found.before > 0.1 for _, found in verdicts)
+        assert all(
+            found.before == pytest.approx(found.after, abs=0.002) and found.before > 0.1
+            for _, found in verdicts
+        )
 
 
-async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_and_not_when_its_time_is_over(tmp_path, model, monkeypatch):
+async def test_an_exchange_after_the_crew_ended_is_refused_at_once(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
     ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
     async with crew(tmp_path, model) as (network, trainers, update):
@@ -112,10 +144,16 @@ async def test_an_exchange_that_comes_when_the_crew_is_over_is_refused_at_once_a
         head = network.nodes[0]
         head.offering = None
         head.link.send_to_trainer(Released("a member is gone"))
-        await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)  # it is handled in another thread
+        # it is handled in another thread
+        await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)
         await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now
-        head.link.send_to_trainer(local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload"), EVERYTHING))
+        head.link.send_to_trainer(
+            local.ApplyPayload(b"s" * 16, 0, "peer", 1, str(tmp_path / "payload"), EVERYTHING)
+        )
         head.link.send_to_trainer(local.TakeSnapshot(b"t" * 16, 0, EVERYTHING))
         head.link.send_to_trainer(local.WriteState())
         await until(lambda: local.StateWritten("", 0, []) in head.averaging, seconds=60)
-        assert ended(head) == [local.ExchangeEnded(session, 0, "", "local", False, 0) for session in (b"s" * 16, b"t" * 16)]
+        assert ended(head) == [
+            local.ExchangeEnded(session, 0, "", "local", False, 0)
+            for session in (b"s" * 16, b"t" * 16)
+        ]

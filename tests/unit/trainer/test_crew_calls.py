@@ -1,4 +1,5 @@
-"""A head's calls go on while what they ask for gets smaller, and end in one crew only after more failures than cost a member its place."""
+"""A head's calls go on while what they ask for gets smaller, and end in one crew only after more
+failures than cost a member its place."""
 
 import threading
 
@@ -27,7 +28,8 @@ class Model:
 
 
 class Crew:
-    """A `StageRunner`, its thread and its head in one, whose calls fail in turn and then give `done`."""
+    """A `StageRunner`, its thread and its head in one, whose calls fail in turn and then give
+    `done`."""
 
     blamed = None
     stages = 3
@@ -56,7 +58,9 @@ class Crew:
 
 
 def scored(*errors):
-    policy = CrewPolicy(TrainingConfig(), Model(), Crew(*errors), b"l" * 32, threading.Event(), 60.0)
+    policy = CrewPolicy(
+        TrainingConfig(), Model(), Crew(*errors), b"l" * 32, threading.Event(), 60.0
+    )
     return policy.score([([1], [2])], 1.0)
 
 
@@ -66,7 +70,14 @@ def test_what_is_asked_again_in_smaller_pieces_is_no_failure():
     assert scored(*halved, *spoilt) == "done"
 
 
-@pytest.mark.parametrize("error", [CannotScore(TOO_MUCH, divisible=False), CannotScore("frame", divisible=True), PeerError("gone")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        CannotScore(TOO_MUCH, divisible=False),
+        CannotScore("frame", divisible=True),
+        PeerError("gone"),
+    ],
+)
 def test_what_fails_again_and_again_with_nobody_to_blame_ends(error):
     assert scored(*[error] * (Crew.stages * PATIENCE - 1)) == "done"
     with pytest.raises(PeerError):

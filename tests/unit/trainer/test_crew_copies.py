@@ -1,4 +1,5 @@
-"""What a head's copy of the whole policy is used for, and when it is not: a crew of one stage, whose steps the test takes."""
+"""What a head's copy of the whole policy is used for, and when it is not: a crew of one stage,
+whose steps the test takes."""
 
 import copy
 import threading
@@ -36,7 +37,9 @@ PROMPTS = ["What is 3 + 4?"]
 def model(tmp_path_factory):
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("node")
-    c = Config.model_validate({"node": {"data_dir": directory}, "policy": {"device": "cpu"}, "stages": {"mode": "always"}})
+    c = Config.model_validate(
+        {"node": {"data_dir": directory}, "policy": {"device": "cpu"}, "stages": {"mode": "always"}}
+    )
     terms = crew_terms(c.stages, LoraSettings(), c.weights, c.training)
     with open_model(c.policy, c.stages, c.training, c.weights, terms, directory) as opened:
         yield opened
@@ -51,9 +54,20 @@ class One:
         fence, settings = Fence(Place(CREW, 0, 0), 1), RecoverySettings()
         layouts = (layout_of(runtime.model),)
         recorder = Recorder(runtime.spec, settings)
-        stage = LocalStage(runtime, runtime.spec, model.limits(), layouts, settings, "float32", recorder, base=tensors_of(model.directory))
+        stage = LocalStage(
+            runtime,
+            runtime.spec,
+            model.limits(),
+            layouts,
+            settings,
+            "float32",
+            recorder,
+            base=tensors_of(model.directory),
+        )
         self.peer, self.layers = StatePeer(stage, fence, {}, in_thread), layers
-        self.worker = StageWorker(runtime, Links(0, {}, model.limits()), fence, model.settings(), inline)
+        self.worker = StageWorker(
+            runtime, Links(0, {}, model.limits()), fence, model.settings(), inline
+        )
         self.peer.attach(self.worker)
         self.copy = WholeCopy(model, lambda: self.peer, 4096)
 
@@ -110,7 +124,9 @@ async def test_its_tokens_are_drawn_where_the_copy_is(one, monkeypatch):
     assert len(set(seeds)) == 2, "which is seeded from the caller's"
 
 
-async def test_steps_that_its_crew_has_lost_are_not_sampled_from_and_another_history_is_fetched_anew(one):
+async def test_lost_steps_are_not_sampled_from_and_are_fetched_again(
+    one,
+):
     one.sample(0)
     await one.followed(one.at(6, by=0.05))
     ahead = ids(one.sample(6))
@@ -148,8 +164,13 @@ async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
     assert one.copy.has((1, HASH[1])), "it was put in"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("an operator"), MemoryError()])
-async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(one, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("an operator"), MemoryError()],
+)
+async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
+    one, monkeypatch, error
+):
     first, failed = ids(one.sample(0)), []
 
     def fails(*args):

@@ -20,7 +20,14 @@ from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
 from swarmnode.policy.logprobs import collate
 from swarmnode.trainer.crew.average import averaged
-from swarmnode.trainer.crew.model import cached_tokens, check_trainable, cost_of, is_untrained, kept_bytes, on_host
+from swarmnode.trainer.crew.model import (
+    cached_tokens,
+    check_trainable,
+    cost_of,
+    is_untrained,
+    kept_bytes,
+    on_host,
+)
 from swarmnode.trainer.crew.recovery import recovery_settings
 from swarmnode.trainer.crew.stage import Stage
 from swarmnode.trainer.engine import open_policy
@@ -31,17 +38,29 @@ from tests.support.largest import Alive
 
 def config_of(tmp_path, **stages) -> Config:
     return Config.model_validate(
-        {"node": {"data_dir": str(tmp_path / "data")}, "policy": {"device": "cpu"}, "stages": {"mode": "always", **stages}}
+        {
+            "node": {"data_dir": str(tmp_path / "data")},
+            "policy": {"device": "cpu"},
+            "stages": {"mode": "always", **stages},
+        }
     )
 
 
 def stage_of(model, cut, index) -> Stage:
-    assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, NO_HASH, Taken(), "")
+    assigned = Assigned(
+        b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, NO_HASH, Taken(), ""
+    )
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
 def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
-    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "fresh")
     assert is_untrained(tmp_path / "fresh")
@@ -52,9 +71,14 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
     assert not is_untrained(tmp_path / "trained")
 
 
-@pytest.mark.parametrize(("mode", "match"), [("checkfree", "its own stage is closer"), ("checkfree+", "2 nats")])
+@pytest.mark.parametrize(
+    ("mode", "match"), [("checkfree", "its own stage is closer"), ("checkfree+", "2 nats")]
+)
 def test_a_published_base_is_refused_the_papers_recoveries_and_told_why(tmp_path, mode, match):
-    with pytest.raises(Refused, match=match), opened(config_of(tmp_path, paper_mode=mode, stages=4)):
+    with (
+        pytest.raises(Refused, match=match),
+        opened(config_of(tmp_path, paper_mode=mode, stages=4)),
+    ):
         pass
 
 
@@ -62,20 +86,28 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     config = config_of(tmp_path, paper_mode="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"model": str(tmp_path / "scratch")})})
+    config = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"model": str(tmp_path / "scratch")})}
+    )
     with opened(config) as model:
         assert not model.pretrained
         assert model.settings().swapped
         cost, training = model.offering.cost, config.training
         assert cost.batch_bytes > 2 * training.per_device_train_tokens * model.config.hidden_size
         assert cost.crossings > 0
-    stages = lambda **changed: config.model_copy(update={"stages": config.stages.model_copy(update=changed)})
+    stages = lambda **changed: config.model_copy(
+        update={"stages": config.stages.model_copy(update=changed)}
+    )
     with pytest.raises(Refused, match="it needs four"), opened(stages(stages=3)):
         pass
     with opened(stages(paper_mode="checkfree", stages=3)) as model:
         settings = recovery_settings(stages(paper_mode="checkfree").stages, model.run)
         assert not model.settings().swapped
-        assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [True, False, True]
+        assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
+            True,
+            False,
+            True,
+        ]
 
 
 def test_what_was_a_switch_keeps_its_meaning(tmp_path):
@@ -91,19 +123,30 @@ def _copy_untrained(directory, target):
 
 
 def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
-    check_trainable(PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"]))
+    check_trainable(
+        PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"])
+    )
     for training in (TrainingConfig(beta=0.1), TrainingConfig(max_completion_length=20_000)):
         with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):
             check_trainable(PolicyConfig(), training)
-    check_trainable(PolicyConfig(), TrainingConfig(groups_per_step=128, max_completion_length=10_000))
+    check_trainable(
+        PolicyConfig(), TrainingConfig(groups_per_step=128, max_completion_length=10_000)
+    )
     with pytest.raises(Refused, match=r"set training.groups_per_step lower"):
-        check_trainable(PolicyConfig(), TrainingConfig(groups_per_step=129, max_completion_length=10_000))
+        check_trainable(
+            PolicyConfig(), TrainingConfig(groups_per_step=129, max_completion_length=10_000)
+        )
 
 
 def assert_it_says_that_it_goes_on(runtime):
-    """After every layer, forward and backward: a piece of work takes minutes where a real model is on a CPU."""
+    """After every layer, forward and backward: a piece of work takes minutes where a real model is
+    on a CPU."""
     batch = collate([([5, 6], [7, 8, 9])], 0)
-    x = None if runtime.spec.has_embedding else torch.randn(packing(batch).rows, runtime.hidden_size)
+    x = (
+        None
+        if runtime.spec.has_embedding
+        else torch.randn(packing(batch).rows, runtime.hidden_size)
+    )
     before = runtime.worked
     out = runtime.forward(batch, x, "layers" if x is not None else "all")
     assert runtime.worked - before > 2 * runtime.spec.layers, "prompt and completion"
@@ -115,16 +158,25 @@ def assert_it_says_that_it_goes_on(runtime):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(tmp_path, rank):
+def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(
+    tmp_path, rank
+):
     path = write_deep_model(tmp_path / "model", layers=4)
     policy = {"model": str(path), "device": "cpu", "lora": {"r": rank}}
-    config = Config.model_validate({"node": {"data_dir": str(tmp_path)}, "policy": policy, "stages": {"mode": "always"}})
+    config = Config.model_validate(
+        {"node": {"data_dir": str(tmp_path)}, "policy": policy, "stages": {"mode": "always"}}
+    )
     whole = open_policy(config.policy, None, rank > 0, lambda line: None)
     trained = {name: p for name, p in whole.model.named_parameters() if p.requires_grad}
     seeded = {name: p for name, p in whole.model.named_parameters() if A_MARK in name}
-    by_block = lambda parameters, block: {n: (p.shape, p.dtype) for n, p in parameters.items() if block_of(n) == block}
+    by_block = lambda parameters, block: {
+        n: (p.shape, p.dtype) for n, p in parameters.items() if block_of(n) == block
+    }
     with opened(config) as model:
-        assert (model.text.fingerprint, model.text.tokenizer_hash) == (whole.fingerprint, whole.tokenizer_hash)
+        assert (model.text.fingerprint, model.text.tokenizer_hash) == (
+            whole.fingerprint,
+            whole.tokenizer_hash,
+        )
         for cut in ((1, 3), (2, 2), (2, 1, 1)):
             held = set()
             for index in range(len(cut)):
@@ -135,26 +187,46 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
                 assert not held & blocks
                 held |= blocks
                 assert all(by_block(mine, block) == by_block(trained, block) for block in blocks)
-                names = {stage.runtime.spec.whole(n): p for n, p in stage.runtime.model.named_parameters() if A_MARK in n}
+                names = {
+                    stage.runtime.spec.whole(n): p
+                    for n, p in stage.runtime.model.named_parameters()
+                    if A_MARK in n
+                }
                 assert all(torch.equal(p, seeded[n]) for n, p in names.items())
-            assert held == {block_of(name) for name in trained} - {EMBEDDING}  # tied: both ends hold it, and neither averages it
+            # tied: both ends hold it, and neither averages it
+            assert held == {block_of(name) for name in trained} - {EMBEDDING}
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, rank):
-    """A stage's memory is asked for before anything is computed: what its layers and its head take of one row is in it, not ten times."""
+    """A stage's memory is asked for before anything is computed: what its layers and its head take
+    of one row is in it, not ten times."""
     shape = LlamaConfig(
-        vocab_size=5000, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=5000,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
     monkeypatch.setattr("swarmnode.pipeline.runtime.needs_checkpointing", lambda *given: True)
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
-    training, placement = TrainingConfig(max_completion_length=700), probe(PolicyConfig(device="cpu"))
+    training, placement = (
+        TrainingConfig(max_completion_length=700),
+        probe(PolicyConfig(device="cpu")),
+    )
     weights, cut = WeightsConfig(), (2, 2)
     cost = cost_of(training, LoraSettings(r=rank), weights, shape, placement)
     trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(weights)
-    kept = model_cost(shape, batch_tokens=1, cached_tokens=cached_tokens(training), weight_bytes=4, trained_bytes=trained)
+    kept = model_cost(
+        shape,
+        batch_tokens=1,
+        cached_tokens=cached_tokens(training),
+        weight_bytes=4,
+        trained_bytes=trained,
+    )
     planned = stage_memory(cost, cut, index) - stage_memory(kept, cut, index)
     stage = load_stage(tmp_path, stage_specs(shape, cut)[index])
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -172,16 +244,33 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
 
 
 def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trained_on(monkeypatch):
-    """A journal copies weights and moments after each step; slow weights, momentum and base lie beside them, and three
-    snapshots. Who has no room is killed."""
+    """A journal copies weights and moments after each step; slow weights, momentum and base lie
+    beside them, and three snapshots. Who has no room is killed."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
     assert (kept_bytes(averaged), kept_bytes(saved)) == (30, 18)
-    shape = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    cpu, gpu = Placement(torch.device("cpu"), torch.float32, ""), Placement(torch.device("cuda:0"), torch.float32, "")
-    weights_of = lambda placement, weights: cost_of(TrainingConfig(), LoraSettings(r=0), weights, shape, placement).layers[0].memory
+    shape = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    cpu, gpu = (
+        Placement(torch.device("cpu"), torch.float32, ""),
+        Placement(torch.device("cuda:0"), torch.float32, ""),
+    )
+    weights_of = lambda placement, weights: (
+        cost_of(TrainingConfig(), LoraSettings(r=0), weights, shape, placement).layers[0].memory
+    )
     parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
     monkeypatch.setattr("swarmnode.trainer.crew.model.free_bytes", lambda device: 30e9)
-    assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, "a billion weights, which 30 GB keep"
-    assert on_host(80e9, LoraSettings(r=16), averaged, gpu) == on_host(80e9, LoraSettings(r=0), averaged, cpu) == 80e9
+    assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
+        "a billion weights, which 30 GB keep"
+    )
+    assert (
+        on_host(80e9, LoraSettings(r=16), averaged, gpu)
+        == on_host(80e9, LoraSettings(r=0), averaged, cpu)
+        == 80e9
+    )

@@ -1,5 +1,5 @@
-"""What a stage averages by goes into its journal with its weights, and a stage that comes back goes on from both."""
-
+"""What a stage averages by goes into its journal with its weights, and a stage that comes back goes
+on from both."""
 
 import threading
 
@@ -35,25 +35,36 @@ def model(tmp_path_factory):
     torch.set_num_threads(1)
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=3)
     config = Config.model_validate(
-        {"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}, "weights": WEIGHTS}
+        {
+            "policy": {"model": str(path), "device": "cpu"},
+            "stages": {"mode": "always"},
+            "weights": WEIGHTS,
+        }
     )
     with opened(config) as model:
         yield config, model
 
 
 class Node:
-    """One process of a node that holds the middle stage. Steps and outer steps alone are real; there is nobody else."""
+    """One process of a node that holds the middle stage. Steps and outer steps alone are real;
+    there is nobody else."""
 
     def __init__(self, model, directory):
         config, crew_model = model
-        config = config.model_copy(update={"node": config.node.model_copy(update={"data_dir": directory})})
+        config = config.model_copy(
+            update={"node": config.node.model_copy(update={"data_dir": directory})}
+        )
         assigned = Assigned(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, NO_HASH, Taken(), "")
         self.assigned = assigned
-        self.stage = Stage(assigned, crew_model.build((1, 1, 1), 1), crew_model.settings(), crew_model.limits())
+        self.stage = Stage(
+            assigned, crew_model.build((1, 1, 1), 1), crew_model.settings(), crew_model.limits()
+        )
         self.said = []
         self.averaging = averaging_of(config, self.stage, self.said.append, connected=lambda: False)
         settings = recovery_settings(config.stages, crew_model.run)
-        self.recovery = StageRecovery(directory / "trainer", settings, crew_model, lambda: self.averaging)
+        self.recovery = StageRecovery(
+            directory / "trainer", settings, crew_model, lambda: self.averaging
+        )
         self.recovery.prepare(assigned)
         self.recovery.built(self.stage)
         self.journal = self.recovery._journal
@@ -80,7 +91,8 @@ class Node:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             member.participant.step += 1
             member.step(1.0, 1e-3)
-            settle(self.averaging.receive, self.said)  # what is due is computed, and taken at the next step
+            # what is due is computed, and taken at the next step
+            settle(self.averaging.receive, self.said)
             self.journal.flush()
 
     def end(self):
@@ -102,7 +114,9 @@ def node(model, tmp_path):
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(t, other[name]) for name, t in one.items()
+    )
 
 
 def test_a_stage_that_comes_back_goes_on_averaging_as_if_nothing_had_happened(node):
@@ -127,13 +141,17 @@ def test_a_stage_that_comes_back_goes_on_averaging_as_if_nothing_had_happened(no
 
 
 def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch):
-    """The disk is slow: the file holds an older step than memory, and everything in it is of that step."""
+    """The disk is slow: the file holds an older step than memory, and everything in it is of that
+    step."""
     begun, go = threading.Event(), threading.Event()
     save = disk.save
     one = node()
     one.begin()
     one.train(4)
-    then, weights = one.averaging.tensors(), {n: t.detach().clone() for n, t in trained(one.stage.runtime).items()}
+    then, weights = (
+        one.averaging.tensors(),
+        {n: t.detach().clone() for n, t in trained(one.stage.runtime).items()},
+    )
     monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
     one.journal.note(one.stage.worker, then)
     assert begun.wait(10)
@@ -159,7 +177,9 @@ def test_a_slow_disk_keeps_neither_the_next_stage_nor_an_offer_waiting(node, mon
         one.journal.note(one.stage.worker, {})
         assert begun.wait(10)
     offered = lambda: [(copy.lineage, copy.step) for copy in one.recovery.copies()]
-    assert offered() == [(one.assigned.lineage, 2)], "what will be there, and not what it takes the place of"
+    assert offered() == [(one.assigned.lineage, 2)], (
+        "what will be there, and not what it takes the place of"
+    )
     one.recovery.prepare(msgspec.structs.replace(one.assigned, lineage=b"m" * 32))
     assert offered() == [(one.assigned.lineage, 2)]
     again = threading.Thread(target=one.recovery.prepare, args=[one.assigned])
@@ -173,15 +193,23 @@ def test_a_slow_disk_keeps_neither_the_next_stage_nor_an_offer_waiting(node, mon
 
 def test_a_journal_without_slow_weights_is_one_and_they_begin_anew(node, model):
     first = node()
-    alone = SnapshotRecorder(first.stage.runtime.spec, RecoverySettings(), first.journal)  # a node that averages with nobody
+    # a node that averages with nobody
+    alone = SnapshotRecorder(first.stage.runtime.spec, RecoverySettings(), first.journal)
     first.stage.observers[:] = [alone]
     first.train(3)
-    weights = {first.stage.runtime.spec.whole(n): t.detach().clone() for n, t in trained(first.stage.runtime).items()}
+    weights = {
+        first.stage.runtime.spec.whole(n): t.detach().clone()
+        for n, t in trained(first.stage.runtime).items()
+    }
     first.end()
     again = node()
     again.come_back()
     tensors = again.averaging.tensors()
-    assert all(torch.equal(t, weights[name.removeprefix("phi.")]) for name, t in tensors.items() if name.startswith("phi."))
+    assert all(
+        torch.equal(t, weights[name.removeprefix("phi.")])
+        for name, t in tensors.items()
+        if name.startswith("phi.")
+    )
     assert all(not t.any() for name, t in tensors.items() if name.startswith("delta."))
     assert tensors[CLOCKS].tolist() == [0]
 
@@ -202,20 +230,25 @@ def test_slow_weights_of_other_layers_are_refused(node):
     one = node()
     one.begin()
     one.train(1)
-    other = {name.replace("layers.1.", "layers.2."): t for name, t in one.averaging.tensors().items()}
+    other = {
+        name.replace("layers.1.", "layers.2."): t for name, t in one.averaging.tensors().items()
+    }
     with pytest.raises(StateError):
         one.averaging.begin(other)
     assert one.averaging.tensors().keys() != other.keys()
 
 
-async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a_copy_at_once(node, monkeypatch):
+async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a_copy_at_once(
+    node, monkeypatch
+):
     async def nobody(assigned, kind, gate):
         return {}
 
     monkeypatch.setattr("swarmnode.trainer.crew.recovery.connect_all", nobody)
     one, stored = node(), []
     monkeypatch.setattr(Sharing, "announce", lambda self, what: stored[-1].set())
-    for step, gives in ((0, False), (9, True), (12, False), (5, True)):  # at 0 it is the base, which is on every disk
+    # at 0 it is the base, which is on every disk
+    for step, gives in ((0, False), (9, True), (12, False), (5, True)):
         crew = msgspec.structs.replace(one.assigned, step=step)
         stored.append(trio.Event())
         async with one.recovery.open(crew, one.stage):

@@ -1,4 +1,5 @@
-"""How long a head waits for its crew: for as long as there is one, and not for ever where there is none."""
+"""How long a head waits for its crew: for as long as there is one, and not for ever where there is
+none."""
 
 import threading
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ LINEAGE = b"l" * 32
 
 
 class Runner:
-    """Of a crew that is together after so many seconds, and there for so many. clock: moved by waiting."""
+    """Of a crew that is together after so many seconds, and there for so many. clock: moved by
+    waiting."""
 
     def __init__(self, together, there, clock):
         self.together, self.there, self.clock = together, there, clock
@@ -25,7 +27,11 @@ class Runner:
         return what()
 
     def head(self):
-        return SimpleNamespace(participant=SimpleNamespace(step=7)) if self.clock[0] >= self.together else None
+        return (
+            SimpleNamespace(participant=SimpleNamespace(step=7))
+            if self.clock[0] >= self.together
+            else None
+        )
 
     def leads(self):
         return LINEAGE if self.clock[0] < self.there else None
@@ -42,7 +48,10 @@ def clock(monkeypatch):
 
 
 def engine(runner):
-    model = SimpleNamespace(text=SimpleNamespace(fingerprint=bytes(32)), policy=SimpleNamespace(lora=SimpleNamespace(r=0)))
+    model = SimpleNamespace(
+        text=SimpleNamespace(fingerprint=bytes(32)),
+        policy=SimpleNamespace(lora=SimpleNamespace(r=0)),
+    )
     return CrewPolicy(TrainingConfig(), model, runner, LINEAGE, threading.Event(), 600.0)
 
 

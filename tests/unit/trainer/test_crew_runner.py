@@ -21,7 +21,17 @@ CREW = b"c" * 32
 
 
 def assigned_to(stage=0, step=0):
-    return Assigned(CREW, b"l" * 32, stage, (9, 9), ("a", "b"), step, b"h" * 32 if step else NO_HASH, Taken(), "")
+    return Assigned(
+        CREW,
+        b"l" * 32,
+        stage,
+        (9, 9),
+        ("a", "b"),
+        step,
+        b"h" * 32 if step else NO_HASH,
+        Taken(),
+        "",
+    )
 
 
 class NoRecovery:
@@ -87,7 +97,9 @@ def raising(error):
 
 
 def restoring(error):
-    return lambda assigned: SimpleNamespace(is_of=lambda other: False, worker=None), Restoring(error)
+    return lambda assigned: SimpleNamespace(is_of=lambda other: False, worker=None), Restoring(
+        error
+    )
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -97,7 +109,11 @@ MISSHAPEN = RuntimeError("size mismatch\nand where")
 @pytest.mark.parametrize("where", [raising, restoring])
 @pytest.mark.parametrize(
     ("error", "reason", "short"),
-    [(NO_MEMORY, "out of memory", 1), (MemoryError(), "out of memory", 1), (MISSHAPEN, "the device: size mismatch", 0)],
+    [
+        (NO_MEMORY, "out of memory", 1),
+        (MemoryError(), "out of memory", 1),
+        (MISSHAPEN, "the device: size mismatch", 0),
+    ],
 )
 def test_what_the_device_cannot_do_fails_the_stage_and_not_the_process(where, error, reason, short):
     said, lacked, failed = [], [], threading.Event()
@@ -136,32 +152,48 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
     cost = ModelCost(Part(1, 1), (Part(10, 1),) * 4, Part(2, 1))
     offering = Offering(b"m" * 32, Capacity(1000.0, 1.0), cost)
     node = SimpleNamespace(
-        _offering=offering, _link=SimpleNamespace(send=sent.append), _recovery=SimpleNamespace(copies=lambda: (COPY,))
+        _offering=offering,
+        _link=SimpleNamespace(send=sent.append),
+        _recovery=SimpleNamespace(copies=lambda: (COPY,)),
     )
     seat = msgspec.structs.replace(assigned_to(1, 5), layers=(2, 2))
-    for assigned, memory in ((msgspec.structs.replace(seat, layers=(9, 9)), 1000.0), (seat, LESS * 22.0), (seat, LESS * 22.0)):
+    for assigned, memory in (
+        (msgspec.structs.replace(seat, layers=(9, 9)), 1000.0),
+        (seat, LESS * 22.0),
+        (seat, LESS * 22.0),
+    ):
         CrewTrainer._lacked(node, assigned)
         assert node._offering.capacity.memory == pytest.approx(memory)
     CrewTrainer._offer(node, None)
     assert sent == [msgspec.structs.replace(node._offering, copies=(COPY,))]
-    CrewTrainer._offer(node, SimpleNamespace(copy=lambda: msgspec.structs.replace(COPY, where="memory")))
+    CrewTrainer._offer(
+        node, SimpleNamespace(copy=lambda: msgspec.structs.replace(COPY, where="memory"))
+    )
     assert [copy.where for copy in sent[1].copies] == ["memory", "disk"]
 
 
 def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_the_crew():
-    runner = StageRunner(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None)
+    runner = StageRunner(
+        lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None
+    )
     runner._session = seat = StageSession(assigned_to(), phase="probation")
     seat.over.set()
     runner.thread.start()
     try:
         for phase, message, averages in (
-            ("probation", Resumed(CREW), False), ("active", Resumed(CREW), True), ("active", Suspended("a member is in doubt"), False),
-            ("active", Resumed(b"d" * 32), False), ("active", Resumed(CREW), True), ("failed", Resumed(CREW), False),
-        ):  # fmt: skip
+            ("probation", Resumed(CREW), False),
+            ("active", Resumed(CREW), True),
+            ("active", Suspended("a member is in doubt"), False),
+            ("active", Resumed(b"d" * 32), False),
+            ("active", Resumed(CREW), True),
+            ("failed", Resumed(CREW), False),
+        ):
             seat.phase = phase
             runner.receive(message)
             runner.thread.call(trio.lowlevel.checkpoint)
-            assert runner.wait(lambda averages=averages: runner.averages == averages and not runner._waiting, 10)
+            assert runner.wait(
+                lambda averages=averages: runner.averages == averages and not runner._waiting, 10
+            )
     finally:
         runner.thread.stop()
 
@@ -169,7 +201,9 @@ def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_th
 def test_a_suspended_stage_gives_nothing_away():
     got, refused = [], []
     averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
-    node = SimpleNamespace(_averaging=averaging, _runner=SimpleNamespace(active=True, averages=False))
+    node = SimpleNamespace(
+        _averaging=averaging, _runner=SimpleNamespace(active=True, averages=False)
+    )
     away = [local.TakeSnapshot(b"s" * 16, 0, b""), local.WriteState()]
     for message in (*away, local.DropExchange(b"s" * 16)):
         CrewTrainer._about_weights(node, message)
@@ -183,7 +217,13 @@ def test_a_suspended_stage_gives_nothing_away():
 
 def test_a_trainer_that_is_released_says_what_it_has_and_leads_nothing():
     offered = []
-    runner = StageRunner(lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None, offer=offered.append)
+    runner = StageRunner(
+        lambda assigned: None,
+        NoRecovery(),
+        lambda status: None,
+        lambda what: None,
+        offer=offered.append,
+    )
     runner._session = session = StageSession(assigned_to(), phase="active")
     session.over.set()
     assert runner.leads() == b"l" * 32
@@ -210,7 +250,8 @@ class Waiting(Restoring):
 
 
 def test_a_member_stays_after_the_last_step_until_the_crew_is_over_or_goes_on():
-    """The head evaluates what the last step has made of the policy, and for that it needs every stage."""
+    """The head evaluates what the last step has made of the policy, and for that it needs every
+    stage."""
     stage = SimpleNamespace(step=2, worker=None, is_of=lambda other: False)
     runner = StageRunner(lambda assigned: stage, Waiting(), lambda status: None, lambda what: None)
     assert not runner.finished(3), "no stage yet"

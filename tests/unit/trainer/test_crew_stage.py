@@ -1,4 +1,5 @@
-"""What stays of a stage between two crews: the step that was prepared, the numbers that another stage needs for it, and nothing else."""
+"""What stays of a stage between two crews: the step that was prepared, the numbers that another
+stage needs for it, and nothing else."""
 
 import threading
 
@@ -34,7 +35,12 @@ def assigned(crew=CREW, index=1, socket="", step=0, hash=NO_HASH, taken=Taken())
 
 def after(stage, crew=b"d" * 32, attempt=3, clip=1.0, learning_rate=0.01):
     """The next crew, which goes on after the step that `stage` has prepared."""
-    return assigned(crew, step=stage.step + 1, hash=stage.worker.participant.next_hash, taken=Taken(attempt, clip, learning_rate))
+    return assigned(
+        crew,
+        step=stage.step + 1,
+        hash=stage.worker.participant.next_hash,
+        taken=Taken(attempt, clip, learning_rate),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,11 @@ def model(tmp_path_factory):
     torch.set_num_threads(1)
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=2, tied=False)
     config = Config.model_validate(
-        {"policy": {"model": str(path), "device": "cpu"}, "stages": {"mode": "always"}, "training": {"learning_rate": 0.01}}
+        {
+            "policy": {"model": str(path), "device": "cpu"},
+            "stages": {"mode": "always"},
+            "training": {"learning_rate": 0.01},
+        }
     )
     with opened(config) as crew:
         yield config, crew
@@ -69,7 +79,10 @@ def copy(stage):
 
 
 def moved(stage, before):
-    return max(float((p.detach() - b).abs().max()) for p, b in zip(stage.runtime.parameters(), before, strict=True))
+    return max(
+        float((p.detach() - b).abs().max())
+        for p, b in zip(stage.runtime.parameters(), before, strict=True)
+    )
 
 
 async def test_a_prepared_step_that_others_took_is_taken_with_their_numbers(stage):
@@ -78,14 +91,20 @@ async def test_a_prepared_step_that_others_took_is_taken_with_their_numbers(stag
     assert stage.copy() is None  # of the base there is nothing to tell
     assert await stage.follow(following)
     assert (stage.step, stage.worker.participant.hash) == (1, following.hash)
-    assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)  # Adam's first step is the learning rate
+    # Adam's first step is the learning rate
+    assert moved(stage, before) == pytest.approx(0.01, rel=1e-3)
     assert stage.worker.optimizer.last_commit == Taken(3, 0.5, 0.01)
     again = stage.begin(following, {})
     assert (again.participant.step, again.participant.hash) == (1, following.hash)
     kept = stage.copy()
     assert (kept.lineage, kept.layers, kept.step, kept.hash, kept.taken, kept.next) == (
-        LINEAGE, (1, 2), 1, following.hash, Taken(3, 0.5, 0.01), b"",
-    )  # fmt: skip
+        LINEAGE,
+        (1, 2),
+        1,
+        following.hash,
+        Taken(3, 0.5, 0.01),
+        b"",
+    )
 
 
 async def test_a_prepared_step_is_said_to_be_ready(stage):
@@ -96,12 +115,16 @@ async def test_a_prepared_step_is_said_to_be_ready(stage):
     assert stage.copy().next == stage.worker.participant.next_hash != b""
 
 
-async def test_weights_that_were_not_restored_are_nobody_s_and_those_of_others_are_kept_until_a_step_was_taken(model):
+async def test_unrestored_weights_are_not_offered_before_a_step(
+    model,
+):
     _, crew = model
     at = assigned(step=7, hash=b"h" * 32)
     stage = Stage(at, crew.build((1, 1), 1), crew.settings(), crew.limits())
     assert stage.copy() is None
-    assert not await stage.follow(assigned(b"d" * 32, step=7, hash=b"h" * 32)), "its crew ended while it was restored: it has the base's"
+    assert not await stage.follow(assigned(b"d" * 32, step=7, hash=b"h" * 32)), (
+        "its crew ended while it was restored: it has the base's"
+    )
     stage.source = "R2"
     assert stage.copy().where == "neighbour"
     assert await stage.follow(assigned(b"d" * 32, step=7, hash=b"h" * 32))
@@ -131,7 +154,9 @@ async def test_a_step_that_was_not_prepared_cannot_be_followed(stage, step, dige
     assert moved(stage, before) == 0.0
 
 
-async def test_the_optimizer_goes_on_in_the_next_crew_and_holds_the_lock_while_it_moves_weights(stage):
+async def test_the_optimizer_goes_on_in_the_next_crew_and_holds_the_lock_while_it_moves_weights(
+    stage,
+):
     prepare(stage)
     following = after(stage)
     await stage.follow(following)
@@ -161,13 +186,14 @@ def no_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-async def test_the_lock_is_free_again_when_the_device_fails_in_the_middle_of_a_step_and_half_a_step_is_not_written_down(stage, tmp_path):
+async def test_a_device_failure_frees_the_lock_and_stores_no_half_step(stage, tmp_path):
     journal = Journal(tmp_path, LINEAGE, stage.runtime.spec, every=4)
     for attempt in (3, 4):
         prepare(stage, attempt)
         await stage.follow(after(stage, attempt=attempt))
     journal.note(stage.worker)  # none of every four
-    stage.begin(assigned(b"d" * 32, step=2, hash=stage.worker.participant.hash), {})  # whose worker is another one
+    # whose worker is another one
+    stage.begin(assigned(b"d" * 32, step=2, hash=stage.worker.participant.hash), {})
     prepare(stage, 5)
     stage.worker.optimizer.adam.register_step_pre_hook(no_memory)
     with pytest.raises(DeviceError, match="half of a step"):
@@ -185,7 +211,9 @@ async def test_a_journal_is_not_written_of_a_step_that_is_under_way(stage, tmp_p
     journal.note(stage.worker)
     prepare(stage, 4)
     begun, go = threading.Event(), threading.Event()
-    stage.worker.optimizer.adam.register_step_pre_hook(lambda *_: (begun.set(), go.wait(10), None)[-1])
+    stage.worker.optimizer.adam.register_step_pre_hook(
+        lambda *_: (begun.set(), go.wait(10), None)[-1]
+    )
     following = after(stage, attempt=4)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stage.follow, following)
@@ -197,7 +225,9 @@ async def test_a_journal_is_not_written_of_a_step_that_is_under_way(stage, tmp_p
     assert (stage.step, journal.step) == (2, None)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("size mismatch")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("size mismatch")]
+)
 def test_a_stage_whose_device_failed_in_the_middle_of_a_step_is_nobody_s(model, tmp_path, error):
     config, crew = model
     said, offered, lacked, gone = [], [], [], threading.Event()
@@ -213,9 +243,15 @@ def test_a_stage_whose_device_failed_in_the_middle_of_a_step_is_nobody_s(model, 
     recovery = StageRecovery(tmp_path, recovery_settings(config.stages, crew.run), crew)
     alone = msgspec.structs.replace(assigned(index=0), layers=(2,), members=("a",))
     runner = StageRunner(
-        lambda seat: Stage(seat, crew.build(seat.layers, seat.stage), crew.settings(), crew.limits()), recovery, send, lambda what: None,
-        lacked=lacked.append, offer=offered.append,
-    )  # fmt: skip
+        lambda seat: Stage(
+            seat, crew.build(seat.layers, seat.stage), crew.settings(), crew.limits()
+        ),
+        recovery,
+        send,
+        lambda what: None,
+        lacked=lacked.append,
+        offer=offered.append,
+    )
     runner.thread.start()
     try:
         runner.receive(alone)
@@ -231,7 +267,9 @@ def test_a_stage_whose_device_failed_in_the_middle_of_a_step_is_nobody_s(model, 
         assert (runner.stage, said[-1].reason) == (None, f"half of a step: {error}")
         assert lacked == ([alone] if isinstance(error, torch.OutOfMemoryError) else [])
         runner.receive(Released("it failed"))
-        assert runner.wait(lambda: offered == [None], 10), "no copy of it is offered, and none is gone on with"
+        assert runner.wait(lambda: offered == [None], 10), (
+            "no copy of it is offered, and none is gone on with"
+        )
     finally:
         runner.thread.stop()
         recovery.close()
@@ -250,7 +288,11 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
     config, _ = model
     switched = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
-    monkeypatch.setattr(crew_model, "probe", lambda cfg: Placement(torch.device(kind), torch.float32, "for the test"))
+    monkeypatch.setattr(
+        crew_model,
+        "probe",
+        lambda cfg: Placement(torch.device(kind), torch.float32, "for the test"),
+    )
     monkeypatch.setattr(crew_model, "measure_speed", lambda placement: 1e9)
     monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
     with opened(config):
@@ -279,7 +321,9 @@ async def test_nothing_is_read_while_the_gate_is_shut(autojump_clock):
     assert await stream.receive_some() == b"after"
 
 
-async def test_a_network_process_that_is_away_is_an_error_within_its_bound(tmp_path, autojump_clock, monkeypatch):
+async def test_a_network_process_that_is_away_is_an_error_within_its_bound(
+    tmp_path, autojump_clock, monkeypatch
+):
     started = trio.current_time()
     with pytest.raises(PeerError):
         await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")
@@ -288,5 +332,10 @@ async def test_a_network_process_that_is_away_is_an_error_within_its_bound(tmp_p
 
 def test_a_head_knows_how_long_the_others_wait_for_its_steps(model):
     _, crew = model
-    head = Stage(msgspec.structs.replace(assigned(index=0), step_seconds=5000.0), crew.build((1, 1), 0), crew.settings(), crew.limits())
+    head = Stage(
+        msgspec.structs.replace(assigned(index=0), step_seconds=5000.0),
+        crew.build((1, 1), 0),
+        crew.settings(),
+        crew.limits(),
+    )
     assert head.worker.search.patience == 4000.0

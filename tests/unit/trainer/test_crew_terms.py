@@ -1,4 +1,5 @@
-"""Nodes that would train differently never offer themselves to one crew; and a manifest says how its crews train."""
+"""Nodes that would train differently never offer themselves to one crew; and a manifest says how
+its crews train."""
 
 import pytest
 
@@ -34,7 +35,9 @@ def test_whoever_trains_otherwise_names_another(sections):
 
 def test_adapters_differ_by_rank_and_by_what_of_them_is_frozen():
     ranks = {terms(policy={"lora": {"r": r}}) for r in (4, 8)}
-    frozen = {terms(policy={"lora": {"r": 4}}, weights={"lora_a": a}) for a in ("shared", "trained")}
+    frozen = {
+        terms(policy={"lora": {"r": 4}}, weights={"lora_a": a}) for a in ("shared", "trained")
+    }
     assert len(ranks) == len(frozen) == 2
 
 

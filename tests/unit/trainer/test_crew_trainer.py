@@ -1,4 +1,5 @@
-"""Trainers that hold a policy together: they learn as one that holds it whole, publish as any, and know when they need each other."""
+"""Trainers that hold a policy together: they learn as one that holds it whole, publish as any, and
+know when they need each other."""
 
 import contextlib
 import math
@@ -66,7 +67,12 @@ def config(directory, model, codec="float32", **sections):
             **sections,
             "policy": {"model": str(model), "device": "cpu", **sections.get("policy", {})},
             "training": {"eval_every": 1000, **sections["training"]},
-            "stages": {"mode": "always", "codec": codec, "gradient_codec": codec, **sections["stages"]},
+            "stages": {
+                "mode": "always",
+                "codec": codec,
+                "gradient_codec": codec,
+                **sections["stages"],
+            },
         }
     )
 
@@ -101,8 +107,16 @@ def whole(model):
 
 
 def engine_of(trainer):
-    """The engine that the head's loop has, in its place: nobody else asks the head for anything then."""
-    told = trainer._config.training, trainer._model, trainer._runner, trainer._runner.leads(), threading.Event(), 60.0
+    """The engine that the head's loop has, in its place: nobody else asks the head for anything
+    then."""
+    told = (
+        trainer._config.training,
+        trainer._model,
+        trainer._runner,
+        trainer._runner.leads(),
+        threading.Event(),
+        60.0,
+    )
     return CrewPolicy(*told, copy=trainer.copy)
 
 
@@ -126,7 +140,9 @@ class Idle:
 
 
 async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, model):
-    configs = make(tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24, "eval_budget": 1.0})
+    configs = make(
+        tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24, "eval_budget": 1.0}
+    )
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, _):
         head = network.nodes[0]
         await until(lambda: head.reports and head.reports[-1].phase == "draining", seconds=90)
@@ -136,19 +152,33 @@ async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, mod
     assert not any(node.published or node.reports for node in network.nodes[1:])
     policy = whole(model)
     assert {hello.model for node in network.nodes for hello in node.hellos} == {policy.fingerprint}
-    assert {hello.tokenizer for node in network.nodes for hello in node.hellos} == {policy.tokenizer_hash}
-    assert [group.policy_version for group in head.published] == sorted(group.policy_version for group in head.published)
+    assert {hello.tokenizer for node in network.nodes for hello in node.hellos} == {
+        policy.tokenizer_hash
+    }
+    assert [group.policy_version for group in head.published] == sorted(
+        group.policy_version for group in head.published
+    )
 
     # the whole crew again: from its journals, and no question twice
     again = make(tmp_path, model, 3, training={"max_steps": 26})
     async with crew(tmp_path, again, [1, 2, 1]) as (network, _):
-        await until(lambda: network.nodes[0].reports and network.nodes[0].reports[-1].phase == "draining", seconds=60)
+        await until(
+            lambda: network.nodes[0].reports and network.nodes[0].reports[-1].phase == "draining",
+            seconds=60,
+        )
         assert [node.rungs for node in network.nodes] == [["R0"]] * 3
-        assert network.resumed_at[0][1] == last.policy_version, "steps with nothing to learn are none of the crew's"
+        assert network.resumed_at[0][1] == last.policy_version, (
+            "steps with nothing to learn are none of the crew's"
+        )
         assert network.nodes[0].reports[0].step == 24
-        repeated = {g.sequence for g in network.nodes[0].published} & {g.sequence for g in head.published}
+        repeated = {g.sequence for g in network.nodes[0].published} & {
+            g.sequence for g in head.published
+        }
         assert not repeated
-        assert min(g.sequence for g in network.nodes[0].published) >= max(g.sequence for g in head.published) + SEQUENCE_MARGIN
+        assert (
+            min(g.sequence for g in network.nodes[0].published)
+            >= max(g.sequence for g in head.published) + SEQUENCE_MARGIN
+        )
 
 
 async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkeypatch):
@@ -160,10 +190,15 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
     prompts = [policy.encode_prompt(p) for p in PROMPTS]
     groups = []
     for i, peer in enumerate(["", "", "someone"]):
-        rows = [(prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
+        rows = [
+            (prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist())
+            for n in (3, 1, 5, 2)
+        ]
         old = [[-4.0] * len(c) for _, c in rows]
         weights, sampler = [1.0, 0.9, 1.0, 0.8], [] if peer else old
-        groups.append(TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], weights, peer, sampler_logprobs=sampler))
+        groups.append(
+            TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], weights, peer, sampler_logprobs=sampler)
+        )
     rows = assemble(groups, "grpo")
     updater = Updater(policy, cfg, MicroBatcher(16384))
     async with crew(tmp_path, configs, [1, 1, 1, 1]) as (_, trainers):
@@ -182,7 +217,9 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
         state = {}
         for trainer in trainers:
             runtime = runtime_of(trainer)
-            state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
+            state |= {
+                runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()
+            }
         for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=1e-4), name
 
@@ -192,12 +229,19 @@ def some_rows(policy, seed):
     prompts = [policy.encode_prompt(p) for p in PROMPTS[:2]]
     groups = []
     for prompt in prompts:
-        rows = [(prompt, torch.randint(4, 100, (n,), generator=generator).tolist()) for n in (3, 1, 5, 2)]
-        groups.append(TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4))
+        rows = [
+            (prompt, torch.randint(4, 100, (n,), generator=generator).tolist())
+            for n in (3, 1, 5, 2)
+        ]
+        groups.append(
+            TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)
+        )
     return assemble(groups, "grpo")
 
 
-async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_smaller_pieces(tmp_path, model, monkeypatch):
+async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_smaller_pieces(
+    tmp_path, model, monkeypatch
+):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 3)
     policy = whole(model)
@@ -232,10 +276,14 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
 
 
 async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, model, monkeypatch):
-    """A member that says that nothing is small enough ends no trainer: the step is given up like any other that is refused."""
+    """A member that says that nothing is small enough ends no trainer: the step is given up like
+    any other that is refused."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 12)
-    for module in ("swarmnode.trainer.crew.policy.MICRO_BATCHES", "swarmnode.pipeline.frames.MICRO_BATCHES"):
+    for module in (
+        "swarmnode.trainer.crew.policy.MICRO_BATCHES",
+        "swarmnode.pipeline.frames.MICRO_BATCHES",
+    ):
         monkeypatch.setattr(module, 4)
     policy = whole(model)
     async with crew(tmp_path, make(tmp_path, model, 3), [1, 2, 1]) as (_, trainers):
@@ -249,8 +297,11 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
         assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
 
 
-async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(tmp_path, model, monkeypatch):
-    """No deadline fires for ever on work that only takes long, and nobody loses his place for it: the first pieces are small."""
+async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(
+    tmp_path, model, monkeypatch
+):
+    """No deadline fires for ever on work that only takes long, and nobody loses his place for it:
+    the first pieces are small."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.trainer.crew.stage.HEAD_SECONDS", 1.5)
     monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 30)
@@ -274,7 +325,9 @@ async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(tmp_pat
         assert stage_of(trainers[0]).worker.blamed is None
 
 
-async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(tmp_path, model, monkeypatch):
+async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(
+    tmp_path, model, monkeypatch
+):
     """A new member may be slower than all before it: it is not begun with what those could do."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 30)
@@ -293,27 +346,41 @@ async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(tmp_path
         assert engine.statistics().micro_batch_tokens == grown
 
 
-async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(tmp_path, model, monkeypatch):
+async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(
+    tmp_path, model, monkeypatch
+):
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.trainer.crew.model.TOKENS", 100)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
         engine = engine_of(trainers[0])
         with capture_logs() as said:
-            groups = await in_thread(engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1))
+            groups = await in_thread(
+                engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1)
+            )
             monkeypatch.setattr("swarmnode.trainer.crew.policy.SLOW_TOKEN", 0.0)
             for _ in range(2):
-                await in_thread(engine.generate, PROMPTS[:1], Sampling(1, 4), engine.random_generator(1))
+                await in_thread(
+                    engine.generate, PROMPTS[:1], Sampling(1, 4), engine.random_generator(1)
+                )
         advice = [line["set"] for line in said if "set" in line]
         assert advice == ['stages.keep_policy = "memory"'], "said once, of homes that are far apart"
-        with pytest.raises(DeviceError, match=r"a question of .* tokens, and a crew computes 100 at a time"):
-            await in_thread(engine.generate, ["12 " * 60], Sampling(8, 8, 1.0, 1.0), engine.random_generator(1))
+        with pytest.raises(
+            DeviceError, match=r"a question of .* tokens, and a crew computes 100 at a time"
+        ):
+            await in_thread(
+                engine.generate, ["12 " * 60], Sampling(8, 8, 1.0, 1.0), engine.random_generator(1)
+            )
     assert [len(group.completions) for group in groups] == [8, 8]
-    assert [group.prompt_ids for group in groups] == [whole(model).encode_prompt(prompt) for prompt in PROMPTS[:2]]
+    assert [group.prompt_ids for group in groups] == [
+        whole(model).encode_prompt(prompt) for prompt in PROMPTS[:2]
+    ]
     assert len({tuple(c.ids) for c in groups[0].completions}) > 4, "each wave draws by itself"
 
 
 @pytest.mark.parametrize("rung", ["", "R0", "R2"])
-async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path, model, monkeypatch, rung):
+async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
+    tmp_path, model, monkeypatch, rung
+):
     """Two adjacent stages at once: from their own disks, or from shadows at the others; exactly."""
     Idle(monkeypatch)
     configs = make(tmp_path, model, 4, stages={"shadow_every": 1}, weights={"rule": "noloco"})
@@ -324,7 +391,9 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
         for step in range(6):
             if step == 3 and rung:
                 outer = [trainer._averaging.tensors() for trainer in trainers]
-                assert all(t._averaging.probe._peer is t._recovery.peer is not None for t in trainers), "averages can be judged"
+                assert all(
+                    t._averaging.probe._peer is t._recovery.peer is not None for t in trainers
+                ), "averages can be judged"
                 for stage in (1, 2):
                     trainers[stage].stop()
                 await until(lambda: not any(network.nodes[stage].connected for stage in (1, 2)))
@@ -337,21 +406,32 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
                 await until(lambda: network.running, seconds=40)
                 assert [n.rungs for n in network.nodes] == [[], [rung], [rung], []]
                 for before, trainer in list(zip(outer, trainers, strict=True))[1:3]:
-                    now = trainer._averaging.tensors()  # slow weights of the start, or, where they were lost, those of now
-                    assert all(torch.equal(t, now[name]) for name, t in before.items()) == (rung == "R0")
+                    # slow weights of the start, or, where they were lost, those of now
+                    now = trainer._averaging.tensors()
+                    assert all(torch.equal(t, now[name]) for name, t in before.items()) == (
+                        rung == "R0"
+                    )
             rows = some_rows(policy, step)
             expected = updater.update(rows)
             got = await in_thread(engine.update, rows)
             assert got.stepped
             assert got.loss == pytest.approx(expected.loss, abs=1e-4)
-            if rung == "R0":  # a disk that is still busy with the step before skips one, and then there is no R0
-                await until(lambda step=step: all(t._recovery._journal.step == step + 1 for t in trainers))
+            # a disk that is still busy with the step before skips one, and then there is no R0
+            if rung == "R0":
+                await until(
+                    lambda step=step: all(t._recovery._journal.step == step + 1 for t in trainers)
+                )
             if rung and step < 3:  # likewise where a copy is still on its way to a neighbour
-                await until(lambda step=step: all(n.status.shadow_step == step + 1 for n in network.nodes), seconds=60)
+                await until(
+                    lambda step=step: all(n.status.shadow_step == step + 1 for n in network.nodes),
+                    seconds=60,
+                )
         state = {}
         for trainer in trainers:
             runtime = runtime_of(trainer)
-            state |= {runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()}
+            state |= {
+                runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()
+            }
         for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
 
@@ -359,13 +439,19 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(tmp_path
 def trained_copies(directory):
     """Whether a copy of each stage is there that has taken a step."""
     found = find_copies(directory)
-    return found is not None and not found.missing and all(read_copy(found.directory, stage)[0].step for stage in range(4))
+    return (
+        found is not None
+        and not found.missing
+        and all(read_copy(found.directory, stage)[0].step for stage in range(4))
+    )
 
 
 async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
     configs = make(tmp_path, model, 4, stages={"shadow_every": 1})
     keeper = 1
-    configs[keeper] = config(tmp_path / f"node{keeper}", model, stages={"shadow_every": 1, "keep_policy": True})
+    configs[keeper] = config(
+        tmp_path / f"node{keeper}", model, stages={"shadow_every": 1, "keep_policy": True}
+    )
     async with crew(tmp_path, configs, [1, 1, 1, 1]):
         await until(lambda: trained_copies(tmp_path / f"node{keeper}" / "trainer"), seconds=60)
     told = export(configs[keeper], tmp_path / "out", merge=False)
@@ -380,10 +466,17 @@ async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
         export(configs[0], tmp_path / "other", merge=False)
 
 
-async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(tmp_path, model, monkeypatch):
+async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
+    tmp_path, model, monkeypatch
+):
     Idle(monkeypatch)
     adapter = {"lora": {"r": 4, "lora_alpha": 8}}
-    settings = {"policy": adapter, "weights": {"rule": "noloco"}, "stages": {"shadow_every": 1}, "training": {"learning_rate": 1e-2}}
+    settings = {
+        "policy": adapter,
+        "weights": {"rule": "noloco"},
+        "stages": {"shadow_every": 1},
+        "training": {"learning_rate": 1e-2},
+    }
     configs = make(tmp_path, model, 3, **settings)
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
         engine = engine_of(trainers[0])
@@ -412,24 +505,45 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
         after = parts()
         assert all(torch.equal(before[name], after[name]) for name in before)
         hello = network.nodes[1].hellos[-1]
-        assert hello.replica is None or all("layers.1." in t.name or "layers.2." in t.name for t in hello.replica.layout)
+        assert hello.replica is None or all(
+            "layers.1." in t.name or "layers.2." in t.name for t in hello.replica.layout
+        )
 
 
 def as_received(published, policy):
     """What a node published, as another one has it."""
     with Scorer() as scorer:
         prompts = [scorer.prompt(own.task) for own in published]
-    told = lambda own: (own.task, policy.fingerprint, policy.tokenizer_hash, own.policy_version, 0, own.sequence, own.sampling)
+    told = lambda own: (
+        own.task,
+        policy.fingerprint,
+        policy.tokenizer_hash,
+        own.policy_version,
+        0,
+        own.sequence,
+        own.sampling,
+    )
     return [
-        ExternalGroup(bytes(32), "12D3KooWpeer", RolloutGroup(*told(own), own.completions), prompt, own.rewards, 0)
+        ExternalGroup(
+            bytes(32),
+            "12D3KooWpeer",
+            RolloutGroup(*told(own), own.completions),
+            prompt,
+            own.rewards,
+            0,
+        )
         for own, prompt in zip(published, prompts, strict=True)
     ]
 
 
-async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believes_it(tmp_path, model, monkeypatch):
+async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believes_it(
+    tmp_path, model, monkeypatch
+):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 3, training={"groups_per_step": 6})
-    configs[1] = config(tmp_path / "node1", model, stages={"keep_policy": "memory"}, training={"groups_per_step": 6})
+    configs[1] = config(
+        tmp_path / "node1", model, stages={"keep_policy": "memory"}, training={"groups_per_step": 6}
+    )
     policy = whole(model)
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
         engine, member = engine_of(trainers[0]), network.nodes[1]
@@ -459,11 +573,16 @@ async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believ
         assert copy.facts(0) == {}, "its memory is free"
         assert (await in_thread(engine.update, some_rows(policy, 10))).stepped, "its stage goes on"
     assert len(said) == len(set(said))
-    assert min(group.sequence for group in member.published[len(said) :]) >= max(said) + SEQUENCE_MARGIN
+    assert (
+        min(group.sequence for group in member.published[len(said) :])
+        >= max(said) + SEQUENCE_MARGIN
+    )
     assert not network.nodes[2].published, "it has no copy"
 
 
-async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(tmp_path, model):
+async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(
+    tmp_path, model
+):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
     async with crew(tmp_path, configs, [2, 2]) as (network, _):
         await until(lambda: len(network.nodes[0].published) >= 4, seconds=60)
@@ -486,9 +605,15 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
         results = []
 
         async def ask():
-            results.append(await in_thread(engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1)))
+            results.append(
+                await in_thread(
+                    engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1)
+                )
+            )
 
-        expected = await in_thread(engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1))
+        expected = await in_thread(
+            engine.generate, PROMPTS * 8, Sampling(4, 8), torch.Generator().manual_seed(1)
+        )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await until(lambda: trainers[0]._runner.head().generation.open)
@@ -503,18 +628,24 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outlives_a_member(tmp_path, model, monkeypatch, rank):
+async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outlives_a_member(
+    tmp_path, model, monkeypatch, rank
+):
     Idle(monkeypatch)
     policy = {"lora": {"r": rank, "lora_alpha": 2 * rank}} if rank else {}
     shared = {"policy": policy, "training": {"learning_rate": 1e-2 if rank else 1e-3}}
     configs = make(tmp_path, model, 3, stages={"shadow_every": 1}, **shared)
-    configs[0] = config(tmp_path / "node0", model, stages={"shadow_every": 1, "keep_policy": "memory"}, **shared)
+    configs[0] = config(
+        tmp_path / "node0", model, stages={"shadow_every": 1, "keep_policy": "memory"}, **shared
+    )
     text, sampling = whole(model), Sampling(4, 8)
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, trainers):
         engine, head = engine_of(trainers[0]), network.nodes[0]
         generation = engine.generation(sampling, torch.Generator().manual_seed(1))
         taken, through_stages, generate = [], [], Head.generate
-        monkeypatch.setattr(Head, "generate", lambda *args: through_stages.append(args) or generate(*args))
+        monkeypatch.setattr(
+            Head, "generate", lambda *args: through_stages.append(args) or generate(*args)
+        )
 
         def sample():
             for number, prompt in enumerate(PROMPTS):
@@ -539,7 +670,11 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
             rows = [(one.prompt_ids, c.ids) for one in samples for c in one.completions]
             scored = await in_thread(engine.score, rows, 1.0)
             recorded = [c.logprobs for one in samples for c in one.completions]
-            both = [(x, y) for (a, _), b in zip(scored, recorded, strict=True) for x, y in zip(a, b, strict=True)]
+            both = [
+                (x, y)
+                for (a, _), b in zip(scored, recorded, strict=True)
+                for x, y in zip(a, b, strict=True)
+            ]
             return sum(abs(x - y) for x, y in both) / len(both)
 
         first = await in_thread(sample)
@@ -548,7 +683,10 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
         moved = await apart(first)
         assert await apart(await followed()) < min(0.05, moved / 2)
         await until(lambda: head.status.copy_age_steps == 0 and head.status.copy_bytes)
-        evaluated = [await in_thread(engine.generate, PROMPTS, sampling, engine.random_generator(5)) for _ in range(2)]
+        evaluated = [
+            await in_thread(engine.generate, PROMPTS, sampling, engine.random_generator(5))
+            for _ in range(2)
+        ]
         assert evaluated[0] == evaluated[1], "an evaluation draws alike each time"
         assert not through_stages, "no token went through the crew"
 
@@ -570,7 +708,9 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
 
 def test_a_copy_is_planned_beside_the_stage(tmp_path, model):
     with pytest.raises(DeviceError, match="keep_policy"):
-        CrewTrainer(config(tmp_path, model, stages={"keep_policy": "memory", "capacity": 2**20}), Progress()).run()
+        CrewTrainer(
+            config(tmp_path, model, stages={"keep_policy": "memory", "capacity": 2**20}), Progress()
+        ).run()
 
 
 def test_who_needs_a_crew(tmp_path, model):
@@ -579,7 +719,12 @@ def test_who_needs_a_crew(tmp_path, model):
     few = {"groups_per_step": 2}
     small = config(tmp_path, model, training=few, stages={"mode": "auto", "capacity": 3 * 2**20})
     assert isinstance(make_trainer(small, Progress()), CrewTrainer)
-    assert isinstance(make_trainer(config(tmp_path, model, stages={"mode": "off", "capacity": 3 * 2**20}), Progress()), Trainer)
+    assert isinstance(
+        make_trainer(
+            config(tmp_path, model, stages={"mode": "off", "capacity": 3 * 2**20}), Progress()
+        ),
+        Trainer,
+    )
     assert isinstance(make_trainer(config(tmp_path, model), Progress()), CrewTrainer)
 
 
@@ -587,8 +732,12 @@ def test_what_no_crew_can_do_is_said_at_the_start(tmp_path, model):
     with pytest.raises(Refused, match="beta"):
         CrewTrainer(config(tmp_path, model, training={"beta": 0.1}), Progress()).run()
     with pytest.raises(DeviceError, match="one layer alone"):
-        make_trainer(config(tmp_path, model, stages={"mode": "auto", "capacity": 2**20}), Progress())
+        make_trainer(
+            config(tmp_path, model, stages={"mode": "auto", "capacity": 2**20}), Progress()
+        )
     other = tmp_path / "gpt2"
     GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64).save_pretrained(other)
     with pytest.raises(DeviceError, match="gpt2"):
-        make_trainer(config(tmp_path, other, stages={"mode": "auto", "capacity": 2**16}), Progress())
+        make_trainer(
+            config(tmp_path, other, stages={"mode": "auto", "capacity": 2**16}), Progress()
+        )

@@ -18,7 +18,8 @@ COST = 1500
 @pytest.mark.parametrize(("budget", "most"), [(0.05, 0.06), (0.5, 0.51), (1.0, 1.0)])
 def test_evaluations_keep_to_their_share_of_all_tokens(budget, most):
     training = TrainingConfig(eval_every=10, eval_budget=budget)
-    counters, times = Counters(tokens_total=COST, evaluation_tokens_total=COST), 0  # that of the start
+    # that of the start
+    counters, times = Counters(tokens_total=COST, evaluation_tokens_total=COST), 0
     for step in range(1, 5001):
         counters.step = step
         counters.tokens_total += 230
@@ -40,10 +41,13 @@ async def test_evaluations_are_put_off_and_counted(tmp_path):
         directory = tmp_path / name
         (directory / "run").mkdir(parents=True)
         network = NetworkSide()
-        config = Config.model_validate({
-            "node": {"data_dir": directory}, "weights": {"rule": "off"},
-            "training": {"max_steps": 6, "eval_every": 2, "eval_budget": budget},
-        })  # fmt: skip
+        config = Config.model_validate(
+            {
+                "node": {"data_dir": directory},
+                "weights": {"rule": "off"},
+                "training": {"max_steps": 6, "eval_every": 2, "eval_budget": budget},
+            }
+        )
         async with trio.open_nursery() as nursery:
             await nursery.start(LinkServer(directory, network).run)
             await trio.to_thread.run_sync(Trainer(config, Progress()).run)
@@ -51,5 +55,7 @@ async def test_evaluations_are_put_off_and_counted(tmp_path):
         reports.append(network.reports)
     usual, unlimited = (each[-1] for each in reports)
     assert usual.evaluation_tokens_total > 0
-    assert 3.5 < unlimited.evaluation_tokens_total / usual.evaluation_tokens_total < 4.5, "one at the start, and three more"
+    assert 3.5 < unlimited.evaluation_tokens_total / usual.evaluation_tokens_total < 4.5, (
+        "one at the start, and three more"
+    )
     assert usual.tokens_total > usual.evaluation_tokens_total + 6 * 8 * 8

@@ -16,7 +16,8 @@ from tests.support.groups import external_group
 
 
 class Link:
-    """Notes what it is asked in which order. answers: what comes, one after the other; then nothing."""
+    """Notes what it is asked in which order. answers: what comes, one after the other; then
+    nothing."""
 
     def __init__(self, *answers):
         self.calls = []
@@ -36,7 +37,9 @@ class Link:
 def external(room, *answers, **sharing):
     plan = SimpleNamespace(external_room=room, groups=8)
     link = Link(*answers)
-    return ExternalGroups(link, SimpleNamespace(text=None, score=None), plan, SharingConfig(**sharing), 1.0), link
+    return ExternalGroups(
+        link, SimpleNamespace(text=None, score=None), plan, SharingConfig(**sharing), 1.0
+    ), link
 
 
 def test_a_step_that_has_sampled_asks_first_publishes_meanwhile_and_takes_what_came():
@@ -55,9 +58,16 @@ def test_a_step_without_room_asks_nobody_and_one_that_does_not_share_publishes_n
 
 def only_the_honest(groups, *_):
     """A judge that refuses whatever is not of `honest`."""
-    judged = Judgement(outcomes=[(group, "used" if group.peer.startswith("honest") else "surprise") for group in groups])
+    judged = Judgement(
+        outcomes=[
+            (group, "used" if group.peer.startswith("honest") else "surprise") for group in groups
+        ]
+    )
     ours = [group for group, outcome in judged.outcomes if outcome == "used"]
-    judged.accepted = [TrainingGroup([([1], [2])] * 2, [[-1.0]] * 2, group.rewards, [1.0] * 2, group.peer) for group in ours]
+    judged.accepted = [
+        TrainingGroup([([1], [2])] * 2, [[-1.0]] * 2, group.rewards, [1.0] * 2, group.peer)
+        for group in ours
+    ]
     return judged
 
 
@@ -72,19 +82,38 @@ def drawn(*peers):
 
 @pytest.mark.usefixtures("_judged")
 def test_in_place_of_what_was_refused_a_step_draws_once_more():
-    groups, link = external(6, drawn(*"abcdefg", "honest", "honest2"), drawn("honest3", "a", "honest4", "b", "c", "d"))
+    groups, link = external(
+        6, drawn(*"abcdefg", "honest", "honest2"), drawn("honest3", "a", "honest4", "b", "c", "d")
+    )
     judgement = groups.exchange([], policy_version=7)
-    assert link.calls == [("request", 9, 7, 3), ("take", True), ("request", 6, 7, 3), ("take", True)]
-    assert [group.peer for group in judgement.accepted] == ["honest", "honest2", "honest3", "honest4"]
+    assert link.calls == [
+        ("request", 9, 7, 3),
+        ("take", True),
+        ("request", 6, 7, 3),
+        ("take", True),
+    ]
+    assert [group.peer for group in judgement.accepted] == [
+        "honest",
+        "honest2",
+        "honest3",
+        "honest4",
+    ]
 
 
 @pytest.mark.usefixtures("_judged")
 @pytest.mark.parametrize(("too_large", "sampled"), [(set(), 5), ({1}, 6)])
 def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(too_large, sampled):
-    arrive = [*drawn("honest", "honest", "honest2", *"abcdefgh"), external_group("honest3", 20, rewards=[1.0, 1.0])]
-    plan = StepPlan(TrainingConfig(groups_per_step=8, options=["train_once"]), SharingConfig(), Counters())
+    arrive = [
+        *drawn("honest", "honest", "honest2", *"abcdefgh"),
+        external_group("honest3", 20, rewards=[1.0, 1.0]),
+    ]
+    plan = StepPlan(
+        TrainingConfig(groups_per_step=8, options=["train_once"]), SharingConfig(), Counters()
+    )
     link = Link(*[arrive, []] * 20)
-    groups = ExternalGroups(link, SimpleNamespace(text=None, score=None), plan, SharingConfig(), 1.0)
+    groups = ExternalGroups(
+        link, SimpleNamespace(text=None, score=None), plan, SharingConfig(), 1.0
+    )
     for _ in range(20):
         judgement = groups.exchange([], policy_version=0)
         assert len(judgement.accepted) == 4

@@ -1,4 +1,5 @@
-"""The trainer on a real CUDA device, skipped where there is none: it learns, is restored, and finds out how much memory there is."""
+"""The trainer on a real CUDA device, skipped where there is none: it learns, is restored, and finds
+out how much memory there is."""
 
 import pytest
 import torch
@@ -11,17 +12,28 @@ from swarmnode.process import Progress
 from swarmnode.trainer.loop import Trainer
 from tests.support.network_side import NetworkSide
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-LARGE = {"groups_per_step": 128, "num_generations": 64, "max_completion_length": 64, "per_device_train_tokens": 10_000_000}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LARGE = {
+    "groups_per_step": 128,
+    "num_generations": 64,
+    "max_completion_length": 64,
+    "per_device_train_tokens": 10_000_000,
+}
 
 
 async def train(data_dir, *, policy, **training):
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
     network = NetworkSide()
     settings = {
-        "node": {"data_dir": data_dir}, "policy": policy, "training": {"eval_every": 100, **training},
-        "task": {"held_out_per_task": 4}, "weights": {"rule": "off"},
-    }  # fmt: skip
+        "node": {"data_dir": data_dir},
+        "policy": policy,
+        "training": {"eval_every": 100, **training},
+        "task": {"held_out_per_task": 4},
+        "weights": {"rule": "off"},
+    }
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, network).run)
         await trio.to_thread.run_sync(Trainer(Config.model_validate(settings), Progress()).run)
@@ -30,7 +42,14 @@ async def train(data_dir, *, policy, **training):
 
 
 async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
-    first = await train(tmp_path, policy={"device": "cuda"}, max_steps=60, eval_every=60, eval_budget=1.0, learning_rate=1e-3)
+    first = await train(
+        tmp_path,
+        policy={"device": "cuda"},
+        max_steps=60,
+        eval_every=60,
+        eval_budget=1.0,
+        learning_rate=1e-3,
+    )
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "bfloat16")
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
     second = await train(tmp_path, policy={"device": "cuda"}, max_steps=62)
@@ -66,12 +85,14 @@ async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_pat
     second = await train(tmp_path, policy={"device": "cuda"}, max_steps=3, **LARGE)
     assert second[-1].step == 3
     assert second[-1].micro_batch_tokens <= limit
-    assert second[-1].oom_retries_total <= first[-1].oom_retries_total + 1  # a longer batch may teach it a little more
+    # a longer batch may teach it a little more
+    assert second[-1].oom_retries_total <= first[-1].oom_retries_total + 1
 
 
 async def test_a_card_too_small_for_the_policy_ends_in_one_line(tmp_path, allow):
     allow(2**10)
-    many = {**LARGE, "max_completion_length": 256}  # not in what the allocator has left of other tests
+    # not in what the allocator has left of other tests
+    many = {**LARGE, "max_completion_length": 256}
     with pytest.raises(ExceptionGroup) as raised:
         await train(tmp_path, policy={"device": "cuda"}, max_steps=1, **many)
     assert isinstance(raised.value.exceptions[0], DeviceError)

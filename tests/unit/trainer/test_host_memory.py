@@ -1,4 +1,5 @@
-"""What averaging and saving take of the machine's memory is asked for before it is taken: the kernel ends who takes too much."""
+"""What averaging and saving take of the machine's memory is asked for before it is taken: the
+kernel ends who takes too much."""
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def free(monkeypatch):
-    return lambda gigabytes: monkeypatch.setattr(engine, "free_bytes", lambda device: None if gigabytes is None else gigabytes * 10**9)
+    return lambda gigabytes: monkeypatch.setattr(
+        engine, "free_bytes", lambda device: None if gigabytes is None else gigabytes * 10**9
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "device", "enough"),
     [
-        ({}, CPU, 18),  # 5.9 of gradients and moments, 5.9 of φ, δ and base, 5.9 of a state that is written
+        # 5.9 of gradients and moments, 5.9 of φ, δ and base, 5.9 of a state that is written
+        ({}, CPU, 18),
         ({}, CUDA, 12),
         ({"weights": {"rule": "off"}}, CPU, 12),
         ({"weights": {"rule": "off"}}, CUDA, 6),
@@ -27,12 +31,17 @@ def free(monkeypatch):
         ({"policy": {"optim": "adamw_8bit"}}, CUDA, 10),
     ],
 )
-def test_a_machine_with_too_little_memory_is_told_what_is_needed_and_what_to_set(free, sections, device, enough):
+def test_a_machine_with_too_little_memory_is_told_what_is_needed_and_what_to_set(
+    free, sections, device, enough
+):
     config = Config.model_validate(sections)
     free(enough)
     engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)
     free(enough - 1)
-    with pytest.raises(DeviceError, match=r"494,032,768 trained weights need .* GB are free: set .*policy\.lora\.r to 16") as told:
+    with pytest.raises(
+        DeviceError,
+        match=r"494,032,768 trained weights need .* GB are free: set .*policy\.lora\.r to 16",
+    ) as told:
         engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)
     assert ("weights.rule to off" in str(told.value)) == (config.weights.rule != "off")
     free(None)

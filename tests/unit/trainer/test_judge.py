@@ -1,4 +1,5 @@
-"""What a drawn group may become: trained on at its weight, or judged and left out; never an exception."""
+"""What a drawn group may become: trained on at its weight, or judged and left out; never an
+exception."""
 
 import math
 from functools import partial
@@ -14,12 +15,22 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import FLOOR
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.judge import CHECKS, ExternalChecks, Judgement, compare, judge, judge_until_full
+from swarmnode.trainer.judge import (
+    CHECKS,
+    ExternalChecks,
+    Judgement,
+    compare,
+    judge,
+    judge_until_full,
+)
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
 
-PROMPT = "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."
+PROMPT = (
+    "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
+    " answer."
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +44,18 @@ def sample(policy):
     return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
-def external(policy, sample, *, texts=None, ids=True, shift=0.0, model=None, tokenizer=None, rewards=(1.0, 0.0, 0.0, 0.0), temperature=1.0):
+def external(
+    policy,
+    sample,
+    *,
+    texts=None,
+    ids=True,
+    shift=0.0,
+    model=None,
+    tokenizer=None,
+    rewards=(1.0, 0.0, 0.0, 0.0),
+    temperature=1.0,
+):
     completions = [
         Completion(
             texts[i] if texts else c.text,
@@ -46,14 +68,22 @@ def external(policy, sample, *, texts=None, ids=True, shift=0.0, model=None, tok
         for i, c in enumerate(sample.completions)
     ]
     group = RolloutGroup(
-        TaskRef("rg/gcd", "v", 0, 0), model or policy.fingerprint, tokenizer or policy.tokenizer_hash, 0, 0, 0,
-        SamplingParams(temperature, 1.0, 8), completions,
-    )  # fmt: skip
+        TaskRef("rg/gcd", "v", 0, 0),
+        model or policy.fingerprint,
+        tokenizer or policy.tokenizer_hash,
+        0,
+        0,
+        0,
+        SamplingParams(temperature, 1.0, 8),
+        completions,
+    )
     return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, PROMPT, list(rewards), 0)
 
 
 def judged(policy, group, checks=CHECKS):
-    return judge([group], policy, partial(MicroBatcher(4096).score_with_entropy, policy), 1.0, checks)
+    return judge(
+        [group], policy, partial(MicroBatcher(4096).score_with_entropy, policy), 1.0, checks
+    )
 
 
 def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sample):
@@ -71,9 +101,12 @@ def test_a_sender_surer_than_we_are_is_weighed_down_and_never_up(policy, sample)
     surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
     much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
     unsure = judged(policy, external(policy, sample, shift=-3.0), loose).accepted[0].weights
-    ratios = [math.exp(math.fsum(c.logprobs) / len(c.ids)) for c in sample.completions]  # what is claimed is at most 0
+    # what is claimed is at most 0
+    ratios = [math.exp(math.fsum(c.logprobs) / len(c.ids)) for c in sample.completions]
     assert surer == pytest.approx([max(math.exp(-0.1), ratio) for ratio in ratios], rel=1e-3)
-    assert much_surer == pytest.approx([ratio if ratio >= FLOOR else 0.0 for ratio in ratios], rel=1e-3)
+    assert much_surer == pytest.approx(
+        [ratio if ratio >= FLOOR else 0.0 for ratio in ratios], rel=1e-3
+    )
     assert unsure == pytest.approx([1.0] * 4)
 
 
@@ -84,14 +117,20 @@ def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
 
 
 def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
-    """A liar that computes what our policy gives to a text that it made up: the numbers agree, and nobody sampled it."""
+    """A liar that computes what our policy gives to a text that it made up: the numbers agree, and
+    nobody sampled it."""
     made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
     logprobs = score(policy, [(sample.prompt_ids, ids) for ids in made_up], 1.0)
-    completions = [type(sample.completions[0])(ids, lps, policy.decode(ids), "eos") for ids, lps in zip(made_up, logprobs, strict=True)]
+    completions = [
+        type(sample.completions[0])(ids, lps, policy.decode(ids), "eos")
+        for ids, lps in zip(made_up, logprobs, strict=True)
+    ]
     forged = external(policy, type(sample)(sample.prompt_ids, completions))
     assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["surprise"]
     blind = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
-    assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], "the spot check alone believes it"
+    assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], (
+        "the spot check alone believes it"
+    )
 
 
 def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
@@ -111,12 +150,15 @@ def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
 
 def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
     texts = ["漢字", *[c.text for c in sample.completions][1:]]
-    judgement = judged(policy, external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32))
+    judgement = judged(
+        policy, external(policy, sample, texts=texts, ids=False, tokenizer=b"x" * 32)
+    )
     assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
 
 
 def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
-    """Text that nobody sampled, as `sample` would hold it; the log-probabilities are those of a sender that is sure of itself."""
+    """Text that nobody sampled, as `sample` would hold it; the log-probabilities are those of a
+    sender that is sure of itself."""
     completions = []
     for text in texts:
         ids = policy.tokenize_completion(text, "eos")
@@ -139,35 +181,61 @@ def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
         ({"temperature": 0.001}, "temperature"),
     ],
 )
-def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(policy, sample, claims, refused):
-    assert [outcome for _, outcome in judged(policy, external(policy, made_up(policy, sample), **claims)).outcomes] == [refused]
+def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(
+    policy, sample, claims, refused
+):
+    assert [
+        outcome
+        for _, outcome in judged(
+            policy, external(policy, made_up(policy, sample), **claims)
+        ).outcomes
+    ] == [refused]
 
 
-def test_honest_text_that_claims_what_its_sender_did_not_compute_is_refused_with_and_without_ids(policy, sample):
+def test_honest_text_that_claims_what_its_sender_did_not_compute_is_refused_with_and_without_ids(
+    policy, sample
+):
     """A sender that says nothing of its tokens is held to their sum."""
-    for claims in ({}, {"tokenizer": b"x" * 32}, {"model": b"y" * 32}, {"model": b"y" * 32, "ids": False}):
+    for claims in (
+        {},
+        {"tokenizer": b"x" * 32},
+        {"model": b"y" * 32},
+        {"model": b"y" * 32, "ids": False},
+    ):
         group = external(policy, sample, shift=-5.0, **claims)
         assert [outcome for _, outcome in judged(policy, group).outcomes] == ["spot_check"]
 
 
 def test_one_made_up_winner_among_honest_losers_takes_its_group_with_it(policy, sample):
-    diluted = type(sample)(sample.prompt_ids, [*made_up(policy, sample, ["#<answer>2</answer>"]).completions, *(4 * sample.completions)])
+    diluted = type(sample)(
+        sample.prompt_ids,
+        [*made_up(policy, sample, ["#<answer>2</answer>"]).completions, *(4 * sample.completions)],
+    )
     group = external(policy, diluted, rewards=(1.0, *[0.0] * 16), model=b"y" * 32)
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["surprise"]
 
 
 def test_a_made_up_loser_weighs_nothing_and_costs_its_group_nothing(policy, sample):
-    diluted = type(sample)(sample.prompt_ids, [*(4 * sample.completions), *made_up(policy, sample, ["#<answer>5</answer>"]).completions])
-    judgement = judged(policy, external(policy, diluted, rewards=(1.0, *[0.0] * 16), model=b"y" * 32))
+    diluted = type(sample)(
+        sample.prompt_ids,
+        [*(4 * sample.completions), *made_up(policy, sample, ["#<answer>5</answer>"]).completions],
+    )
+    judgement = judged(
+        policy, external(policy, diluted, rewards=(1.0, *[0.0] * 16), model=b"y" * 32)
+    )
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     assert judgement.accepted[0].weights[-1] == 0.0
     assert min(judgement.accepted[0].weights[:-1]) > 0.7
 
 
 def test_a_lucky_right_answer_survives(policy, sample):
-    """The least likely of two thousand completions that our own policy has sampled, as the only one rewarded."""
+    """The least likely of two thousand completions that our own policy has sampled, as the only one
+    rewarded."""
     (many,) = generate(policy, [PROMPT], Sampling(2000, 8), policy.random_generator(5))
-    luckiest = min((c for c in many.completions if not policy.hides(c.ids)), key=lambda c: math.fsum(c.logprobs))
+    luckiest = min(
+        (c for c in many.completions if not policy.hides(c.ids)),
+        key=lambda c: math.fsum(c.logprobs),
+    )
     assert math.fsum(luckiest.logprobs) < -10
     lucky = type(sample)(sample.prompt_ids, [luckiest, *many.completions[:7]])
     judgement = judged(policy, external(policy, lucky, rewards=(1.0, *[0.0] * 7)))
@@ -188,7 +256,10 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
 
 def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):
     long = policy.tokenize_completion("1" * 200, "length")
-    tricked = type(sample)(sample.prompt_ids, [type(sample.completions[0])(long, [-1.0] * 200, "1" * 200, "length")] * 4)
+    tricked = type(sample)(
+        sample.prompt_ids,
+        [type(sample.completions[0])(long, [-1.0] * 200, "1" * 200, "length")] * 4,
+    )
     batcher = MicroBatcher(4096)
     real = batcher.run
 
@@ -211,9 +282,18 @@ def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
     group = external(policy, sample)
     bad = Completion("x", 1, -1.0, "length", pack_ids([policy.vocab_size]), pack_logprobs([-1.0]))
     forged = RolloutGroup(
-        group.group.task, group.group.model, group.group.tokenizer, 0, 0, 0, group.group.sampling, [bad, *group.group.completions[1:]]
+        group.group.task,
+        group.group.model,
+        group.group.tokenizer,
+        0,
+        0,
+        0,
+        group.group.sampling,
+        [bad, *group.group.completions[1:]],
     )
-    judgement = judged(policy, ExternalGroup(group.content, group.peer, forged, PROMPT, group.rewards, 0))
+    judgement = judged(
+        policy, ExternalGroup(group.content, group.peer, forged, PROMPT, group.rewards, 0)
+    )
     assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
 
 
@@ -226,8 +306,6 @@ def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
     assert [outcome for _, outcome in judged(policy, wrong, strict).outcomes] == ["spot_check"]
 
 
-
-
 def refusing(liars, batches):
     """What judges by name, and records how many groups it was given at a time."""
 
@@ -238,7 +316,9 @@ def refusing(liars, batches):
             honest = group.peer not in liars
             judgement.outcomes.append((group, "used" if honest else "surprise"))
             if honest:
-                judgement.accepted.append(TrainingGroup([], [], group.rewards, [1.0, 1.0], group.peer))
+                judgement.accepted.append(
+                    TrainingGroup([], [], group.rewards, [1.0, 1.0], group.peer)
+                )
         return judgement
 
     return judged
@@ -254,12 +334,15 @@ def test_refused_groups_take_no_place_from_others():
     assert batches == [6, 3]
 
 
-@pytest.mark.parametrize(("there", "drawn", "asked", "accepted"), [
-    ("axbxcx", "dyef", [5], "abcdef"),  # lying outnumbers what was drawn for it
-    ("axbxcx", "xdxx", [5], "abcd"),  # once: a step does not wait for whoever lies for ever
-    ("axbxcdef", "", [], "abcdef"),
-    ("abc", "", [], "abc"),  # nobody has more
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("there", "drawn", "asked", "accepted"),
+    [
+        ("axbxcx", "dyef", [5], "abcdef"),  # lying outnumbers what was drawn for it
+        ("axbxcx", "xdxx", [5], "abcd"),  # once: a step does not wait for whoever lies for ever
+        ("axbxcdef", "", [], "abcdef"),
+        ("abc", "", [], "abc"),  # nobody has more
+    ],
+)
 def test_in_place_of_what_was_refused_others_are_drawn_once(there, drawn, asked, accepted):
     counts = []
 
@@ -295,7 +378,8 @@ def test_without_room_nothing_is_judged():
 
 
 def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sample):
-    """Its author claims to be sure of what we find very unlikely: nothing in it is worth a gradient."""
+    """Its author claims to be sure of what we find very unlikely: nothing in it is worth a
+    gradient."""
     group, loose = external(policy, sample), ExternalChecks(spot_check_tolerance=1e9)
     likely = [c.logprobs for c in sample.completions]
     unlikely = [[x - 5.0 for x in row] for row in likely]

@@ -1,4 +1,5 @@
-"""The trainer over a real link, a real scorer and the embedded policy: it learns, uses what peers send, stops, and resumes."""
+"""The trainer over a real link, a real scorer and the embedded policy: it learns, uses what peers
+send, stops, and resumes."""
 
 import itertools
 import threading
@@ -32,10 +33,15 @@ def _one_thread():
 
 async def train(data_dir, network, sharing=True, **training):
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    config = Config.model_validate({
-        "node": {"data_dir": data_dir}, "training": training, "task": {"held_out_per_task": 8}, "weights": {"join_seconds": 0},
-        "sharing": {"enabled": sharing},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": data_dir},
+            "training": training,
+            "task": {"held_out_per_task": 8},
+            "weights": {"join_seconds": 0},
+            "sharing": {"enabled": sharing},
+        }
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, network).run)
         trainer = Trainer(config, Progress())
@@ -48,7 +54,12 @@ async def test_what_it_is_at_is_said_when_it_begins(tmp_path):
     network = NetworkSide()
     await train(tmp_path, network, max_steps=2, eval_every=1, eval_budget=1.0)
     phases = [phase for phase, _ in itertools.groupby(report.phase for report in network.reports)]
-    assert phases == ["loading", "evaluating", *["generating", "training", "evaluating"] * 2, "draining"]
+    assert phases == [
+        "loading",
+        "evaluating",
+        *["generating", "training", "evaluating"] * 2,
+        "draining",
+    ]
 
 
 async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path):
@@ -58,11 +69,17 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     assert last.step == 40
     assert last.reward_held_out > last.reward_held_out_start + 0.1
     assert last.state_saved_step == 40 or last.phase == "draining"
-    assert 40 * 2 < last.own_groups_total < 40 * 8, "it samples as many fewer as it can train on again"
-    assert 0.97 * last.own_groups_total < len(network.published) <= last.own_groups_total, "all but those in which a special token hides"
+    assert 40 * 2 < last.own_groups_total < 40 * 8, (
+        "it samples as many fewer as it can train on again"
+    )
+    assert 0.97 * last.own_groups_total < len(network.published) <= last.own_groups_total, (
+        "all but those in which a special token hides"
+    )
     assert max(report.replayed_groups for report in network.reports) > 0
-    assert [(due.fragment, due.outer_step) for due in network.averaging] == [(0, 0)]  # of two fragments, after 25 steps of 50
-    assert last.weights.outer_step == last.weights.exchanges_total == 0  # nobody has found a partner for it
+    # of two fragments, after 25 steps of 50
+    assert [(due.fragment, due.outer_step) for due in network.averaging] == [(0, 0)]
+    # nobody has found a partner for it
+    assert last.weights.outer_step == last.weights.exchanges_total == 0
     sequences = [group.sequence for group in network.published]
     assert len(set(sequences)) == len(sequences)
     for group in network.published[:5]:
@@ -85,11 +102,14 @@ async def test_a_restarted_trainer_goes_on_where_it_stopped_and_repeats_no_quest
     assert second.reports[0].step == 5
     assert second.reports[-1].step == 8
     assert second.reports[-1].reward_held_out_start == first.reports[-1].reward_held_out_start
-    assert min(group.sequence for group in second.published) > max(group.sequence for group in first.published)
+    assert min(group.sequence for group in second.published) > max(
+        group.sequence for group in first.published
+    )
 
 
 def groups_of_a_peer(count):
-    """Groups that another node of the same policy would have sampled: real questions, real rewards."""
+    """Groups that another node of the same policy would have sampled: real questions, real
+    rewards."""
     policy = load_policy(PolicyConfig())
     generator = policy.random_generator(7)
     out, peer, sequence = [], "12D3KooWpeer", 0
@@ -105,13 +125,29 @@ def groups_of_a_peer(count):
             if len(set(scored.rewards)) < 2:
                 continue
             completions = [
-                Completion(c.text, len(c.ids), sum(c.logprobs), c.finish, pack_ids(c.ids), pack_logprobs(c.logprobs))
+                Completion(
+                    c.text,
+                    len(c.ids),
+                    sum(c.logprobs),
+                    c.finish,
+                    pack_ids(c.ids),
+                    pack_logprobs(c.logprobs),
+                )
                 for c in sample.completions
             ]
             group = RolloutGroup(
-                ref, policy.fingerprint, policy.tokenizer_hash, 0, 0, sequence, SamplingParams(1.0, 1.0, 8), completions
+                ref,
+                policy.fingerprint,
+                policy.tokenizer_hash,
+                0,
+                0,
+                sequence,
+                SamplingParams(1.0, 1.0, 8),
+                completions,
             )
-            out.append(ExternalGroup(sequence.to_bytes(32, "big"), peer, group, prompt, scored.rewards, 0))
+            out.append(
+                ExternalGroup(sequence.to_bytes(32, "big"), peer, group, prompt, scored.rewards, 0)
+            )
     return out
 
 
@@ -123,7 +159,9 @@ async def test_groups_of_a_peer_are_judged_used_and_counted(tmp_path):
     assert last.external_groups_total == 6
     assert last.peers_used == {"12D3KooWpeer": 6}
     assert any(report.gradient_agreement is not None for report in network.reports)
-    assert min(report.own_groups for report in network.reports if report.step > 0) < 8, "more from others means fewer of its own"
+    assert min(report.own_groups for report in network.reports if report.step > 0) < 8, (
+        "more from others means fewer of its own"
+    )
 
 
 async def test_a_step_is_a_line_at_info_with_reward_by_task(tmp_path):
@@ -133,7 +171,9 @@ async def test_a_step_is_a_line_at_info_with_reward_by_task(tmp_path):
     steps = [line for line in lines if line["event"] == "step"]
     assert [(line["step"], line["log_level"]) for line in steps] == [(1, "info"), (2, "info")]
     assert all(line["by_task"] and line["seconds"] > 0 for line in steps)
-    assert {task for line in steps for task in line["by_task"]} == set(network.reports[-1].reward_by_task)
+    assert {task for line in steps for task in line["by_task"]} == set(
+        network.reports[-1].reward_by_task
+    )
     assert all(0.0 <= reward <= 1.0 for reward in network.reports[-1].reward_by_task.values())
 
 

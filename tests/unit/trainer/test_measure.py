@@ -1,4 +1,5 @@
-"""What `swarmnode eval` measures, with the embedded policy and a scorer that knows what it will be asked."""
+"""What `swarmnode eval` measures, with the embedded policy and a scorer that knows what it will be
+asked."""
 
 from __future__ import annotations
 
@@ -18,47 +19,72 @@ CPU = PolicyConfig(device="cpu", threads=1)
 
 
 class Scorer:
-    """Asks one question again and again; the first answer, which is the greedy one, and every fourth of the others are right."""
+    """Asks one question again and again; the first answer, which is the greedy one, and every
+    fourth of the others are right."""
 
     def __init__(self) -> None:
         self.judged: list[list[str]] = []
 
     def score_many(self, items):
         self.judged += [list(texts) for _, texts in items if texts]
-        return [Scored("3+4=", [float(place % 4 == 0) for place in range(len(texts))]) for _, texts in items]
+        return [
+            Scored("3+4=", [float(place % 4 == 0) for place in range(len(texts))])
+            for _, texts in items
+        ]
 
 
 def test_greedy_and_pass_at_k_are_means_over_the_questions() -> None:
     scorer = Scorer()
-    found = measure(load_policy(CPU), scorer, "builtin/sum", Request("", [], 20, 8, [1, 8]), TrainingConfig(max_completion_length=4))
+    found = measure(
+        load_policy(CPU),
+        scorer,
+        "builtin/sum",
+        Request("", [], 20, 8, [1, 8]),
+        TrainingConfig(max_completion_length=4),
+    )
     assert (found.questions, found.greedy, found.reward) == (20, 1.0, 0.25)
     assert found.pass_at[1] == pytest.approx(0.25)
     assert found.pass_at[8] == 1.0
     assert found.error_at == {1: 0.0, 8: 0.0}
     assert 0 < found.tokens <= 4
     assert [len(texts) for texts in scorer.judged] == [9] * 20
-    assert len({texts[0] for texts in scorer.judged}) == 1, "greedy is the same to the same question"
+    assert len({texts[0] for texts in scorer.judged}) == 1, (
+        "greedy is the same to the same question"
+    )
     assert len({text for texts in scorer.judged for text in texts[1:]}) > 1
 
 
 @torch.no_grad()
 def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
     base = load_policy(CPU)
-    adapted = load_policy(PolicyConfig.model_validate({"device": "cpu", "threads": 1, "lora": {"r": 2}}))
+    adapted = load_policy(
+        PolicyConfig.model_validate({"device": "cpu", "threads": 1, "lora": {"r": 2}})
+    )
     for parameter in adapted.trainable_parameters():
         parameter.add_(0.1)
     with local_directory(CPU) as directory:
         adapted.model.peft_config["default"].base_model_name_or_path = str(directory)
         adapted.model.save_pretrained(tmp_path / "adapter")
         opened = open_model(CPU.model_copy(update={"model": str(tmp_path / "adapter")}))
-    assert torch.allclose(opened.model(input_ids=IDS).logits, adapted.model(input_ids=IDS).logits, atol=1e-5)
-    assert not torch.allclose(opened.model(input_ids=IDS).logits, base.model(input_ids=IDS).logits, atol=1e-2)
-    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(Unavailable, match=r"holds an adapter without adapter_model.safetensors, and nothing else is read"):
+    assert torch.allclose(
+        opened.model(input_ids=IDS).logits, adapted.model(input_ids=IDS).logits, atol=1e-5
+    )
+    assert not torch.allclose(
+        opened.model(input_ids=IDS).logits, base.model(input_ids=IDS).logits, atol=1e-2
+    )
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(
+        tmp_path / "adapter" / "adapter_model.bin"
+    )
+    with pytest.raises(
+        Unavailable,
+        match=r"holds an adapter without adapter_model.safetensors, and nothing else is read",
+    ):
         open_model(CPU.model_copy(update={"model": str(tmp_path / "adapter")}))
 
 
-@pytest.mark.parametrize("more", [["--samples", "64"], ["--questions", "0"], ["--k", "17"], ["--k", "0"]])
+@pytest.mark.parametrize(
+    "more", [["--samples", "64"], ["--questions", "0"], ["--k", "17"], ["--k", "0"]]
+)
 def test_what_cannot_be_measured_is_a_line(more, tmp_path, capsys) -> None:
     assert cli.run(["eval", "embedded", "-d", str(tmp_path), *more]) == 78
     assert "--samples from 1 to 63" in capsys.readouterr().err

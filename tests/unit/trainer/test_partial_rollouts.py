@@ -1,4 +1,5 @@
-"""The engine whose requests come and go, through whole steps: sampling, scoring, updates, the canary."""
+"""The engine whose requests come and go, through whole steps: sampling, scoring, updates, the
+canary."""
 
 import pytest
 import torch
@@ -21,18 +22,40 @@ class EverySecond:
     """A scorer for which every second completion is right."""
 
     def score_many(self, items):
-        return [Scored("Calculate 10 + 8.", [float(i % 2) for i in range(len(texts))]) for _, texts in items]
+        return [
+            Scored("Calculate 10 + 8.", [float(i % 2) for i in range(len(texts))])
+            for _, texts in items
+        ]
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """(engine, policy, experiences, updates) after some steps with few rows at a time, so that much is under way at each update."""
+    """(engine, policy, experiences, updates) after some steps with few rows at a time, so that much
+    is under way at each update."""
     torch.set_num_threads(1)
-    training = TrainingConfig(num_generations=4, groups_per_step=2, options=["continuous"], per_device_train_tokens=64, learning_rate=1e-4)
+    training = TrainingConfig(
+        num_generations=4,
+        groups_per_step=2,
+        options=["continuous"],
+        per_device_train_tokens=64,
+        learning_rate=1e-4,
+    )
     counters = Counters(peer="12D3KooWme", swarm="00" * 32)
     policy = load_policy(PolicyConfig(device="cpu"))
-    engine = make_whole_policy(Config(training=training, weights=WeightsConfig(rule="off")), policy, counters, lambda message: None)
-    sampler = Sampler(training, Questions(["rg/gcd"], counters), engine, EverySecond(), policy.random_generator(0), counters)
+    engine = make_whole_policy(
+        Config(training=training, weights=WeightsConfig(rule="off")),
+        policy,
+        counters,
+        lambda message: None,
+    )
+    sampler = Sampler(
+        training,
+        Questions(["rg/gcd"], counters),
+        engine,
+        EverySecond(),
+        policy.random_generator(0),
+        counters,
+    )
     experiences, updates = [], []
     for _ in range(STEPS):
         experiences.append(sampler(2))
@@ -55,7 +78,8 @@ def test_the_canary_finds_the_engine_where_the_trainer_is(trained):
 
 
 def test_the_correction_sees_what_was_sampled_under_earlier_versions(trained):
-    """Exactly 1 where the sampler is the policy that is trained, less where some of it is older, and hardly less at this rate."""
+    """Exactly 1 where the sampler is the policy that is trained, less where some of it is older,
+    and hardly less at this rate."""
     *_, updates = trained
     assert all(0.9 < update.effective_own < 1.0 + 1e-5 for update in updates)
     assert updates[0].effective_own == pytest.approx(1.0, abs=1e-6)
@@ -65,7 +89,9 @@ def test_the_correction_sees_what_was_sampled_under_earlier_versions(trained):
 def test_evaluations_are_answered_by_the_engine_that_samples(trained):
     engine, policy, *_ = trained
     prompts = ["What is 3 + 4?", "Calculate 10 + 8."]
-    first, again = (engine.generate(prompts, Sampling(4, 8), engine.random_generator(5)) for _ in range(2))
+    first, again = (
+        engine.generate(prompts, Sampling(4, 8), engine.random_generator(5)) for _ in range(2)
+    )
     assert first == again
     recorded = [x for sample in first for c in sample.completions for x in c.logprobs]
     rows = [(sample.prompt_ids, c.ids) for sample in first for c in sample.completions]

@@ -31,7 +31,13 @@ def engine():
     torch.set_num_threads(1)
     calls = []
     config = Config(weights=WeightsConfig(rule="off"))
-    made = make_whole_policy(config, load_policy(PolicyConfig()), Counters(), lambda message: None, lambda: calls.append(time.monotonic()))
+    made = make_whole_policy(
+        config,
+        load_policy(PolicyConfig()),
+        Counters(),
+        lambda message: None,
+        lambda: calls.append(time.monotonic()),
+    )
     return made, calls
 
 
@@ -51,7 +57,8 @@ def test_generation_scoring_and_an_update_say_that_they_go_on(engine):
 
 
 def test_a_head_that_is_run_in_pieces_says_so_after_every_piece(engine, monkeypatch):
-    """With a vocabulary of 152,000 it takes longer than all layers: silent, it was ended as hung in its first step."""
+    """With a vocabulary of 152,000 it takes longer than all layers: silent, it was ended as hung in
+    its first step."""
     engine, calls = engine
     (sample,) = engine.generate([PROMPT], Sampling(8, 8), engine.random_generator(0))
     group = own_group(sample, [1.0, *[0.0] * 7])
@@ -73,7 +80,9 @@ def test_a_cpu_trains_in_small_pieces_and_samples_in_large_ones(engine):
 def test_an_evaluation_says_that_it_goes_on(engine):
     engine, calls = engine
     with Scorer() as scorer:
-        evaluation = Evaluation(TaskConfig(names=["rg/gcd"], held_out_per_task=2), TrainingConfig(), scorer)
+        evaluation = Evaluation(
+            TaskConfig(names=["rg/gcd"], held_out_per_task=2), TrainingConfig(), scorer
+        )
         calls.clear()
         evaluation(engine, Counters())
     assert len(calls) >= 8
@@ -97,7 +106,8 @@ def test_the_pipe_gets_one_line_a_second_however_often_it_is_called(monkeypatch)
 
 
 async def test_a_model_for_which_an_evaluation_takes_long_is_never_silent(tmp_path, monkeypatch):
-    """Every pass is slow, as a large model's on a CPU is; a phase takes far longer than the longest silence."""
+    """Every pass is slow, as a large model's on a CPU is; a phase takes far longer than the longest
+    silence."""
     monkeypatch.setattr(process, "ALIVE_SECONDS", 0.05)
     real, spoken = Policy.logits, []
 
@@ -113,13 +123,20 @@ async def test_a_model_for_which_an_evaluation_takes_long_is_never_silent(tmp_pa
     monkeypatch.setattr(Policy, "logits", slow)
     (tmp_path / "run").mkdir()
     config = Config.model_validate(
-        {"node": {"data_dir": tmp_path}, "training": {"max_steps": 2}, "task": {"held_out_per_task": 4}, "weights": {"rule": "off"}}
+        {
+            "node": {"data_dir": tmp_path},
+            "training": {"max_steps": 2},
+            "task": {"held_out_per_task": 4},
+            "weights": {"rule": "off"},
+        }
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(tmp_path, NetworkSide()).run)
         await trio.to_thread.run_sync(Trainer(config, Recorded()).run)
         nursery.cancel_scope.cancel()
-    working = [(at, status) for at, status in spoken if status in ("evaluating", "generating", "training")]
+    working = [
+        (at, status) for at, status in spoken if status in ("evaluating", "generating", "training")
+    ]
     evaluating = [at for at, status in working if status == "evaluating"]
     silences = [after - before for (before, _), (after, _) in itertools.pairwise(working)]
     assert max(evaluating) - min(evaluating) > 1.0

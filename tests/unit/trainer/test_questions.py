@@ -1,4 +1,5 @@
-"""Which question a node asks next, in swarms with and without a choice. pytest tests/unit/trainer/test_questions.py"""
+"""Which question a node asks next, in swarms with and without a choice. pytest
+tests/unit/trainer/test_questions.py"""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -8,7 +9,14 @@ import pytest
 from swarmnode.config import Config
 from swarmnode.swarm.manifest import protocols_of, spoken
 from swarmnode.tasks import registry
-from swarmnode.tasks.seeds import bucket_seed, check_seed, choose_task, is_address, is_evaluation, task_seed
+from swarmnode.tasks.seeds import (
+    bucket_seed,
+    check_seed,
+    choose_task,
+    is_address,
+    is_evaluation,
+    task_seed,
+)
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
@@ -48,7 +56,9 @@ def test_with_a_choice_all_tasks_and_difficulties_are_asked_alike_and_the_seed_i
     for sequence, ref in asked:
         chosen = (ref.id, ref.difficulty)
         assert check_seed(SWARM, PEER, sequence, ref.seed, ref.index, chosen)
-        assert not check_seed(SWARM, PEER, sequence, ref.seed, ref.index, (ref.id, ref.difficulty + 1))
+        assert not check_seed(
+            SWARM, PEER, sequence, ref.seed, ref.index, (ref.id, ref.difficulty + 1)
+        )
         assert not check_seed(SWARM, PEER, sequence, ref.seed, ref.index)
         assert is_address(ref.seed, ref.index)
         assert not is_evaluation(ref.seed)
@@ -66,7 +76,9 @@ def test_what_own_groups_earned_decides_what_is_asked():
     assert max(signals, key=signals.get) == "rg/gcd 1"
     evidence = questions.evidence()
     assert evidence.keys() == signals.keys()
-    assert evidence["rg/gcd 1"] == (pytest.approx(10.0, abs=0.1), 0.0), "about the last ten groups, and none of a peer"
+    assert evidence["rg/gcd 1"] == (pytest.approx(10.0, abs=0.1), 0.0), (
+        "about the last ten groups, and none of a peer"
+    )
     assert series()[0].evidence() == {}, "where all are asked alike nothing is expected"
     later = Counter(ref.difficulty for _, ref in (questions.next() for _ in range(200)))
     assert later[1] > 140
@@ -75,13 +87,23 @@ def test_what_own_groups_earned_decides_what_is_asked():
 def test_peers_groups_that_are_trained_on_are_hints_and_refused_ones_are_not():
     def judged(outcome, difficulty):
         task = SimpleNamespace(id="rg/gcd", difficulty=difficulty)
-        return [(SimpleNamespace(peer=f"p{n}", group=SimpleNamespace(task=task), rewards=[1.0, 0.0] * 4), outcome) for n in range(8)]
+        return [
+            (
+                SimpleNamespace(
+                    peer=f"p{n}", group=SimpleNamespace(task=task), rewards=[1.0, 0.0] * 4
+                ),
+                outcome,
+            )
+            for n in range(8)
+        ]
 
     questions, _ = series(curriculum=True, count=0)
     for _ in range(4):
         questions.take_hints(Judgement([], judged("used", 1) + judged("surprise", 2)))
     counts = Counter((ref.id, ref.difficulty) for _, ref in (questions.next() for _ in range(600)))
-    assert counts["rg/gcd", 1] > 1.2 * max(counts["rg/gcd", 2], counts["rg/lcm", 0], counts["rg/gcd", 0])
+    assert counts["rg/gcd", 1] > 1.2 * max(
+        counts["rg/gcd", 2], counts["rg/lcm", 0], counts["rg/gcd", 0]
+    )
 
 
 def test_in_a_swarm_without_a_choice_a_curriculum_chooses_among_tasks_at_difficulty_0():

@@ -1,4 +1,5 @@
-"""Every recipe: its figures are the plan's, and with its architecture shrunk it samples, learns and is cut where it should be."""
+"""Every recipe: its figures are the plan's, and with its architecture shrunk it samples, learns and
+is cut where it should be."""
 
 import json
 import re
@@ -25,13 +26,15 @@ NAMES = [recipe.name for recipe in settings.recipes()]
 PROMPT = 512
 """Tokens of a question that the plan's rows leave room for."""
 CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content']"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SHAPES = {
-    "0.5B": (896, 4864, 24, 14, 2, True), "1.5B": (1536, 8960, 28, 12, 2, True), "3B": (2048, 11008, 36, 16, 2, True),
+    "0.5B": (896, 4864, 24, 14, 2, True),
+    "1.5B": (1536, 8960, 28, 12, 2, True),
+    "3B": (2048, 11008, 36, 16, 2, True),
     "7B": (3584, 18944, 28, 28, 4, False),
-}  # fmt: skip
+}
 """hidden, intermediate, layers, heads, key-value heads, tied: config.json of Qwen2.5-*-Instruct."""
 
 
@@ -43,15 +46,24 @@ def shape_of(model):
     size = re.search(r"-([\d.]+B)-", model)[1]
     hidden, intermediate, layers, heads, keys, tied = SHAPES[size]
     return Shape.of_config(
-        {"model_type": "qwen2", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-         "num_attention_heads": heads, "num_key_value_heads": keys, "tie_word_embeddings": tied,
-         "vocab_size": 152064 if size == "7B" else 151936}
-    )  # fmt: skip
+        {
+            "model_type": "qwen2",
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys,
+            "tie_word_embeddings": tied,
+            "vocab_size": 152064 if size == "7B" else 151936,
+        }
+    )
 
 
 def test_there_are_recipes_for_8_24_and_80_gb_and_from_half_a_billion_to_seven():
     assert {name.partition("-")[0] for name in NAMES} == {"8gb", "24gb", "80gb"}
-    assert {settings.load(recipe=name).config.policy.model for name in NAMES} == {f"Qwen/Qwen2.5-{size}-Instruct" for size in SHAPES}
+    assert {settings.load(recipe=name).config.policy.model for name in NAMES} == {
+        f"Qwen/Qwen2.5-{size}-Instruct" for size in SHAPES
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,13 +71,21 @@ def test_its_figures_are_the_plans(name):
     config = settings.load(recipe=name).config
     policy, training = config.policy, config.training
     method = Method("cuda", policy.dtype, policy.lora.r, None, policy.optim, checkpointing=True)
-    shape, length, card = shape_of(policy.model), PROMPT + training.max_completion_length, int(name.partition("gb")[0])
+    shape, length, card = (
+        shape_of(policy.model),
+        PROMPT + training.max_completion_length,
+        int(name.partition("gb")[0]),
+    )
     tokens = micro_batch(shape, method, card * 10**9)
     need = footprint(shape, method, length).total / 10**9
-    assert f"# Plan: rows of {length} tokens, {need:.1f} GB of {card}, micro-batches up to {tokens} tokens." in text_of(name)
+    assert (
+        f"# Plan: rows of {length} tokens, {need:.1f} GB of {card}, micro-batches up to {tokens}"
+        " tokens." in text_of(name)
+    )
     assert length <= training.per_device_train_tokens <= tokens
     assert ("swarmnode[quant]" in text_of(name)) == (policy.optim == "adamw_8bit")
-    sampled = shape.cache_bytes * length * training.num_generations  # one question's completions, beside what stays
+    # one question's completions, beside what stays
+    sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
     assert settings.unsuited(policy, training) == []
 
@@ -75,17 +95,30 @@ def shrunk(tmp_path_factory):
     """Qwen2 in small, with byte-level BPE made of this page and Qwen's turns."""
     directory = tmp_path_factory.mktemp("qwen2")
     raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.pre_tokenizer, raw.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     raw.train_from_iterator([text_of(name) for name in NAMES], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT
+    )
     torch.manual_seed(3)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
     Qwen2ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -93,20 +126,40 @@ def shrunk(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path):
-    """As written, but for the model, a CPU (so float32, moments in 32 bits) and answers of 160 tokens at most."""
+    """As written, but for the model, a CPU (so float32, moments in 32 bits) and answers of 160
+    tokens at most."""
     said = [
-        f"policy.model={json.dumps(str(shrunk))}", "policy.device=cpu", "policy.dtype=float32", "policy.optim=adamw",
-        "training.max_completion_length=160", "training.num_generations=4", f"node.data_dir={json.dumps(str(tmp_path))}",
-    ]  # fmt: skip
+        f"policy.model={json.dumps(str(shrunk))}",
+        "policy.device=cpu",
+        "policy.dtype=float32",
+        "policy.optim=adamw",
+        "training.max_completion_length=160",
+        "training.num_generations=4",
+        f"node.data_dir={json.dumps(str(tmp_path))}",
+    ]
     config = settings.load(overrides=said, recipe=name).config
     training = config.training
-    engine = make_whole_policy(config, open_policy(config.policy, None, False, lambda line: None), Counters(), send=lambda message: None)
-    sampling = Sampling(training.num_generations, training.max_completion_length, training.temperature, training.top_p)
-    samples = engine.generate(["What is 3 + 4?", "Spell this word backward: tree"], sampling, engine.random_generator(1))
+    engine = make_whole_policy(
+        config,
+        open_policy(config.policy, None, False, lambda line: None),
+        Counters(),
+        send=lambda message: None,
+    )
+    sampling = Sampling(
+        training.num_generations,
+        training.max_completion_length,
+        training.temperature,
+        training.top_p,
+    )
+    samples = engine.generate(
+        ["What is 3 + 4?", "Spell this word backward: tree"], sampling, engine.random_generator(1)
+    )
     assert "<|im_start|>assistant" in engine.text.tokenizer.decode(samples[0].prompt_ids)
     completions = [completion for sample in samples for completion in sample.completions]
     assert any(c.finish == "length" and len(c.ids) == 160 for c in completions)
-    rows = assemble([own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples], training.advantage)
+    rows = assemble(
+        [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples], training.advantage
+    )
     before = engine.score(rows.rows, training.temperature)
     for _ in range(2):
         assert engine.update(rows).stepped
@@ -118,7 +171,9 @@ def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path
 def test_what_else_is_said_counts_for_more_than_a_recipe_and_what_is_kept_for_less(tmp_path):
     (tmp_path / "config.toml").write_text("[training]\nlearning_rate = 0.5\nsave_every = 7\n")
     said = [f"node.data_dir={json.dumps(str(tmp_path))}", "training.num_generations=4"]
-    resolved = settings.load(overrides=said, environment={"SWARMNODE_TRAINING_SAVE_EVERY": "9"}, recipe="24gb-7b-lora")
+    resolved = settings.load(
+        overrides=said, environment={"SWARMNODE_TRAINING_SAVE_EVERY": "9"}, recipe="24gb-7b-lora"
+    )
     training = resolved.config.training
     assert (training.learning_rate, training.num_generations, training.save_every) == (1e-5, 4, 9)
     assert resolved.origins["training.learning_rate"] == "recipe 24gb-7b-lora"
@@ -128,8 +183,15 @@ def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
     assert run(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert "24gb-7b-lora     An adapter for a 7 B model, on a card of 24 GB." in listed
-    assert "24gb-1.5b        All weights of a 1.5 B model, on a card of 24 GB. Needs: pip install 'swarmnode[quant]'" in listed
-    bitsandbytes = {each.name for each in settings.recipes() if settings.load(recipe=each.name).config.policy.optim == "adamw_8bit"}
+    assert (
+        "24gb-1.5b        All weights of a 1.5 B model, on a card of 24 GB. Needs: pip install"
+        " 'swarmnode[quant]'" in listed
+    )
+    bitsandbytes = {
+        each.name
+        for each in settings.recipes()
+        if settings.load(recipe=each.name).config.policy.optim == "adamw_8bit"
+    }
     assert {each.name for each in settings.recipes() if each.needs} == bitsandbytes
     with pytest.raises(ConfigError, match=r"no recipe '12gb'; there are 24gb-1\.5b, "):
         settings.load(recipe="12gb")
@@ -141,7 +203,10 @@ def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
     [
         (["policy.model=a/b"], ["learning_rate", "max_completion_length"]),
         (["policy.model=a/b", "policy.lora.r=8", "training.max_completion_length=256"], []),
-        (["policy.model=a/b", "training.learning_rate=1e-6", "training.max_completion_length=8"], ["max_completion_length"]),
+        (
+            ["policy.model=a/b", "training.learning_rate=1e-6", "training.max_completion_length=8"],
+            ["max_completion_length"],
+        ),
         ([], []),
     ],
 )
@@ -161,22 +226,40 @@ def test_what_does_not_suit_a_real_model_is_named(said, warnings):
         ("cpu", "2.13.0+cpu", True, False),
     ],
 )
-def test_a_gpu_that_torch_is_not_built_for_is_named(tmp_path, monkeypatch, device, build, driver, warned):
+def test_a_gpu_that_torch_is_not_built_for_is_named(
+    tmp_path, monkeypatch, device, build, driver, warned
+):
     if driver:
         (tmp_path / "version").touch()
     monkeypatch.setattr(settings.metadata, "version", lambda package: build)
-    lines = settings.unused_gpu(settings.load(overrides=[f"policy.device={device}"]).config.policy, tmp_path / "version")
-    assert [f"torch {build} is built for the CPU: pip uninstall -y torch" in line for line in lines] == [True] * warned
+    lines = settings.unused_gpu(
+        settings.load(overrides=[f"policy.device={device}"]).config.policy, tmp_path / "version"
+    )
+    assert [
+        f"torch {build} is built for the CPU: pip uninstall -y torch" in line for line in lines
+    ] == [True] * warned
 
 
-@pytest.mark.parametrize(("name", "free", "also"), [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")])
-def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(name, free, also, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "free", "also"),
+    [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")],
+)
+def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(
+    name, free, also, monkeypatch
+):
     policy = settings.load(recipe=name, overrides=["policy.device=cuda"]).config.policy
-    hidden, intermediate, layers, heads, keys, tied = SHAPES[re.search(r"-([\d.]+B)-", policy.model)[1]]
+    hidden, intermediate, layers, heads, keys, tied = SHAPES[
+        re.search(r"-([\d.]+B)-", policy.model)[1]
+    ]
     model = Qwen2Config(
-        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=keys, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        tie_word_embeddings=tied,
+    )
     card = device.Placement(torch.device("cuda"), torch.bfloat16, "")
     monkeypatch.setattr(device, "free_bytes", lambda where: 24 * 10**9)
     assert device.fit(policy, model, card) is card
@@ -187,13 +270,24 @@ def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(nam
     assert "\n" not in line
     assert policy.model in line
     assert also in line
-    assert "`swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits" in line
+    assert (
+        "`swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
+        in line
+    )
 
 
 def test_a_row_that_does_not_fit_says_what_would():
     line = str(RowTooLarge(3, 9000))
     assert "out of memory with 9000 tokens" in line
-    assert all(remedy in line for remedy in ("training.max_completion_length", "policy.lora.r", "recipe", "`swarmnode plan`"))
+    assert all(
+        remedy in line
+        for remedy in (
+            "training.max_completion_length",
+            "policy.lora.r",
+            "recipe",
+            "`swarmnode plan`",
+        )
+    )
 
 
 def test_the_defaults_suit_the_embedded_policy():

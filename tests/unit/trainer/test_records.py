@@ -1,4 +1,5 @@
-"""Steps and samples on disk: what a line has, that the files are bounded, and that a disk that takes nothing costs lines alone."""
+"""Steps and samples on disk: what a line has, that the files are bounded, and that a disk that
+takes nothing costs lines alone."""
 
 import json
 
@@ -12,12 +13,21 @@ from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from tests.support.groups import external_group
 
-REPORT = Report("training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.25}, peers_used={"12D3KooW": 3})
+REPORT = Report(
+    "training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.25}, peers_used={"12D3KooW": 3}
+)
 
 
 def group(size=6, text="17"):
     completions = [Completion(text, 2, -1.0, "eos") for _ in range(size)]
-    return OwnGroup(TaskRef("rg/gcd", "00" * 8, 1, 0), 5, 9, SamplingParams(1.0, 1.0, 8), completions, [1.0] + [0.0] * (size - 1))
+    return OwnGroup(
+        TaskRef("rg/gcd", "00" * 8, 1, 0),
+        5,
+        9,
+        SamplingParams(1.0, 1.0, 8),
+        completions,
+        [1.0] + [0.0] * (size - 1),
+    )
 
 
 def lines(path):
@@ -51,7 +61,12 @@ def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch)
             kept.sample(own_sample(float(number), number, "?", group(text="x" * 500)))
         kept.close()
     files = sorted((tmp_path / "log").iterdir())
-    assert [file.name for file in files] == ["samples.jsonl", "samples.jsonl.1", "steps.jsonl", "steps.jsonl.1"]
+    assert [file.name for file in files] == [
+        "samples.jsonl",
+        "samples.jsonl.1",
+        "steps.jsonl",
+        "steps.jsonl.1",
+    ]
     assert all(file.stat().st_size <= 10_000 for file in files)
     assert lines(tmp_path / "log" / "steps.jsonl")[-1]["at"] == 39.0
 
@@ -75,14 +90,29 @@ def test_without_a_directory_nothing_is_kept_and_nothing_fails(tmp_path):
 
 
 def test_of_peers_groups_the_first_that_was_used_and_the_first_that_was_refused_are_kept():
-    refused, used, more = (external_group(f"12D3KooW{number}", number, text=f"answer {number}") for number in (1, 2, 3))
+    refused, used, more = (
+        external_group(f"12D3KooW{number}", number, text=f"answer {number}") for number in (1, 2, 3)
+    )
     ours = [[-0.5, -1.5], [-2.0, -2.0]]
     row = ([1, 2], [3, 4])
-    accepted = [TrainingGroup([row, row], each, [0.0, 1.0], [1.0, 1.0], "x") for each in (ours, [[-9.0], [-9.0]])]
-    judgement = Judgement(accepted, [(refused, "surprise"), (used, "used"), (more, "used"), (more, "no_ids")])
+    accepted = [
+        TrainingGroup([row, row], each, [0.0, 1.0], [1.0, 1.0], "x")
+        for each in (ours, [[-9.0], [-9.0]])
+    ]
+    judgement = Judgement(
+        accepted, [(refused, "surprise"), (used, "used"), (more, "used"), (more, "no_ids")]
+    )
     first, second = peers_samples(5.0, 8, judgement)
-    assert (first.peer, first.outcome, first.completions[0].surprise) == (refused.peer, "surprise", None)
-    assert (second.peer, second.outcome, [each.surprise for each in second.completions]) == (used.peer, "used", [1.0, 2.0])
+    assert (first.peer, first.outcome, first.completions[0].surprise) == (
+        refused.peer,
+        "surprise",
+        None,
+    )
+    assert (second.peer, second.outcome, [each.surprise for each in second.completions]) == (
+        used.peer,
+        "used",
+        [1.0, 2.0],
+    )
     assert [each.reward for each in second.completions] == [0.0, 1.0]
     assert second.completions[0].text == "answer 2"
     assert peers_samples(5.0, 8, Judgement()) == []

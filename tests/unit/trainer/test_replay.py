@@ -19,7 +19,9 @@ from swarmnode.trainer.state import Counters
 def group(name, *rewards, tokens=4, peer=""):
     rewards = rewards or (0.0, 1.0)
     rows = [([1, 2], [name] * tokens) for _ in rewards]
-    return TrainingGroup(rows, [[-1.0] * tokens for _ in rewards], list(rewards), [1.0] * len(rewards), peer)
+    return TrainingGroup(
+        rows, [[-1.0] * tokens for _ in rewards], list(rewards), [1.0] * len(rewards), peer
+    )
 
 
 def names(groups):
@@ -103,7 +105,8 @@ def test_one_lucky_group_at_the_start_is_rare():
 
 
 def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
-    """Of two completions one is to become likelier and one less likely; what has moved beyond the bound teaches nothing more."""
+    """Of two completions one is to become likelier and one less likely; what has moved beyond the
+    bound teaches nothing more."""
     mine = replace(group(1, 1.0, 0.0), sampler_logprobs=[[-1.0] * 4] * 2)
     kept = ReplayBuffer()
     kept.keep([mine], step=0)
@@ -115,14 +118,22 @@ def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
         recorded = torch.tensor([rows.recorded(i) for i in range(2)])
         sampled = torch.tensor([rows.is_sampled(i) for i in range(2)])
         old, weights = against_sampler(logprobs, recorded, sampled, rows.weights, mask, *options)
-        policy_loss(logprobs, old, rows.advantages, mask, Objective(), 1.0, weights=weights).loss.backward()
+        policy_loss(
+            logprobs, old, rows.advantages, mask, Objective(), 1.0, weights=weights
+        ).loss.backward()
         pulls.append([bool(row.any()) for row in logprobs.grad])
     assert pulls == [[True, True], [True, True], [True, False], [False, False]]
 
 
-@pytest.mark.parametrize(("loss_type", "again"), [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("gspo", 0), ("cispo", 0)])
-def test_only_an_objective_that_ends_how_far_a_token_moves_trains_on_anything_again(loss_type, again):
-    plan = StepPlan(TrainingConfig(loss_type=loss_type, groups_per_step=4), SharingConfig(), Counters())
+@pytest.mark.parametrize(
+    ("loss_type", "again"), [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("gspo", 0), ("cispo", 0)]
+)
+def test_only_an_objective_that_ends_how_far_a_token_moves_trains_on_anything_again(
+    loss_type, again
+):
+    plan = StepPlan(
+        TrainingConfig(loss_type=loss_type, groups_per_step=4), SharingConfig(), Counters()
+    )
     plan.learnt([group(1)], [group(1)])
     assert len(plan.again([group(2)])) == again
 
@@ -139,4 +150,6 @@ def test_what_can_be_trained_on_again_is_sampled_less_and_never_all():
         seen.append(split.own_groups)
     assert seen == [6, 5, 3, 2]
     split.external_scale = 0.0
-    assert split.own_groups == 8, "the guard's verdict on peers' groups goes for those that were kept, too"
+    assert split.own_groups == 8, (
+        "the guard's verdict on peers' groups goes for those that were kept, too"
+    )

@@ -29,7 +29,9 @@ class Policy:
 
     def generation(self, sampling, rng):
         one = Sampled([5, 1], [-0.5, -0.1], "5", "eos")
-        return Lockstep(lambda prompts: [GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts])
+        return Lockstep(
+            lambda prompts: [GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts]
+        )
 
 
 class Verdicts:
@@ -42,7 +44,11 @@ class Verdicts:
         out = []
         for _, texts in items:
             self.judged += bool(texts)
-            rewards = [1.0] + [0.0] * (len(texts) - 1) if texts and self.judged % self.every == 0 else [0.0] * len(texts)
+            rewards = (
+                [1.0] + [0.0] * (len(texts) - 1)
+                if texts and self.judged % self.every == 0
+                else [0.0] * len(texts)
+            )
             out.append(Scored("?", rewards))
         return out
 
@@ -63,13 +69,20 @@ class Slow:
         number = max(self.waiting)
         del self.waiting[number]
         versions = [self.since[number], version]
-        return [Finished(number, GroupSample([2], [Sampled([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size))]
+        return [
+            Finished(
+                number,
+                GroupSample([2], [Sampled([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size),
+            )
+        ]
 
     def ahead(self, count):
         return count
 
     def statistics(self):
-        oldest = min((self.since[number] for number in self.waiting if number in self.since), default=None)
+        oldest = min(
+            (self.since[number] for number in self.waiting if number in self.since), default=None
+        )
         return GenerationStatistics(0, 0, len(self.waiting), oldest)
 
 
@@ -82,7 +95,13 @@ def sampled(every, count=4, **training):
 
 def test_without_it_as_many_as_asked_are_sampled_and_all_are_trained_on():
     experience, counters = sampled(every=2)
-    assert len(experience.groups) == len(experience.trained) == len(experience.messages) == counters.sequence == 4
+    assert (
+        len(experience.groups)
+        == len(experience.trained)
+        == len(experience.messages)
+        == counters.sequence
+        == 4
+    )
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -108,13 +127,22 @@ def test_dynamic_sampling_of_nothing_useful_trains_on_nothing_of_its_own():
 def test_a_step_fires_when_its_groups_are_there_and_waits_for_what_would_be_too_old():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
-    sampler = Sampler(TrainingConfig(num_generations=2), Questions(NAMES, counters), engine, Verdicts(1), torch.Generator(), counters)
+    sampler = Sampler(
+        TrainingConfig(num_generations=2),
+        Questions(NAMES, counters),
+        engine,
+        Verdicts(1),
+        torch.Generator(),
+        counters,
+    )
     lags, learnt = [], []
     for version in range(12):
         counters.policy_version = version
         experience = sampler(4)
         assert len(experience.groups) == len(experience.messages) == 4
-        assert [version - message.policy_version for message in experience.messages] == experience.lags
+        assert [
+            version - message.policy_version for message in experience.messages
+        ] == experience.lags
         lags += experience.lags
         learnt += [message.sequence for message in experience.messages]
         assert slow.most <= 8, "the step's and as many ahead"
@@ -128,4 +156,9 @@ def test_questions_that_cannot_be_made_do_not_keep_a_step_waiting():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     mute = SimpleNamespace(score_many=lambda items: [ValueError("no such task") for _ in items])
-    assert Sampler(TrainingConfig(), Questions(NAMES, counters), engine, mute, torch.Generator(), counters)(4).groups == []
+    assert (
+        Sampler(
+            TrainingConfig(), Questions(NAMES, counters), engine, mute, torch.Generator(), counters
+        )(4).groups
+        == []
+    )

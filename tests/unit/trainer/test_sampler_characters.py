@@ -18,13 +18,18 @@ PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
 def experience(texts, rewards):
-    """Of one question, to which the policy answers `texts`, which the scorer would give `rewards`."""
+    """Of one question, to which the policy answers `texts`, which the scorer would give
+    `rewards`."""
     completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
     engine = SimpleNamespace(
         text=SimpleNamespace(hides=lambda ids: False),
         generation=lambda sampling, rng: Lockstep(lambda prompts: [GroupSample([3], completions)]),
     )
-    scorer = SimpleNamespace(score_many=lambda questions: [Scored("ask", rewards if asked else []) for _, asked in questions])
+    scorer = SimpleNamespace(
+        score_many=lambda questions: [
+            Scored("ask", rewards if asked else []) for _, asked in questions
+        ]
+    )
     counters = Counters(peer=PEER, swarm="00" * 32)
     cfg, questions = TrainingConfig(num_generations=len(texts)), Questions(["rg/gcd"], counters)
     return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters)(1)

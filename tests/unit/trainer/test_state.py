@@ -13,7 +13,11 @@ from swarmnode.trainer.state import Counters
 def make(seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.Generator().manual_seed(seed)
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        torch.Generator().manual_seed(seed),
+    )
 
 
 def step(model, optimizer, rng):
@@ -42,7 +46,9 @@ def test_a_restored_trainer_continues_bit_for_bit(tmp_path):
     model, optimizer, rng = make()
     for _ in range(3):
         step(model, optimizer, rng)
-    counters = Counters(step=3, policy_version=3, sequence=24, peers_used={"a": 2}, reward_held_out=0.25)
+    counters = Counters(
+        step=3, policy_version=3, sequence=24, peers_used={"a": 2}, reward_held_out=0.25
+    )
     state.write(tmp_path, state.take(model, optimizer, rng, counters, "f"))
     for _ in range(2):
         step(model, optimizer, rng)
@@ -68,7 +74,8 @@ def test_a_snapshot_does_not_follow_the_model(tmp_path):
 
 
 def test_a_state_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, monkeypatch):
-    """`swarmnode export` reads it while the node trains; the next one is there once it was opened, before safetensors opens it by name."""
+    """`swarmnode export` reads it while the node trains; the next one is there once it was opened,
+    before safetensors opens it by name."""
     model, optimizer, rng = make()
     step(model, optimizer, rng)
     expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -83,7 +90,9 @@ def test_a_state_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, m
     monkeypatch.setattr(state, "safe_open", opened)
     counters, tensors = state.read(tmp_path, "f")
     assert counters.step == 1
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.weights(tensors).items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in state.weights(tensors).items()
+    )
 
 
 def test_frozen_parameters_are_not_written(tmp_path):
@@ -114,7 +123,9 @@ def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(tmp_path, dama
         target[2] = torch.nn.Linear(8, 3)
     before = copy.deepcopy(target.state_dict())
     with pytest.raises(StateError, match="move it away"):
-        state.restore(tmp_path, target, target_optimizer, target_rng, "g" if damage == "foreign" else "f")
+        state.restore(
+            tmp_path, target, target_optimizer, target_rng, "g" if damage == "foreign" else "f"
+        )
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
 
 
@@ -122,7 +133,13 @@ def test_who_meets_another_models_state_is_told_what_it_was_made_with(tmp_path):
     model, optimizer, rng = make()
     owner = state.owner(b"\x01" * 32, 16, shared_a=True)
     state.write(tmp_path, state.take(model, optimizer, rng, Counters(model="org/model"), owner))
-    with pytest.raises(StateError, match=r"saved with policy\.model = org/model, policy\.lora\.r = 16; set them so .*or move it away"):
+    with pytest.raises(
+        StateError,
+        match=(
+            r"saved with policy\.model = org/model, policy\.lora\.r = 16; set them so .*or move it"
+            r" away"
+        ),
+    ):
         state.read(tmp_path, state.owner(b"\x02" * 32, 0))
 
 
@@ -146,11 +163,14 @@ def test_the_step_count_lies_where_a_fused_optimizer_wants_it(tmp_path):
     state.restore(tmp_path, other, restored, other_rng, "f")
     step(model, fused, rng)
     step(other, restored, other_rng)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 class Eight(torch.optim.Optimizer):
-    """Adam with what bitsandbytes keeps of a parameter: moments in bytes with their scales, and a plain number of steps."""
+    """Adam with what bitsandbytes keeps of a parameter: moments in bytes with their scales, and a
+    plain number of steps."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -159,11 +179,19 @@ class Eight(torch.optim.Optimizer):
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             kept = self.state[parameter] or {
-                "step": 0, "state1": torch.zeros(parameter.shape, dtype=torch.uint8), "absmax1": torch.zeros(1),
-                "state2": torch.zeros(parameter.shape, dtype=torch.uint8), "absmax2": torch.zeros(1),
-            }  # fmt: skip
-            first = 0.9 * (kept["state1"].float() / 127 - 1) * kept["absmax1"] + 0.1 * parameter.grad
-            second = 0.99 * kept["state2"].float() / 255 * kept["absmax2"] + 0.01 * parameter.grad.square()
+                "step": 0,
+                "state1": torch.zeros(parameter.shape, dtype=torch.uint8),
+                "absmax1": torch.zeros(1),
+                "state2": torch.zeros(parameter.shape, dtype=torch.uint8),
+                "absmax2": torch.zeros(1),
+            }
+            first = (
+                0.9 * (kept["state1"].float() / 127 - 1) * kept["absmax1"] + 0.1 * parameter.grad
+            )
+            second = (
+                0.99 * kept["state2"].float() / 255 * kept["absmax2"]
+                + 0.01 * parameter.grad.square()
+            )
             kept["step"] += 1
             kept["absmax1"], kept["absmax2"] = first.abs().max()[None], second.max()[None]
             kept["state1"] = ((first / kept["absmax1"] + 1) * 127).round().to(torch.uint8)

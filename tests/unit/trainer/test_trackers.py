@@ -1,4 +1,5 @@
-"""Measurements of steps to somebody else's trackers: accelerate's own, with a package that writes where we can look."""
+"""Measurements of steps to somebody else's trackers: accelerate's own, with a package that writes
+where we can look."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class SummaryWriter:
         self.file = pathlib.Path(folder) / "told.jsonl"
         self.file.parent.mkdir(parents=True, exist_ok=True)
     def add_hparams(self, values, metric_dict=None): self.write("told", values)
-    def add_scalar(self, name, value, global_step=None, **kwargs): self.write(name, [value, global_step])
+    def add_scalar(self, name, value, global_step=None, **kwargs):
+        self.write(name, [value, global_step])
     def flush(self): pass
     def close(self): self.write("closed", True)
     def write(self, *what):
@@ -43,7 +45,10 @@ def tensorboard(tmp_path, monkeypatch):
 def test_every_step_goes_to_the_tracker_with_what_it_measured(tmp_path, tensorboard) -> None:
     trackers = Trackers(["tensorboard"], tmp_path / "data", "me", {"training/learning_rate": 1e-5})
     kept = Records(tmp_path / "data", trackers)
-    kept.step(1.0, Report("training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.5}, device="cpu"))
+    kept.step(
+        1.0,
+        Report("training", step=7, reward_own=0.25, reward_by_task={"rg/gcd": 0.5}, device="cpu"),
+    )
     kept.close()
     told = [json.loads(line) for line in tensorboard.read_text().splitlines()]
     assert told[0] == ["told", {"training/learning_rate": 1e-5}]
@@ -69,18 +74,28 @@ def init(**kwargs):
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_wandb_and_trackio_start_in_a_process_that_has_no_accelerator_and_are_told_the_same(tmp_path, monkeypatch, kind) -> None:
+def test_wandb_and_trackio_start_in_a_process_that_has_no_accelerator_and_are_told_the_same(
+    tmp_path, monkeypatch, kind
+) -> None:
     state = pytest.importorskip("accelerate.state")
     (tmp_path / f"{kind}.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, kind, raising=False)
     state.PartialState._reset_state()
-    kept = Records(tmp_path / "data", Trackers([kind], tmp_path / "data", "me", {"training/learning_rate": 1e-5}))
+    kept = Records(
+        tmp_path / "data",
+        Trackers([kind], tmp_path / "data", "me", {"training/learning_rate": 1e-5}),
+    )
     kept.step(1.0, Report("training", step=7, reward_own=0.25, device="cpu"))
     kept.close()
     (_, given), told, (step, values), closed = importlib.import_module(kind).told
     assert (given["project"], given["name"]) == ("swarmnode", "me")
-    assert (told, step, values["reward_own"], closed) == (["told", {"training/learning_rate": 1e-5}], 7, 0.25, ["closed", True])
+    assert (told, step, values["reward_own"], closed) == (
+        ["told", {"training/learning_rate": 1e-5}],
+        7,
+        0.25,
+        ["closed", True],
+    )
     if kind == "wandb":
         leaves_out = given["settings"]
         assert leaves_out["console"] == "off", "the trainer's log has addresses and peers"
@@ -101,11 +116,17 @@ def test_a_tracker_that_fails_is_done_without(tmp_path, tensorboard) -> None:
 
 
 def test_numbers_are_told_by_name_and_nothing_else() -> None:
-    assert flat({"a": 1, "b": {"c/d": 0.5, "e": "text"}, "f": True, "g": None, "h": [1]}) == {"a": 1, "b/c/d": 0.5}
+    assert flat({"a": 1, "b": {"c/d": 0.5, "e": "text"}, "f": True, "g": None, "h": [1]}) == {
+        "a": 1,
+        "b/c/d": 0.5,
+    }
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"log.trackers: wandb is not installed: pip install wandb, or 'swarmnode\[wandb\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"log.trackers: wandb is not installed: pip install wandb, or 'swarmnode\[wandb\]'",
+    ):
         settings.check_trackers(["wandb"])
     settings.check_trackers([])

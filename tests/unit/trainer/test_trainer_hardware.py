@@ -1,4 +1,5 @@
-"""A node that is slow, small or at rest: batches fitted to its speed, a memory limit learnt once, quiet hours."""
+"""A node that is slow, small or at rest: batches fitted to its speed, a memory limit learnt once,
+quiet hours."""
 
 import threading
 
@@ -27,20 +28,30 @@ def _one_thread():
 async def train(data_dir, *, on_report=None, node=None, **training):
     """Run a trainer to its end; returns its reports."""
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
-    settings = {"node": {"data_dir": data_dir, **(node or {})}, "training": training, "task": {"held_out_per_task": 1}}
+    settings = {
+        "node": {"data_dir": data_dir, **(node or {})},
+        "training": training,
+        "task": {"held_out_per_task": 1},
+    }
     network = NetworkSide()
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, network).run)
-        trainer = Trainer(Config.model_validate({"weights": {"rule": "off"}, **settings}), Progress())
+        trainer = Trainer(
+            Config.model_validate({"weights": {"rule": "off"}, **settings}), Progress()
+        )
         if on_report is not None:
-            network.report = lambda report: (network.reports.append(report), on_report(trainer, report))
+            network.report = lambda report: (
+                network.reports.append(report),
+                on_report(trainer, report),
+            )
         await trio.to_thread.run_sync(trainer.run)
         nursery.cancel_scope.cancel()
     return network.reports
 
 
 class Allocator:
-    """Stands in for a device's memory: a forward pass over more tokens than fit fails as torch's CPU allocator does."""
+    """Stands in for a device's memory: a forward pass over more tokens than fit fails as torch's
+    CPU allocator does."""
 
     def __init__(self, monkeypatch, tokens):
         self.tokens, self.failures = tokens, 0
@@ -49,7 +60,10 @@ class Allocator:
         def logits(policy, input_ids, *inputs, **keys):
             if input_ids.numel() > self.tokens:
                 self.failures += 1
-                raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+                raise RuntimeError(
+                    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate"
+                    " memory: you tried to allocate"
+                )
             return real(policy, input_ids, *inputs, **keys)
 
         monkeypatch.setattr(Policy, "logits", logits)
@@ -57,7 +71,8 @@ class Allocator:
 
 async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch, tokens=80)
-    once = {"eval_every": 100, "options": ["train_once"]}  # steps alike: one that trains on more rows may find a limit of its own
+    # steps alike: one that trains on more rows may find a limit of its own
+    once = {"eval_every": 100, "options": ["train_once"]}
     first = await train(tmp_path, max_steps=2, **once)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
@@ -107,7 +122,9 @@ async def test_quiet_hours_rest_the_trainer_which_stops_when_told(tmp_path, monk
             rested.set()
             trainer.stop()
 
-    reports = await train(tmp_path, on_report=stop_once_paused, node={"quiet_hours": "00:00-00:00"}, max_steps=5)
+    reports = await train(
+        tmp_path, on_report=stop_once_paused, node={"quiet_hours": "00:00-00:00"}, max_steps=5
+    )
     assert rested.is_set()
     assert reports[-1].step == 0
 
@@ -121,7 +138,9 @@ def test_without_a_target_nothing_is_fitted():
     assert fitted(3.0, 1000.0, 0.0, 16) == 16
 
 
-@pytest.mark.parametrize(("overhead", "per_group", "target"), [(1.0, 2.0, 12.0), (0.0, 0.5, 4.0), (5.0, 1.0, 13.0)])
+@pytest.mark.parametrize(
+    ("overhead", "per_group", "target"), [(1.0, 2.0, 12.0), (0.0, 0.5, 4.0), (5.0, 1.0, 13.0)]
+)
 def test_steps_come_to_take_as_long_as_they_should(overhead, per_group, target):
     groups, seconds = 32.0, 0.0
     for _ in range(20):

@@ -1,4 +1,5 @@
-"""One update: micro-batches add up, external weight counts, memory that runs out changes nothing but the micro-batch."""
+"""One update: micro-batches add up, external weight counts, memory that runs out changes nothing
+but the micro-batch."""
 
 import copy
 from dataclasses import replace
@@ -15,7 +16,13 @@ from swarmnode.trainer import update as module
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.update import WARMUP_STEPS, Updater, learning_rate, normalizer, trained
 
-PROMPTS = ["What is 3 + 4?", "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your answer."]
+PROMPTS = [
+    "What is 3 + 4?",
+    (
+        "Find the greatest common divisor (GCD) of these numbers: 4, 6. Return only the GCD as your"
+        " answer."
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,10 @@ def rows(base):
     first, second = generate(base, PROMPTS, Sampling(4, 8), base.random_generator(1))
     own = own_group(first, [1.0, 0.0, 0.0, 1.0])
     theirs = own_group(second, [0.0, 1.0, 0.0, 0.0])
-    return assemble([own, TrainingGroup(theirs.rows, theirs.old_logprobs, theirs.rewards, [0.9] * 4, peer="p")], "grpo")
+    return assemble(
+        [own, TrainingGroup(theirs.rows, theirs.old_logprobs, theirs.rewards, [0.9] * 4, peer="p")],
+        "grpo",
+    )
 
 
 def after(base, rows, tokens=10_000, **keys):
@@ -44,7 +54,8 @@ def after(base, rows, tokens=10_000, **keys):
 def test_micro_batches_add_up_to_the_whole_batch(base, rows, loss_type):
     whole, one = after(base, rows, loss_type=loss_type)
     pieces, many = after(base, rows, tokens=64, loss_type=loss_type)
-    assert torch.allclose(whole, pieces, atol=1e-4)  # a first Adam step is 3e-4 for every weight, however small its gradient
+    # a first Adam step is 3e-4 for every weight, however small its gradient
+    assert torch.allclose(whole, pieces, atol=1e-4)
     assert one.loss == pytest.approx(many.loss, abs=1e-6)
     assert one.entropy == pytest.approx(many.entropy, abs=1e-4)
 
@@ -84,10 +95,18 @@ def small_device(monkeypatch, tokens):
 
 
 @pytest.mark.parametrize("peers", [("", "p"), ("p", "")])
-def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(base, rows, monkeypatch, peers):
+def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(
+    base, rows, monkeypatch, peers
+):
     """The second group does not fit as a whole, whosever it is."""
     groups = [
-        TrainingGroup(rows.rows[at : at + 4], rows.old_logprobs[at : at + 4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4, peer)
+        TrainingGroup(
+            rows.rows[at : at + 4],
+            rows.old_logprobs[at : at + 4],
+            [1.0, 0.0, 0.0, 1.0],
+            [1.0] * 4,
+            peer,
+        )
         for at, peer in zip((0, 4), peers, strict=True)
     ]
     batch = assemble(sorted(groups, key=lambda group: group.peer), "grpo")
@@ -99,17 +118,25 @@ def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(
     small = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
     assert (own.statistics().oom_retries > 0) == (peers[1] == "")
     assert (external.statistics().oom_retries > 0) == (peers[1] == "p")
-    assert float((whole - small).abs().mean()) < 1e-6  # a first Adam step is 3e-4 either way where a gradient is next to nothing
+    # a first Adam step is 3e-4 either way where a gradient is next to nothing
+    assert float((whole - small).abs().mean()) < 1e-6
 
 
-def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(base, rows, monkeypatch):
+def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(
+    base, rows, monkeypatch
+):
     """Four times as long as ours is what admission takes."""
     third = TrainingGroup(
         [(prompt, completion[:-1] * 90 + completion[-1:]) for prompt, completion in rows.rows[4:]],
-        [old[:-1] * 90 + old[-1:] for old in rows.old_logprobs[4:]], [0.0, 1.0, 0.0, 1.0], [1.0] * 4, peer="q",
-    )  # fmt: skip
+        [old[:-1] * 90 + old[-1:] for old in rows.old_logprobs[4:]],
+        [0.0, 1.0, 0.0, 1.0],
+        [1.0] * 4,
+        peer="q",
+    )
     ours, theirs = (
-        TrainingGroup(rows.rows[at : at + 4], rows.old_logprobs[at : at + 4], rewards, [1.0] * 4, peer)
+        TrainingGroup(
+            rows.rows[at : at + 4], rows.old_logprobs[at : at + 4], rewards, [1.0] * 4, peer
+        )
         for at, rewards, peer in ((0, [1.0, 0.0, 0.0, 1.0], ""), (4, [0.0, 1.0, 0.0, 0.0], "p"))
     )
     expected, _ = after(base, assemble([ours, theirs], "grpo"))
@@ -133,7 +160,12 @@ def test_an_own_row_that_does_not_fit_is_an_error(base, rows, monkeypatch):
 
 def test_a_kl_penalty_holds_the_policy_back(base, rows):
     policy = base.clone()
-    updater = Updater(policy, TrainingConfig(beta=0.1, learning_rate=1e-3), MicroBatcher(10_000), policy.reference())
+    updater = Updater(
+        policy,
+        TrainingConfig(beta=0.1, learning_rate=1e-3),
+        MicroBatcher(10_000),
+        policy.reference(),
+    )
     kl = [updater.update(rows).kl for _ in range(3)]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[2] > kl[0]
@@ -194,13 +226,23 @@ def test_a_step_is_taken_at_the_rate_that_it_is_given(base, rows):
     policy = base.clone()
     updater = Updater(policy, TrainingConfig(learning_rate=1e-3), MicroBatcher(10_000))
     updater.update(rows, 0.0)
-    assert all(torch.equal(p, q) for p, q in zip(policy.model.parameters(), base.model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(policy.model.parameters(), base.model.parameters(), strict=True)
+    )
     updater.update(rows)
     assert updater.optimizer.param_groups[0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize(
-    "options", [["linear"], ["linear", "cosine"], ["mask_truncated", "overlong_shaping"], ["mis", "sequence_tis"], ["nonsense"]]
+    "options",
+    [
+        ["linear"],
+        ["linear", "cosine"],
+        ["mask_truncated", "overlong_shaping"],
+        ["mis", "sequence_tis"],
+        ["nonsense"],
+    ],
 )
 def test_options_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match="options"):
@@ -208,8 +250,13 @@ def test_options_that_cannot_be_are_refused(options):
 
 
 def test_what_was_cut_is_neither_learnt_from_nor_counted(base, rows):
-    """With a penalty too, which otherwise reaches every row; and a batch without that row is another one, since it is counted as a row."""
-    cut = replace(rows, masked=frozenset({0, 5}), weights=rows.weights * torch.tensor([0.0, 1, 1, 1, 1, 0.0, 1, 1]))
+    """With a penalty too, which otherwise reaches every row; and a batch without that row is
+    another one, since it is counted as a row."""
+    cut = replace(
+        rows,
+        masked=frozenset({0, 5}),
+        weights=rows.weights * torch.tensor([0.0, 1, 1, 1, 1, 0.0, 1, 1]),
+    )
     for cfg in (TrainingConfig(), TrainingConfig(beta=0.1)):
         own, external = trained(cut, cfg)
         assert {0, 5}.isdisjoint(own + external)
@@ -221,7 +268,8 @@ def test_what_was_cut_is_neither_learnt_from_nor_counted(base, rows):
 
 
 class ScaledLoss:
-    """accelerate's mixed precision with float16, which it offers on GPUs only: a loss scaler of a CPU in the place of theirs."""
+    """accelerate's mixed precision with float16, which it offers on GPUs only: a loss scaler of a
+    CPU in the place of theirs."""
 
     def __init__(self, policy, scale):
         from accelerate.optimizer import AcceleratedOptimizer
@@ -255,7 +303,9 @@ def test_an_overflow_of_float16_lowers_the_scale_and_later_steps_are_taken(base,
     for _ in range(30):
         stepped.append(updater.update(rows).stepped)
         if not any(stepped):
-            assert torch.equal(start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()]))
+            assert torch.equal(
+                start, torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+            )
     assert not stepped[0]
     assert stepped[-1], "the scale stays where it overflows"
     assert stepped == sorted(stepped)

@@ -1,7 +1,8 @@
-"""A whole update is what the formulas say: against a gradient written out by hand, row by row, and against TRL's steps.
+"""A whole update is what the formulas say: against a gradient written out by hand, row by row, and
+against TRL's steps.
 
-Ratio, both clips, the hard bound, weights, temperature and the gradient clip all matter in this batch: leaving any of them out gives
-another gradient, which is tested too.
+Ratio, both clips, the hard bound, weights, temperature and the gradient clip all matter in this
+batch: leaving any of them out gives another gradient, which is tested too.
 """
 
 import copy
@@ -16,7 +17,14 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import BAND, CAP, NAMED
-from swarmnode.rl.objectives import DELTA, EPSILON, EPSILON_HIGH, SEQUENCE_EPSILON, SEQUENCE_EPSILON_HIGH, WEIGHT_EPSILON_HIGH
+from swarmnode.rl.objectives import (
+    DELTA,
+    EPSILON,
+    EPSILON_HIGH,
+    SEQUENCE_EPSILON,
+    SEQUENCE_EPSILON_HIGH,
+    WEIGHT_EPSILON_HIGH,
+)
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, parts_of
 from swarmnode.trainer.update import Updater
 
@@ -35,13 +43,27 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        initializer_range=0.5,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(2, 32)}, unk_token="</s>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {"<pad>": PAD, "</s>": EOS} | {f"w{i}": i for i in range(2, 32)}, unk_token="</s>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", padding_side="left"
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -53,22 +75,35 @@ def policy(folder):
 
 def by_hand(model, prompt, completion, temperature):
     """(T,) log-probabilities, from one plain forward pass."""
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    logits = (
+        model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+        / temperature
+    )
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
 def rows(policy):
-    """Two groups of four, the second a peer's. The policy that sampled is far enough away that every clip is met."""
+    """Two groups of four, the second a peer's. The policy that sampled is far enough away that
+    every clip is met."""
     generator = torch.Generator().manual_seed(1)
     draw = lambda count: torch.randint(2, 32, (count,), generator=generator).tolist()
     prompts = [draw(3), draw(5)]
     chosen = [(prompts[i // 4], draw(length)) for i, length in enumerate([7, 1, 4, 2, 6, 7, 3, 5])]
     with torch.no_grad():
         now = [by_hand(policy.model, *row, TEMPERATURE) for row in chosen]
-    old = [(values + torch.randn(len(values), generator=generator) * 1.2).tolist() for values in now]
+    old = [
+        (values + torch.randn(len(values), generator=generator) * 1.2).tolist() for values in now
+    ]
     worth = torch.tensor([1.5, -0.5, -0.9, 0.7, -1.2, 0.4, 1.1, -0.8])
-    return Rows(chosen, old, worth, torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]), [0] * 4 + [1] * 4, [False] * 4 + [True] * 4)
+    return Rows(
+        chosen,
+        old,
+        worth,
+        torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]),
+        [0] * 4 + [1] * 4,
+        [False] * 4 + [True] * 4,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -80,16 +115,38 @@ def exact(policy, rows, loss_type="dapo", without=()):
     """The gradient, flat, clipped to CLIP: every sum as it is written in the papers."""
     model = copy.deepcopy(policy.model)
     terms = []
-    for (prompt, completion), old, advantage, weight in zip(rows.rows, rows.old_logprobs, rows.advantages, rows.weights, strict=True):
-        logprobs = by_hand(model, prompt, completion, 1.0 if "temperature" in without else TEMPERATURE)
+    for (prompt, completion), old, advantage, weight in zip(
+        rows.rows, rows.old_logprobs, rows.advantages, rows.weights, strict=True
+    ):
+        logprobs = by_hand(
+            model, prompt, completion, 1.0 if "temperature" in without else TEMPERATURE
+        )
         gap = logprobs - (logprobs.detach() if "ratio" in without else torch.tensor(old))
         ratio = torch.exp(gap.mean().repeat(len(gap)) if loss_type == "gspo" else gap)
-        bounded = ratio if "delta" in without or loss_type == "gspo" else torch.where(ratio > DELTA, DELTA, ratio)
-        low, high = (1 - SEQUENCE_EPSILON, 1 + SEQUENCE_EPSILON_HIGH) if loss_type == "gspo" else (1 - EPSILON, 1 + EPSILON_HIGH)
-        clipped = ratio if "epsilon" in without else torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
+        bounded = (
+            ratio
+            if "delta" in without or loss_type == "gspo"
+            else torch.where(ratio > DELTA, DELTA, ratio)
+        )
+        low, high = (
+            (1 - SEQUENCE_EPSILON, 1 + SEQUENCE_EPSILON_HIGH)
+            if loss_type == "gspo"
+            else (1 - EPSILON, 1 + EPSILON_HIGH)
+        )
+        clipped = (
+            ratio
+            if "epsilon" in without
+            else torch.where(ratio < low, low, torch.where(ratio > high, high, ratio))
+        )
         each = torch.minimum(bounded * advantage, clipped * advantage)
         if loss_type == "cispo":
-            each = torch.where(ratio > 1 + WEIGHT_EPSILON_HIGH, 1 + WEIGHT_EPSILON_HIGH, ratio).detach() * advantage * logprobs
+            each = (
+                torch.where(
+                    ratio > 1 + WEIGHT_EPSILON_HIGH, 1 + WEIGHT_EPSILON_HIGH, ratio
+                ).detach()
+                * advantage
+                * logprobs
+            )
         terms.append(-each * (1.0 if "weights" in without else weight))
     if loss_type in ("dapo", "cispo"):
         loss = torch.cat(terms).sum() / sum(map(len, terms))
@@ -97,7 +154,9 @@ def exact(policy, rows, loss_type="dapo", without=()):
         loss = sum(term.mean() for term in terms) / len(terms)
     else:
         loss = torch.cat(terms).sum() / (len(terms) * LENGTH)
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    gradient = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))]
+    )
     norm = float(gradient.norm())
     assert norm > 4 * CLIP, "the clip has to matter"
     return gradient if "clip" in without else gradient * CLIP / norm
@@ -110,7 +169,9 @@ def taken(policy, rows, tokens=16384, reference=None, **keys):
     updater = Updater(mine, cfg, MicroBatcher(tokens), reference)
     seen = []
     updater.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.flatten().clone() for p in mine.trainable_parameters()]))
+        lambda *_: seen.append(
+            torch.cat([p.grad.flatten().clone() for p in mine.trainable_parameters()])
+        )
     )
     assert updater.update(rows).stepped
     return seen[0]
@@ -120,7 +181,11 @@ def taken(policy, rows, tokens=16384, reference=None, **keys):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_the_gradient_of_an_update_is_the_exact_one(policy, rows, loss_type, tokens):
     expected = exact(policy, rows, loss_type)
-    assert torch.allclose(taken(policy, rows, tokens, loss_type=loss_type), expected, atol=1e-5 * float(expected.abs().max()) + 1e-7)
+    assert torch.allclose(
+        taken(policy, rows, tokens, loss_type=loss_type),
+        expected,
+        atol=1e-5 * float(expected.abs().max()) + 1e-7,
+    )
 
 
 BETA = 0.3
@@ -137,18 +202,29 @@ def reference(policy):
 
 
 def penalised(policy, reference, rows, temperature=TEMPERATURE, ratio_in_penalty=True):
-    """The gradient with the penalty, flat, clipped to CLIP; the reference's log-probabilities at `temperature`."""
+    """The gradient with the penalty, flat, clipped to CLIP; the reference's log-probabilities at
+    `temperature`."""
     model = copy.deepcopy(policy.model)
     terms = []
     for number, (prompt, completion) in enumerate(rows.rows):
-        logprobs, old = by_hand(model, prompt, completion, TEMPERATURE), torch.tensor(rows.old_logprobs[number])
+        logprobs, old = (
+            by_hand(model, prompt, completion, TEMPERATURE),
+            torch.tensor(rows.old_logprobs[number]),
+        )
         ratio, advantage = torch.exp(logprobs - old), rows.advantages[number]
-        gain = torch.minimum(ratio.clamp(max=DELTA) * advantage, ratio.clamp(1 - EPSILON, 1 + EPSILON_HIGH) * advantage)
+        gain = torch.minimum(
+            ratio.clamp(max=DELTA) * advantage,
+            ratio.clamp(1 - EPSILON, 1 + EPSILON_HIGH) * advantage,
+        )
         gap = by_hand(reference.model, prompt, completion, temperature).detach() - logprobs
         k3 = torch.exp(gap) - gap - 1
-        terms.append(-rows.weights[number] * gain + BETA * k3 * (ratio if ratio_in_penalty else 1.0))
+        terms.append(
+            -rows.weights[number] * gain + BETA * k3 * (ratio if ratio_in_penalty else 1.0)
+        )
     loss = torch.cat(terms).sum() / sum(map(len, terms))
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    gradient = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))]
+    )
     return gradient * CLIP / float(gradient.norm())
 
 
@@ -157,7 +233,11 @@ def test_the_gradient_with_a_penalty_is_the_exact_one(policy, reference, rows, t
     expected = penalised(policy, reference, rows)
     ours = taken(policy, rows, tokens, reference, beta=BETA)
     assert float((ours - expected).norm() / expected.norm()) < 1e-3
-    for other in (exact(policy, rows), penalised(policy, reference, rows, 1.0), penalised(policy, reference, rows, ratio_in_penalty=False)):
+    for other in (
+        exact(policy, rows),
+        penalised(policy, reference, rows, 1.0),
+        penalised(policy, reference, rows, ratio_in_penalty=False),
+    ):
         assert float((expected - other).norm() / expected.norm()) > 0.02
 
 
@@ -168,13 +248,21 @@ def test_without_any_part_it_would_be_another(policy, rows, part):
 
 
 THEIR_NAMES = {
-    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=SEQUENCE_EPSILON, epsilon_high=SEQUENCE_EPSILON_HIGH),
+    "gspo": dict(
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=SEQUENCE_EPSILON,
+        epsilon_high=SEQUENCE_EPSILON_HIGH,
+    ),
     "cispo": dict(loss_type="cispo", epsilon_high=1 + WEIGHT_EPSILON_HIGH),
 }
 
 
 def objective_there(loss_type):
-    return THEIR_NAMES.get(loss_type, dict(loss_type=loss_type, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA))
+    return THEIR_NAMES.get(
+        loss_type,
+        dict(loss_type=loss_type, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, delta=DELTA),
+    )
 
 
 def trls(folder, tmp_path, reward_funcs=None, **settings):
@@ -184,14 +272,26 @@ def trls(folder, tmp_path, reward_funcs=None, **settings):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     settings = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8, num_generations=4,
-        max_completion_length=LENGTH, temperature=TEMPERATURE, disable_dropout=True, beta=0.0, gradient_checkpointing=False, **settings,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=LENGTH,
+        temperature=TEMPERATURE,
+        disable_dropout=True,
+        beta=0.0,
+        gradient_checkpointing=False,
+        **settings,
+    )
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder),
-        reward_funcs=reward_funcs or (lambda completions, **_: [0.0] * len(completions)), args=settings,
-        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}), processing_class=AutoTokenizer.from_pretrained(folder),
-    )  # fmt: skip
+        reward_funcs=reward_funcs or (lambda completions, **_: [0.0] * len(completions)),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w3"] * 8}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
@@ -208,12 +308,19 @@ def step_there(trainer, optimizer, batch):
 @pytest.mark.parametrize("cut", [(), (1, 6)], ids=["whole", "mask_truncated"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, tmp_path):
-    """The same rows four times over, so that from the second step on the ratio is that of a policy that has moved."""
-    rows = replace(rows, weights=torch.tensor([float(i not in cut) for i in range(8)]), masked=frozenset(cut))  # TRL has no others
+    """The same rows four times over, so that from the second step on the ratio is that of a policy
+    that has moved."""
+    # TRL has no others
+    rows = replace(
+        rows, weights=torch.tensor([float(i not in cut) for i in range(8)]), masked=frozenset(cut)
+    )
     rate = 3e-3
     cfg = TrainingConfig(
-        temperature=TEMPERATURE, loss_type=loss_type, max_completion_length=LENGTH, learning_rate=rate
-    )  # fmt: skip
+        temperature=TEMPERATURE,
+        loss_type=loss_type,
+        max_completion_length=LENGTH,
+        learning_rate=rate,
+    )
     mine = policy.clone()
     updater = Updater(mine, cfg, MicroBatcher(16384))
     for _ in range(4):
@@ -222,21 +329,34 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
     trainer = trls(folder, tmp_path, **objective_there(loss_type))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0)
     width = max(len(prompt) for prompt, _ in rows.rows)
-    ids, mask, old = torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH, dtype=torch.long), torch.zeros(8, LENGTH)
+    ids, mask, old = (
+        torch.zeros(8, LENGTH, dtype=torch.long),
+        torch.zeros(8, LENGTH, dtype=torch.long),
+        torch.zeros(8, LENGTH),
+    )
     for i, (_, completion) in enumerate(rows.rows):
-        ids[i, : len(completion)], mask[i, : len(completion)] = torch.tensor(completion), int(i not in cut)
+        ids[i, : len(completion)], mask[i, : len(completion)] = (
+            torch.tensor(completion),
+            int(i not in cut),
+        )
         old[i, : len(completion)] = torch.tensor(rows.old_logprobs[i])
     batch = {
         "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _ in rows.rows]),
         "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in rows.rows]),
-        "completion_ids": ids, "completion_mask": mask, "num_items_in_batch": mask.sum(), "old_per_token_logps": old,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": old,
         "advantages": rows.advantages,
-    }  # fmt: skip
+    }
     step_there(trainer, optimizer, batch)
     theirs = dict(trainer.model.named_parameters())
     for name, parameter in trainable(mine.model).items():
         assert torch.allclose(parameter, theirs[name], atol=1e-4), name
-    moved = [float((p - q).abs().max()) for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)]
+    moved = [
+        float((p - q).abs().max())
+        for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)
+    ]
     assert max(moved) > 3 * rate
 
 
@@ -248,8 +368,11 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
         ("gdpo", dict(multi_objective_aggregation="normalize_then_sum")),
     ],
 )
-def test_four_steps_on_rewards_of_several_components_are_trls(policy, folder, estimator, settings, tmp_path):
-    """TRL samples, and its reward functions are asked, each with its weight; one of them has nothing to say of some completions."""
+def test_four_steps_on_rewards_of_several_components_are_trls(
+    policy, folder, estimator, settings, tmp_path
+):
+    """TRL samples, and its reward functions are asked, each with its weight; one of them has
+    nothing to say of some completions."""
     rng, rate, said = random.Random(0), 3e-3, {}
 
     def correctness(completions, **_):
@@ -261,47 +384,78 @@ def test_four_steps_on_rewards_of_several_components_are_trls(policy, folder, es
         return said["brevity"]
 
     def style(completions, **_):
-        said["style"] = [None if estimator != "gdpo" and i % 3 == 0 else rng.random() for i, _ in enumerate(completions)]
+        said["style"] = [
+            None if estimator != "gdpo" and i % 3 == 0 else rng.random()
+            for i, _ in enumerate(completions)
+        ]
         return said["style"]
 
     weights = {"correctness": 0.6, "brevity": 0.3, "style": 0.1}
     functions = [correctness, brevity, style]
     trainer = trls(
-        folder, tmp_path, functions, reward_weights=[weights[f.__name__] for f in functions], **settings | objective_there("dapo")
+        folder,
+        tmp_path,
+        functions,
+        reward_weights=[weights[f.__name__] for f in functions],
+        **settings | objective_there("dapo"),
     )
-    batch = trainer._generate_and_score_completions([{"prompt": "w2 w3"}] * 4 + [{"prompt": "w4 w5 w6"}] * 4)
+    batch = trainer._generate_and_score_completions(
+        [{"prompt": "w2 w3"}] * 4 + [{"prompt": "w4 w5 w6"}] * 4
+    )
     inside = [batch[name].bool() for name in ("prompt_mask", "completion_mask")]
     chosen = [
         (p[here].tolist(), c[there].tolist())
-        for p, c, here, there in zip(batch["prompt_ids"], batch["completion_ids"], *inside, strict=True)
+        for p, c, here, there in zip(
+            batch["prompt_ids"], batch["completion_ids"], *inside, strict=True
+        )
     ]
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        old = [by_hand(policy.model, *row, TEMPERATURE) + torch.randn(len(row[1]), generator=generator) for row in chosen]
-    batch["old_per_token_logps"] = torch.stack([torch.nn.functional.pad(o, (0, batch["completion_ids"].shape[1] - len(o))) for o in old])
+        old = [
+            by_hand(policy.model, *row, TEMPERATURE) + torch.randn(len(row[1]), generator=generator)
+            for row in chosen
+        ]
+    batch["old_per_token_logps"] = torch.stack(
+        [torch.nn.functional.pad(o, (0, batch["completion_ids"].shape[1] - len(o))) for o in old]
+    )
 
     groups = []
     for of in (slice(0, 4), slice(4, 8)):
         made_of = [
-            {f: v for f, v in zip(said, row, strict=True) if v is not None} for row in zip(*(said[f][of] for f in said), strict=True)
+            {f: v for f, v in zip(said, row, strict=True) if v is not None}
+            for row in zip(*(said[f][of] for f in said), strict=True)
         ]
         rewards = [sum(weights[f] * value for f, value in each.items()) for each in made_of]
         recorded = [values.tolist() for values in old[of]]
-        groups.append(TrainingGroup(chosen[of], recorded, rewards, [1.0] * 4, parts=parts_of(made_of, weights)))
+        groups.append(
+            TrainingGroup(
+                chosen[of], recorded, rewards, [1.0] * 4, parts=parts_of(made_of, weights)
+            )
+        )
     rows = assemble(groups, estimator)
     assert rows.advantages.abs().max() > 0.1
     assert torch.allclose(rows.advantages, batch["advantages"], atol=1e-4)
 
-    cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, learning_rate=rate, advantage=estimator)
+    cfg = TrainingConfig(
+        temperature=TEMPERATURE,
+        max_completion_length=LENGTH,
+        learning_rate=rate,
+        advantage=estimator,
+    )
     mine = policy.clone()
     updater = Updater(mine, cfg, MicroBatcher(16384))
     for _ in range(4):
         updater.update(rows)
-    step_there(trainer, torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0), batch)
+    step_there(
+        trainer, torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0), batch
+    )
     theirs = dict(trainer.model.named_parameters())
     for name, parameter in trainable(mine.model).items():
         assert torch.allclose(parameter, theirs[name], atol=1e-4), name
-    moved = [float((p - q).abs().max()) for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)]
+    moved = [
+        float((p - q).abs().max())
+        for p, q in zip(mine.model.parameters(), policy.model.parameters(), strict=True)
+    ]
     assert max(moved) > 3 * rate
 
 
@@ -313,11 +467,15 @@ BY_HAND = {
 
 
 def corrected_by_hand(policy, rows, option):
-    """The gradient, flat and not clipped, with one step on a batch: own rows weighed for how far their sampler was, peers' not."""
+    """The gradient, flat and not clipped, with one step on a batch: own rows weighed for how far
+    their sampler was, peers' not."""
     model = copy.deepcopy(policy.model)
     terms, ratios = [], []
     for number, (prompt, completion) in enumerate(rows.rows):
-        logprobs, old = by_hand(model, prompt, completion, TEMPERATURE), torch.tensor(rows.old_logprobs[number])
+        logprobs, old = (
+            by_hand(model, prompt, completion, TEMPERATURE),
+            torch.tensor(rows.old_logprobs[number]),
+        )
         advantage, weight = rows.advantages[number], rows.weights[number]
         if number < 4:
             gap = logprobs.detach() - old
@@ -330,7 +488,9 @@ def corrected_by_hand(policy, rows, option):
         terms.append(-weight * torch.minimum(bounded * advantage, clipped * advantage))
     assert float(torch.cat(ratios).max()) > CAP, "the cap has to matter"
     loss = torch.cat(terms).sum() / sum(map(len, terms))
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))])
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, list(trainable(model).values()))]
+    )
 
 
 def sampled_here(rows):
@@ -368,9 +528,15 @@ def test_few_effective_samples_take_a_smaller_step_if_that_is_wanted(policy, row
     lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows])
     alone = replace(rows, weights=torch.tensor([1.0] * 4 + [0.1, 0.1, 0.1, 0.1]))
     weights = alone.weights
-    share = float((weights * lengths).sum() ** 2 / (lengths.sum() * (weights.square() * lengths).sum()))
-    cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH, options=["effective_rate"])
-    assert Updater(policy.clone(), cfg, MicroBatcher(16384)).update(alone).rate_factor == pytest.approx(share**0.5)
+    share = float(
+        (weights * lengths).sum() ** 2 / (lengths.sum() * (weights.square() * lengths).sum())
+    )
+    cfg = TrainingConfig(
+        temperature=TEMPERATURE, max_completion_length=LENGTH, options=["effective_rate"]
+    )
+    assert Updater(policy.clone(), cfg, MicroBatcher(16384)).update(
+        alone
+    ).rate_factor == pytest.approx(share**0.5)
 
 
 def test_effective_shares_are_said_by_source(policy, rows):
@@ -386,4 +552,6 @@ def test_effective_shares_are_said_by_source(policy, rows):
     assert 0.2 < off.effective_own < 0.95
     assert off.effective_external == pytest.approx(float(expected))
     alone = replace(rows, weights=torch.tensor([1.0] * 4 + [0.0] * 4))
-    assert Updater(policy.clone(), cfg, MicroBatcher(16384)).update(alone).effective_external is None
+    assert (
+        Updater(policy.clone(), cfg, MicroBatcher(16384)).update(alone).effective_external is None
+    )

@@ -46,7 +46,8 @@ class Network:
 
 
 class Served:
-    """A state server with a trainer that writes a state of SIZE bytes whenever it is told to, another one each time."""
+    """A state server with a trainer that writes a state of SIZE bytes whenever it is told to,
+    another one each time."""
 
     def __init__(self, directory, writes=True):
         self.network = Network()
@@ -79,12 +80,16 @@ class Served:
     async def ask(self, peer="stranger"):
         """Which of the states is given."""
         self.store.expire(trio.current_time())
-        answer = decode_state(await self.network.ask(peer, encode_message(StateRequest(FINGERPRINT))))
+        answer = decode_state(
+            await self.network.ask(peer, encode_message(StateRequest(FINGERPRINT)))
+        )
         self.most = max(self.most, sum(path.stat().st_size for path in self.directory.iterdir()))
         return int.from_bytes(self.network.offered[answer.transfer].chunk(0)[:2], "big")
 
 
-async def test_who_asks_for_hours_fills_no_disk_and_newcomers_are_given_what_is_hours_old_at_most(tmp_path, autojump_clock, monkeypatch):
+async def test_who_asks_for_hours_fills_no_disk_and_newcomers_are_given_what_is_hours_old_at_most(
+    tmp_path, autojump_clock, monkeypatch
+):
     monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
     monkeypatch.setattr(state_server, "offer_seconds", lambda size: 3600.0)
     served, born, oldest = Served(tmp_path), {}, 0.0
@@ -113,7 +118,9 @@ async def test_who_asks_a_thousand_times_is_told_of_one_offer(tmp_path, autojump
     assert len(served.network.offered) == 1
 
 
-async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(tmp_path, autojump_clock, monkeypatch):
+async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(
+    tmp_path, autojump_clock, monkeypatch
+):
     monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
     monkeypatch.setattr(state_server, "MOST_STATES", 1)
     served, seconds = Served(tmp_path), state_server.offer_seconds(SIZE)
@@ -128,14 +135,26 @@ async def test_whoever_fetches_states_leaves_room_for_partners(tmp_path, autojum
     served, slots = Served(tmp_path), serving.Serving(None, None, lambda peer: True, Traffic())
     partner = b"p" * 32
     slots.offers[partner] = serving.BulkOffer(BulkSource(b"x"), frozenset({"partner"}))
-    strangers = [f"stranger {number}" for number in range(serving.SERVING // serving.SERVING_PER_PEER)]
+    strangers = [
+        f"stranger {number}" for number in range(serving.SERVING // serving.SERVING_PER_PEER)
+    ]
     for peer in strangers:
         await served.ask(peer)
         for transfer, source in served.network.offered.items():
             audience = served.network.audiences[transfer]
-            slots.offers.setdefault(transfer, serving.BulkOffer(source, None if audience is None else frozenset(audience)))
-    push = lambda peer, name: slots.begin(peer, BulkRequest(name, slots.offers[name].source.root, b"\x01"), lambda: None)
-    begun = [push(peer, name) for peer in strangers for name in slots.offers for _ in range(serving.SERVING_PER_PEER)]
+            slots.offers.setdefault(
+                transfer,
+                serving.BulkOffer(source, None if audience is None else frozenset(audience)),
+            )
+    push = lambda peer, name: slots.begin(
+        peer, BulkRequest(name, slots.offers[name].source.root, b"\x01"), lambda: None
+    )
+    begun = [
+        push(peer, name)
+        for peer in strangers
+        for name in slots.offers
+        for _ in range(serving.SERVING_PER_PEER)
+    ]
     assert sum(isinstance(each, serving.Push) for each in begun) == serving.SERVING_PUBLIC
     assert isinstance(push("partner", partner), serving.Push)
 
@@ -150,7 +169,9 @@ async def test_while_a_state_is_written_it_says_so_and_not_for_ever(tmp_path, au
     served = Served(tmp_path, writes=False)
     assert not served.server.is_writing
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(served.network.ask, "stranger", encode_message(StateRequest(FINGERPRINT)))
+        nursery.start_soon(
+            served.network.ask, "stranger", encode_message(StateRequest(FINGERPRINT))
+        )
         await trio.sleep(1.0)
         assert served.server.is_writing
         nursery.cancel_scope.cancel()

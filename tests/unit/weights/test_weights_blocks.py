@@ -1,4 +1,5 @@
-"""What two parties that hold different layers of one policy do to each other: crews cut two ways, and nodes that hold all of it."""
+"""What two parties that hold different layers of one policy do to each other: crews cut two ways,
+and nodes that hold all of it."""
 
 import random
 import threading
@@ -65,9 +66,13 @@ class Party:
         self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
         self.tensors = AveragedTensors(self.parameters, codec, FRAGMENTS, threading.Lock(), LAYERS)
         self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
-        config = WeightsConfig(rule="gossip", codec=codec, fragments=FRAGMENTS, sync_every=sync_every)
+        config = WeightsConfig(
+            rule="gossip", codec=codec, fragments=FRAGMENTS, sync_every=sync_every
+        )
         directory.mkdir()
-        self.replica = Replica(self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe)
+        self.replica = Replica(
+            self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe
+        )
         self.facts = self.replica.facts(False)
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -81,7 +86,11 @@ class Party:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def phi(self):
-        return {name.removeprefix("phi."): t for name, t in self.replica.tensors().items() if name.startswith("phi.")}
+        return {
+            name.removeprefix("phi."): t
+            for name, t in self.replica.tensors().items()
+            if name.startswith("phi.")
+        }
 
     def do(self, message):
         """Hand it a message, and have everything done that follows. What it says."""
@@ -98,11 +107,14 @@ def blocks_shared(one, other):
 
 
 def exchange(one, other, fragment, session):
-    """Both copy what both hold of the fragment, and each gets the other's. How it ended for each."""
+    """Both copy what both hold of the fragment, and each gets the other's. How it ended for
+    each."""
     blocks, ended = blocks_shared(one, other), []
     copies = [party.do(local.TakeSnapshot(session, fragment, blocks))[0] for party in (one, other)]
     for party, theirs in ((one, copies[1]), (other, copies[0])):
-        said = party.do(local.ApplyPayload(session, fragment, "peer", theirs.outer_step, theirs.path, blocks))
+        said = party.do(
+            local.ApplyPayload(session, fragment, "peer", theirs.outer_step, theirs.path, blocks)
+        )
         ended += [message.outcome for message in said if isinstance(message, local.ExchangeEnded)]
     return ended
 
@@ -112,7 +124,10 @@ def parties(tmp_path):
     made = []
 
     def make(*held, **options):
-        made.extend(Party(tmp_path / str(len(made) + i), blocks, 1 + len(made) + i, **options) for i, blocks in enumerate(held))
+        made.extend(
+            Party(tmp_path / str(len(made) + i), blocks, 1 + len(made) + i, **options)
+            for i, blocks in enumerate(held)
+        )
         return made[-len(held) :]
 
     yield make
@@ -121,7 +136,7 @@ def parties(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8"])
-def test_what_both_hold_is_averaged_and_where_outer_steps_are_close_the_rest_takes_its_step_alone_at_once(parties, codec):
+def test_common_blocks_are_averaged_and_the_rest_steps_alone(parties, codec):
     head, long = parties(HEAD, LONG, codec=codec)
     for party in (head, long):
         party.train()
@@ -131,11 +146,19 @@ def test_what_both_hold_is_averaged_and_where_outer_steps_are_close_the_rest_tak
     assert [party.probe.judged for party in (head, long)] == [(shared, shared)] * 2
     for party, old in zip((head, long), before, strict=True):
         mean = (before[0]["model.layers.1.w"] + before[1]["model.layers.1.w"]) / 2
-        torch.testing.assert_close(party.weights()["model.layers.1.w"], mean, atol=1e-3 if codec == "int8" else 1e-6, rtol=0)
-        assert all(torch.equal(t, old[name]) for name, t in party.weights().items() if name not in shared)
+        torch.testing.assert_close(
+            party.weights()["model.layers.1.w"],
+            mean,
+            atol=1e-3 if codec == "int8" else 1e-6,
+            rtol=0,
+        )
+        assert all(
+            torch.equal(t, old[name]) for name, t in party.weights().items() if name not in shared
+        )
         assert party.counters.outer_clocks == [0, 1]
         for name in party.tensors.names(1):
-            assert torch.equal(party.phi()[name], party.weights()[name])  # what was learnt alone is in its slow weights too
+            # what was learnt alone is in its slow weights too
+            assert torch.equal(party.phi()[name], party.weights()[name])
 
 
 ODD = {"model.layers.1.w"}
@@ -150,7 +173,8 @@ def moved(party, before):
 
 
 def met_half(parties):
-    """One that has everything, after an exchange of fragment 1 with one that has half of it, and one that has the rest."""
+    """One that has everything, after an exchange of fragment 1 with one that has half of it, and
+    one that has the rest."""
     whole, head, tail = parties(WHOLE, HEAD, TAIL, sync_every=16)
     for party in (whole, head, tail):
         party.counters.step = 15
@@ -170,21 +194,31 @@ def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_
         whole.train()
         tail.train()
         whole.replica.between_steps(True, 0.1)
-        asked += [(whole.counters.step, m.fragment, m.blocks) for m in whole.said if isinstance(m, local.OuterStepDue)]
+        asked += [
+            (whole.counters.step, m.fragment, m.blocks)
+            for m in whole.said
+            if isinstance(m, local.OuterStepDue)
+        ]
     assert asked == [(20, 1, pack({1, 5}))]
     before, weights, theirs = whole.phi(), whole.weights(), tail.weights()
     assert exchange(whole, tail, 1, b"t" * 16) == ["accepted"] * 2
     assert moved(whole, before) == LEFT
     for name in LEFT:
-        torch.testing.assert_close(whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=1e-6, rtol=0)
-    assert all(torch.equal(t, weights[name]) for name, t in whole.weights().items() if name not in LEFT)
+        torch.testing.assert_close(
+            whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=1e-6, rtol=0
+        )
+    assert all(
+        torch.equal(t, weights[name]) for name, t in whole.weights().items() if name not in LEFT
+    )
 
 
 def test_what_was_left_is_the_same_outer_step_here_and_one_like_any_other_for_the_partner(parties):
     whole, head, tail = met_half(parties)
     assert whole.counters.outer_clocks == [0, 1]
     exchange(whole, tail, 1, b"t" * 16)
-    assert [party.counters.outer_clocks for party in (whole, head, tail)] == [[0, 1]] * 3, "nobody met one that was ahead"
+    assert [party.counters.outer_clocks for party in (whole, head, tail)] == [[0, 1]] * 3, (
+        "nobody met one that was ahead"
+    )
     exchange(whole, tail, 1, b"u" * 16)
     assert [party.counters.outer_clocks for party in (whole, tail)] == [[0, 2]] * 2
 
@@ -201,7 +235,9 @@ def test_a_reward_that_falls_takes_back_both_parts_of_an_outer_step(parties):
     for name, phi in whole.phi().items():
         assert torch.equal(phi, other.weights()[name]), "as before the first outer step"
     assert all(whole.phi()[name] is phi for name, phi in before.items())
-    assert {name for name, t in whole.weights().items() if not torch.equal(t, after[name])} == ODD | LEFT
+    assert {
+        name for name, t in whole.weights().items() if not torch.equal(t, after[name])
+    } == ODD | LEFT
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -215,7 +251,9 @@ def test_what_nobody_has_takes_its_step_alone_once(parties, refused):
     whole.do(local.SoloStep(1))
     assert moved(whole, before) == LEFT
     assert whole.counters.outer_clocks == [0, 1]
-    assert whole.counters.revert.peers == ("peer",), "the exchange that it belongs to can be taken back still"
+    assert whole.counters.revert.peers == ("peer",), (
+        "the exchange that it belongs to can be taken back still"
+    )
     before = whole.phi()
     whole.do(local.SoloStep(1))
     assert moved(whole, before) == ODD | LEFT
@@ -244,7 +282,8 @@ def test_an_exchange_that_would_leave_what_has_become_due_meanwhile_is_given_up(
     whole.replica.receive(local.ApplyPayload(b"t" * 16, 1, "peer", 0, theirs.path, blocks))
     settle(whole.replica.receive, whole.said)
     whole.counters.step, before = 32, whole.phi()
-    whole.replica.between_steps(True, 0.1)  # judged, as some of what is left; and then all of the fragment is due
+    # judged, as some of what is left; and then all of the fragment is due
+    whole.replica.between_steps(True, 0.1)
     assert whole.probe.judged == ({"model.layers.3.w"},) * 2
     settle(whole.replica.receive, whole.said)
     whole.replica.between_steps(True, 0.1, stepped=False)
@@ -256,28 +295,49 @@ def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
     short, tail, whole = parties(SHORT, TAIL, WHOLE)
     assert blocks_shared(short, tail) == b""
     assert blocks_shared(whole, tail) == tail.facts.blocks()
-    assert {party.facts.fingerprint(bytes(32), bytes(32), bytes(32)) for party in (short, tail, whole)} == {
-        whole.facts.fingerprint(bytes(32), bytes(32), bytes(32))
-    }
-    assert len({party.facts.state_fingerprint(bytes(32), bytes(32), bytes(32)) for party in (short, tail, whole)}) == 3
-    # of fragment 1 it holds nothing at all, and a step of it asks nobody, changes nothing and is counted
+    assert {
+        party.facts.fingerprint(bytes(32), bytes(32), bytes(32)) for party in (short, tail, whole)
+    } == {whole.facts.fingerprint(bytes(32), bytes(32), bytes(32))}
+    assert (
+        len(
+            {
+                party.facts.state_fingerprint(bytes(32), bytes(32), bytes(32))
+                for party in (short, tail, whole)
+            }
+        )
+        == 3
+    )
+    # of fragment 1 it holds nothing at all, and a step of it asks nobody, changes nothing and is
+    # counted
     assert within(short.facts.blocks(), 1, FRAGMENTS) == b""
     before, version = short.weights(), short.counters.policy_version
     short.counters.step = 4
     short.replica.between_steps(True, 0.1)
     short.do(local.DropExchange(b"x" * 16))
     assert not any(isinstance(message, local.OuterStepDue) for message in short.said)
-    assert (short.counters.outer_clocks, short.counters.solo_steps_total, short.counters.policy_version) == ([0, 1], 0, version)
+    assert (
+        short.counters.outer_clocks,
+        short.counters.solo_steps_total,
+        short.counters.policy_version,
+    ) == ([0, 1], 0, version)
     assert all(torch.equal(t, before[name]) for name, t in short.weights().items())
 
 
 def spread(parties):
     """Standard deviation of each tensor among those who hold it, the largest of all tensors."""
-    held = {name: [party.weights()[name] for party in parties if name in party.parameters] for name in SHAPES}
-    return max(float(torch.stack(copies).std(0).norm() / copies[0].numel() ** 0.5) for copies in held.values())
+    held = {
+        name: [party.weights()[name] for party in parties if name in party.parameters]
+        for name in SHAPES
+    }
+    return max(
+        float(torch.stack(copies).std(0).norm() / copies[0].numel() ** 0.5)
+        for copies in held.values()
+    )
 
 
-def test_two_crews_cut_differently_and_a_whole_node_stay_together_and_agree_when_they_learn_no_more(parties):
+def test_two_crews_cut_differently_and_a_whole_node_stay_together_and_agree_when_they_learn_no_more(
+    parties,
+):
     everybody = parties(WHOLE, HEAD, TAIL, SHORT, LONG)
     alone = parties(WHOLE, HEAD, TAIL, SHORT, LONG)
     rng, names = random.Random(0), iter(range(10**6))
@@ -286,12 +346,17 @@ def test_two_crews_cut_differently_and_a_whole_node_stay_together_and_agree_when
         free = rng.sample(everybody, len(everybody))
         while free:
             one = free.pop()
-            partner = next((p for p in free if within(blocks_shared(one, p), fragment, FRAGMENTS)), None)
+            partner = next(
+                (p for p in free if within(blocks_shared(one, p), fragment, FRAGMENTS)), None
+            )
             if partner is None:
                 one.do(local.SoloStep(fragment))
                 continue
             free.remove(partner)
-            assert set(exchange(one, partner, fragment, next(names).to_bytes(16, "big"))) <= {"accepted", "clipped"}
+            assert set(exchange(one, partner, fragment, next(names).to_bytes(16, "big"))) <= {
+                "accepted",
+                "clipped",
+            }
 
     def learn(rounds, size):
         for _ in range(rounds):
@@ -330,33 +395,54 @@ def test_what_is_sent_beyond_what_both_hold_is_refused(parties):
     (everything,) = long.do(local.TakeSnapshot(b"s" * 16, 1, long.facts.blocks()))[:1]
     before = head.weights()
     said = head.do(local.ApplyPayload(b"s" * 16, 1, "peer", 0, everything.path, blocks))
-    assert [message.outcome for message in said if isinstance(message, local.ExchangeEnded)] == ["payload"]
+    assert [message.outcome for message in said if isinstance(message, local.ExchangeEnded)] == [
+        "payload"
+    ]
     assert all(torch.equal(t, before[name]) for name, t in head.weights().items())
     assert everything.blocks == pack({1, 3, 5})
 
 
-async def test_who_has_all_that_we_hold_of_a_fragment_is_asked_first_and_who_has_nothing_of_it_is_not(parties):
+async def test_partners_with_the_whole_fragment_are_asked_first(
+    parties,
+):
     whole, head = parties(WHOLE, HEAD)
     replica = LocalReplica()
     held = {"w1": WHOLE, "h": HEAD, "w2": WHOLE, "s": SHORT, "l": LONG, "far": WHOLE, "none": {500}}
     network = StubNetwork("me", [*held, "other"])
     asked = Discovery(network, None, replica, bytes(32), lambda: 0.0)
-    for party, expected in ((whole, ({"w1", "w2", "l"}, {"h"})), (head, ({"w1", "w2", "h", "l"}, set()))):
+    for party, expected in (
+        (whole, ({"w1", "w2", "l"}, {"h"})),
+        (head, ({"w1", "w2", "h", "l"}, set())),
+    ):
         replica.start(party.facts, bytes(32), bytes(32), bytes(32))
         for peer, blocks in held.items():
-            asked.received(peer, Here(replica.fingerprint, 100 if peer == "far" else 3, pack(blocks)))
+            asked.received(
+                peer, Here(replica.fingerprint, 100 if peer == "far" else 3, pack(blocks))
+            )
         asked.received("other", Here(b"x" * 32, 3, pack(WHOLE)))
         first, then = expected
         order, best = asked.partners(1, 3)
-        assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [first, then, "far"]
+        assert [set(order[: len(first)]), set(order[len(first) : -1]), order[-1]] == [
+            first,
+            then,
+            "far",
+        ]
         assert best == len(first)
     assert set(asked.alike()) == {"h"}
 
 
-async def test_of_a_busy_peer_that_averages_something_else_by_now_nothing_is_asked(parties, autojump_clock):
+async def test_of_a_busy_peer_that_averages_something_else_by_now_nothing_is_asked(
+    parties, autojump_clock
+):
     """A question about no blocks is no message, and would cost the asker its standing."""
     (party,) = parties(WHOLE)
-    replica, network, background, said, asked = LocalReplica(), StubNetwork("a", ["b"]), Background(), [], []
+    replica, network, background, said, asked = (
+        LocalReplica(),
+        StubNetwork("a", ["b"]),
+        Background(),
+        [],
+        [],
+    )
     network.bulk = SimpleNamespace(deadline=lambda peer, size: 1.0)
     replica.start(party.facts, bytes(32), bytes(32), bytes(32))
     discovery = Discovery(network, None, replica, bytes(32), lambda: 0.0)
@@ -368,7 +454,16 @@ async def test_of_a_busy_peer_that_averages_something_else_by_now_nothing_is_ask
         return Busy(message.nonce, "busy")
 
     store = SimpleNamespace(expire=lambda now: None)
-    driver = ExchangeDriver(network, SimpleNamespace(ask=ask), replica, discovery, store, lambda m: not said.append(m), background, 4)
+    driver = ExchangeDriver(
+        network,
+        SimpleNamespace(ask=ask),
+        replica,
+        discovery,
+        store,
+        lambda m: not said.append(m),
+        background,
+        4,
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(background.run)
         nursery.start_soon(driver.run)

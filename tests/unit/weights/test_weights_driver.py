@@ -1,4 +1,5 @@
-"""What the driver makes of an exchange, from a proposal of a peer's to what it keeps of it. No network, no trainer, no files."""
+"""What the driver makes of an exchange, from a proposal of a peer's to what it keeps of it. No
+network, no trainer, no files."""
 
 import contextlib
 from pathlib import Path
@@ -63,16 +64,29 @@ class Driven:
         self.to_trainer, self.accepted, self.deadlines = [], [], {}
         self.store, self.replica, self.background = StubStore(), LocalReplica(), Background()
         network = SimpleNamespace(
-            peer_id="me", connected=lambda: ["a", "b"], welcome=lambda peer: True, accepted=self.accepted.append,
-            rejected=lambda *why: None, bulk=SimpleNamespace(deadline=lambda peer, size: self.deadlines.get(peer, 10.0)),
-        )  # fmt: skip
-        self.replica.start(local.ReplicaFacts(LAYOUT, "float32", 1, [20], False), bytes(32), bytes(32), bytes(32))
+            peer_id="me",
+            connected=lambda: ["a", "b"],
+            welcome=lambda peer: True,
+            accepted=self.accepted.append,
+            rejected=lambda *why: None,
+            bulk=SimpleNamespace(deadline=lambda peer, size: self.deadlines.get(peer, 10.0)),
+        )
+        self.replica.start(
+            local.ReplicaFacts(LAYOUT, "float32", 1, [20], False), bytes(32), bytes(32), bytes(32)
+        )
         self.discovery = Discovery(network, None, self.replica, bytes(32), lambda: 0.0)
         self.answer = self._silence
         requests = SimpleNamespace(ask=lambda *asked: self.answer(*asked), notify=self._silence)
         self.driver = ExchangeDriver(
-            network, requests, self.replica, self.discovery, self.store, lambda m: not self.to_trainer.append(m), self.background, EVERY
-        )  # fmt: skip
+            network,
+            requests,
+            self.replica,
+            self.discovery,
+            self.store,
+            lambda m: not self.to_trainer.append(m),
+            self.background,
+            EVERY,
+        )
         for peer in ("a", "b"):
             self.discovery.received(peer, Here(self.replica.fingerprint, 20, BLOCKS))
         self.driver.trainer_started()
@@ -85,7 +99,9 @@ class Driven:
         """The answer to a new proposal of `peer`, and the session that it would begin."""
         self._proposals += 1
         nonce = self._proposals.to_bytes(16, "big")
-        return self.driver.proposed(peer, Propose(nonce, self.replica.fingerprint, 0, 20, BLOCKS)), nonce
+        return self.driver.proposed(
+            peer, Propose(nonce, self.replica.fingerprint, 0, 20, BLOCKS)
+        ), nonce
 
     def is_listened_to(self, peer):
         return isinstance(self.proposes(peer)[0], Accept)
@@ -97,7 +113,8 @@ class Driven:
         self.driver.ready(peer, Ready(session, b"t" * 32, b"r" * 32, SIZE, 20))
 
     async def exchange(self, peer, outcome, committed=False, judged=1.0):
-        """One that `peer` began, up to what our trainer makes of it `judged` seconds after it is here."""
+        """One that `peer` began, up to what our trainer makes of it `judged` seconds after it is
+        here."""
         answer, session = self.proposes(peer)
         assert isinstance(answer, Accept)
         self.written(session)
@@ -105,7 +122,9 @@ class Driven:
         await trio.sleep(self.store.takes + judged)
         assert self.to_trainer[-1].session == session
         assert isinstance(self.to_trainer[-1], local.ApplyPayload)
-        self.driver.exchange_ended(local.ExchangeEnded(session, 0, peer, outcome, committed, 20 + committed))
+        self.driver.exchange_ended(
+            local.ExchangeEnded(session, 0, peer, outcome, committed, 20 + committed)
+        )
         await trio.sleep(0.1)
 
 
@@ -120,7 +139,9 @@ async def driving():
 
 
 @pytest.mark.parametrize("outcome", ["probe", "too_far", "lora_residual"])
-async def test_whose_weights_are_refused_is_left_alone_for_a_while_and_for_longer_the_next_time(outcome, autojump_clock):
+async def test_whose_weights_are_refused_is_left_alone_for_a_while_and_for_longer_the_next_time(
+    outcome, autojump_clock
+):
     async with driving() as driven:
         driven.store.takes = 9.0
         for alone in (40.0, 200.0, 1000.0, 1000.0):
@@ -141,7 +162,9 @@ async def test_whose_exchanges_were_taken_back_is_left_alone_for_a_while(autojum
         assert driven.is_listened_to("a")
 
 
-async def test_who_proposes_again_at_once_is_told_for_how_long_it_is_not_accepted_and_others_are(autojump_clock):
+async def test_who_proposes_again_at_once_is_told_for_how_long_it_is_not_accepted_and_others_are(
+    autojump_clock,
+):
     """Two candidates: 0.4 of the time between two outer steps for each."""
     async with driving() as driven:
         driven.driver.outer_step_due(local.OuterStepDue(0, 20, 100.0 / EVERY), propose=True)
@@ -174,12 +197,19 @@ async def test_who_sends_slowly_is_left_alone_for_a_while_though_it_was_good(aut
         assert driven.accepted == ["a", "a"]
 
 
-async def test_where_outer_steps_are_close_together_who_is_refused_by_everybody_pulls_within_one(autojump_clock):
-    """It stepped alone, with up to two seconds between two tries, and a newcomer that was left alone by both others drifted away."""
+async def test_where_outer_steps_are_close_together_who_is_refused_by_everybody_pulls_within_one(
+    autojump_clock,
+):
+    """It stepped alone, with up to two seconds between two tries, and a newcomer that was left
+    alone by both others drifted away."""
 
     async def busy(peer, message, *deadline):
         await trio.sleep(0.01)
-        return Busy(message.nonce, "busy") if isinstance(message, Propose) else Ready(b"", b"t" * 32, b"r" * 32, SIZE, 20)
+        return (
+            Busy(message.nonce, "busy")
+            if isinstance(message, Propose)
+            else Ready(b"", b"t" * 32, b"r" * 32, SIZE, 20)
+        )
 
     async with driving() as driven:
         driven.store.takes, driven.answer = 0.05, busy
@@ -188,15 +218,21 @@ async def test_where_outer_steps_are_close_together_who_is_refused_by_everybody_
             await trio.sleep(0.3)
             arrived = driven.to_trainer[-1]
             assert isinstance(arrived, local.ApplyPayload)
-            driven.driver.exchange_ended(local.ExchangeEnded(arrived.session, 0, arrived.peer, "clipped", True, 21))
+            driven.driver.exchange_ended(
+                local.ExchangeEnded(arrived.session, 0, arrived.peer, "clipped", True, 21)
+            )
             await trio.sleep(0.1)
         outcomes = driven.driver.statistics().outcomes
         assert outcomes["pulled"] == 50
         assert outcomes["busy"] == 100
 
 
-@pytest.mark.parametrize(("interval", "alone"), [(0.5, (0.8, 2.0, 10.0)), (60.0, (0.8, 20.0, 100.0))])
-async def test_where_outer_steps_are_close_together_nobody_is_left_alone_for_hundreds_of_them(interval, alone, autojump_clock):
+@pytest.mark.parametrize(
+    ("interval", "alone"), [(0.5, (0.8, 2.0, 10.0)), (60.0, (0.8, 20.0, 100.0))]
+)
+async def test_where_outer_steps_are_close_together_nobody_is_left_alone_for_hundreds_of_them(
+    interval, alone, autojump_clock
+):
     async with driving() as driven:
         driven.driver.outer_step_due(local.OuterStepDue(0, 20, interval / EVERY), propose=False)
         driven.store.takes = 0.1
@@ -222,7 +258,9 @@ async def test_a_partner_goes_on_fetching_though_its_own_weights_were_refused(au
         assert not driven.store.withdrawn
 
 
-async def test_a_copy_is_offered_for_as_long_as_a_partner_needs_that_we_serve_slowly(autojump_clock):
+async def test_a_copy_is_offered_for_as_long_as_a_partner_needs_that_we_serve_slowly(
+    autojump_clock,
+):
     """A quarter of 7 B over 100 Mbit/s here and 10 back."""
     async with driving() as driven:
         driven.store.size, driven.deadlines["a"] = 1_950_000_000, 470.0

@@ -61,14 +61,18 @@ async def fetch(bulk, tmp_path, seconds=1e6):
     return path.read_bytes()
 
 
-async def test_a_transfer_that_breaks_off_again_and_again_arrives_as_long_as_something_comes(tmp_path, autojump_clock):
+async def test_a_transfer_that_breaks_off_again_and_again_arrives_as_long_as_something_comes(
+    tmp_path, autojump_clock
+):
     bulk = Breaking([0, 0, 1] * CHUNKS)
     assert await fetch(bulk, tmp_path) == b"".join(bulk.source.chunk(i) for i in range(CHUNKS))
     assert bulk.sent == list(range(CHUNKS)), "nothing is sent twice"
 
 
 @pytest.mark.parametrize("error", [PeerError("not connected"), Declined("busy")])
-async def test_who_is_away_or_busy_for_half_a_minute_is_asked_again_now_and_then(tmp_path, autojump_clock, error):
+async def test_who_is_away_or_busy_for_half_a_minute_is_asked_again_now_and_then(
+    tmp_path, autojump_clock, error
+):
     bulk = Breaking([CHUNKS])
     back = trio.current_time() + 30.0
     bulk.raises = lambda: error if trio.current_time() < back else None
@@ -77,7 +81,9 @@ async def test_who_is_away_or_busy_for_half_a_minute_is_asked_again_now_and_then
     assert bulk.tried < 15
 
 
-async def test_who_stays_away_is_waited_for_a_minute_and_not_to_the_deadline(tmp_path, autojump_clock):
+async def test_who_stays_away_is_waited_for_a_minute_and_not_to_the_deadline(
+    tmp_path, autojump_clock
+):
     bulk, began = Breaking([]), trio.current_time()
     bulk.raises = lambda: PeerError("not connected")
     with pytest.raises(PeerTimeout, match="come too slowly"):
@@ -93,7 +99,9 @@ async def test_the_last_pause_ends_with_the_time(tmp_path, autojump_clock):
     assert trio.current_time() - began == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("error", [Declined("unknown"), BadMessage("hash", "not what the manifest says")])
+@pytest.mark.parametrize(
+    "error", [Declined("unknown"), BadMessage("hash", "not what the manifest says")]
+)
 async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_clock, error):
     bulk = Breaking([])
     bulk.raises = lambda: error
@@ -102,7 +110,9 @@ async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_cloc
     assert bulk.tried == 1
 
 
-async def test_a_copy_can_be_pulled_until_the_next_one_however_long_that_takes(tmp_path, autojump_clock):
+async def test_a_copy_can_be_pulled_until_the_next_one_however_long_that_takes(
+    tmp_path, autojump_clock
+):
     bulk = Breaking([])
     store = PayloadStore(bulk, tmp_path)
     for number in range(2):
@@ -124,8 +134,11 @@ async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
     assert 4 <= len(bulk.sent) <= 6
 
 
-async def test_who_sends_as_little_as_it_may_is_found_out_in_a_minute_and_not_at_the_deadline(tmp_path, autojump_clock):
-    """At 7 B the deadline of a state is four hours away, and a chunk in each half minute had them all."""
+async def test_who_sends_as_little_as_it_may_is_found_out_in_a_minute_and_not_at_the_deadline(
+    tmp_path, autojump_clock
+):
+    """At 7 B the deadline of a state is four hours away, and a chunk in each half minute had them
+    all."""
     bulk = Breaking([], chunks=4000)
     before = bulk.fetch
 

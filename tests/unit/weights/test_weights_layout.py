@@ -1,4 +1,5 @@
-"""Fragments, fingerprints, adapters and manifests: what nodes must derive alike without asking each other."""
+"""Fragments, fingerprints, adapters and manifests: what nodes must derive alike without asking each
+other."""
 
 import hashlib
 import itertools
@@ -14,15 +15,31 @@ import torch
 from swarmnode.averaging.lora import RESIDUAL_LIMIT, freeze_a, pairs, residual, shared_a
 from swarmnode.errors import BadMessage
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
-from swarmnode.weights.fragments import block_of, check_schedule, common, count, cut, due, layer_of, pack, unpack, within
+from swarmnode.weights.fragments import (
+    block_of,
+    check_schedule,
+    common,
+    count,
+    cut,
+    due,
+    layer_of,
+    pack,
+    unpack,
+    within,
+)
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.manifest import StateManifest, TensorHash, agreed_source, check_manifest
 
 LLAMA = [
-    ("model.embed_tokens.weight", (1000, 64), "float32"), ("lm_head.weight", (1000, 64), "float32"),
+    ("model.embed_tokens.weight", (1000, 64), "float32"),
+    ("lm_head.weight", (1000, 64), "float32"),
     ("model.norm.weight", (64,), "float32"),
-    *((f"model.layers.{i}.{part}.weight", (64, 64), "float32") for i in range(10) for part in ("self_attn.q_proj", "mlp.up_proj")),
-]  # fmt: skip
+    *(
+        (f"model.layers.{i}.{part}.weight", (64, 64), "float32")
+        for i in range(10)
+        for part in ("self_attn.q_proj", "mlp.up_proj")
+    ),
+]
 
 
 def test_fragments_are_a_partition_with_strided_layers():
@@ -30,24 +47,42 @@ def test_fragments_are_a_partition_with_strided_layers():
     parts = cut(layout, 4)
     assert sorted(s.name for part in parts for s in part) == [s.name for s in layout]
     for f, part in enumerate(parts):
-        assert {layer for s in part if (layer := layer_of(s.name)) is not None} == set(range(f, 10, 4))
+        assert {layer for s in part if (layer := layer_of(s.name)) is not None} == set(
+            range(f, 10, 4)
+        )
     # embedding and head are larger than a layer: on different fragments
     assert [f for f, part in enumerate(parts) for s in part if s.elements == 64_000] == [0, 3]
 
 
 def test_a_tensor_is_of_one_block_whoever_holds_it():
-    assert [block_of(name) for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")] == [0, 1, 1]
-    assert block_of("base_model.model.model.layers.11.mlp.up_proj.lora_B.default.weight") == block_of("model.layers.11.a") == 13
+    assert [
+        block_of(name)
+        for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    ] == [0, 1, 1]
+    assert (
+        block_of("base_model.model.model.layers.11.mlp.up_proj.lora_B.default.weight")
+        == block_of("model.layers.11.a")
+        == 13
+    )
     assert block_of("layers.1021.a") == block_of("layers.1000000.a") == 1023
     whole = cut(make_layout(LLAMA), 4)
     for first, last in ((0, 1), (0, 7), (3, 10), (9, 10)):
-        held = [spec for spec in LLAMA if (layer := layer_of(spec[0])) is not None and first <= layer < last]
+        held = [
+            spec
+            for spec in LLAMA
+            if (layer := layer_of(spec[0])) is not None and first <= layer < last
+        ]
         for part, of_whole in zip(cut(make_layout(held), 4), whole, strict=True):
             assert set(part) == {spec for spec in of_whole if spec in make_layout(held)}
 
 
 def test_sets_of_blocks_travel_in_bits():
-    assert [pack(blocks).hex() for blocks in ((), (0,), (1, 2, 9), (1023,))] == ["", "01", "0602", "00" * 127 + "80"]
+    assert [pack(blocks).hex() for blocks in ((), (0,), (1, 2, 9), (1023,))] == [
+        "",
+        "01",
+        "0602",
+        "00" * 127 + "80",
+    ]
     for seed in range(50):
         rng = random.Random(seed)
         one, other = (frozenset(rng.sample(range(1024), rng.randrange(60))) for _ in range(2))
@@ -83,7 +118,11 @@ def test_there_is_a_fragment_for_each_layer_at_most_and_one_at_least():
 def test_each_fragment_is_due_once_per_interval_and_evenly_staggered(every, count):
     check_schedule(every, count)
     for start in (0, every, 40 * every):
-        steps = [(step, f) for step in range(start + 1, start + every + 1) if (f := due(step, every, count)) is not None]
+        steps = [
+            (step, f)
+            for step in range(start + 1, start + every + 1)
+            if (f := due(step, every, count)) is not None
+        ]
         assert [f for _, f in steps] == list(range(count))
         assert steps[-1][0] == start + every
         gaps = [b - a for (a, _), (b, _) in itertools.pairwise(steps)]
@@ -95,31 +134,51 @@ def test_two_fragments_in_one_step_are_refused():
         check_schedule(4, 5)
 
 
-# ---- fingerprint ------------------------------------------------------------------------------------------------------------------
+# ---- fingerprint ---------------------------------------------------------------------------------
 
 BASE = {
-    "swarm": b"s" * 32, "base": b"b" * 32, "tokenizer": b"t" * 32, "layout": make_layout(LLAMA), "codec": "bfloat16", "fragments": 4,
+    "swarm": b"s" * 32,
+    "base": b"b" * 32,
+    "tokenizer": b"t" * 32,
+    "layout": make_layout(LLAMA),
+    "codec": "bfloat16",
+    "fragments": 4,
     "lora": None,
-}  # fmt: skip
+}
 LORA = LoraShape(16, 32, ("k_proj", "q_proj"), 7)
 
 
 def test_everything_that_must_agree_changes_the_fingerprint():
     other = [
-        {"swarm": b"S" * 32}, {"base": b"B" * 32}, {"tokenizer": b"T" * 32}, {"codec": "int8"}, {"fragments": 3}, {"lora": LORA},
+        {"swarm": b"S" * 32},
+        {"base": b"B" * 32},
+        {"tokenizer": b"T" * 32},
+        {"codec": "int8"},
+        {"fragments": 3},
+        {"lora": LORA},
         {"layout": make_layout([(LLAMA[0][0], (1000, 64), "bfloat16"), *LLAMA[1:]])},
-        *({"lora": msgspec.structs.replace(LORA, **change)}
-          for change in ({"r": 8}, {"alpha": 16}, {"target_modules": ("q_proj",)}, {"a_seed": 8}, {"a_seed": None})),
-    ]  # fmt: skip
+        *(
+            {"lora": msgspec.structs.replace(LORA, **change)}
+            for change in (
+                {"r": 8},
+                {"alpha": 16},
+                {"target_modules": ("q_proj",)},
+                {"a_seed": 8},
+                {"a_seed": None},
+            )
+        ),
+    ]
     held = [
-        {"layout": make_layout(LLAMA[1:])}, {"layout": make_layout([("renamed", *LLAMA[0][1:]), *LLAMA[1:]])},
+        {"layout": make_layout(LLAMA[1:])},
+        {"layout": make_layout([("renamed", *LLAMA[0][1:]), *LLAMA[1:]])},
         {"layout": make_layout([(LLAMA[0][0], (64, 1000), "float32"), *LLAMA[1:]])},
-    ]  # fmt: skip
+    ]
     for of, differ in ((fingerprint, other), (state_fingerprint, other + held)):
         found = {of(**BASE), *(of(**{**BASE, **change}) for change in differ)}
         assert len(found) == len(differ) + 1
         assert all(len(f) == 32 for f in found)
-    # whoever holds other layers of the same base is a partner for those that both hold, and no source of a state
+    # whoever holds other layers of the same base is a partner for those that both hold, and no
+    # source of a state
     assert {fingerprint(**{**BASE, **change}) for change in held} == {fingerprint(**BASE)}
 
 
@@ -136,8 +195,12 @@ def test_a_hash_of_another_length_is_our_bug():
 def test_the_fingerprint_is_pinned():
     """It is on the wire: another value is another protocol."""
     layout = make_layout([("w", (2, 3), "float32")])
-    got = [of(bytes(32), bytes(32), bytes(32), layout, "bfloat16", 1, LoraShape(8, 16, ("q_proj",), 1)).hex()
-           for of in (state_fingerprint, fingerprint)]  # fmt: skip
+    got = [
+        of(
+            bytes(32), bytes(32), bytes(32), layout, "bfloat16", 1, LoraShape(8, 16, ("q_proj",), 1)
+        ).hex()
+        for of in (state_fingerprint, fingerprint)
+    ]
     assert got == PINNED
 
 
@@ -147,13 +210,16 @@ PINNED = [
 ]
 
 
-# ---- adapters -----------------------------------------------------------------------------------------------------------------------
+# ---- adapters ------------------------------------------------------------------------------------
 
 
 def adapter(seed, r=4, spread=1.0):
     rng = torch.Generator().manual_seed(seed)
     names = [f"layers.{i}.q.lora_{m}.default.weight" for i in range(3) for m in "AB"]
-    return {n: spread * torch.randn((r, 20) if ".lora_A." in n else (30, r), generator=rng) for n in names}
+    return {
+        n: spread * torch.randn((r, 20) if ".lora_A." in n else (30, r), generator=rng)
+        for n in names
+    }
 
 
 def mean_product(mine, theirs, a, b):
@@ -178,7 +244,9 @@ def test_with_one_shared_a_averaging_b_is_exact():
     theirs |= {a: mine[a] for a, _ in pairs(mine)}
     assert residual(mine, theirs).ratio == 0.0
     a, b = pairs(mine)[0]
-    torch.testing.assert_close((mine[b] + theirs[b]) / 2 @ mine[a], mean_product(mine, theirs, a, b))
+    torch.testing.assert_close(
+        (mine[b] + theirs[b]) / 2 @ mine[a], mean_product(mine, theirs, a, b)
+    )
 
 
 def test_replicas_close_to_each_other_may_average_both_factors():
@@ -204,7 +272,8 @@ def test_every_node_makes_the_same_a():
     assert abs(float(a.mean())) < 0.01
     assert not torch.equal(a, shared_a("layers.1.q.lora_A.default.weight", (16, 64), 7))
     assert not torch.equal(a, shared_a("layers.0.q.lora_A.default.weight", (16, 64), 8))
-    assert hashlib.sha256(a.numpy().tobytes()).hexdigest() == PINNED_A  # on every platform and with every version of torch
+    # on every platform and with every version of torch
+    assert hashlib.sha256(a.numpy().tobytes()).hexdigest() == PINNED_A
 
 
 PINNED_A = "aa9d9ed1f96ee369acc4126dc2ae12f0554e70f5d8f983a62b8fe124982f5258"
@@ -213,11 +282,15 @@ PINNED_A = "aa9d9ed1f96ee369acc4126dc2ae12f0554e70f5d8f983a62b8fe124982f5258"
 def test_freezing_leaves_only_b_to_train():
     parameters = {n: torch.nn.Parameter(t) for n, t in adapter(1).items()}
     frozen = freeze_a(parameters, 7)
-    assert {n for n, p in parameters.items() if not p.requires_grad} == set(frozen) == {a for a, _ in pairs(parameters)}
+    assert (
+        {n for n, p in parameters.items() if not p.requires_grad}
+        == set(frozen)
+        == {a for a, _ in pairs(parameters)}
+    )
     assert torch.equal(parameters[frozen[0]], shared_a(frozen[0], (4, 20), 7))
 
 
-# ---- manifests ----------------------------------------------------------------------------------------------------------------------
+# ---- manifests -----------------------------------------------------------------------------------
 
 FP = b"f" * 32
 
@@ -245,14 +318,26 @@ def test_one_answer_agrees_with_nobody():
 
 def test_a_manifest_speaks_of_our_tensors_or_is_refused():
     check_manifest(manifest(3), ["b", "a"])
-    for bad in (manifest(3, names=("a",)), manifest(3, names=("b", "a")), manifest(-1), manifest(2**63), manifest(3, fp=b"")):
+    for bad in (
+        manifest(3, names=("a",)),
+        manifest(3, names=("b", "a")),
+        manifest(-1),
+        manifest(2**63),
+        manifest(3, fp=b""),
+    ):
         with pytest.raises(BadMessage) as error:
             check_manifest(bad, ["a", "b"])
         assert error.value.reason == "bounds"
 
 
 def test_the_network_half_loads_no_torch():
-    modules = "rule pairing partners layout fragments fingerprint payload manifest messages revert_monitor service"
-    code = f"import sys\nfor m in '{modules}'.split(): __import__('swarmnode.weights.' + m)\nprint('torch' in sys.modules)"
+    modules = (
+        "rule pairing partners layout fragments fingerprint payload manifest messages"
+        " revert_monitor service"
+    )
+    code = (
+        f"import sys\nfor m in '{modules}'.split(): __import__('swarmnode.weights.' +"
+        " m)\nprint('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,4 +1,5 @@
-"""Pairing: each transition by hand, then ten thousand seeded schedules that must all come to rest."""
+"""Pairing: each transition by hand, then ten thousand seeded schedules that must all come to
+rest."""
 
 import dataclasses
 import itertools
@@ -84,7 +85,9 @@ def test_busy_three_times_then_a_pull_from_the_first_that_answered():
     asked = []
     for _ in range(3):
         asked.append(send.peer)
-        assert pairing.handle(Received(send.peer, Busy(send.message.nonce, "busy")), 0.5)[0] == Ended(send.peer, "busy")
+        assert pairing.handle(Received(send.peer, Busy(send.message.nonce, "busy")), 0.5)[
+            0
+        ] == Ended(send.peer, "busy")
         (send,) = to_idle_again(pairing)
     assert asked == ["b", "c", "d"]
     assert isinstance(send, Pull)
@@ -135,10 +138,15 @@ def test_two_proposals_that_meet_are_one_acceptance_and_the_session_is_the_lower
 def test_mutual_proposals_pair_even_when_one_of_them_is_lost():
     low, low_nonce = proposed("b", own="a")
     high, high_nonce = proposed("a", own="b")
-    (accept,) = low.handle(Received("b", propose(high_nonce)), 0.1)  # the low one's own PROPOSE never arrives
+    # the low one's own PROPOSE never arrives
+    (accept,) = low.handle(Received("b", propose(high_nonce)), 0.1)
     assert (low.state.session, low.state.initiator) == (low_nonce, True)
     assert high.handle(Received("a", accept.message), 0.2) == ()
-    assert (high.state.session, high.state.initiator, high.state.phase) == (low_nonce, False, Phase.PAIRED)
+    assert (high.state.session, high.state.initiator, high.state.phase) == (
+        low_nonce,
+        False,
+        Phase.PAIRED,
+    )
 
 
 def test_every_state_but_idle_answers_busy_to_a_third_peer():
@@ -160,7 +168,9 @@ def test_a_resting_node_says_for_how_long():
     pairing.handle(Received("b", propose()), 0.0)
     for event in (CopiesOffered(NONCE), Transferred(NONCE), Applied(NONCE)):
         pairing.handle(event, 1.0)
-    assert pairing.handle(Received("c", propose(OTHER)), 11.0) == (Send("c", Busy(OTHER, "busy", 20)),)
+    assert pairing.handle(Received("c", propose(OTHER)), 11.0) == (
+        Send("c", Busy(OTHER, "busy", 20)),
+    )
     assert isinstance(pairing.handle(Received("c", propose(OTHER)), 31.0)[0].message, Accept)
 
 
@@ -169,7 +179,11 @@ def test_who_says_how_long_it_refuses_everybody_is_asked_after_the_others_until_
     pairing.handle(Received("a", Busy(nonce, "busy", 60)), 1.0)
     pairing.handle(due(seed=b"nobody"), 2.0)  # whatever is left of the first step is taken alone
     for now, first in ((10.0, "c"), (61.0, "a")):
-        (send, *_) = (a for a in pairing.handle(due("a", "c", seed=str(now).encode()), now) if isinstance(a, Send))
+        send, *_ = (
+            a
+            for a in pairing.handle(due("a", "c", seed=str(now).encode()), now)
+            if isinstance(a, Send)
+        )
         assert send.peer == first
         pairing.handle(Received(first, Busy(send.message.nonce, "busy")), now)
         pairing.handle(due(seed=b"nobody"), now + 1)
@@ -177,7 +191,9 @@ def test_who_says_how_long_it_refuses_everybody_is_asked_after_the_others_until_
 
 def test_another_policy_is_refused_by_name():
     pairing = node()
-    assert pairing.handle(Received("a", propose(fingerprint=b"x" * 32)), 0.0) == (Send("a", Busy(NONCE, "other_policy")),)
+    assert pairing.handle(Received("a", propose(fingerprint=b"x" * 32)), 0.0) == (
+        Send("a", Busy(NONCE, "other_policy")),
+    )
     assert pairing.state.phase is Phase.IDLE
 
 
@@ -200,11 +216,14 @@ def test_a_proposal_heard_twice_is_accepted_twice_and_pairs_once():
 def test_an_acceptance_that_comes_too_late_is_released():
     pairing, nonce = proposed("a", "c")
     pairing.handle(Tick(), 2.0)
-    assert pairing.handle(Received("a", Accept(nonce, nonce, 0, 0)), 2.1) == (Send("a", Release(nonce)),)
+    assert pairing.handle(Received("a", Accept(nonce, nonce, 0, 0)), 2.1) == (
+        Send("a", Release(nonce)),
+    )
 
 
 def test_a_partner_may_not_rename_our_session():
-    pairing, nonce = proposed("c", own="b")  # b < c: the session is b's whether or not c proposed too
+    # b < c: the session is b's whether or not c proposed too
+    pairing, nonce = proposed("c", own="b")
     actions = pairing.handle(Received("c", Accept(nonce, OTHER, 0, 0)), 0.1)
     assert actions == (Send("c", Release(OTHER)), Ended("c", "failed"))
 
@@ -219,7 +238,11 @@ def test_a_partner_may_not_choose_another_fragment():
 def test_who_proposes_and_vanishes_is_avoided_for_a_moment_as_after_a_crash():
     pairing = node("b")
     pairing.handle(Received("a", propose()), 0.0)
-    assert pairing.handle(Tick(), 5.0) == (Send("a", Release(NONCE)), Close(NONCE), Ended("a", "vanished"))
+    assert pairing.handle(Tick(), 5.0) == (
+        Send("a", Release(NONCE)),
+        Close(NONCE),
+        Ended("a", "vanished"),
+    )
     assert isinstance(pairing.handle(Received("a", propose(OTHER)), 6.0)[0].message, Busy)
     assert pairing.handle(due("a", "c"), 7.0)[0].peer == "c"
     pairing.handle(Tick(), 9.0)
@@ -239,7 +262,9 @@ def test_who_accepts_and_is_not_heard_of_is_not_asked_again_at_once():
     pairing, nonce = proposed("c")
     pairing.handle(Received("c", Accept(nonce, nonce, 0, 0)), 0.1)
     assert Ended("c", "open_timeout") in pairing.handle(Tick(), pairing.deadline)
-    assert [(avoided.peer, avoided.times) for avoided in pairing.state.remembered.avoided] == [("c", 1)]
+    assert [(avoided.peer, avoided.times) for avoided in pairing.state.remembered.avoided] == [
+        ("c", 1)
+    ]
 
 
 def test_one_proved_lie_is_enough_to_leave_a_peer_alone():
@@ -256,7 +281,9 @@ def test_who_lies_again_is_left_alone_for_longer_each_time_and_no_longer_than_a_
     pairing.handle(due("a", "c"), now)
     for seconds in (300.0, 1500.0, 7500.0, 37500.0, 86400.0, 86400.0):
         pairing.handle(Lied("a"), now)
-        assert isinstance(pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy)
+        assert isinstance(
+            pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy
+        )
         now += seconds
     assert vanished(pairing.state, "a") == 6
 
@@ -283,7 +310,9 @@ def test_whom_we_have_averaged_with_is_not_accepted_again_before_others_and_aske
         pairing.handle(Unreachable(pairing.state.peer, pairing.state.session), 0.0)
         pairing.handle(Tick(), pairing.deadline)
     averaged(pairing, "a", 100.0, NONCE)
-    assert pairing.handle(Received("a", propose(OTHER)), 101.0) == (Send("a", Busy(OTHER, "busy", 29)),), "one of three, and ten each"
+    assert pairing.handle(Received("a", propose(OTHER)), 101.0) == (
+        Send("a", Busy(OTHER, "busy", 29)),
+    ), "one of three, and ten each"
     assert pairing.handle(due("a", "c", "d", seed=b"next"), 102.0)[0].peer == "c"
     pairing.handle(Unreachable("c", pairing.state.session), 102.0)
     averaged(pairing, "a", 130.0, OTHER)
@@ -298,17 +327,21 @@ def test_who_alone_has_all_of_the_fragment_is_asked_first_although_we_have_just_
     averaged(pairing, "a", 10.0, b"k" * 16)
 
 
-def test_who_is_taken_back_is_left_alone_for_a_while_and_asked_all_the_same_where_there_is_nobody_else():
+def test_a_reverted_partner_is_avoided_unless_it_is_the_only_one():
     pairing, now = node("b", short_seconds=2.0), 0.0
     for seconds in (8.0, 40.0, 200.0, 200.0):
         pairing.handle(Reverted("a"), now)
-        assert isinstance(pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy)
+        assert isinstance(
+            pairing.handle(Received("a", propose()), now + seconds - 1.0)[-1].message, Busy
+        )
         now += seconds
     pairing.handle(Reverted("a"), now)
     assert pairing.handle(due("a"), now)[0].peer == "a"
     pairing.handle(Lied("a"), now)
     pairing.handle(Reverted("a"), now)
-    assert pairing.handle(due("a", seed=b"next"), now)[-2] == Solo(0), "a lie is not forgotten for that"
+    assert pairing.handle(due("a", seed=b"next"), now)[-2] == Solo(0), (
+        "a lie is not forgotten for that"
+    )
 
 
 def test_a_lie_that_ended_an_exchange_is_not_forgotten_because_that_was_short():
@@ -320,7 +353,7 @@ def test_a_lie_that_ended_an_exchange_is_not_forgotten_because_that_was_short():
     assert isinstance(pairing.handle(Received("a", propose(OTHER)), 301.0)[0].message, Accept)
 
 
-def test_who_does_so_again_and_again_is_avoided_for_longer_and_half_of_it_forgotten_when_an_exchange_goes_well():
+def test_repeated_reverts_lengthen_the_backoff_and_a_success_halves_it():
     pairing, now = node("b"), 0.0
     for times, seconds in enumerate((20.0, 100.0, 500.0, 2500.0), 1):
         until = vanish(pairing, now, bytes([times]) * 16)
@@ -336,7 +369,8 @@ def test_who_does_so_again_and_again_is_avoided_for_longer_and_half_of_it_forgot
 
 
 def breaks(pairing, peer, now, nonce):
-    """Its exchange with `peer`, begun by that at `now`, breaks off at once: whether it was accepted."""
+    """Its exchange with `peer`, begun by that at `now`, breaks off at once: whether it was
+    accepted."""
     answer = pairing.handle(Received(peer, propose(nonce)), now)[0].message
     pairing.handle(CopiesOffered(nonce), now)
     pairing.handle(Failed(nonce), now + 10.0)
@@ -344,7 +378,8 @@ def breaks(pairing, peer, now, nonce):
 
 
 def test_who_is_left_alone_is_asked_and_accepted_all_the_same_as_long_as_there_is_nobody_else():
-    """As a crew's stage whose only like was killed in the middle of an exchange, or stood still with its crew."""
+    """As a crew's stage whose only like was killed in the middle of an exchange, or stood still
+    with its crew."""
     pairing = node("b")
     pairing.handle(due("a"), 0.0)
     pairing.handle(Received("a", Accept(pairing.state.session, pairing.state.session, 0, 0)), 0.1)
@@ -378,7 +413,10 @@ def test_who_lied_is_left_alone_although_there_is_nobody_else():
     assert pairing.handle(due("a"), 1.0) == (Solo(0), Ended("", "solo"))
     assert isinstance(pairing.handle(Received("a", propose()), 2.0)[0].message, Busy)
     assert breaks(pairing, "a", 300.0, OTHER)
-    assert pairing.handle(due("a"), 311.0) == (Solo(0), Ended("", "solo")), "it lied, and has not done well since"
+    assert pairing.handle(due("a"), 311.0) == (
+        Solo(0),
+        Ended("", "solo"),
+    ), "it lied, and has not done well since"
 
 
 def nonces():
@@ -411,7 +449,7 @@ def test_who_held_us_up_in_vain_is_left_alone_for_longer_each_time_and_forgiven_
         assert vanished(pairing.state, "a") == left
 
 
-def test_who_takes_back_at_once_what_it_agreed_to_is_left_alone_for_a_moment_and_from_the_second_time_on_for_longer():
+def test_a_partner_that_withdraws_at_once_backs_off_for_longer_each_time():
     pairing, names, now = node("b"), nonces(), 0.0
     for times, alone in enumerate((8.0, 20.0, 100.0, 500.0)):
         nonce = next(names)
@@ -419,12 +457,15 @@ def test_who_takes_back_at_once_what_it_agreed_to_is_left_alone_for_a_moment_and
         pairing.handle(Received("a", Release(nonce)), now + 2.0)
         assert vanished(pairing.state, "a") == times
         now += 2.0 + alone
-        assert isinstance(pairing.handle(Received("a", propose(next(names))), now - 0.1)[0].message, Busy)
+        assert isinstance(
+            pairing.handle(Received("a", propose(next(names))), now - 0.1)[0].message, Busy
+        )
 
 
 @pytest.mark.parametrize("hostile", [4, 40])
 def test_who_agrees_and_takes_it_back_without_end_keeps_nobody_from_proposing(hostile):
-    """Each that is listened to proposes in every tenth of a second, and takes it back in the next."""
+    """Each that is listened to proposes in every tenth of a second, and takes it back in the
+    next."""
     rng, names, honest = random.Random(0), nonces(), ("c", "d", "e")
     pairing, began, waited = node("b", rest_seconds=2.0), None, []
     accepted = 0
@@ -481,7 +522,8 @@ def test_a_session_that_dies_at_any_point_leaves_an_idle_node(steps):
         pairing.handle(event, 0.2)
     actions = pairing.handle(Failed(nonce), 0.3)
     assert Close(nonce, serve=steps == 2) in actions
-    assert (Send("c", Release(nonce)) in actions) == (steps == 1)  # once both have what they need, each judges for itself
+    # once both have what they need, each judges for itself
+    assert (Send("c", Release(nonce)) in actions) == (steps == 1)
     assert Solo(0) in actions
     assert pairing.state.phase is Phase.IDLE
     assert pairing.state.due is None
@@ -526,7 +568,10 @@ def test_a_release_ends_the_session_before_its_bytes_are_here_and_not_after():
     pairing = node()
     pairing.handle(Received("a", propose()), 0.0)
     assert pairing.handle(Received("x", Release(NONCE)), 0.1) == ()  # not its session
-    assert pairing.handle(Received("a", Release(NONCE)), 0.1) == (Close(NONCE), Ended("a", "released"))
+    assert pairing.handle(Received("a", Release(NONCE)), 0.1) == (
+        Close(NONCE),
+        Ended("a", "released"),
+    )
     pairing.handle(Received("a", propose(OTHER)), 0.6)
     for event in (CopiesOffered(OTHER), Transferred(OTHER)):
         pairing.handle(event, 0.7)
@@ -544,22 +589,40 @@ def test_random_events_never_raise_and_never_leave_a_state_without_a_deadline():
             now += rng.choice((0.0, 0.1, 3.0))
             nonce = rng.choice([*nonces, pairing.state.session or nonces[0]])
             peer = rng.choice(["a", "z", "m", pairing.state.peer or "a"])
-            said = rng.choice([propose(nonce, rng.randrange(3)), Accept(nonce, rng.choice(nonces), rng.randrange(3), 0),
-                               Accept(nonce, nonce, 0, 0), Busy(nonce, "busy"), Release(nonce)])  # fmt: skip
+            said = rng.choice(
+                [
+                    propose(nonce, rng.randrange(3)),
+                    Accept(nonce, rng.choice(nonces), rng.randrange(3), 0),
+                    Accept(nonce, nonce, 0, 0),
+                    Busy(nonce, "busy"),
+                    Release(nonce),
+                ]
+            )
             new = due("a", "z", fragment=rng.randrange(3), seed=rng.randbytes(4))
-            event = rng.choice([Received(peer, said), Tick(), CopiesOffered(nonce), Transferred(nonce), Applied(nonce),
-                                Failed(nonce), Unreachable(peer, nonce), new])  # fmt: skip
+            event = rng.choice(
+                [
+                    Received(peer, said),
+                    Tick(),
+                    CopiesOffered(nonce),
+                    Transferred(nonce),
+                    Applied(nonce),
+                    Failed(nonce),
+                    Unreachable(peer, nonce),
+                    new,
+                ]
+            )
             pairing.handle(event, now)
             settled = pairing.state.phase is Phase.IDLE and pairing.state.due is None
             assert settled == (pairing.deadline == float("inf"))
             assert len(pairing.state.remembered.finished) <= 32
 
 
-# ---- schedules ------------------------------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 def conditions(rng):
-    """Anything between a quiet LAN and a network that loses a third and delays beyond every deadline."""
+    """Anything between a quiet LAN and a network that loses a third and delays beyond every
+    deadline."""
     return Conditions(
         missing=rng.choice((0.0, 0.01, 0.05, 0.2)),
         delay=rng.choice(((0.001, 0.01), (0.01, 0.15), (0.01, 1.5), (0.01, 6.0))),
@@ -576,19 +639,29 @@ def test_ten_thousand_schedules_come_to_rest():
         rng = random.Random(f"schedule {seed}")
         c = conditions(rng)
         result = Simulation(rng.choice((2, 3, 3, 4, 4, 5, 6, 8)), seed, c).run()
-        # three tries and their pauses, one session per neighbour at worst, a pull: all of it bounded
+        # three tries and their pauses, one session per neighbour at worst, a pull: all of it
+        # bounded
         assert result.last_second < c.spread + 150, f"seed {seed}"
         total += result.outcomes
-    assert min(total[o] for o in ("applied", "pulled", "solo")) > 1000  # the schedules reached every ending
+    # the schedules reached every ending
+    assert min(total[o] for o in ("applied", "pulled", "solo")) > 1000
 
 
 def test_without_loss_nobody_ever_waits_for_an_answer_until_a_deadline():
     """A cycle of waiting nodes could only be left by a timeout."""
     tries = Counter()
     for seed in range(300):
-        tries += Simulation(12, seed, Conditions(missing=0.2, spread=0.0, delay=(0.01, 0.9), duplicates=0.2)).run().tries
+        tries += (
+            Simulation(
+                12, seed, Conditions(missing=0.2, spread=0.0, delay=(0.01, 0.9), duplicates=0.2)
+            )
+            .run()
+            .tries
+        )
     assert tries["applied"] > 1000
-    assert not any(tries[o] for o in ("propose_timeout", "open_timeout", "vanished", "transfer_timeout"))
+    assert not any(
+        tries[o] for o in ("propose_timeout", "open_timeout", "vanished", "transfer_timeout")
+    )
 
 
 @pytest.mark.parametrize(("nodes", "seeds"), [(8, 150), (128, 8)])
@@ -610,12 +683,16 @@ def test_a_thousand_nodes_pair_as_well_as_eight():
 def test_lost_messages_cost_pairs_but_not_outer_steps():
     total = Counter()
     for seed in range(20):
-        total += Simulation(32, seed, dataclasses.replace(Conditions(), loss=0.3, broken=0.2)).run().outcomes
+        total += (
+            Simulation(32, seed, dataclasses.replace(Conditions(), loss=0.3, broken=0.2))
+            .run()
+            .outcomes
+        )
     assert total.total() == 20 * 32
     assert total["applied"] / total.total() > 0.3
 
 
-# ---- order and deadlines --------------------------------------------------------------------------------------------------------
+# ---- order and deadlines -------------------------------------------------------------------------
 
 
 def test_an_edge_has_one_rank_at_both_ends_and_another_in_the_next_epoch():
@@ -628,7 +705,9 @@ def test_an_edge_has_one_rank_at_both_ends_and_another_in_the_next_epoch():
 
 def test_every_candidate_is_first_equally_often():
     names = [f"p{i}" for i in range(10)]
-    first = Counter(partner_order("p0", [*names, "p3"], bucket, bytes(32))[0] for bucket in range(1800))
+    first = Counter(
+        partner_order("p0", [*names, "p3"], bucket, bytes(32))[0] for bucket in range(1800)
+    )
     assert set(first) == set(names[1:])
     assert min(first.values()) > 140
     assert max(first.values()) < 270

@@ -1,4 +1,5 @@
-"""The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing network process costs, who is asked."""
+"""The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing
+network process costs, who is asked."""
 
 import hashlib
 import threading
@@ -61,8 +62,20 @@ class Made:
         self.said = []
         self.directory = directory
         self.tensors = tensors_of(self.model, cfg)
-        self.probe = probe or Asking() if asking or probe else probe_of(self.model, Judge(self.model), self.tensors)
-        self.replica = Replica(self.tensors, cfg, self.counters, directory, send=self.said.append, probe=self.probe, adapter=adapter)
+        self.probe = (
+            probe or Asking()
+            if asking or probe
+            else probe_of(self.model, Judge(self.model), self.tensors)
+        )
+        self.replica = Replica(
+            self.tensors,
+            cfg,
+            self.counters,
+            directory,
+            send=self.said.append,
+            probe=self.probe,
+            adapter=adapter,
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.rng = torch.Generator()
 
@@ -70,7 +83,11 @@ class Made:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def phi(self):
-        return {n.removeprefix("phi."): t for n, t in self.replica.tensors().items() if n.startswith("phi.")}
+        return {
+            n.removeprefix("phi."): t
+            for n, t in self.replica.tensors().items()
+            if n.startswith("phi.")
+        }
 
     def step(self, seed=1, size=0.1):
         generator = torch.Generator().manual_seed(seed)
@@ -93,15 +110,23 @@ class Made:
         self.replica.receive(local.TakeSnapshot(session, fragment, BLOCKS))
         self.settle()
         path = self.directory / "in-x.bin"
-        path.write_bytes(partner.tensors.encode(fragment, {n: partner.weights()[n] for n in partner.tensors.names(fragment)}))
-        self.replica.receive(local.ApplyPayload(session, fragment, peer, outer_step, str(path), BLOCKS))
+        path.write_bytes(
+            partner.tensors.encode(
+                fragment, {n: partner.weights()[n] for n in partner.tensors.names(fragment)}
+            )
+        )
+        self.replica.receive(
+            local.ApplyPayload(session, fragment, peer, outer_step, str(path), BLOCKS)
+        )
         self.settle()
 
     def exchange(self, partner, session=SESSION, fragment=0):
         """The same until all is ready to be committed."""
         self.fetched(partner, session, fragment)
         self.between()
-        assert not any(isinstance(m, local.ExchangeEnded) and m.session == session for m in self.said)
+        assert not any(
+            isinstance(m, local.ExchangeEnded) and m.session == session for m in self.said
+        )
 
     def solo(self, fragment):
         self.replica.receive(local.SoloStep(fragment))
@@ -110,7 +135,12 @@ class Made:
 
     def save(self, path):
         path.mkdir(exist_ok=True)
-        state.write(path, state.take(self.model, self.optimizer, self.rng, self.counters, "f", self.replica.tensors()))
+        state.write(
+            path,
+            state.take(
+                self.model, self.optimizer, self.rng, self.counters, "f", self.replica.tensors()
+            ),
+        )
 
     def load(self, path):
         outer = {}
@@ -204,7 +234,9 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     assert (ENDED_LOCALLY in a.said) == (when != "copied")
 
 
-def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(made, monkeypatch):
+def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(
+    made, monkeypatch
+):
     a, encode, copying, go_on = made("a"), codecs.encode, threading.Event(), threading.Event()
 
     def slow(*args, **options):
@@ -234,20 +266,26 @@ def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_noth
     ("losses", "expected"),
     [
         (Losses(1.0, 0.9), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),
-        (Losses(1.0, 1.05), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),  # within the tolerance
+        # within the tolerance
+        (Losses(1.0, 1.05), local.ExchangeEnded(SESSION, 0, "peer", "accepted", True, 1)),
         (Losses(1.0, 1.5), local.ExchangeEnded(SESSION, 0, "peer", "probe", False, 0)),
         (Losses(1.0, float("inf")), local.ExchangeEnded(SESSION, 0, "peer", "probe", False, 0)),
         (None, local.ExchangeEnded(SESSION, 0, "peer", "local", False, 0)),
     ],
-)  # fmt: skip
-def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(made, losses, expected):
+)
+def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(
+    made, losses, expected
+):
     a, partner = made("a", asking=True), made("c")
     a.step()
     partner.step(seed=2)
     before = a.weights()
     a.exchange(partner)
     assert identical(a.probe.mine, {n: before[n] for n in a.tensors.names(0)})
-    assert all(torch.allclose(a.probe.mean[n], 0.5 * (before[n] + partner.weights()[n]), atol=1e-6) for n in a.tensors.names(0))
+    assert all(
+        torch.allclose(a.probe.mean[n], 0.5 * (before[n] + partner.weights()[n]), atol=1e-6)
+        for n in a.tensors.names(0)
+    )
     assert not a.between()
     a.said.clear()
     a.probe.answer(losses)
@@ -272,7 +310,9 @@ def test_a_verdict_on_an_exchange_that_is_over_changes_nothing(made, meanwhile):
     before = a.weights()
     a.probe.answer(Losses(1.0, 0.9))
     assert not a.between()
-    assert a.said[-1] == msgspec.structs.replace(ENDED_LOCALLY, outer_step=a.counters.outer_clocks[0])
+    assert a.said[-1] == msgspec.structs.replace(
+        ENDED_LOCALLY, outer_step=a.counters.outer_clocks[0]
+    )
     assert not a.between()
     assert identical(a.weights(), before)
 
@@ -293,7 +333,9 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
-def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without(made, tmp_path, reward, kept):
+def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without(
+    made, tmp_path, reward, kept
+):
     a, b, partner = made("a"), made("b"), made("c")
     partner.step(seed=2)
     a.step()
@@ -334,7 +376,9 @@ def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, th
         a.between()
     else:
         partner.step(seed=3, size=0.01)
-        a.fetched(partner, b"z" * 16, fragment=int(then == "other fragment"), peer="second", outer_step=1)
+        a.fetched(
+            partner, b"z" * 16, fragment=int(then == "other fragment"), peer="second", outer_step=1
+        )
         a.between()
         a.between()
     moved = {name for name, phi in a.phi().items() if not torch.equal(phi, slow[name])}
@@ -390,7 +434,9 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     a.fetched(partner)
     assert not a.between()
     assert identical(a.weights(), before)
-    assert ENDED_LOCALLY in [msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)]
+    assert ENDED_LOCALLY in [
+        msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)
+    ]
 
 
 def test_a_few_that_claim_to_be_far_behind_do_not_move_our_outer_steps(made):
@@ -415,7 +461,9 @@ def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(
         a.fetched(partner, bytes([number]) * 16, peer=f"peer{number}", outer_step=claim)
         a.between()
         a.between()
-    assert a.counters.outer_clocks == [43, 40], "where most of them are; three steps of the first were taken alone"
+    assert a.counters.outer_clocks == [43, 40], (
+        "where most of them are; three steps of the first were taken alone"
+    )
     a.step()
     a.exchange(partner, b"z" * 16)
     assert a.between()
@@ -425,7 +473,8 @@ def test_without_a_network_process_the_outer_step_is_taken_alone(made):
     a = made("a")
     a.step()
     assert a.counters.step == 2
-    assert not a.replica.between_steps(False, 0.1)  # the step is computed while the next one is trained
+    # the step is computed while the next one is trained
+    assert not a.replica.between_steps(False, 0.1)
     a.settle()
     assert a.replica.between_steps(False, 0.1, stepped=False)
     assert a.counters.solo_steps_total == 1
@@ -506,7 +555,9 @@ def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, d
     while a.counters.step < 4:
         a.step(size=0.0)
         a.replica.between_steps(True, 0.1)
-    assert [(4, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue) and m.fragment == 1] == due
+    assert [
+        (4, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue) and m.fragment == 1
+    ] == due
 
 
 def adopt(a, other, step=30, wrong="", trained=0):
@@ -538,7 +589,10 @@ def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
     rounded = {name: phi.to(torch.bfloat16).float() for name, phi in other.phi().items()}
     assert identical(a.weights(), rounded)
     delta = {name: torch.zeros_like(phi) for name, phi in rounded.items()}
-    assert identical(a.replica.tensors(), {f"phi.{n}": t for n, t in rounded.items()} | {f"delta.{n}": t for n, t in delta.items()})
+    assert identical(
+        a.replica.tensors(),
+        {f"phi.{n}": t for n, t in rounded.items()} | {f"delta.{n}": t for n, t in delta.items()},
+    )
     assert a.counters.probation
     assert a.counters.outer_clocks == [30, 30]
 
@@ -596,7 +650,9 @@ def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
     assert identical(a.weights(), before)
 
 
-@pytest.mark.parametrize(("wrong", "outcome"), [("hash", "hash"), ("nan", "not_finite"), ("payload", "payload")])
+@pytest.mark.parametrize(
+    ("wrong", "outcome"), [("hash", "hash"), ("nan", "not_finite"), ("payload", "payload")]
+)
 def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, made):
     a, other = made("a"), made("b")
     other.step(seed=5)
@@ -632,8 +688,12 @@ def test_candidates_are_connected_alike_and_have_claimed_so_lately():
     for peer in ("a", "d"):
         claims.asked(peer, ASK_SECONDS)
     assert claims.to_ask(["a", "d"], ASK_SECONDS + 1) == []
-    assert claims.candidates(["a", "d"], b"f", ASK_SECONDS + 1) == ["a"], "what it claimed stands until it answers"
-    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == [], "and no longer for having been asked"
+    assert claims.candidates(["a", "d"], b"f", ASK_SECONDS + 1) == ["a"], (
+        "what it claimed stands until it answers"
+    )
+    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == [], (
+        "and no longer for having been asked"
+    )
 
 
 def test_claims_are_bounded():

@@ -47,7 +47,7 @@ def test_what_a_partner_lacked_is_due_once_more_midway_and_the_second_has_it():
     assert schedule.due(32) == 0, "the rest that came late makes the next outer step no later"
 
 
-def test_with_one_who_has_nothing_of_what_is_left_it_takes_its_step_alone_in_the_next_outer_step_of_all():
+def test_blocks_without_a_partner_step_alone_next_time():
     schedule = OuterSchedule(EVERY, 2)
     took(schedule, 0, ["a0"], 9)
     assert not schedule.is_rest(0, ["a0"])
@@ -71,7 +71,8 @@ def test_the_rest_of_a_fragment_that_is_due_next_is_not_sought_by_itself():
     assert schedule.due(8) == 0
     took(schedule, 0, HELD[0], 9)
     took(schedule, 1, ["a1"], 10)
-    assert [schedule.due(step) for step in range(10, 17)] == [None] * 7  # 1 was stepped a moment ago
+    # 1 was stepped a moment ago
+    assert [schedule.due(step) for step in range(10, 17)] == [None] * 7
     assert schedule.due(20) == 1
     assert schedule.left(1) == {"b1", "c1"}
 
@@ -89,17 +90,26 @@ def test_while_a_partner_is_sought_for_a_fragment_nobody_is_sought_for_the_rest_
     assert schedule.due(24) == 0
 
 
-@pytest.mark.parametrize(("every", "leaves"), [(2 * LEAST_GAP, True), (2 * LEAST_GAP - 1, False), (1, False)])
+@pytest.mark.parametrize(
+    ("every", "leaves"), [(2 * LEAST_GAP, True), (2 * LEAST_GAP - 1, False), (1, False)]
+)
 def test_where_outer_steps_follow_each_other_closely_nothing_is_left(every, leaves):
     assert OuterSchedule(every, 2).leaves(0, ["a0"]) is leaves
 
 
-DRAWS = st.lists(st.tuples(st.integers(0, 1), st.sets(st.sampled_from("abc"), min_size=1), st.booleans()), min_size=200, max_size=200)
-"""At each step: who proposes, or has what is due, which fragment and what of it, and whether it comes to anything."""
+DRAWS = st.lists(
+    st.tuples(st.integers(0, 1), st.sets(st.sampled_from("abc"), min_size=1), st.booleans()),
+    min_size=200,
+    max_size=200,
+)
+"""At each step: who proposes, or has what is due, which fragment and what of it, and whether it
+comes to anything."""
 
 
 @given(st.integers(2 * LEAST_GAP, 60), DRAWS)
-def test_whatever_partners_have_and_propose_there_is_at_most_one_exchange_more_for_each_outer_step(every, draws):
+def test_whatever_partners_have_and_propose_there_is_at_most_one_exchange_more_for_each_outer_step(
+    every, draws
+):
     schedule, times = OuterSchedule(every, 2), []
     for step, (proposed, parts, comes) in enumerate(draws, 1):
         fragment = schedule.due(step)
@@ -114,8 +124,9 @@ def test_whatever_partners_have_and_propose_there_is_at_most_one_exchange_more_f
 
 
 @given(st.integers(2 * LEAST_GAP, 60), DRAWS)
-def test_whatever_partners_have_and_propose_no_tensor_is_stepped_twice_in_one_outer_step_or_passed_over_in_two(every, draws):
-    schedule, steps = OuterSchedule(every, 2), ([], [])  # of each fragment: what took which outer step
+def test_no_tensor_is_stepped_twice_or_skipped_twice(every, draws):
+    # of each fragment: what took which outer step
+    schedule, steps = OuterSchedule(every, 2), ([], [])
     for step, (fragment, parts, comes) in enumerate(draws, 1):
         schedule.due(step)
         if comes:

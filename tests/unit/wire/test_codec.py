@@ -24,7 +24,9 @@ def test_group_round_trips():
 
 
 def test_announcement_and_group_are_told_apart_by_their_tag():
-    assert isinstance(codec.decode_payload(Envelope(b"", frames.pack(frames.ANNOUNCE), b"")), Announce)
+    assert isinstance(
+        codec.decode_payload(Envelope(b"", frames.pack(frames.ANNOUNCE), b"")), Announce
+    )
 
 
 def test_the_tag_comes_first_and_nothing_is_skipped_to_find_it():
@@ -33,7 +35,9 @@ def test_the_tag_comes_first_and_nothing_is_skipped_to_find_it():
     with pytest.raises(BadMessage, match="first field") as caught:
         strict.decode(late, RolloutGroup | Announce)
     assert caught.value.reason == "schema"
-    assert strict.decode(frames.pack(frames.ANNOUNCE), RolloutGroup | Announce) == strict.decode(frames.pack(frames.ANNOUNCE), Announce)
+    assert strict.decode(frames.pack(frames.ANNOUNCE), RolloutGroup | Announce) == strict.decode(
+        frames.pack(frames.ANNOUNCE), Announce
+    )
 
 
 def test_limit_is_inclusive():
@@ -57,12 +61,22 @@ def test_payload_limit_holds_for_what_was_decompressed():
 
 def test_field_at_its_default_must_still_be_sent():
     """Otherwise one group would have two encodings, and two content ids."""
-    assert reason_of(codec.decode, frames.pack(frames.without(frames.envelope(b"x"), "codec")), Envelope, 1000) == "malformed"
+    assert (
+        reason_of(
+            codec.decode,
+            frames.pack(frames.without(frames.envelope(b"x"), "codec")),
+            Envelope,
+            1000,
+        )
+        == "malformed"
+    )
 
 
 def test_decoding_takes_any_bytes_like_that_libp2p_hands_out():
     frame = frames.sealed(frames.GROUP)
-    assert codec.decode(bytearray(frame), Envelope, len(frame)) == codec.decode(frame, Envelope, len(frame))
+    assert codec.decode(bytearray(frame), Envelope, len(frame)) == codec.decode(
+        frame, Envelope, len(frame)
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 2**17, limits.GROUP_BYTES])
@@ -79,7 +93,10 @@ def test_compression_declares_its_size_and_asks_for_little_history():
 
 def test_a_compressor_that_does_not_declare_its_size_is_refused():
     compressor = zstandard.ZstdCompressor().compressobj()
-    assert reason_of(codec.decompress, compressor.compress(b"abc") + compressor.flush(), 100) == "compression"
+    assert (
+        reason_of(codec.decompress, compressor.compress(b"abc") + compressor.flush(), 100)
+        == "compression"
+    )
 
 
 def test_group_made_here_is_checked_like_one_that_was_received():
@@ -90,7 +107,10 @@ def test_group_made_here_is_checked_like_one_that_was_received():
 
 def test_lone_surrogate_of_a_local_tokenizer_is_found_before_signing():
     broken = msgspec.structs.replace(GROUP.completions[0], text="\ud800")
-    assert reason_of(codec.check_group, msgspec.structs.replace(GROUP, completions=[broken, broken])) == "bounds"
+    assert (
+        reason_of(codec.check_group, msgspec.structs.replace(GROUP, completions=[broken, broken]))
+        == "bounds"
+    )
 
 
 def test_fetch_response_of_the_largest_group_fits_its_cap():
@@ -120,4 +140,6 @@ def test_reason_of_every_error_is_one_of_the_closed_set():
         frames.pack({"type": "rollout"}),
         b"\x82\xa4task" + b"\x91" * 5000,
     ]
-    assert {reason_of(codec.decode_payload, Envelope(b"", data, b"")) for data in hostile} <= set(codec.DECODE_REASONS)
+    assert {reason_of(codec.decode_payload, Envelope(b"", data, b"")) for data in hostile} <= set(
+        codec.DECODE_REASONS
+    )

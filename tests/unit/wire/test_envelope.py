@@ -17,7 +17,9 @@ from swarmnode.wire.ids import DOMAIN_ROLLOUT
 
 DOMAIN, SWARM, KEY = DOMAIN_ROLLOUT, frames.SWARM, frames.KEY
 SIGNED = envelope.sign(b"payload", KEY, DOMAIN, SWARM)
-GROUP = codec.decode_payload(envelope.Envelope(key=b"", payload=frames.pack(frames.GROUP), signature=b""))
+GROUP = codec.decode_payload(
+    envelope.Envelope(key=b"", payload=frames.pack(frames.GROUP), signature=b"")
+)
 
 
 def is_valid(signed, domain=DOMAIN, swarm=SWARM) -> bool:
@@ -34,10 +36,18 @@ def test_own_signature_verifies():
     assert is_valid(SIGNED)
 
 
-@pytest.mark.parametrize("changes", [
-    {"payload": b"payloae"}, {"payload": b""}, {"codec": "zstd"}, {"signature": bytes(64)}, {"signature": b""},
-    {"key": b"\x01" * 32}, {"key": b""},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"payload": b"payloae"},
+        {"payload": b""},
+        {"codec": "zstd"},
+        {"signature": bytes(64)},
+        {"signature": b""},
+        {"key": b"\x01" * 32},
+        {"key": b""},
+    ],
+)
 def test_any_change_breaks_the_signature(changes):
     assert not is_valid(msgspec.structs.replace(SIGNED, **changes))
 
@@ -66,11 +76,15 @@ def test_sealed_group_opens():
 
 def test_seal_compresses_only_what_gets_shorter():
     long = msgspec.structs.replace(GROUP.completions[0], text="a" * 4000)
-    longer = envelope.seal(msgspec.structs.replace(GROUP, completions=[long, long]), KEY, DOMAIN, SWARM)
+    longer = envelope.seal(
+        msgspec.structs.replace(GROUP, completions=[long, long]), KEY, DOMAIN, SWARM
+    )
     announce = codec.decode_payload(envelope.Envelope(b"", frames.pack(frames.ANNOUNCE), b""))
     assert len(longer) < 1000
     sizes = [len(codec.encode(announce)), len(codec.compress(codec.encode(announce)))]
-    opened = codec.decode(envelope.seal(announce, KEY, DOMAIN, SWARM), envelope.Envelope, limits.GOSSIP_BYTES)
+    opened = codec.decode(
+        envelope.seal(announce, KEY, DOMAIN, SWARM), envelope.Envelope, limits.GOSSIP_BYTES
+    )
     assert len(opened.payload) == min(sizes)
 
 
@@ -83,16 +97,21 @@ def test_signature_is_looked_at_before_the_payload():
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"payload": b"payloae"}, "signature"), ({"signature": bytes(64)}, "signature"), ({"codec": "zstd"}, "compression")],
+    [
+        ({"payload": b"payloae"}, "signature"),
+        ({"signature": bytes(64)}, "signature"),
+        ({"codec": "zstd"}, "compression"),
+    ],
 )
 def test_an_envelope_that_is_not_compressed_is_signed_and_as_small_as_it_may_be(changes, reason):
     frame = codec.encode(SIGNED)
     assert envelope.open_raw(frame, DOMAIN, SWARM, len(frame)) == SIGNED
     other = codec.encode(msgspec.structs.replace(SIGNED, **changes))
     for bad, domain, limit, why in (
-        (other, DOMAIN, len(other), reason), (frame, b"swarmnode/state/1", len(frame), "signature"),
+        (other, DOMAIN, len(other), reason),
+        (frame, b"swarmnode/state/1", len(frame), "signature"),
         (frame, DOMAIN, len(frame) - 1, "oversize"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(BadMessage) as caught:
             envelope.open_raw(bad, domain, SWARM, limit)
         assert caught.value.reason == why
@@ -100,12 +119,21 @@ def test_an_envelope_that_is_not_compressed_is_signed_and_as_small_as_it_may_be(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_peer_id_is_libp2ps(seed):
-    public = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(bytes([seed])).digest()).public_key().public_bytes_raw()
-    assert envelope.peer_id(public) == ID.from_pubkey(Ed25519PublicKey.from_bytes(public)).to_base58()
+    public = (
+        Ed25519PrivateKey.from_private_bytes(hashlib.sha256(bytes([seed])).digest())
+        .public_key()
+        .public_bytes_raw()
+    )
+    assert (
+        envelope.peer_id(public) == ID.from_pubkey(Ed25519PublicKey.from_bytes(public)).to_base58()
+    )
 
 
 def test_content_id_is_blake2b_256():
-    assert envelope.content_id(b"abc").hex() == "bddd813c634239723171ef3fee98579b94964e3bb1cb3e427262c8c068d52319"
+    assert (
+        envelope.content_id(b"abc").hex()
+        == "bddd813c634239723171ef3fee98579b94964e3bb1cb3e427262c8c068d52319"
+    )
 
 
 @given(st.binary(min_size=32, max_size=32))
@@ -118,7 +146,10 @@ def test_a_peer_id_is_its_key(seed):
     assert not envelope.signed_by(peer, b"date", key.sign(b"data"))
 
 
-@given(st.text(max_size=80) | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", max_size=80))
+@given(
+    st.text(max_size=80)
+    | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", max_size=80)
+)
 def test_other_text_is_no_peer_id_and_signs_nothing(text):
     assert envelope.peer_key(text) is None
     assert not envelope.signed_by(text, b"data", bytes(64))

@@ -31,7 +31,12 @@ def reason(check, *arguments):
         (fields.check_counter, (), [0, COUNTER], [-1, COUNTER + 1]),
         (fields.check_finite, (), [0, 1.5, True], []),
         (fields.check_name, (3,), ["a", "!~a"], ["", "abcd", "a b", "a\x7f", "ä", "\n"]),
-        (fields.check_text, (1, 4), ["a", "abcd", "ää", " ~\xa0"], ["", "abcde", "äää", "a\n", "\x1f", "\x7f", "\x9f", "\ud800"]),
+        (
+            fields.check_text,
+            (1, 4),
+            ["a", "abcd", "ää", " ~\xa0"],
+            ["", "abcde", "äää", "a\n", "\x1f", "\x7f", "\x9f", "\ud800"],
+        ),
         (fields.check_text, (0, 0), [""], ["a"]),
         (fields.check_rising, (1, 3), [[1], [1, 2], "abc"], [[], [1, 1], [2, 1], [1, 2, 3, 4]]),
     ],
@@ -43,7 +48,12 @@ def test_both_sides_of_each_bound(check, bounds, good, bad):
 
 @pytest.mark.parametrize(
     ("check", "bounds"),
-    [(fields.check_between, (0, INF)), (fields.check_positive, ()), (fields.check_positive, (1,)), (fields.check_finite, ())],
+    [
+        (fields.check_between, (0, INF)),
+        (fields.check_positive, ()),
+        (fields.check_positive, (1,)),
+        (fields.check_finite, ()),
+    ],
 )
 def test_a_number_that_is_none_is_told_apart(check, bounds):
     assert [reason(check, "x", value, *bounds) for value in (NAN, INF, -INF)] == ["not_finite"] * 3
@@ -55,7 +65,14 @@ class Message(msgspec.Struct):
 
 
 @pytest.mark.parametrize(
-    ("key", "count", "expected"), [(b"12", 3, None), (None, None, None), (b"1", 3, "bounds"), (b"12", 4, "bounds"), (b"12", 0, "bounds")]
+    ("key", "count", "expected"),
+    [
+        (b"12", 3, None),
+        (None, None, None),
+        (b"1", 3, "bounds"),
+        (b"12", 4, "bounds"),
+        (b"12", 0, "bounds"),
+    ],
 )
 def test_fields_are_checked_by_name_where_a_message_has_them(key, count, expected):
     tables = {"key": 2, "other": 7}, {"count": (1, 3), "more": (8, 9)}

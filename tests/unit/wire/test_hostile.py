@@ -1,4 +1,5 @@
-"""Whatever a stranger writes: a message, or BadMessage; never another exception, never much memory."""
+"""Whatever a stranger writes: a message, or BadMessage; never another exception, never much
+memory."""
 
 import random
 import struct
@@ -14,17 +15,29 @@ from hypothesis import strategies as st
 from protocol.generate import frames
 from swarmnode.errors import BadMessage
 from swarmnode.wire import codec, limits
-from swarmnode.wire.messages import Envelope, FetchRequest, FetchResponse, PeersRequest, PeersResponse
+from swarmnode.wire.messages import (
+    Envelope,
+    FetchRequest,
+    FetchResponse,
+    PeersRequest,
+    PeersResponse,
+)
 
 MUTATIONS = 120_000
 PACKED_GROUP = frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})
 PAYLOADS = [frames.pack(message) for message in (frames.GROUP, PACKED_GROUP, frames.ANNOUNCE)]
-PEERS = {"swarm": frames.SWARM, "peers": [{"peer": frames.PEER, "addresses": ["/ip4/192.0.2.7/tcp/9512"]}]}
+PEERS = {
+    "swarm": frames.SWARM,
+    "peers": [{"peer": frames.PEER, "addresses": ["/ip4/192.0.2.7/tcp/9512"]}],
+}
 MESSAGES = [
     (Envelope, frames.sealed(frames.GROUP)),
     (FetchRequest, frames.pack({"content": b"\x33" * 32})),
     (FetchResponse, frames.pack({"status": "ok", "body": b"body"})),
-    (PeersRequest, frames.pack({"swarm": frames.SWARM, "addresses": PEERS["peers"][0]["addresses"]})),
+    (
+        PeersRequest,
+        frames.pack({"swarm": frames.SWARM, "addresses": PEERS["peers"][0]["addresses"]}),
+    ),
     (PeersResponse, frames.pack(PEERS)),
 ]
 HEADERS = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0)])
@@ -75,11 +88,14 @@ def test_mutated_payloads_are_refused_or_sound():
         payload = mutated(rng, PAYLOADS[number % 3], PAYLOADS[(number + 1) % 3])
         if number % 8 == 0:  # and through a compressor, whose output may be wounded too
             compressed = codec.compress(payload)
-            envelope = Envelope(b"", mutated(rng, compressed, payload) if number % 16 else compressed, b"", "zstd")
+            envelope = Envelope(
+                b"", mutated(rng, compressed, payload) if number % 16 else compressed, b"", "zstd"
+            )
         else:
             envelope = Envelope(b"", payload, b"")
         accepted += attempt(codec.decode_payload, envelope)
-    assert 200 < accepted < MUTATIONS // 10  # some wounds are in text or counters and change nothing but values
+    # some wounds are in text or counters and change nothing but values
+    assert 200 < accepted < MUTATIONS // 10
 
 
 def test_mutated_messages_are_refused_or_sound():
@@ -98,16 +114,44 @@ def test_random_bytes_are_refused(data):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=80),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(0, 9), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=80),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8) | st.integers(0, 9), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 PATHS = [
-    "type", "task", "task.id", "task.seed", "task.index", "task.difficulty", "model", "policy_version", "created_at", "sequence",
-    "sampling", "sampling.temperature", "sampling.top_p", "sampling.max_tokens", "completions", "completions.1", "completions.0.text",
+    "type",
+    "task",
+    "task.id",
+    "task.seed",
+    "task.index",
+    "task.difficulty",
+    "model",
+    "policy_version",
+    "created_at",
+    "sequence",
+    "sampling",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.max_tokens",
+    "completions",
+    "completions.1",
+    "completions.0.text",
     "completions.0.tokens",
-    "completions.0.logprob", "completions.0.finish", "completions.0.token_ids", "completions.0.logprobs", "extra", "completions.0.extra",
-]  # fmt: skip
+    "completions.0.logprob",
+    "completions.0.finish",
+    "completions.0.token_ids",
+    "completions.0.logprobs",
+    "extra",
+    "completions.0.extra",
+]
 
 
 @settings(max_examples=1500, derandomize=True, database=None, deadline=None)
@@ -119,24 +163,40 @@ def test_any_value_in_any_place_is_refused_or_comes_back(path, value):
         assert codec.encode(codec.decode_payload(envelope)) == payload
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # memory
 
 MEBIBYTE = 2**20
-ZEROS = b"".join(frames.repeat_block(b"\0", 2**17, last=i == 8191) for i in range(8192))  # a gigabyte in 32 KiB
+# a gigabyte in 32 KiB
+ZEROS = b"".join(frames.repeat_block(b"\0", 2**17, last=i == 8191) for i in range(8192))
 ENDLESS = frames.repeat_block(b"\0", 2**17, last=False) * 8192
 HEAD = frames.pack(frames.GROUP).split(frames.pack("completions"))[0] + frames.pack("completions")
 BOMBS = {
     "empty maps": (b"\xdd\x00\x0f\xff\x00" + b"\x80" * (MEBIBYTE - 300), "raw"),
-    "empty maps for completions": (HEAD + b"\xdd\x00\x0f\xfc\x00" + b"\x80" * (MEBIBYTE - 1024), "raw"),
+    "empty maps for completions": (
+        HEAD + b"\xdd\x00\x0f\xfc\x00" + b"\x80" * (MEBIBYTE - 1024),
+        "raw",
+    ),
     "nested arrays": (HEAD + b"\x91" * (MEBIBYTE - 1024), "raw"),
-    "nested arrays in front of the tag": (b"\x82" + frames.pack("task") + b"\x91" * (MEBIBYTE - 1024), "raw"),
+    "nested arrays in front of the tag": (
+        b"\x82" + frames.pack("task") + b"\x91" * (MEBIBYTE - 1024),
+        "raw",
+    ),
     "10,000 completions": (HEAD + b"\xdc\x27\x10" + frames.pack(frames.COMPLETION) * 10_000, "raw"),
     "a list of 4 billion": (HEAD + b"\xdd\xff\xff\xff\xff", "raw"),
-    "a map of 4 billion": (b"\xdf\xff\xff\xff\xff" + frames.pack("type") + frames.pack("rollout"), "raw"),
-    "text of 4 GiB": (frames.pack(frames.GROUP).replace(frames.pack("rg/chain_sum"), b"\xdb\xff\xff\xff\xff"), "raw"),
+    "a map of 4 billion": (
+        b"\xdf\xff\xff\xff\xff" + frames.pack("type") + frames.pack("rollout"),
+        "raw",
+    ),
+    "text of 4 GiB": (
+        frames.pack(frames.GROUP).replace(frames.pack("rg/chain_sum"), b"\xdb\xff\xff\xff\xff"),
+        "raw",
+    ),
     "the same key 50,000 times": (
-        b"\xdf\x00\x00\xc3\x50" + frames.pack("type") + frames.pack("rollout") + (frames.pack("sequence") + b"\x01") * 49_999,
+        b"\xdf\x00\x00\xc3\x50"
+        + frames.pack("type")
+        + frames.pack("rollout")
+        + (frames.pack("sequence") + b"\x01") * 49_999,
         "raw",
     ),
     "a gigabyte, declared": (frames.zstd(ZEROS, 2**30), "zstd"),
@@ -144,8 +204,14 @@ BOMBS = {
     "a gigabyte that declares 1000 bytes": (frames.zstd(ZEROS, 1000), "zstd"),
     "a gigabyte that declares a mebibyte": (frames.zstd(ZEROS, MEBIBYTE), "zstd"),
     "a gigabyte that declares 1000 bytes and does not end": (frames.zstd(ENDLESS, 1000), "zstd"),
-    "a gigabyte that declares a mebibyte and does not end": (frames.zstd(ENDLESS, MEBIBYTE), "zstd"),
-    "a window of a gigabyte": (b"\x28\xb5\x2f\xfd\xc0\xa0" + struct.pack("<Q", 1000) + frames.raw_block(bytes(1000)), "zstd"),
+    "a gigabyte that declares a mebibyte and does not end": (
+        frames.zstd(ENDLESS, MEBIBYTE),
+        "zstd",
+    ),
+    "a window of a gigabyte": (
+        b"\x28\xb5\x2f\xfd\xc0\xa0" + struct.pack("<Q", 1000) + frames.raw_block(bytes(1000)),
+        "zstd",
+    ),
 }
 
 
@@ -163,7 +229,8 @@ def test_bomb_is_refused_in_little_python_memory(name):
 
 
 def test_bombs_are_refused_in_little_memory_of_any_kind():
-    """The C libraries' memory as well: in a child whose address space may grow by 32 MiB and no more."""
+    """The C libraries' memory as well: in a child whose address space may grow by 32 MiB and no
+    more."""
     child = """
 import resource, sys, msgpack
 from swarmnode.errors import BadMessage
@@ -178,6 +245,11 @@ for payload, kind in bombs:
     except BadMessage:
         print("refused")
 """
-    done = subprocess.run([sys.executable, "-c", child], input=msgpack.packb(list(BOMBS.values())), capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", child],
+        input=msgpack.packb(list(BOMBS.values())),
+        capture_output=True,
+        check=False,
+    )
     assert done.stderr == b""
     assert done.stdout.split() == [b"refused"] * len(BOMBS)

@@ -6,12 +6,21 @@ from typing import Any
 
 
 def discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
-    names = sorted({name for kind in type(obj).__mro__ for name, value in vars(kind).items() if hasattr(value, attr)})
+    names = sorted(
+        {
+            name
+            for kind in type(obj).__mro__
+            for name, value in vars(kind).items()
+            if hasattr(value, attr)
+        }
+    )
     return [getattr(obj, name) for name in names]
 
 
 def invoke(fn: Callable[..., Any], available: dict[str | type, Any]) -> Any:
-    return fn(**{name: available[name] for name in inspect.signature(fn).parameters if name in available})
+    return fn(
+        **{name: available[name] for name in inspect.signature(fn).parameters if name in available}
+    )
 
 
 def metric(func: Any = None, priority: int = 0) -> Any:
