@@ -50,6 +50,7 @@ types: $(VENV)/.check
 
 rules: $(VENV)/.check $(VENV)/.test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python protocol/check.py
 	$(BIN)/pytest tests/conformance/test_house_rules.py tests/conformance/test_nothing_only_tests_know.py
