@@ -1,0 +1,1 @@
+"""Hand-written mutations of the product, each a defect that the suite should detect."""
