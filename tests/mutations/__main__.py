@@ -83,7 +83,7 @@ def load(folder: Path = HERE) -> list[Mutation]:
 
 def first_failure(tests: Sequence[str], workers: int) -> str | None:
     """Run pytest until the first failure and return it, or None if all tests pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", ""]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
     try:
         done = subprocess.run(
