@@ -101,7 +101,7 @@ def run_main(name: str, main: Callable[[], int]) -> int:
         first = leaf
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return _crashed(name, error)
     if logging.getLogger().handlers:
         logging.getLogger(name).error("%s", first)

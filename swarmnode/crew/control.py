@@ -368,7 +368,7 @@ class _Turn:
 
     # ---- small things ----------------------------------------------------------------------------
 
-    def _set(self, **changes: Any) -> None:
+    def _set(self, **changes: Any) -> None:  # noqa: ANN401
         self.state = replace(self.state, **changes)
 
     def _set_crew(self, crew: Crew) -> None:

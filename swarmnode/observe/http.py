@@ -329,7 +329,7 @@ async def serve_http(
 
 async def _serve_steadily(
     # an ASGI application, for which starlette and hypercorn have types that do not fit each other
-    app: typing.Any,
+    app: typing.Any,  # noqa: ANN401
     sock: socket.socket,
     shutdown_trigger: Callable[[], Awaitable[None]] | None,
 ) -> None:

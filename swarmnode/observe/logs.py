@@ -123,7 +123,7 @@ class LogRing(logging.Handler):
                     self._process,
                 )
             )
-        except Exception:
+        except Exception:  # noqa: BLE001
             self.handleError(record)
 
     def statistics(self) -> list[LogLine]:

@@ -116,7 +116,7 @@ class MdnsDiscovery:
             return
         try:
             zeroconf, browser = await trio.to_thread.run_sync(self._open, told)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # no multicast, no interface, port 5353 taken, …: zeroconf and the OS raise many kinds
             log.warning(
                 "mDNS is not available, peers on the local network are not found by themselves: %s",

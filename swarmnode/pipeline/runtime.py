@@ -41,7 +41,7 @@ class StageRuntime:
     """One stage on this machine. `model` is as `split` makes it; `dtype` what it computes in,
     float32 or bfloat16."""
 
-    def __init__(self, spec: StageSpec, model: Any, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: StageSpec, model: Any, *, dtype: torch.dtype = torch.float32) -> None:  # noqa: ANN401
         self.spec = spec
         self.model = model
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -112,7 +112,7 @@ class StageRuntime:
             )
         return output.logits
 
-    def _without_ends(self) -> Any:
+    def _without_ends(self) -> Any:  # noqa: ANN401
         """The same layers in a model that lacks norm and head."""
         if self._layers is None:
             self._layers, inner = _shallow(self._base), _shallow(self._base.model)
@@ -312,7 +312,7 @@ class StageRuntime:
         return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
 
 
-def _shallow(module: Any) -> Any:
+def _shallow(module: Any) -> Any:  # noqa: ANN401
     """A module of its own with the same parameters and, until they are replaced, the same parts."""
     new = copy.copy(module)
     new._modules = dict(module._modules)

@@ -115,7 +115,7 @@ def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:
+def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
     """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
     from peft import get_peft_model
 

@@ -54,7 +54,7 @@ class Chat:
         )
         try:
             encode_prompt(tokenizer, "What is 3 + 4?", chat)
-        except Exception as error:  # a template is a program, and may raise what it likes
+        except Exception as error:  # a template is a program, and may raise what it likes  # noqa: BLE001
             why = " ".join(str(error).split())[:300] or type(error).__name__
             raise Unavailable(
                 f"the chat template of policy.model fails with this policy.chat: {why}"

@@ -251,7 +251,7 @@ class Channel:
         *,
         later: bool = False,
         part: tuple[int, int | None] = (0, None),
-        **more: Any,
+        **more: Any,  # noqa: ANN401
     ) -> None:
         root = more.pop("root", b"") or await self.compute(lambda: m.root_of(body))
         if stage not in self.gone:

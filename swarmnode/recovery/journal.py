@@ -268,7 +268,7 @@ class Journal:
                 disk.save(self.path, tensors, msgspec.to_builtins(about))
                 self.step, self.hash, self.error = about.step, bytes.fromhex(about.hash), None
                 self._clear_away(about.step)
-            except Exception as error:  # whatever it is, who waits for us must not wait for ever
+            except Exception as error:  # whatever it is, who waits for us must not wait for ever  # noqa: BLE001
                 self._failed(error)
             del tensors
             with self._condition:

@@ -195,7 +195,7 @@ class Admission:
     ) -> Candidate | Announced | Rejected:
         try:
             result = check()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # a defect of ours that a frame found: it must cost that frame, not the node
             self._last_internal_error = f"{type(error).__name__}: {error}"[:200]
             return self.refuse("internal")

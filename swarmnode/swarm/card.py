@@ -141,7 +141,7 @@ def push(directory: Path, repo: str, *, public: bool, message: str) -> str:
         why = {401: "the token is not valid", 403: "the token may not write there"}.get(
             status or 0, str(error).split("\n")[0][:300]
         )
-    except Exception as error:  # of whichever HTTP library this release of huggingface_hub uses
+    except Exception as error:  # of whichever HTTP library this release of huggingface_hub uses  # noqa: BLE001
         why = (str(error).strip().split("\n") or [""])[0][:300] or type(error).__name__
     raise Unavailable(
         f"{directory} is written, and could not be pushed to {repo}: {why}; try again with `hf"

@@ -87,7 +87,7 @@ def judge(
     accepted the answer."""
     try:
         item = item_at(question.task, question.seed, question.index, question.difficulty)
-    except (Exception, SystemExit) as error:  # an owner's code; ours does not raise
+    except (Exception, SystemExit) as error:  # an owner's code; ours does not raise  # noqa: BLE001
         return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
     rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
     for answer in question.answers:
@@ -99,7 +99,7 @@ def judge(
                 raise ValueError(
                     f"components {', '.join(made_of)}, others of this question have others"
                 )
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             reward, made_of, errors, last = 0.0, {}, errors + 1, own.one_line(error)
         rewards.append(reward)
         components.append(made_of)

@@ -69,7 +69,7 @@ class Trackers:
     def _try(self, kind: str, do: Callable[[], object]) -> None:
         try:
             do()
-        except Exception as error:  # somebody else's library, and often somebody else's server
+        except Exception as error:  # somebody else's library, and often somebody else's server  # noqa: BLE001
             self._open.pop(kind, None)
             why = " ".join(str(error).split())[:300] or type(error).__name__
             log.warning("a tracker failed; going on without it", tracker=kind, error=why)

@@ -206,7 +206,7 @@ class AveragingWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 self._do(job)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # it would end this thread unseen: the trainer is to fail of it, at its next step
                 self.arrived.append(WorkerFailed(error))
 

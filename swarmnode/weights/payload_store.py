@@ -227,7 +227,7 @@ class PayloadStore:
             with trio.CancelScope() as filling:
                 try:
                     await self._fill(sink, remote, deadline)
-                except Exception as failure:  # out of a nursery it would come in a group
+                except Exception as failure:  # out of a nursery it would come in a group  # noqa: BLE001
                     failures.append(failure)
             nursery.cancel_scope.cancel()
         if failures:

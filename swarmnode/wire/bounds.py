@@ -62,7 +62,7 @@ from swarmnode.wire.messages import (
 from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
 
 
-def check_message(message: Any) -> None:
+def check_message(message: Any) -> None:  # noqa: ANN401
     """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `message` is not
     allowed."""
     _CHECKS[type(message)](message)

@@ -58,7 +58,7 @@ def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> Rollo
     return _decode(data, Payload, limit)
 
 
-def _decode(data: bytes, type: Any, limit: int) -> Any:
+def _decode(data: bytes, type: Any, limit: int) -> Any:  # noqa: ANN401
     message = strict.decode(data, type, limit)
     check_message(message)
     return message

@@ -20,7 +20,9 @@ ANY_COUNTER: Final = (0, COUNTER)
 
 
 def check_fields(
-    message: Any, lengths: Mapping[str, int], ranges: Mapping[str, tuple[float, float]]
+    message: Any,  # noqa: ANN401
+    lengths: Mapping[str, int],
+    ranges: Mapping[str, tuple[float, float]],
 ) -> None:
     """Check the fields that `message` has and that are not None: exactly so many bytes, or lowest
     and highest value."""

@@ -23,13 +23,13 @@ _TAG = b"\xa4type"
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Any) -> bytes:
+def encode(message: Any) -> bytes:  # noqa: ANN401
     """The one encoding of `message`: msgpack, fields in declared order, every field present,
     shortest headers."""
     return _encoder.encode(message)
 
 
-def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:
+def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:  # noqa: ANN401
     """The `kind`, a struct, a list of structs or a union of tagged ones, that `data` is the one
     encoding of.
 
@@ -55,7 +55,7 @@ def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:
 
 
 @functools.cache
-def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:
+def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:  # noqa: ANN401
     """And whether `kind` is one of several messages, told apart by their first field."""
     parts = get_args(kind) if isinstance(kind, types.UnionType) else ()
     tagged = bool(parts) and all(

@@ -1,5 +1,4 @@
-"""What a page refers to is there: files, headings, tests, modules. And the pages that say how long
-they take can be read in that time."""
+"""Every file, heading, test and module that a page refers to exists."""
 
 import importlib.util
 import re
@@ -15,8 +14,6 @@ PAGES = sorted(
 LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:swarmnode|benchmarks|tests|protocol)[a-z_.]*[a-z_])\b")
-WORDS_PER_MINUTE = 230
-"""Of a text about something unknown, whose tables are read too."""
 
 
 def anchors(page: str) -> set[str]:
@@ -91,7 +88,3 @@ def test_modules_that_pages_run_exist():
     named = {module for page in PAGES for module in MODULE.findall(page.read_text())}
     assert len(named) > 20
     assert sorted(module for module in named if importlib.util.find_spec(module) is None) == []
-
-
-def test_stages_can_be_read_in_fifteen_minutes():
-    assert len((ROOT / "docs" / "stages.md").read_text().split()) <= 15 * WORDS_PER_MINUTE

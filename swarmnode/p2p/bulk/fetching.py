@@ -86,7 +86,7 @@ class Pull:
             if bulk.digest(self.sink.view(index)) != bulk.expected(self.manifest, index):
                 raise BadMessage("hash", f"chunk {index} is not what the manifest says")
             self.sink.accept(index)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # the peer's chunk is wrong, or the caller's sink cannot take it: the caller is told
             self.error, self.live = error, False
             return False
@@ -207,7 +207,7 @@ async def over_socket(
             for index in pull.wanted:
                 tls.fill(connection, pull.sink.view(index), pull.count)
                 read.put(index)
-        except Exception as error:  # of the connection, or of the caller's sink
+        except Exception as error:  # of the connection, or of the caller's sink  # noqa: BLE001
             pull.fail(error)
         finally:
             read.put(None)

@@ -119,7 +119,7 @@ async def in_thread(
         try:
             with trio.CancelScope(shield=True):
                 result.append(await trio.to_thread.run_sync(work, *args, limiter=limiter))
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001
             error.append(raised)
         done.set()
 

@@ -179,7 +179,7 @@ def _with(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRu
     return StageRuntime(runtime.spec, _replaced(runtime.model, local, ""), dtype=runtime.dtype)
 
 
-def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:
+def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:  # noqa: ANN401
     new = copy.copy(module)
     inside = lambda name, child: (
         child if child is None else _replaced(child, tensors, f"{prefix}{name}.")

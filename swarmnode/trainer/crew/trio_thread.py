@@ -80,7 +80,7 @@ class TrioThread:
     def _run(self) -> None:
         try:
             trio.run(self._program)
-        except BaseException as error:  # raised again where somebody waits
+        except BaseException as error:  # raised again where somebody waits  # noqa: BLE001
             self.death = error
         finally:
             self._begun.set()

@@ -112,7 +112,7 @@ def test_a_tracker_that_fails_is_done_without(tmp_path, tensorboard) -> None:
         trackers.close()
         (tmp_path / "file").write_text("")
         Trackers(["tensorboard"], tmp_path / "file", "", {}).step(1, {"loss": 1.0})
-    assert [line["event"] for line in lines] == ["a tracker failed; going on without it"] * 2
+    assert [line["log_level"] for line in lines] == ["warning"] * 2
 
 
 def test_numbers_are_told_by_name_and_nothing_else() -> None:
