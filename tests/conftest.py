@@ -6,6 +6,7 @@ a file of minutes last would be waited for.
 
 import collections
 import gc
+import json
 import logging
 import os
 import sys
@@ -70,14 +71,59 @@ def pytest_addoption(parser):
         metavar="FOLDER",
         help="a folder of tests/ in which nothing may be skipped",
     )
+    parser.addoption(
+        "--cpu-json",
+        type=Path,
+        metavar="FILE",
+        help="write the CPU seconds of each test file there",
+    )
 
 
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):
         # xdist begins with the files of most tests; the longest have one
         config.option.loadscopereorder = False
+    if config.option.cpu_json and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CpuByFile(config.option.cpu_json))
     if config.option.must_run and not hasattr(config, "workerinput"):
         config.pluginmanager.register(MustRun(config))
+
+
+_cpu_seconds_counted = 0.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Attach the CPU seconds of a test to its last report: those of the worker and of the child
+    processes that it reaped since the test before."""
+    global _cpu_seconds_counted
+    report = yield
+    if call.when == "setup" and not _cpu_seconds_counted:
+        _cpu_seconds_counted = sum(os.times()[:4])
+    if call.when == "teardown":
+        now = sum(os.times()[:4])
+        report.user_properties.append(("cpu_seconds", now - _cpu_seconds_counted))
+        _cpu_seconds_counted = now
+    return report
+
+
+class CpuByFile:
+    """Sums the CPU seconds of tests by file and writes them as JSON when the run ends."""
+
+    def __init__(self, path):
+        self.path = path
+        self.seconds = collections.Counter()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self.seconds[report.nodeid.partition("::")[0]] += dict(report.user_properties)[
+                "cpu_seconds"
+            ]
+
+    def pytest_sessionfinish(self):
+        files = {name: round(seconds, 2) for name, seconds in self.seconds.most_common()}
+        total = round(sum(self.seconds.values()), 1)
+        self.path.write_text(json.dumps({"total": total, "files": files}, indent=1) + "\n")
 
 
 class MustRun:
