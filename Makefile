@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
 
-.PHONY: help setup demo test long sim chaos soak check types rules bench
+.PHONY: help setup demo test long sim chaos soak check types rules bench dist
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make long    what the suite leaves out, because whole nodes need minutes for what one process shows as well"
 	@echo "make check   lint, types, import layers, protocol vectors (make types and make rules, each on a processor of its own)"
 	@echo "make bench   every benchmark in its quick form"
+	@echo "make dist    wheel and sdist in dist/, and the demo run from the wheel in a fresh environment"
 	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
 	@echo "make soak    eight real nodes for an hour, one coming and going every 20 s: does anything grow? (SOAK=--minutes 10 --nodes 4)"
 	@echo "make chaos   real nodes under fresh schedules of faults (CHAOS_COUNT=…), and a table of what each costs"
@@ -54,6 +55,12 @@ rules: $(VENV)/.check $(VENV)/.test
 	$(BIN)/lint-imports
 	$(BIN)/python protocol/check.py
 	$(BIN)/pytest tests/conformance/test_house_rules.py
+
+# Wheel and sdist in dist/; then the demo from the wheel in a fresh environment. REPOSITORY=https://… makes the links of PyPI's page.
+dist:
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'hatchling>=1.27' 'twine>=6.1'
+	build/tools/bin/python tools/dist.py --torch-index '$(TORCH_INDEX)' --repository '$(REPOSITORY)'
 
 bench: $(VENV)/.test
 	for name in sapo trainer packing ingest gossip pulls scale eclipse noloco exchange budget checkfree recovery crew reroute tolerance corrections hostile; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
