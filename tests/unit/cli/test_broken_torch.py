@@ -1,0 +1,88 @@
+"""A torch that is installed and cannot be imported: one line that names the cause and the remedy, at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MISSING_LIBRARY = "raise OSError('libcudart.so.13: cannot open shared object file')"
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Return a function that runs a command of swarmnode where `import torch` runs `code`."""
+
+    def swarmnode(code, *arguments):
+        package = tmp_path / "site" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(code)
+        path = os.pathsep.join([str(package.parent), str(ROOT)])
+        command = [sys.executable, "-m", "swarmnode", *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": path, "XDG_CONFIG_HOME": str(tmp_path)}
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+    return swarmnode
+
+
+def plain(lines):
+    """Return the lines that are not JSON, which are for a person."""
+    return [line for line in lines.splitlines() if not line.startswith("{")]
+
+
+def test_run_ends_at_the_first_start_of_the_trainer(broken, tmp_path):
+    options = ["--set", "http.port=0", "--set", "network.mdns=false"]
+    result = broken(MISSING_LIBRARY, "run", "--data-dir", tmp_path / "node", *options)
+    assert result.returncode == 69
+    (line,) = plain(result.stderr)
+    assert result.stderr.endswith(f"{line}\n")
+    assert "libcudart.so.13: cannot open shared object file" in line
+    assert "pip install --force-reinstall torch" in line
+    processes = json.loads((tmp_path / "node" / "run" / "supervisor.json").read_text())["processes"]
+    assert processes["trainer"]["restarts"] == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["demo"], ["demo", "--crew"], ["export", "out"], ["eval", "embedded"]]
+)
+@pytest.mark.parametrize(
+    ("code", "cause"), [(MISSING_LIBRARY, "OSError: libcudart.so.13"), (CRASH, "SIGILL")]
+)
+def test_other_commands_end_before_anything_starts(broken, tmp_path, command, code, cause):
+    result = broken(code, *command, "--data-dir", tmp_path / "node")
+    assert result.returncode == 69
+    (line,) = result.stderr.splitlines()
+    assert cause in line
+    assert "pip install --force-reinstall torch" in line
+    assert not (tmp_path / "node").exists()
+
+
+def test_init_names_the_cause_and_the_remedy(broken, tmp_path):
+    result = broken(MISSING_LIBRARY, "init", "--name", "evening", "--data-dir", tmp_path / "node")
+    assert result.returncode == 69
+    (line,) = plain(result.stderr)
+    assert "libcudart.so.13" in line
+    assert "pip install --force-reinstall torch" in line
+
+
+def test_doctor_advises_to_install_torch_again(broken, tmp_path):
+    options = ["--set", "http.port=0", "--json"]
+    result = broken(MISSING_LIBRARY, "doctor", "--data-dir", tmp_path / "node", *options)
+    (device,) = [
+        check for check in json.loads(result.stdout)["checks"] if check["name"] == "device"
+    ]
+    assert result.returncode == 69
+    assert "libcudart.so.13" in device["what"]
+    assert "pip install --force-reinstall torch" in device["todo"]
+
+
+def test_join_reports_that_nobody_answers_and_not_torch(broken, tmp_path):
+    peer = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
+    invite = f"/ip4/127.0.0.1/tcp/1/p2p/{peer}/swarm/{'0' * 64}"
+    result = broken(MISSING_LIBRARY, "join", invite, "--data-dir", tmp_path / "node")
+    assert result.returncode == 69
+    assert "127.0.0.1" in plain(result.stderr)[-1]
