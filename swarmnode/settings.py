@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
+from swarmnode.install import install_command
 
 ENV_PREFIX = "SWARMNODE_"
 NOT_SETTINGS = {
@@ -276,7 +277,7 @@ class Recipe:
     what: str
     """The first line of its file: for whom it is."""
     needs: str = ""
-    """What to install for it, beside what every trainer needs."""
+    """The extra to install beside `train`; empty without one."""
 
 
 def recipes() -> list[Recipe]:
@@ -291,7 +292,9 @@ def recipes() -> list[Recipe]:
         what, figures = file.read_text(encoding="utf-8").splitlines()[:2]
         found.append(
             Recipe(
-                file.name.removesuffix(".toml"), what.lstrip("# "), figures.partition("Needs: ")[2]
+                file.name.removesuffix(".toml"),
+                what.lstrip("# "),
+                figures.partition("Needs the extra: ")[2],
             )
         )
     return sorted(found, key=lambda recipe: recipe.name)
@@ -320,9 +323,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raises ConfigError, which says what to install, for a tracker whose package is missing."""
     for name in names:
         if not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
-            raise ConfigError(
-                f"log.trackers: {name} is not installed: pip install {name}, or 'swarmnode[{name}]'"
-            )
+            raise ConfigError(f"log.trackers: {name} is not installed: {install_command(name)}")
 
 
 SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}

@@ -76,7 +76,7 @@ def make_fit_for_pypi(tree: Path, repository: str) -> None:
     readme = tree / "README.md"
     readme.write_text(absolute_links(readme.read_text(), repository, f"v{version}"))
     if repository:
-        urls = f'\n[project.urls]\nRepository = "{repository}"\nChangelog = "{repository}/blob/v{version}/CHANGELOG.md"\n'
+        urls = f'\n[project.urls]\nRepository = "{repository}"\n'
         project.write_text(project.read_text() + urls)
 
 

@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 
 from swarmnode.cli.options import Flag, needs_trainer
 from swarmnode.errors import ConfigError
+from swarmnode.install import check_torch
 
 
 @Parameter(name="*")
@@ -77,6 +78,7 @@ def demo(*, flags: DemoFlags = NO_FLAGS) -> int:
     """A real swarm on this machine: every node has its own processes, policy and identity. Ends
     with a verdict."""
     needs_trainer("the demo")
+    check_torch()
     from swarmnode.demo import DemoOptions, run_demo
 
     if flags.delay and not flags.crew:

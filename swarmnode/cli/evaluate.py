@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from swarmnode.cli.options import NODE, AsJson, NodeOptions, Texts, load, needs_trainer
 from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.install import check_torch
 
 if TYPE_CHECKING:
     from swarmnode.tasks.measured import Measured, Request
@@ -52,6 +53,7 @@ def evaluate(
     from swarmnode.wire.limits import COMPLETIONS
 
     needs_trainer("eval")
+    check_torch()
     config, _ = manifest_store.honoured(load(node).config)
     names = task or config.task.names
     registry.check_names(names)

@@ -23,6 +23,7 @@ from swarmnode.cli.options import (
     say,
 )
 from swarmnode.errors import ConfigError
+from swarmnode.install import check_torch, install_command
 
 if TYPE_CHECKING:
     from swarmnode.settings import Recipe, Resolved
@@ -58,7 +59,8 @@ def recipes(*, json: AsJson = False) -> int:
 
 
 def _recipe_line(recipe: Recipe) -> str:
-    return f"{recipe.name:<16} {recipe.what}{f' Needs: {recipe.needs}' if recipe.needs else ''}"
+    needs = f" Needs: {install_command(recipe.needs)}" if recipe.needs else ""
+    return f"{recipe.name:<16} {recipe.what}{needs}"
 
 
 def run_resolved(resolved: Resolved) -> int:
@@ -277,6 +279,7 @@ def export_policy(
     from swarmnode.swarm.export import export
 
     needs_trainer("export")
+    check_torch()
     if push is not None:
         card.check_target(push)
     told = export(manifest_store.honoured(resolved.config)[0], directory, merge)

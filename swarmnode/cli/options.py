@@ -16,6 +16,7 @@ from cyclopts import Parameter
 
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import check_format
+from swarmnode.install import install_command
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
@@ -151,7 +152,7 @@ def needs_trainer(command: str) -> None:
     ]
     if missing:
         raise Unavailable(
-            f"{command} needs {', '.join(missing)}: pip install 'swarmnode[train]' (`swarmnode"
+            f"{command} needs {', '.join(missing)}: {install_command('train')} (`swarmnode"
             " bootstrap` does without)"
         )
 

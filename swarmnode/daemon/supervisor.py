@@ -67,7 +67,11 @@ def run(
         Unavailable: the data directory cannot be written, or another node runs in it.
         SwarmNodeError: there is no configuration to begin with.
     """
-    return trio.run(Supervisor(cfg, data_dir, configuration, commands, rules).run)
+    supervisor = Supervisor(cfg, data_dir, configuration, commands, rules)
+    exit_code = trio.run(supervisor.run)
+    if supervisor.failure:
+        print(f"swarmnode: {supervisor.failure}", file=sys.stderr, flush=True)
+    return exit_code
 
 
 @dataclass
@@ -103,6 +107,8 @@ class Supervisor:
         self._stopping = trio.Event()
         self._patient = False
         self._exit_code = 0
+        self.failure = ""
+        """Why the node gave up, in one line; empty unless it did."""
         self._written = False
         self._control = Control(
             data_dir, rules, Machine(), self.finish, trains="trainer" in commands
@@ -179,6 +185,8 @@ class Supervisor:
                     "ending", reason=verdict.reason, exit_code=verdict.exit_code, last=child.down
                 )
                 self._exit_code = verdict.exit_code
+                if verdict.exit_code != 0:
+                    self.failure = f"{verdict.reason}: {child.down}"
                 self._stopping.set()
                 return
             pause = round(verdict.after_seconds, 2)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swarmnode.install import install_command, torch_remedy
 from swarmnode.settings import CUDA_TORCH
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
@@ -455,7 +456,9 @@ def check_device(f: DeviceFacts) -> Check:
     "cpu"`, nothing has to match."""
     name = "device"
     if not f.torch:
-        todo = "pip install 'swarmnode[train]'; a bootstrap node does without"
+        missing = "No module named" in f.error
+        remedy = install_command("train") if missing else torch_remedy()
+        todo = f"{remedy}; a bootstrap node does without torch"
         return fail(name, f"torch cannot be loaded: {f.error}", todo, f.error_code or UNAVAILABLE)
     instead = 'or set policy.device = "cpu"'
     if f.configured != "cpu" and f.on_cpu:

@@ -35,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, StateError, Unavailable
+from swarmnode.install import install_command
 from swarmnode.policy.device import Placement, fit, probe, set_up
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.text import Chat, PolicyText
@@ -383,7 +384,7 @@ def check_bitsandbytes(key: str, placement: Placement) -> None:
     device.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise Unavailable(f"{key} needs bitsandbytes: pip install 'swarmnode[quant]'")
+        raise Unavailable(f"{key} needs bitsandbytes: {install_command('quant')}")
     if placement.device.type != "cuda":
         raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
     # a warning for each product of bfloat16 in 8 bits

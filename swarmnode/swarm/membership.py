@@ -26,6 +26,7 @@ from swarmnode import settings
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
 from swarmnode.files import held_data_dir, make_data_dir, read_private, write_atomically
+from swarmnode.install import check_torch
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest, manifest_store, successor
 from swarmnode.swarm.invite import Invite
@@ -410,6 +411,8 @@ class Membership:
             return printed
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         kinds = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, Unavailable)}
+        if done.returncode not in kinds:  # a crash, and torch is what most often cannot be loaded
+            check_torch()
         raise kinds.get(done.returncode, Unavailable)(
             last.partition(": ")[2] or done.stderr.strip()[-300:]
         )

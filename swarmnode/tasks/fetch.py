@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 
+from swarmnode.install import install_command
 from swarmnode.tasks import taskset
 
 
@@ -22,9 +23,7 @@ def main(request: str) -> int:
         rows = _read(asked)
     except ModuleNotFoundError as error:
         extra = "data" if error.name == "datasets" else "verifiers"
-        print(
-            f"it needs the package {error.name}: pip install 'swarmnode[{extra}]'", file=sys.stderr
-        )
+        print(f"it needs the package {error.name}: {install_command(extra)}", file=sys.stderr)
         return 1
     written = 0
     with open(asked["out"], "w", encoding="utf-8") as out:

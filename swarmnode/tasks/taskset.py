@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import ConfigError
+from swarmnode.install import install_command
 from swarmnode.tasks import own
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def release() -> str:
         return importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            "task.datasets: a taskset needs verifiers: pip install 'swarmnode[verifiers]'"
+            f"task.datasets: a taskset needs verifiers: {install_command('verifiers')}"
         ) from None
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from swarmnode.config import Config
+from swarmnode.errors import Unavailable
+from swarmnode.install import torch_failure
 from swarmnode.process import Progress, die_with_parent, loading_modules, run_main
 from swarmnode.tasks import registry
 
@@ -23,8 +25,15 @@ def main() -> int:
     progress("loading torch")
     with loading_modules():
         from swarmnode.observe import logs
+
+        try:
+            import torch  # noqa: F401
+        except Exception as error:
+            logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
+            raise Unavailable(torch_failure(f"{type(error).__name__}: {error}")) from error
         from swarmnode.trainer.crew.run import make_trainer
 
+    # After the import of transformers, which installs a log handler of its own.
     logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
     trainer = make_trainer(config, progress)
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())

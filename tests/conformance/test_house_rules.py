@@ -111,7 +111,7 @@ def test_the_wheel_has_the_data_it_needs_and_nothing_else(wheel):
         "observe/page/app.js",
     ):
         assert f"swarmnode/{needed}" in names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"swarmnode"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"swarmnode", "swarmnode_rl"}
 
 
 def test_the_wheel_answers_outside_the_checkout(wheel, tmp_path):

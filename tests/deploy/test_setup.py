@@ -30,7 +30,7 @@ def packages(*extras):
     names = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}
     for extra in extras:
         for line in PROJECT["optional-dependencies"][extra]:
-            inner = re.fullmatch(r"swarmnode\[(.*)\]", line)
+            inner = re.fullmatch(r"swarmnode-rl\[(.*)\]", line)
             names |= packages(*inner[1].split(",")) if inner else {re.match(r"[\w-]+", line)[0]}
     return names
 

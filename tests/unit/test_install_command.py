@@ -1,4 +1,4 @@
-"""The command that an error message names installs this project, and not the one that has its name on PyPI."""
+"""Error messages name a command that installs this project, not its namesake on PyPI."""
 
 import json
 import re

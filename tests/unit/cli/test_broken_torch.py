@@ -1,4 +1,4 @@
-"""A torch that is installed and cannot be imported: one line that names the cause and the remedy, at once."""
+"""A torch whose import fails ends a command at once, with one line that names cause and remedy."""
 
 import json
 import os

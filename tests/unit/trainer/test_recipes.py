@@ -14,6 +14,7 @@ from swarmnode import settings
 from swarmnode.cli import run
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, DeviceError
+from swarmnode.install import install_command
 from swarmnode.policy import device
 from swarmnode.policy.footprint import Method, Shape, footprint, micro_batch
 from swarmnode.policy.generate import Sampling
@@ -83,7 +84,7 @@ def test_its_figures_are_the_plans(name):
         " tokens." in text_of(name)
     )
     assert length <= training.per_device_train_tokens <= tokens
-    assert ("swarmnode[quant]" in text_of(name)) == (policy.optim == "adamw_8bit")
+    assert ("Needs the extra: quant" in text_of(name)) == (policy.optim == "adamw_8bit")
     # one question's completions, beside what stays
     sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
@@ -183,10 +184,8 @@ def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
     assert run(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert "24gb-7b-lora     An adapter for a 7 B model, on a card of 24 GB." in listed
-    assert (
-        "24gb-1.5b        All weights of a 1.5 B model, on a card of 24 GB. Needs: pip install"
-        " 'swarmnode[quant]'" in listed
-    )
+    what = "All weights of a 1.5 B model, on a card of 24 GB."
+    assert f"24gb-1.5b        {what} Needs: {install_command('quant')}" in listed
     bitsandbytes = {
         each.name
         for each in settings.recipes()
