@@ -59,7 +59,7 @@ rules: $(VENV)/.check $(VENV)/.test
 # Wheel and sdist in dist/; then the demo from the wheel in a fresh environment. REPOSITORY=https://… makes the links of PyPI's page.
 dist:
 	$(PYTHON) -m venv build/tools
-	build/tools/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'hatchling>=1.27' 'twine>=6.1'
+	build/tools/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.27' 'twine>=6.1'
 	build/tools/bin/python tools/dist.py --torch-index '$(TORCH_INDEX)' --repository '$(REPOSITORY)'
 
 bench: $(VENV)/.test

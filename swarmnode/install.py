@@ -1,58 +1,59 @@
-"""What is installed and what to install: the commands that error messages name.
+"""The commands that error messages name to install what is missing, and a trial of torch.
 
-The name on PyPI is not the import name: `swarmnode` there is another project's package.
+The commands name the packages that an extra of pyproject.toml stands for. They do not name this
+distribution: the name `swarmnode` on PyPI is another project's, and pip would resolve py-libp2p's
+dependencies again, of which one needs a compiler.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from swarmnode.errors import Unavailable
 
-DISTRIBUTION = "swarmnode-rl"
-TREE = Path(__file__).resolve().parents[1]
-"""The folder that `swarmnode` lies in: a checkout, an unpacked sdist or site-packages."""
+EXTRAS = {
+    "data": ("datasets>=3.0",),
+    "nvidia": ("nvidia-ml-py>=12",),
+    "quant": ("bitsandbytes>=0.45",),
+    "tensorboard": ("tensorboard>=2.15",),
+    "trackio": ("trackio>=0.5",),
+    "train": (
+        "accelerate>=1.0",
+        "numpy>=1.26",
+        "peft>=0.13",
+        "pyyaml>=6.0.2",
+        "safetensors>=0.4.5",
+        "torch>=2.6",
+        "transformers>=5.19",
+    ),
+    "verifiers": ("verifiers>=0.4,<0.5",),
+    "wandb": ("wandb>=0.31",),
+}
+"""Packages of each extra; `train` has reasoning-gym besides."""
+REASONING_GYM = "reasoning-gym==0.1.25"
+"""Installed without its dependencies: the tasks import none of them but PyYAML."""
+LISTS = Path(__file__).resolve().parents[1] / "requirements"
+"""The pinned lists of a checkout; elsewhere there are none."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TRIAL_SECONDS = 300.0
 """A cold disk takes a minute."""
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs `extra` from where this swarmnode came from."""
-    if (TREE / "pyproject.toml").is_file():
-        return f"pip install -e {shlex.quote(f'{TREE}[{extra}]')}"
-    return f"pip install {shlex.quote(_requirement(extra))}"
-
-
-def _requirement(extra: str) -> str:
-    """Return what pip has to be given: a path, a name with an address, or the name on PyPI.
-
-    pip records in direct_url.json (PEP 610) what was not installed from an index.
-    """
-    named = f"{DISTRIBUTION}[{extra}]"
-    try:
-        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        text = None
-    if text is None:
-        return named
-    origin = json.loads(text)
-    url = urlsplit(origin["url"])
-    if "vcs_info" in origin:
-        vcs = origin["vcs_info"]
-        return f"{named} @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
-    if url.scheme != "file":
-        return f"{named} @ {origin['url']}"
-    path = unquote(url.path)
-    return f"{path}[{extra}]" if Path(path).exists() else named
+    """Return the shell command that installs what `extra` stands for."""
+    if extra != "train":
+        return f"pip install {shlex.join(EXTRAS[extra])}"
+    if (LISTS / "trainer.txt").is_file():
+        torch, trainer = (shlex.quote(str(LISTS / name)) for name in ("torch.txt", "trainer.txt"))
+        return f"pip install -r {torch} && pip install --no-deps -r {trainer}"
+    packages = shlex.join(EXTRAS["train"])
+    return f"pip install {packages} && pip install --no-deps {REASONING_GYM}"
 
 
 def check_torch() -> None:

@@ -17,6 +17,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LISTS = ROOT / "requirements"
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\((?![a-z]+:)([^)\s]+)\)")
 """A Markdown link or image whose target is a path or an anchor."""
 
@@ -104,22 +105,12 @@ def try_wheel(directory: Path, wheel: Path, torch_index: str) -> None:
     python = directory / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", directory / "venv")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    (torch,) = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.M)
-    from_index = [*pip, "--retries", "1", "--index-url", torch_index, torch]
+    torch = ["--requirement", LISTS / "torch.txt"]
+    from_index = [*pip, "--retries", "1", "--index-url", torch_index, *torch]
     if not torch_index or subprocess.run(from_index, cwd=directory).returncode != 0:
-        run(*pip, torch, cwd=directory)
-    pinned = ROOT / "requirements" / "trainer.txt"
-    if pinned.exists():
-        run(*pip, "--no-deps", "--requirement", pinned, cwd=directory)
-        run(*pip, "--no-deps", wheel.absolute(), cwd=directory)
-    else:
-        run(
-            *pip,
-            "--constraint",
-            ROOT / "constraints.txt",
-            f"{wheel.absolute()}[train]",
-            cwd=directory,
-        )
+        run(*pip, *torch, cwd=directory)
+    run(*pip, "--no-deps", "--requirement", LISTS / "trainer.txt", cwd=directory)
+    run(*pip, "--no-deps", wheel.absolute(), cwd=directory)
     home = {"HOME": str(directory), "XDG_CONFIG_HOME": str(directory), "PYTHONPATH": ""}
     run(python.with_name("swarmnode"), "--version", cwd=directory, env=home)
     run(python.with_name("swarmnode"), "demo", "--http-port", "0", cwd=directory, env=home)

@@ -43,7 +43,7 @@ def test_wheel_and_sdist_hold_the_licence_and_what_they_need(built):
     licences = {name.rpartition("licenses/")[2] for name in in_wheel if "licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
     assert "swarmnode/py.typed" in in_wheel
-    needed = {"LICENSE", "NOTICE", "SECURITY.md", "constraints.txt", "Makefile", "tools/dist.py"}
+    needed = {"LICENSE", "NOTICE", "SECURITY.md", "Makefile", "tools/dist.py"}
     needed |= {str(path.relative_to(ROOT)) for path in (ROOT / "requirements").glob("*.txt")}
     assert needed <= in_sdist
 

@@ -1,8 +1,8 @@
-"""Error messages name a command that installs this project, not its namesake on PyPI."""
+"""Error messages name a command that installs what is missing, and no package of somebody else."""
 
-import json
 import re
-from importlib.metadata import PackageNotFoundError
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,70 +10,33 @@ import pytest
 from swarmnode import install
 
 ROOT = Path(__file__).parents[2]
-
-
-class Installed:
-    def __init__(self, origin):
-        self.origin = origin
-
-    def read_text(self, name):
-        return self.origin if name == "direct_url.json" else None
-
-
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """Pretend that swarmnode lies in site-packages and was installed from `origin`."""
-
-    def pretend(origin):
-        monkeypatch.setattr(install, "TREE", tmp_path)
-        names = {install.DISTRIBUTION: Installed(origin)}
-        monkeypatch.setattr(install.importlib.metadata, "distribution", names.__getitem__)
-
-    return pretend
-
-
-def test_a_checkout_is_installed_from_its_path():
-    assert install.install_command("train") == f"pip install -e '{ROOT}[train]'"
-
-
-def test_what_came_from_an_index_is_named_as_there(installed):
-    installed(None)
-    assert install.install_command("train") == "pip install 'swarmnode-rl[train]'"
-
-
-def test_what_was_never_installed_is_named_as_on_pypi(tmp_path, monkeypatch):
-    def missing(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(install, "TREE", tmp_path)
-    monkeypatch.setattr(install.importlib.metadata, "distribution", missing)
-    assert install.install_command("train") == "pip install 'swarmnode-rl[train]'"
-
-
-def test_a_local_wheel_is_named_while_it_exists(installed, tmp_path):
-    wheel = tmp_path / "a b.whl"
-    installed(json.dumps({"url": wheel.as_uri(), "archive_info": {}}))
-    assert install.install_command("quant") == "pip install 'swarmnode-rl[quant]'"
-    wheel.touch()
-    assert install.install_command("quant") == f"pip install '{wheel}[quant]'"
-
-
-@pytest.mark.parametrize(
-    ("origin", "address"),
-    [
-        ({"url": "https://example.org/s.whl", "archive_info": {}}, "https://example.org/s.whl"),
-        (
-            {"url": "https://example.org/s", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}},
-            "git+https://example.org/s@c0ffee",
-        ),
-    ],
-)
-def test_an_address_is_installed_from_again(installed, origin, address):
-    installed(json.dumps(origin))
-    assert install.install_command("data") == f"pip install 'swarmnode-rl[data] @ {address}'"
-
-
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OF_DEVELOPERS = {"test", "check", "dev", "trainer"}
 FOREIGN = re.compile(r"""['"\s]swarmnode\[|pip install [^`#\n]*\bswarmnode(?![-\w/])""")
+
+
+@pytest.mark.parametrize("extra", sorted(set(EXTRAS) - OF_DEVELOPERS - {"train"}))
+def test_an_extra_is_installed_by_its_packages(extra):
+    assert shlex.split(install.install_command(extra))[2:] == EXTRAS[extra]
+
+
+def test_the_trainer_is_installed_by_its_packages_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(install, "LISTS", tmp_path)
+    first, second = install.install_command("train").split(" && ")
+    asked = [*shlex.split(first)[2:], *shlex.split(second)[3:]]
+    listed = [*EXTRAS["train"], *EXTRAS.get("trainer", [])]
+    assert sorted(asked) == sorted(line for line in listed if not line.startswith("swarmnode"))
+    assert shlex.split(second)[:3] == ["pip", "install", "--no-deps"]
+
+
+def test_the_trainer_is_installed_by_the_lists_of_a_checkout(tmp_path, monkeypatch):
+    lists = tmp_path / "a checkout"
+    lists.mkdir()
+    (lists / "trainer.txt").touch()
+    monkeypatch.setattr(install, "LISTS", lists)
+    assert install.install_command("train") == (
+        f"pip install -r '{lists}/torch.txt' && pip install --no-deps -r '{lists}/trainer.txt'"
+    )
 
 
 @pytest.mark.parametrize("folder", ["swarmnode", "docs", "docker", "deploy", "README.md"])

@@ -232,5 +232,5 @@ def test_what_is_not_installed_is_named(tmp_path, written, monkeypatch):
         installed(tmp_path)
     written()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    with pytest.raises(ConfigError, match=r"pip install .*\[verifiers\]'"):
+    with pytest.raises(ConfigError, match="pip install 'verifiers>="):
         installed(tmp_path)
