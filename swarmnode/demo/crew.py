@@ -125,7 +125,8 @@ class CrewSwarm:
             node.start(first)
         console.print(
             f"{len(self.nodes)} nodes for one policy on this machine; status page of the first:"
-            f" {self.nodes[0].url}/"
+            f" {self.nodes[0].url}/",
+            soft_wrap=True,
         )
 
     def watch(self, console: Console, stop: threading.Event) -> None:

@@ -4,6 +4,7 @@ HTTP server."""
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -78,8 +79,11 @@ class View:
 
 
 class DemoNode:
-    """One node. `view` is the last answer; a node that does not answer keeps it and shows its phase
-    as `down`."""
+    """One node of the demo.
+
+    `view` is the node's last answer. When a poll fails, only its phase changes: `starting` until
+    the process has answered once, then `no answer`, and `down` when the process has ended.
+    """
 
     def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]]) -> None:
         self.name = name
@@ -146,8 +150,11 @@ class DemoNode:
             ) as answer:
                 self.view = view_of(json.load(answer)["snapshot"], self.view.distances)
                 self.answered = True
-        except (OSError, ValueError):
-            self.view.phase = "starting" if not self.view.peer else "down"
+        except (OSError, ValueError, http.client.HTTPException):
+            if self.started and not self.alive():
+                self.view.phase = "down"
+            else:
+                self.view.phase = "no answer" if self.answered else "starting"
 
     @property
     def started(self) -> bool:

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from swarmnode.demo.crew import CrewSwarm
 from swarmnode.demo.nodes import DemoNode, Liar
-from swarmnode.demo.table import line, table, verdict_text
+from swarmnode.demo.table import line, print_verdict, table
 from swarmnode.demo.verdict import Finding, Kill, judge
 from swarmnode.errors import Unavailable
 from swarmnode.rollouts.mode import Choice
@@ -96,7 +96,7 @@ def run_demo(options: DemoOptions) -> int:
             swarm.end()
     findings = swarm.findings()
     ok = all(finding.ok for finding in findings)
-    console.print(verdict_text(findings))
+    print_verdict(console, findings)
     if ok and temporary:
         shutil.rmtree(directory, ignore_errors=True)
     else:
@@ -142,7 +142,8 @@ class Swarm:
                 liar.start(everywhere)
         console.print(
             f"{len(self.nodes)} nodes on this machine; status page of the first:"
-            f" {self.nodes[0].url}/"
+            f" {self.nodes[0].url}/",
+            soft_wrap=True,
         )
 
     def watch(self, console: Console, stop: threading.Event) -> None:

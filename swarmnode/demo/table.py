@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -77,17 +78,23 @@ def line(nodes: Sequence[DemoNode], seconds: float) -> str:
     return f"{seconds:4.0f} s  " + " | ".join(parts)
 
 
-def verdict_text(findings: Sequence[Finding]) -> Text:
-    """Every finding with its mark, and the verdict."""
-    text = Text()
+def print_verdict(console: Console, findings: Sequence[Finding]) -> None:
+    """Print each finding with its mark, then the verdict.
+
+    A terminal wraps long findings under their own text. A file gets one finding per line.
+    """
     for finding in findings:
-        text.append(
-            "  ok    " if finding.ok else "  FAIL  ", style="green" if finding.ok else "bold red"
-        )
-        text.append(finding.text + "\n")
+        mark = Text("  ok    ", "green") if finding.ok else Text("  FAIL  ", "bold red")
+        if console.is_terminal:
+            row = Table.grid()
+            row.add_column(width=len(mark))
+            row.add_column(overflow="fold")
+            row.add_row(mark, Text(finding.text))
+            console.print(row)
+        else:
+            console.print(mark + Text(finding.text), soft_wrap=True)
     ok = all(finding.ok for finding in findings)
-    text.append("the swarm learned\n" if ok else "not as it should be\n", style="bold")
-    return text
+    console.print(Text("the swarm learned" if ok else "not as it should be", "bold"))
 
 
 def _share(value: float | None) -> str:

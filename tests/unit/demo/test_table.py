@@ -1,13 +1,17 @@
 """The demo's tables on a terminal of 80 columns: every row one line, nothing cut."""
 
+import http.client
+import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from swarmnode.demo.crew import crew_table
 from swarmnode.demo.nodes import DemoNode, View
-from swarmnode.demo.table import table
+from swarmnode.demo.table import print_verdict, table
+from swarmnode.demo.verdict import Finding
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
@@ -78,3 +82,62 @@ def test_a_row_of_a_crew_is_one_line_with_everything_in_it(tmp_path):
     for expected in (f"…{PEER[-6:]}", "probation", "R2", "12.3", "0.1250", "12345"):
         assert expected in row
     assert len(shown) == 1 + 2 + 4 + 1
+
+
+FINDINGS = [
+    Finding(
+        f"node{i}: averaged 20 times; replicas were up to 0.55% apart, then 0.44%; refused: probe 1",
+        bool(i),
+    )
+    for i in range(2)
+]
+
+
+def test_a_terminal_wraps_findings_under_their_own_text():
+    console = Console(width=80, force_terminal=True, color_system=None, file=io.StringIO())
+    print_verdict(console, FINDINGS)
+    shown = console.file.getvalue().rstrip("\n").splitlines()
+    assert len(shown) == 2 + 2 + 1
+    assert all(len(row) <= 80 for row in shown)
+    assert shown[0].startswith("  FAIL  node0: ")
+    assert shown[2].startswith("  ok    node1: ")
+    assert shown[1][:8].isspace()
+    assert not shown[1][8].isspace()
+
+
+def test_a_file_gets_one_finding_per_line():
+    file = io.StringIO()
+    print_verdict(Console(file=file), FINDINGS)
+    assert file.getvalue().splitlines() == [
+        f"  FAIL  {FINDINGS[0].text}",
+        f"  ok    {FINDINGS[1].text}",
+        "not as it should be",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "answered", "phase"),
+    [
+        (None, False, "starting"),
+        (None, True, "no answer"),
+        (1, True, "down"),
+        (1, False, "down"),
+    ],
+)
+def test_a_node_is_down_only_when_its_process_ended(tmp_path, exit_code, answered, phase):
+    one = node(tmp_path, "node0")
+    one._process = SimpleNamespace(poll=lambda: exit_code)
+    one.answered = answered
+    one.ask()
+    assert (one.view.phase, one.view.step) == (phase, 1234)
+    assert any(phase in row for row in lines(table([one], 1.0, 80), 80))
+
+
+def test_a_truncated_status_answer_does_not_end_the_demo(tmp_path, monkeypatch):
+    def cut(*_, **__):
+        raise http.client.IncompleteRead(b"{")
+
+    monkeypatch.setattr("urllib.request.urlopen", cut)
+    one = node(tmp_path, "node0")
+    one.ask()
+    assert one.view.phase == "starting"

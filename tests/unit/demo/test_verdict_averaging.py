@@ -1,5 +1,8 @@
 """The demo's finding about replicas: they came together again, or it says so."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -25,7 +28,12 @@ def finding(kills=(), **fields):
     ("distances", "exchanges", "ok"),
     [
         ([0.01, 0.02, 0.005], 3, True),
+        ([0.0055, 0.0044], 20, True),  # close all the time
+        ([0.009] * 20, 20, True),
         ([0.01, 0.02], 3, False),
+        ([0.03] * 20, 20, False),  # averaging that does nothing
+        ([0.04, 0.045, 0.034], 3, False),
+        ([0.08, 0.06, 0.03], 3, True),
         ([], 0, False),
         ([0.02, 0.01], 0, False),
         ([0.01, 0.02, 0.01, 0.005, 0.004, 0.004, 0.02], 7, True),
@@ -39,18 +47,34 @@ def test_replicas_must_have_come_together_again(distances, exchanges, ok):
     assert finding(distances=distances, exchanges=exchanges).ok is ok
 
 
-def test_one_that_was_never_far_from_others_is_judged_by_how_far_they_were():
-    near, far = (
-        View(held_out_start=0.0, held_out=0.5, distances=each, exchanges=9)
-        for each in ([0.009, 0.0073], [0.017, 0.01])
-    )
-    together = lambda *views: [
-        f.ok for f in judge(views, sharing=False, averaging=True) if "averaged" in f.text
+def together(runs):
+    """Whether each node's averaging is accepted. runs: (exchanges, distances) by node."""
+    views = [
+        (name, View(held_out_start=0.0, held_out=0.5, exchanges=exchanges, distances=distances))
+        for name, (exchanges, distances) in runs.items()
     ]
-    assert together(("node0", near), ("node1", far)) == [True, True]
-    assert together(("node0", near)) == [False]
-    apart = View(held_out_start=0.0, held_out=0.5, distances=[0.01, 0.017], exchanges=9)
-    assert together(("node0", near), ("node1", apart)) == [True, False]
+    found = judge(views, sharing=False, averaging=True)
+    return [finding.ok for finding in found if "averaged" in finding.text]
+
+
+def test_a_node_is_judged_by_the_largest_distance_of_all_nodes():
+    near, far = (9, [0.012, 0.011]), (9, [0.023, 0.009])
+    assert together({"node0": near, "node1": far}) == [True, True]
+    assert together({"node0": near}) == [False]
+    assert together({"node0": near, "node1": (9, [0.01, 0.017])}) == [False, False]
+
+
+RECORDED = json.loads((Path(__file__).parent / "averaging_runs.json").read_text())
+
+
+@pytest.mark.parametrize("run", RECORDED["honest"])
+def test_no_recorded_honest_run_fails(run):
+    assert all(together(run))
+
+
+@pytest.mark.parametrize("run", RECORDED["without_averaging"])
+def test_recorded_runs_without_averaging_fail(run):
+    assert not any(together(run))
 
 
 def test_of_a_node_that_was_killed_averaging_at_all_is_enough():
