@@ -35,7 +35,8 @@ def task_try(
     """Ask ten questions of a task and judge answers to them, as a node would: for whoever writes a
     task or brings a dataset.
 
-    Exits with 78 when the task's own code went wrong.
+    Exits with 78 when the task's own code went wrong, or when a verifier gives the right answer
+    less than 1.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def task_try(
         rg/<name>, a data/<name> of task.datasets, or <module>:<function>, which need not be in
         task.modules.
     sample
-        Have the policy answer, too; otherwise only an empty answer is judged.
+        Have the policy answer, too; otherwise only an empty and the right answer are judged.
     """
     from swarmnode.tasks import own, registry, trial
     from swarmnode.tasks.client import prove_own
@@ -56,16 +57,22 @@ def task_try(
     tried = trial.try_task(
         task, (lambda prompts: _sampled(resolved.model_dump_json(), prompts)) if sample else None
     )
-    failed = any(each.error for each in tried)
+    spec = registry.TASKS[task]
+    lost = sum(each.right_reward is not None and each.right_reward < 1.0 for each in tried)
+    failed = any(each.error for each in tried) or (lost > 0 and spec.source is None)
     if json:
         print(json_module.dumps([asdict(each) for each in tried]))
     else:
-        print("\n".join(_lines(task, tried)))
+        function = spec.generator if spec.source is not None else ""
+        print("\n".join(_lines(task, tried, function)))
     return ConfigError.exit_code if failed else 0
 
 
-def _lines(task: str, tried: Sequence[Tried]) -> list[str]:
+def _lines(task: str, tried: Sequence[Tried], function: str) -> list[str]:
+    """function: the owner's code that judges, "" where there is none."""
     lines = []
+    if arguments := next((each.arguments for each in tried if each.arguments), ()):
+        lines.append(f"{function} is given {', '.join(map(_short, arguments))}")
     for number, each in enumerate(tried, 1):
         lines.append(
             f"{number}. {'held out' if each.held_out else 'training'}:"
@@ -81,6 +88,8 @@ def _lines(task: str, tried: Sequence[Tried]) -> list[str]:
                 f"   sampled {_short(each.sampled)!r}{judged}: reward"
                 f" {each.reward if each.reward is not None else '-'}"
             )
+        if each.right is not None and each.right_reward is not None:
+            lines.append(f"   right answer {_short(each.right)!r}: reward {each.right_reward:g}")
         lines.append(f"   empty answer: reward {each.empty:g}")
         if each.error:
             lines.append(f"   went wrong: {each.error}")
@@ -88,6 +97,14 @@ def _lines(task: str, tried: Sequence[Tried]) -> list[str]:
     mean = (
         f", mean reward of the sampled answers {sum(rewards) / len(rewards):.2f}" if rewards else ""
     )
+    rights = [each.right_reward for each in tried if each.right_reward is not None]
+    if lost := sum(reward < 1.0 for reward in rights):
+        hint = (
+            "the function may ask for more than the bare answer"
+            if function
+            else "check verifier, extract and the answers"
+        )
+        lines.append(f"{lost} of {len(rights)} right answers earn less than 1: {hint}")
     wrong = sum(bool(each.error) for each in tried)
     lines.append(
         f"{task}: {len(tried)} questions, {len({each.prompt for each in tried})} different{mean},"

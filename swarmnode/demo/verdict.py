@@ -13,8 +13,8 @@ CLOSE = 0.01
 at most AVERAGED_MOST; in runs whose averaging did nothing, the replicas ended at least 2 % apart
 (tests/unit/demo/averaging_runs.json)."""
 SHRINK = 0.5
-"""A replica that is not CLOSE must have come nearer than this share of the largest distance. Without
-averaging the share stays above 0.6."""
+"""A replica that is not CLOSE must have come nearer than this share of the largest distance.
+Without averaging the share stays above 0.6."""
 FEW = 5
 """So many distances or fewer are judged by the last one; twice as many, or fewer, by the median of
 the last three; more by the least of them."""

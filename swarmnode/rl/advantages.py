@@ -5,6 +5,7 @@ earned the same says nothing; every estimator gives it zeros, and `zero_advantag
 any forward pass is spent on it.
 
     rewards     (groups, G)  or (groups, G, R) for several reward functions    float
+                NaN in the latter: this function does not apply to this completion
     advantages  (groups, G)                                                    float32
     train_mask  (groups, G)                                                    bool, False = not
     trained on
@@ -29,7 +30,7 @@ def _total(rewards: torch.Tensor, weights: Sequence[float] | None) -> torch.Tens
         if weights is None
         else torch.tensor(weights, dtype=torch.float32)
     )
-    return (rewards * scale.to(rewards)).sum(-1)
+    return (rewards * scale.to(rewards)).nansum(-1)
 
 
 def grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
@@ -79,7 +80,11 @@ def gdpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch
     2601.05242) §3. Equals TRL's `multi_objective_aggregation="normalize_then_sum"`.
     """
     each = rewards.unsqueeze(-1) if rewards.ndim == 2 else rewards
-    normal = (each - each.mean(1, keepdim=True)) / (each.std(1, keepdim=True) + STD_EPS)
+    mean = each.nanmean(1, keepdim=True)
+    count = (~each.isnan()).sum(1, keepdim=True)
+    squares = (each - mean).square().nansum(1, keepdim=True)
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+    normal = (each - mean) / (deviation + STD_EPS)
     total = _total(normal, weights)
     return (total - total.mean()) / (total.std() + STD_EPS)
 
@@ -110,7 +115,7 @@ def advantages(
             f"rewards must be (groups, G) or (groups, G, R) with G >= 2, not {tuple(rewards.shape)}"
         )
     rewards = rewards.float()
-    if not torch.isfinite(rewards).all():
+    if rewards.isinf().any() or (rewards.ndim == 2 and rewards.isnan().any()):
         raise ValueError("rewards must be finite")
     if rewards.shape[0] == 0:
         return rewards.new_zeros(rewards.shape[:2])
@@ -158,5 +163,6 @@ def zero_advantage(rewards: torch.Tensor) -> torch.Tensor:
     Compared exactly, not through the advantage: a mean of equal floats need not be that float, and
     noise of 1e-8 divided by a deviation of 1e-8 would look like a signal.
     """
+    rewards = rewards.nan_to_num(0.0)  # what does not apply adds nothing
     same = rewards == rewards[:, :1]
     return same.flatten(1).all(1)

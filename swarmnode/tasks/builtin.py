@@ -23,6 +23,8 @@ class Item:
     prompt: str
     answer: str
     reward: Callable[[str], Value]
+    arguments: tuple[str, ...] = ()
+    """Names of what an owner's reward function is given."""
 
 
 def copy_item(seed: int, digits: int) -> Item:

@@ -102,10 +102,10 @@ class Scorer:
         return result
 
     def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+        self, items: Sequence[tuple[TaskRef, Sequence[str]]], *, reveal: bool = False
     ) -> list[Scored | ScoreError]:
         """The same for many questions at once, in order; what went wrong with one is in its place
-        and costs the others nothing.
+        and costs the others nothing. reveal: with the right answers.
 
         Raises ValueError when a question has more than 64 completions.
         """
@@ -113,7 +113,7 @@ class Scorer:
         asked: list[tuple[int, Question]] = []
         for place, (ref, completions) in enumerate(items):
             try:
-                asked.append((place, prepare(ref, completions)))
+                asked.append((place, prepare(ref, completions, reveal=reveal)))
             except TaskUnknown as error:
                 results[place] = self._tally.unknown(error)
         with self._lock:

@@ -32,7 +32,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,7 +41,7 @@ from swarmnode.files import write_atomically
 from swarmnode.tasks import own, seeds, taskset
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.tasks.builtin import Item
-from swarmnode.tasks.verifiers import VERIFIERS
+from swarmnode.tasks.verifiers import VERIFIERS, Verifier
 
 if TYPE_CHECKING:
     from swarmnode.config import DatasetConfig
@@ -53,13 +53,21 @@ LINE_BYTES = 2**20
 PROMPT_CHARACTERS = 65_536
 ANSWER_BYTES = 4096
 FETCH_SECONDS = 3600.0
-FORMAT = 2
+FORMAT = 3
 LEVELS = 16
 """Difficulties of a task, at most."""
 
+NESTING = 32
+"""Lists and objects inside each other in one column, at most."""
+INTEGERS = range(-(2**63), 2**64)
+"""Integers that the rows file can hold."""
+DIGITS = 4300
+"""Digits of an integer that Python reads, at most."""
+RESERVED = ("prompts", "completions")
+"""Arguments of every reward function, which therefore cannot be columns."""
+
 Value = str | int | float | bool | None
-"""What further columns hold, which reward functions are given; lists and objects are given as JSON
-text."""
+"""How hard a row is; None without a column of difficulties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,10 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     if local and not file.is_file():
         raise ConfigError(f"{where}: {file}: no such file")
     if local and file.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{where}: {file} is neither .jsonl nor .parquet")
+        raise ConfigError(
+            f"{where}: {file} is neither .jsonl nor .parquet: write each row as a line of JSON,"
+            ' such as {"prompt": "2 + 2 =", "answer": "4"}'
+        )
     if not local and not by_taskset and config.revision is None:
         raise ConfigError(
             f"{where}: {config.source} is a name on the Hub: set revision, so that all nodes have"
@@ -204,6 +215,9 @@ def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Pa
         "revision": config.revision,
         "subset": config.subset,
         "split": config.split,
+        "columns": [config.prompt, config.answer, config.difficulty]
+        if config.verifier in VERIFIERS
+        else None,
         "out": str(lines),
         "bytes": 2 * FILE_BYTES,
     }
@@ -227,21 +241,23 @@ def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Pa
     return lines
 
 
-Row = tuple[str, str, dict[str, Value]]
-"""Prompt, answer, further columns."""
+Row = tuple[str, str, dict[str, Any]]
+"""Prompt, answer as text, and the other columns that a reward function is given. An answer that is
+empty or no text is among them too, as it is."""
 
 
 def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row, Value]]:
-    """Every line and how hard it is. Raises ConfigError."""
+    """Read and check every line. Yields each row and its difficulty. Raises ConfigError."""
     verifier = VERIFIERS.get(config.verifier)
+    first = dict[str, str]()
+    """By column of the first row, for a reward function: what the column holds."""
     total = 0
     try:
         file = open(lines, "rb")  # noqa: SIM115 - closed below; opening alone may fail for its owner's reasons
     except OSError as error:
         raise ConfigError(f"{where}: {lines}: {error.strerror}") from None
     with file:
-        for number, line in enumerate(_lines(where, file), 1):
-            row = f"{where}: {config.source}, row {number}"
+        for number, line in _lines(where, file):
             total += len(line)
             if number > ROWS or total > 2 * FILE_BYTES:
                 raise ConfigError(
@@ -249,73 +265,221 @@ def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row,
                     " MiB: take a part of it"
                 )
             try:
-                columns = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{row} is not JSON: {error}") from None
-            if not isinstance(columns, dict):
-                raise ConfigError(f"{row} is not a JSON object")
-            for key, name in (
-                ("prompt", config.prompt),
-                ("answer", config.answer),
-                ("difficulty", config.difficulty),
-            ):
-                if name is not None and name not in columns:
-                    there = ", ".join(sorted(columns)[:12])
-                    raise ConfigError(
-                        f"{row} has no column {name!r}, only {there}: set {key} to the one that is"
-                        " meant"
-                    )
-            prompt, answer = columns[config.prompt], _text(columns[config.answer])
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ConfigError(f"{row}: column {config.prompt!r} is not a text")
-            if len(prompt) > PROMPT_CHARACTERS:
-                raise ConfigError(
-                    f"{row}: its prompt has {len(prompt)} characters, more than"
-                    f" {PROMPT_CHARACTERS}: leave such rows out"
-                )
-            if not _encodable(prompt) or not _encodable(answer):
-                raise ConfigError(f"{row} is not valid Unicode: it holds half of a surrogate pair")
-            further: dict[str, Value] = {}
-            if verifier is None:
-                further = {
-                    str(name): _value(value)
-                    for name, value in columns.items()
-                    if name not in (config.prompt, config.answer)
-                }
-            else:
-                try:
-                    verifier.check(answer)
-                except ValueError as error:
-                    raise ConfigError(
-                        f"{row}: verifier {config.verifier!r} cannot use the answer"
-                        f" {answer[:60]!r}: {error}"
-                    ) from None
-            yield (prompt, answer, further), _difficulty(row, config.difficulty, columns)
+                columns = _columns(line)
+                _check_names(config, columns)
+                prompt = _prompt(config.prompt, columns)
+                if verifier is not None:
+                    answer = _checked_answer(config.answer, columns, config.verifier, verifier)
+                    further = {}
+                else:
+                    _check_given(columns, first)
+                    answer = _text(columns.get(config.answer, ""))
+                    further = {
+                        name: value
+                        for name, value in columns.items()
+                        if name != config.prompt
+                        and not (name == config.answer and isinstance(value, str) and value)
+                    }
+                difficulty = _difficulty(config.difficulty, columns)
+            except ValueError as error:
+                raise ConfigError(f"{where}: {config.source}, row {number}{error}") from None
+            yield (prompt, answer, further), difficulty
 
 
-def _difficulty(row: str, column: str | None, columns: Mapping[str, object]) -> Value:
-    """A number or a text; None where no column has it."""
-    if column is None:
-        return None
-    value = columns[column]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float | str)
-        or (isinstance(value, float) and math.isnan(value))
+# What follows raises ValueError with what is wrong with a row, to be put behind the row's number.
+
+
+def _columns(line: bytes) -> dict[str, Any]:
+    """Parse one line."""
+    try:
+        columns = json.loads(line, parse_int=_integer, object_pairs_hook=_object)
+    except _Repeated:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f" is not JSON: {error}") from None
+    if not isinstance(columns, dict):
+        raise ValueError(" is not a JSON object")
+    return columns
+
+
+class _Repeated(ValueError):
+    """Raised for an object with two equal keys."""
+
+
+class _TooLong:
+    """An integer of more than `DIGITS` digits."""
+
+
+def _integer(digits: str) -> int | _TooLong:
+    return int(digits) if len(digits) <= DIGITS else _TooLong()
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Repeated(f": column {twice!r} is there twice: leave one out")
+    return made
+
+
+def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
+    """The columns that the configuration names are there. A reward function needs no answer, so the
+    default name of that column may be missing then."""
+    for key, name in (
+        ("prompt", config.prompt),
+        ("answer", config.answer),
+        ("difficulty", config.difficulty),
     ):
-        raise ConfigError(
-            f"{row}: column {column!r} is {value!r}, neither a number nor a text: it cannot be a"
+        if name is None or name in columns:
+            continue
+        if (
+            key == "answer"
+            and config.verifier not in VERIFIERS
+            and key not in config.model_fields_set
+        ):
+            continue
+        there = ", ".join(sorted(columns)[:12])
+        raise ValueError(
+            f" has no column {name!r}, only {there}: set {key} to the one that is meant"
+        )
+
+
+def _prompt(name: str, columns: Mapping[str, object]) -> str:
+    prompt = columns[name]
+    _check(name, prompt)
+    if not isinstance(prompt, str):
+        hint = ": write the conversation as one text" if isinstance(prompt, list) else ""
+        raise ValueError(f": column {name!r} is not a text but {_kind(prompt)}{hint}")
+    if not prompt.strip():
+        raise ValueError(f": column {name!r} is empty: leave such rows out")
+    if len(prompt) > PROMPT_CHARACTERS:
+        raise ValueError(
+            f": its prompt has {len(prompt)} characters, more than {PROMPT_CHARACTERS}: leave such"
+            " rows out"
+        )
+    return prompt
+
+
+def _checked_answer(
+    name: str, columns: Mapping[str, object], verifier_name: str, verifier: Verifier
+) -> str:
+    """Return the right answer as text. It has to be one that a completion can match."""
+    value = columns[name]
+    _check(name, value, integers=False)
+    answer = _text(value)
+    if not answer.strip():
+        raise ValueError(
+            f": column {name!r} is empty, so that an empty answer would be right: leave such rows"
+            " out"
+        )
+    try:
+        verifier.check(answer)
+    except ValueError as error:
+        raise ValueError(
+            f": verifier {verifier_name!r} cannot use the answer {answer[:60]!r}: {error}"
+        ) from None
+    if verifier_name == "exact" and len(answer.strip().encode()) > ANSWER_BYTES:
+        raise ValueError(
+            f": column {name!r} has more than {ANSWER_BYTES} bytes, and longer answers are not"
+            " judged: leave such rows out"
+        )
+    return answer
+
+
+def _check_given(columns: Mapping[str, object], first: dict[str, str]) -> None:
+    """Check every column that a reward function is given. first: filled by the first row."""
+    for name, value in columns.items():
+        _check(name, value)
+        if name in RESERVED:
+            raise ValueError(
+                f": column {name!r} has the name of an argument of every reward function: rename"
+                " the column"
+            )
+    kinds = {name: _kind(value) for name, value in columns.items()}
+    if not first:
+        first.update(kinds)
+    remedy = "give all rows the same columns"
+    for name in [*first, *kinds]:
+        if name not in kinds:
+            raise ValueError(f" has no column {name!r}, which the first row has: {remedy}")
+        if name not in first:
+            raise ValueError(f" has a column {name!r}, which the first row lacks: {remedy}")
+        if kinds[name] != first[name]:
+            raise ValueError(
+                f": column {name!r} is {kinds[name]}, but {first[name]} in the first row: write all"
+                " of its values alike"
+            )
+
+
+def _difficulty(name: str | None, columns: Mapping[str, Any]) -> Value:
+    """Return a number or a text, or None without a column of difficulties."""
+    if name is None:
+        return None
+    value: Value = columns[name]
+    _check(name, value)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(
+            f": column {name!r} is {_kind(value)}, neither a number nor a text: it cannot be a"
             " difficulty"
         )
     return value
 
 
-def _lines(where: str, file: Iterable[bytes]) -> Iterator[bytes]:
-    for line in file:
+def _check(name: str, value: object, *, integers: bool = True) -> None:
+    """Check one column. integers: refuse those of more than 64 bits."""
+    if not _encodable(name):
+        raise ValueError(f": the name of column {name!r} is not valid Unicode: rename the column")
+    if (problem := _problem(value, integers)) is not None:
+        raise ValueError(f": column {name!r} {problem}")
+
+
+def _problem(value: object, integers: bool, depth: int = 0) -> str | None:
+    """Return what is wrong with a value, and the remedy; None for one that can be used. Inside of
+    lists and objects null is a value like others."""
+    if value is None and not depth:
+        return "is null: give it a value, or leave such rows out"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {json.dumps(value)}, which is no number: leave such rows out"
+    if isinstance(value, _TooLong):
+        return f"is an integer of more than {DIGITS} digits: write it as a text"
+    if isinstance(value, int) and integers and value not in INTEGERS:
+        return "is an integer of more than 64 bits: write it as a text"
+    if isinstance(value, str) and not _encodable(value):
+        return "is not valid Unicode: it holds half of a surrogate pair; leave such rows out"
+    if depth > NESTING:
+        return f"is nested more than {NESTING} deep: write it as a text of JSON"
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    if isinstance(inside, list):
+        for each in inside:
+            if (problem := _problem(each, integers, depth + 1)) is not None:
+                return "holds a value that " + problem.removeprefix("holds a value that ")
+    return None
+
+
+def _kind(value: object) -> str:
+    """What a value is, for people."""
+    names: dict[type, str] = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return names[type(value)]
+
+
+def _lines(where: str, file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Number and content of every line that is not blank."""
+    for number, line in enumerate(file, 1):
         if len(line) > LINE_BYTES:
-            raise ConfigError(f"{where}: a row is longer than {LINE_BYTES >> 20} MiB: leave it out")
+            raise ConfigError(
+                f"{where}: row {number} is longer than {LINE_BYTES >> 20} MiB: leave it out"
+            )
         if line.strip():
-            yield line
+            yield number, line
 
 
 def _arranged(
@@ -386,10 +550,6 @@ def _text(value: object) -> str:
     )
 
 
-def _value(value: object) -> Value:
-    return value if value is None or isinstance(value, str | int | float | bool) else _text(value)
-
-
 def _encodable(text: str) -> bool:
     try:
         text.encode()
@@ -408,10 +568,19 @@ class Settings:
     verifier: str
     template: str
     weights: Mapping[str, float]
+    prompt: str = "prompt"
+    answer: str = "answer"
+    """Columns of the question and the right answer, by which a reward function is given them."""
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Settings:
-        return cls(str(settings["verifier"]), str(settings["template"]), own.weights_of(settings))
+        return cls(
+            str(settings["verifier"]),
+            str(settings["template"]),
+            own.weights_of(settings),
+            str(settings.get("prompt", "prompt")),
+            str(settings.get("answer", "answer")),
+        )
 
 
 class DatasetTask:
@@ -429,7 +598,8 @@ class DatasetTask:
         self._task = task
         self._template = settings.template
         self._verifier = VERIFIERS.get(settings.verifier)
-        self._reward = reward
+        self._settings = settings
+        self._reward = own.FunctionReward(reward) if reward is not None else None
         self.weights = settings.weights
         try:
             with open(source.path, "rb") as file:
@@ -470,15 +640,24 @@ class DatasetTask:
         prompt, answer, columns = self._row(row)
         question = self._template.replace("{prompt}", prompt)
         if self._reward is not None:
-            reward = self._reward
+            function, given = self._reward, self._given(prompt, answer, columns)
             return Item(
                 question,
                 answer,
-                lambda text: own.reward_of(reward, question, text, {"answer": answer, **columns}),
+                lambda text: function.reward(question, text, given),
+                function.arguments(given),
             )
         assert self._verifier is not None
         verifier = self._verifier
         return Item(question, answer, lambda text: verifier.reward(text, answer))
+
+    def _given(
+        self, prompt: str, answer: str, columns: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """All columns of a row by their own names, and the answer as `answer` too."""
+        names = self._settings
+        answers = {"answer": answer, names.answer: answer} if answer else {}
+        return {**answers, names.prompt: prompt, **columns}
 
     def _row(self, row: int) -> Row:
         at = self._offsets + 8 * row
@@ -495,10 +674,9 @@ class DatasetTask:
             prompt, answer, columns = self._row(row)
             try:
                 if self._reward is not None:
-                    own.total(
-                        own.reward_of(self._reward, prompt, answer, {"answer": answer, **columns}),
-                        self.weights,
-                    )
+                    given = self._given(prompt, answer, columns)
+                    question = self._template.replace("{prompt}", prompt)
+                    own.total(self._reward.reward(question, answer, given), self.weights)
                 elif self._verifier is not None:
                     self._verifier.check(answer)
             except Exception as error:

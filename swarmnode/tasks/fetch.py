@@ -3,13 +3,18 @@ verifiers, as JSON lines. No code of a dataset is run; that of a taskset is, whi
 installed.
 
 A process of its own: what reads parquet starts threads and takes hundreds of megabytes. REQUEST is
-JSON: source, local, revision, subset, split, out (the file to write) and bytes (at most).
+JSON: source, local, revision, subset, split, columns (those that are used, null for all), out (the
+file to write) and bytes (at most). Dates and times become ISO 8601 texts, decimals texts. The value
+of a column that is not used is null.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import sys
+import uuid
 from collections.abc import Iterable, Mapping
 
 from swarmnode.install import install_command
@@ -25,10 +30,23 @@ def main(request: str) -> int:
         extra = "data" if error.name == "datasets" else "verifiers"
         print(f"it needs the package {error.name}: {install_command(extra)}", file=sys.stderr)
         return 1
-    written = 0
-    with open(asked["out"], "w", encoding="utf-8") as out:
-        for row in rows:
-            line = json.dumps(row, ensure_ascii=False, default=str)
+    written, used = 0, asked["columns"]
+    with open(asked["out"], "w", encoding="utf-8", errors="surrogatepass") as out:
+        for number, row in enumerate(rows, 1):
+            plain = dict.fromkeys(row)
+            for name, value in row.items():
+                if used is not None and name not in used:
+                    continue
+                try:
+                    plain[name] = _plain(value)
+                except ValueError as error:
+                    print(
+                        f"row {number}: column {name!r} holds {error}, not text, numbers, lists or"
+                        " objects: leave the column out",
+                        file=sys.stderr,
+                    )
+                    return 1
+            line = json.dumps(plain, ensure_ascii=False)
             written += len(line)
             if written > asked["bytes"]:
                 print(
@@ -38,6 +56,21 @@ def main(request: str) -> int:
                 return 1
             out.write(line + "\n")
     return 0
+
+
+def _plain(value: object) -> object:
+    """Return `value` as JSON has it. Raises ValueError with the name of a type that JSON lacks."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal | datetime.timedelta | uuid.UUID):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    raise ValueError(type(value).__name__)
 
 
 def _read(asked: Mapping[str, str | None]) -> Iterable[Mapping[str, object]]:

@@ -63,6 +63,10 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     components: list[dict[str, float]] = []
     """(G,) what each reward is made of, by name and each in [0, 1]; empty where rewards are single
     numbers."""
+    answer: str = ""
+    """The right answer, where it was asked for and the task has one."""
+    arguments: list[str] = []
+    """Names of what an owner's reward function is given, where it was asked for."""
 
 
 ScoreError = TaskUnknown | ScorerFailed
@@ -77,6 +81,8 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     index: int
     answers: list[str | None]
     difficulty: int = 0
+    reveal: bool = False
+    """Return the right answer too: for `swarmnode task try`."""
 
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +112,7 @@ decode_brought = msgspec.json.Decoder(list[Brought]).decode
 decode_ready = msgspec.msgpack.Decoder(Ready).decode
 
 
-def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
+def prepare(ref: TaskRef, completions: Sequence[str], *, reveal: bool = False) -> Question:
     """A question as the child takes it. Nothing is sent that this node could not regenerate or need
     not look at.
 
@@ -126,9 +132,8 @@ def prepare(ref: TaskRef, completions: Sequence[str]) -> Question:
         raise TaskUnknown("difficulty", f"{ref.difficulty} of {ref.id}, which has only {known}")
     if len(completions) > COMPLETIONS:
         raise ValueError(f"{len(completions)} completions, more than {COMPLETIONS}")
-    return Question(
-        ref.id, ref.seed, ref.index, [_sendable(text, spec) for text in completions], ref.difficulty
-    )
+    answers = [_sendable(text, spec) for text in completions]
+    return Question(ref.id, ref.seed, ref.index, answers, ref.difficulty, reveal)
 
 
 def valid(scored: list[Scored], questions: list[Question]) -> bool:

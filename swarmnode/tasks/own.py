@@ -27,11 +27,12 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import seeds
@@ -55,10 +56,16 @@ function."""
 COMPONENTS = 8
 COMPONENT_CHARACTERS = 32
 
+T = TypeVar("T")
 Generator = Callable[..., tuple[str, Callable[[str], Value]]]
 RewardFunction = Callable[..., Sequence[Value | None]]
 """TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each
-completion, or None for no opinion. More than TRL's: in place of a number, components by name."""
+completion, or None where it does not apply. More than TRL's: in place of a number, components by
+name, of which each may be None."""
+TRLS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {"log_extra": lambda *_, **__: None, "log_metric": lambda *_, **__: None}
+)
+"""What TRL also gives to a reward function. It may be called, and nothing is logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,33 +255,41 @@ def weights_of(settings: Mapping[str, object]) -> dict[str, float]:
 
 
 def total(value: Value, weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """(reward, its components by name) of what an owner's code returned: the mean of the components
-    by their weights, 1 where none is said.
+    """Return (reward, its components by name) of what an owner's code returned.
+
+    The reward is the mean of the components by their weights, 1 where none is set. A component that
+    is None does not apply to this completion and is left out; where none applies, the reward is 0.
 
     Raises ValueError, and TypeError, for what is not from 0 to 1 each.
     """
     if not isinstance(value, Mapping):
         return _checked(value, ""), {}
+    names = names_of(value)
     if not 0 < len(value) <= COMPONENTS:
         raise ValueError(f"a reward of {len(value)} components, not 1 to {COMPONENTS}")
-    components = {
-        str(name)[:COMPONENT_CHARACTERS]: _checked(number, f" of {name}")
-        for name, number in value.items()
-    }
-    if len(components) < len(value):
+    if len(names) < len(value):
         raise ValueError(
             f"names of components are the same in their first {COMPONENT_CHARACTERS} characters"
         )
+    if sum(weights.get(name, 1.0) for name in names) <= 0:
+        raise ValueError(f"all components ({', '.join(sorted(names))}) have the weight 0")
+    components = {
+        str(name)[:COMPONENT_CHARACTERS]: _checked(number, f" of {name}")
+        for name, number in value.items()
+        if number is not None
+    }
     weighed = sum(weights.get(name, 1.0) for name in components)
     if weighed <= 0:
-        raise ValueError(f"all components ({', '.join(components)}) have the weight 0")
-    return (
-        min(
-            1.0,
-            sum(weights.get(name, 1.0) * number for name, number in components.items()) / weighed,
-        ),
-        components,
-    )
+        return 0.0, components
+    added = sum(weights.get(name, 1.0) * number for name, number in components.items())
+    return min(1.0, added / weighed), components
+
+
+def names_of(value: Value) -> frozenset[str]:
+    """Names of a reward's components; none of a single number."""
+    if not isinstance(value, Mapping):
+        return frozenset()
+    return frozenset(str(name)[:COMPONENT_CHARACTERS] for name in value)
 
 
 def _checked(number: float, what: str) -> float:
@@ -284,17 +299,62 @@ def _checked(number: float, what: str) -> float:
     return number
 
 
-def reward_of(
-    function: RewardFunction, prompt: str, completion: str, columns: Mapping[str, object]
-) -> Value:
-    """What an owner's reward function gives one completion; None is 0. Raises whatever it raises,
-    and ValueError for the wrong count."""
-    rewards = list(
-        function([prompt], [completion], **{name: [value] for name, value in columns.items()})
-    )
-    if len(rewards) != 1:
-        raise ValueError(f"it returned {len(rewards)} rewards for one completion")
-    return 0.0 if rewards[0] is None else rewards[0]
+class FunctionReward:
+    """A reward function of the owner's, called as TRL calls it: by keyword, with `prompts`,
+    `completions` and every column of the dataset.
+
+    A function without `**columns` is given the arguments that it names.
+    """
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # written in C
+            parameters = ()  # type: ignore[assignment]
+        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._named = {p.name for p in by_name}
+        self._required = [p.name for p in by_name if p.default is p.empty]
+        self._takes_all = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def arguments(self, columns: Mapping[str, object]) -> tuple[str, ...]:
+        """Names of what the function is given of a row."""
+        names = ("prompts", "completions", *columns)
+        return names if self._takes_all else tuple(name for name in names if name in self._named)
+
+    def reward(self, prompt: str, completion: str, columns: Mapping[str, object]) -> Value:
+        """Return the reward of one completion; None, which means that the function does not apply,
+        is 0.
+
+        Raises whatever the function raises, TypeError for an argument that does not exist here, and
+        ValueError for the wrong count.
+        """
+        rows = {name: [value] for name, value in columns.items()}
+        arguments = {**TRLS, **rows, "prompts": [prompt], "completions": [completion]}
+        if missing := [name for name in self._required if name not in arguments]:
+            given = ", ".join(("prompts", "completions", *columns))
+            raise TypeError(
+                f"the function asks for {', '.join(missing)}, which is no column: there are {given}"
+            )
+        if not self._takes_all:
+            arguments = {name: value for name, value in arguments.items() if name in self._named}
+        returned: Any = self._function(**arguments)
+        rewards = list(finished(returned) if inspect.iscoroutine(returned) else returned)
+        if len(rewards) != 1:
+            raise ValueError(f"it returned {len(rewards)} rewards for one completion")
+        return 0.0 if rewards[0] is None else rewards[0]
+
+
+def finished(coroutine: Coroutine[object, None, T]) -> T:
+    """Return the coroutine's result. The sandbox has no event loop and nothing to wait for: raises
+    TypeError if the coroutine waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise TypeError("a reward waits for something, and there is nothing in the sandbox to wait for")
 
 
 def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:

@@ -340,7 +340,10 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             else None
         )
         arguments: dict[str, object] = {"verifier": config.verifier, "template": config.template}
-        arguments |= {"verifiers": taskset.release()} if by_taskset else {}
+        if by_taskset:
+            arguments["verifiers"] = taskset.release()
+        elif known is None:  # by these names its reward function is given them
+            arguments |= {"prompt": config.prompt, "answer": config.answer}
         arguments |= {own.WEIGHT + name: weight for name, weight in sorted(config.weights.items())}
         own.check_weights(f"task.datasets.{task}", arguments)
         if config.weights and known is not None:

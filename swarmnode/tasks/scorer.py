@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
+import msgspec
+
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import builtin, dataset, frames, own, sandbox
 from swarmnode.tasks.gym import GymTask
@@ -90,20 +92,27 @@ def judge(
     except (Exception, SystemExit) as error:  # an owner's code; ours does not raise  # noqa: BLE001
         return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
     rewards, components, errors, last = [], list[dict[str, float]](), 0, ""
+    names = frozenset[str]()
     for answer in question.answers:
         try:
-            reward, made_of = (
-                (0.0, {}) if answer is None else own.total(item.reward(answer), weights)
-            )
-            if made_of and any(each and each.keys() != made_of.keys() for each in components):
+            value = 0.0 if answer is None else item.reward(answer)
+            reward, made_of = own.total(value, weights)
+            theirs = own.names_of(value)
+            if names and theirs and names != theirs:
                 raise ValueError(
-                    f"components {', '.join(made_of)}, others of this question have others"
+                    f"components {', '.join(sorted(theirs))}, others of this question have others"
                 )
+            names = names or theirs
         except (Exception, SystemExit) as error:  # noqa: BLE001
             reward, made_of, errors, last = 0.0, {}, errors + 1, own.one_line(error)
         rewards.append(reward)
         components.append(made_of)
-    return frames.Scored(item.prompt, rewards, errors, last, components if any(components) else [])
+    scored = frames.Scored(
+        item.prompt, rewards, errors, last, components if any(components) else []
+    )
+    if question.reveal:
+        return msgspec.structs.replace(scored, answer=item.answer, arguments=[*item.arguments])
+    return scored
 
 
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:

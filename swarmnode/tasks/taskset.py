@@ -11,7 +11,7 @@ import importlib.metadata
 import inspect
 import os
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import ConfigError
@@ -113,7 +113,9 @@ def reward_function(source: str, code: own.Source) -> own.RewardFunction:
             runtime = inspect.signature(function).parameters.get("runtime")
             if runtime is not None and runtime.default is inspect.Parameter.empty:
                 continue
-            result = _finished(decorators.invoke(function, {"task": data, "trace": trace}))
+            result: float | Mapping[str, float] = own.finished(
+                decorators.invoke(function, {"task": data, "trace": trace})
+            )
             for value in result.values() if isinstance(result, Mapping) else [result]:
                 weights += function._vf_weight
                 total += function._vf_weight * float(value)
@@ -135,17 +137,3 @@ def _verifiers() -> ModuleType:
     finally:
         sys.pycache_prefix = prefix
     return vf
-
-
-def _finished(
-    coroutine: Coroutine[object, None, float | Mapping[str, float]],
-) -> float | Mapping[str, float]:
-    """Its result. There is no event loop in the sandbox, nor anything to wait for: raises TypeError
-    where it waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        result: float | Mapping[str, float] = stop.value
-        return result
-    coroutine.close()
-    raise TypeError("a reward waits for something, and there is nothing in the sandbox to wait for")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from swarmnode.errors import SwarmNodeError
 from swarmnode.tasks.answers import extract
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.registry import TASKS, TaskSpec, task_version
 from swarmnode.tasks.seeds import evaluation_seed, task_seed
 from swarmnode.wire.messages import TaskRef
 
@@ -35,13 +35,19 @@ class Tried:
     """Reward of an empty answer."""
     error: str
     """What went wrong in the task's own code, with file and line."""
+    right: str | None = None
+    """The right answer; None where the task does not name one."""
+    right_reward: float | None = None
+    """Reward of a completion that is the right answer, marked as the task expects it."""
+    arguments: tuple[str, ...] = ()
+    """Names of what an owner's reward function is given."""
 
 
 def try_task(
     task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None, count: int = QUESTIONS
 ) -> list[Tried]:
-    """Ask `count` questions of `task`, half of them held out, and judge an empty answer to each and
-    what `sample` answers.
+    """Ask `count` questions of `task`, half of them held out. Judge an empty answer to each, the
+    right answer where the task has one, and what `sample` answers.
 
     Raises TaskUnknown, ScorerFailed.
     """
@@ -51,25 +57,53 @@ def try_task(
         seed, index = task_seed(_SWARM, _PEER, number)
         refs.append(TaskRef(task, version, evaluation_seed(task) if number % 2 else seed, index))
     with Scorer() as scorer:
-        asked = scorer.score_many([(ref, []) for ref in refs])
+        asked = scorer.score_many([(ref, []) for ref in refs], reveal=True)
+        rights = [
+            result.answer or None
+            if isinstance(result, Scored) and spec.generator != "json_schema"
+            else None
+            for result in asked
+        ]
         prompts = [result.prompt for result in asked if isinstance(result, Scored)]
         answers = iter(sample(prompts) if sample is not None and prompts else [])
         sampled = [next(answers, None) if isinstance(result, Scored) else None for result in asked]
-        judged = scorer.score_many(
-            [
-                (ref, ["", text] if text is not None else [""])
-                for ref, text in zip(refs, sampled, strict=True)
-            ]
-        )
+        answers_to = [
+            ["", *([marked(spec, right)] if right is not None else []), *([text] if text else [])]
+            for right, text in zip(rights, sampled, strict=True)
+        ]
+        judged = scorer.score_many(list(zip(refs, answers_to, strict=True)))
     tried = []
-    for number, (question, text, result) in enumerate(zip(asked, sampled, judged, strict=True)):
+    for number, (question, right, text, result) in enumerate(
+        zip(asked, rights, sampled, judged, strict=True)
+    ):
         prompt = question.prompt if isinstance(question, Scored) else ""
+        held_out = bool(number % 2)
         if isinstance(result, SwarmNodeError):
-            tried.append(Tried(prompt, bool(number % 2), text, None, None, 0.0, str(result)))
+            tried.append(Tried(prompt, held_out, text, None, None, 0.0, str(result)))
             continue
-        answer = extract(text, spec.extract, spec.fallback) if text is not None else None
-        reward = result.rewards[1] if text is not None else None
         tried.append(
-            Tried(prompt, bool(number % 2), text, answer, reward, result.rewards[0], result.error)
+            Tried(
+                prompt,
+                held_out,
+                text,
+                extract(text, spec.extract, spec.fallback) if text is not None else None,
+                (result.rewards[-1] if text else result.rewards[0]) if text is not None else None,
+                result.rewards[0],
+                result.error,
+                right,
+                result.rewards[1] if right is not None else None,
+                tuple(question.arguments) if isinstance(question, Scored) else (),
+            )
         )
     return tried
+
+
+def marked(spec: TaskSpec, right: str) -> str:
+    """Return a completion with the right answer where `spec` looks for an answer."""
+    if spec.generator == "choice":
+        right = right.strip(" \t\n()[].:").upper()
+    if spec.extract in ("auto", "tag"):
+        return f"<answer>{right}</answer>"
+    if spec.extract == "boxed":
+        return f"\\boxed{{{right}}}"
+    return right

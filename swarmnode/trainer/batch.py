@@ -12,6 +12,7 @@ Ratio 1, since one step is taken on a batch: the old policy is the one that the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,10 +25,11 @@ from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, ze
 
 @dataclass(frozen=True)
 class Parts:
-    """The components of a group's rewards: reward g is Σ_r weights[r] · values[g][r]."""
+    """The components of a group's rewards. Reward g is Σ_r weights[r] · values[g][r] over the
+    components that apply, as TRL adds up reward functions."""
 
     values: list[list[float]]
-    """(G, R), each in [0, 1]."""
+    """(G, R), each in [0, 1], or NaN where a component does not apply to a completion."""
     weights: list[float]
     """(R,), their sum is 1."""
 
@@ -38,14 +40,15 @@ def parts_of(
     """`components` (G,) as the scorer returned them and their weights by name, 1 where none is
     said; None where there are none.
 
-    A completion that lacks one, e.g. because its reward failed, has 0 there.
+    A completion without any, e.g. because its reward failed, has 0 in each. One that has others but
+    not this one has NaN there: the component does not apply to it.
     """
     names = sorted({name for each in components for name in each})
     weighed = [weights.get(name, 1.0) for name in names]
     if not names or sum(weighed) <= 0:
         return None
     return Parts(
-        [[each.get(name, 0.0) for name in names] for each in components],
+        [[each.get(name, math.nan if each else 0.0) for name in names] for each in components],
         [weight / sum(weighed) for weight in weighed],
     )
 

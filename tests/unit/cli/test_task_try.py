@@ -101,3 +101,64 @@ def test_a_dataset_is_tried_with_answers_of_the_policy(tmp_path, words):
 def test_what_cannot_be_tried_is_one_line(words, capsys, task, problem):
     assert cli.run(["task", "try", task, "--no-sample", *words]) == 78
     assert problem in capsys.readouterr().err
+
+
+REWARDS = """
+def strict(prompts, completions, *, answer, level):
+    return [float(text == f"It is {gold}.") for text, gold in zip(completions, answer)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "extract", "right"),
+    [
+        ("numeric", "Twice 2.\n#### 4", "auto", 1.0),
+        ("numeric", 4, "boxed", 1.0),
+        ("choice", "(b)", "last_letter", 1.0),
+        ("choice", "b.", "auto", 1.0),
+        ("exact", "a word\nor two", "whole", 1.0),
+        ("exact", "a word\nor two", "last_line", 0.0),
+        ("json_schema", '{"type": "array"}', "auto", None),
+        ("try_rewards:strict", "4", "auto", 0.0),
+    ],
+)
+def test_the_right_answer_is_shown_with_its_reward(
+    tmp_path, words, capsys, verifier, answer, extract, right
+):
+    (tmp_path / "try_rewards.py").write_text(REWARDS)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"Number {i}?", "answer": answer, "level": 1, "hidden": 2}) + "\n"
+            for i in range(30)
+        )
+    )
+    source = f'source = "{rows}", verifier = "{verifier}", extract = "{extract}"'
+    given = ["--set", f'task.datasets={{"data/shown" = {{{source}}}}}', *words]
+    own = ":" in verifier
+    code = 78 if right == 0.0 and not own else 0
+    assert cli.run(["task", "try", "data/shown", "--no-sample", "--json", *given]) == code
+    tried = json.loads(capsys.readouterr().out)
+    text = None if right is None else str(answer)
+    assert {(each["right"], each["right_reward"]) for each in tried} == {(text, right)}
+    names = ["prompts", "completions", "answer", "level"] if own else []
+    assert all(each["arguments"] == names for each in tried)
+
+    assert cli.run(["task", "try", "data/shown", "--no-sample", *given]) == code
+    out = capsys.readouterr().out
+    assert out.count("right answer ") == (0 if right is None else 10)
+    assert ("10 of 10 right answers earn less than 1" in out) == (right == 0.0)
+    if own:
+        assert out.startswith("try_rewards:strict is given prompts, completions, answer, level\n")
+
+
+def test_the_right_answers_of_built_in_tasks_earn_one(words, capsys):
+    for task in ("builtin/copy", "rg/gcd"):
+        assert cli.run(["task", "try", task, "--no-sample", "--json", *words]) == 0
+        tried = json.loads(capsys.readouterr().out)
+        assert {each["right_reward"] for each in tried} == {1.0}
+
+
+def test_a_task_that_names_no_answer_shows_none(words, capsys):
+    assert cli.run(["task", "try", "words_to_try:reverse", "--no-sample", *words]) == 0
+    assert "right answer" not in capsys.readouterr().out

@@ -86,7 +86,7 @@ def test_a_row_of_a_crew_is_one_line_with_everything_in_it(tmp_path):
 
 FINDINGS = [
     Finding(
-        f"node{i}: averaged 20 times; replicas were up to 0.55% apart, then 0.44%; refused: probe 1",
+        f"node{i}: averaged 20 times; replicas were up to 0.55% apart, then 0.44%; refused: none",
         bool(i),
     )
     for i in range(2)

@@ -23,6 +23,10 @@ from swarmnode.tasks.scorer import judge
         ({"a": 1.0, "b": 0.0}, {"a": 3.0}, 0.75, {"a": 1.0, "b": 0.0}),
         ({"a": True, "b": 1}, {"c": 9.0}, 1.0, {"a": 1.0, "b": 1.0}),
         ({"a": 1.0, "b": 0.25}, {"a": 0.0}, 0.25, {"a": 1.0, "b": 0.25}),
+        ({"a": 0.5, "b": None}, {}, 0.5, {"a": 0.5}),
+        ({"a": 1.0, "b": None, "c": 0.0}, {"a": 3.0}, 0.75, {"a": 1.0, "c": 0.0}),
+        ({"a": 1.0, "b": None}, {"a": 0.0}, 0.0, {"a": 1.0}),
+        ({"b": None}, {}, 0.0, {}),
     ],
 )
 def test_the_reward_is_the_mean_of_its_components_by_their_weights(
@@ -42,7 +46,6 @@ def test_the_reward_is_the_mean_of_its_components_by_their_weights(
         {},
         {"a": math.nan},
         {"a": 2.0},
-        {"a": None},
         {str(number): 1.0 for number in range(9)},
         {"x" * 32 + "a": 1.0, "x" * 32 + "b": 1.0},
         {"a": 1.0, "b": -1.0},
@@ -65,6 +68,20 @@ def test_all_answers_of_a_question_have_the_same_components() -> None:
     )
     assert (scored.rewards, scored.errors) == ([1.0, 0.0, 0.5], 1)
     assert scored.components == [{"a": 1.0}, {}, {"a": 0.5}]
+
+
+def test_a_component_may_apply_to_some_answers_only() -> None:
+    said = {
+        "one": {"a": 1.0, "b": None},
+        "two": {"a": None, "b": None},
+        "three": {"a": 0.0, "b": 0.5},
+    }
+    scored = judge(
+        frames.Question("own:task", 0, 0, list(said)),
+        lambda *_: Item("?", "", lambda text: said[text]),
+    )
+    assert (scored.rewards, scored.errors) == ([1.0, 0.0, 0.25], 0)
+    assert scored.components == [{"a": 1.0}, {}, {"a": 0.0, "b": 0.5}]
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "much"])

@@ -4,7 +4,10 @@ the sandbox.
 pytest tests/unit/tasks/test_dataset.py
 """
 
+import datetime
+import decimal
 import json
+import math
 import os
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from swarmnode import cli
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
-from swarmnode.tasks import dataset, registry
+from swarmnode.tasks import dataset, fetch, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
@@ -231,7 +234,11 @@ def test_the_template_is_around_the_question(tmp_path):
             r"row 1: verifier 'json' cannot use",
         ),
         ([{"prompt": 7, "answer": "1"}], {}, r"row 1: column 'prompt' is not a text"),
-        ([{"prompt": "\ud800", "answer": "1"}], {}, r"row 1 is not valid Unicode"),
+        (
+            [{"prompt": "\ud800", "answer": "1"}],
+            {},
+            r"row 1: column 'prompt' is not valid Unicode: it holds half of a surrogate pair",
+        ),
         ([ROWS[0]], {}, r"1 different rows are too few"),
         ([], {}, r"0 different rows are too few"),
         (
@@ -256,7 +263,7 @@ def test_the_template_is_around_the_question(tmp_path):
         (
             [row | {"level": None} for row in ROWS],
             {"difficulty": "level"},
-            r"row 1: column 'level' is None, neither a number nor a text",
+            r"row 1: column 'level' is null: give it a value, or leave such rows out",
         ),
         (
             [row | {"level": i // 39} for i, row in enumerate(ROWS)],
@@ -281,17 +288,181 @@ def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "row 2 is not JSON"),
-        ("[1]", "row 2 is not a JSON object"),
-        ("x" * 2**20, "longer than 1 MiB"),
+        ("{", "row 3 is not JSON"),
+        ("[1]", "row 3 is not a JSON object"),
+        ("x" * 2**20, "row 3 is longer than 1 MiB"),
+        ('{"prompt": "a", "prompt": "b", "answer": "1"}', "row 3: column 'prompt' is there twice"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, problem):
     file = written(tmp_path / "rows.jsonl", ROWS[:1])
     with open(file, "a") as rows:
-        rows.write(line + "\n")
+        rows.write("\n" + line + "\n")
     with pytest.raises(ConfigError, match=problem):
         registry.install_datasets({NAME: DatasetConfig(source=str(file))}, tmp_path / "datasets")
+
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("null", r"is null: give it a value"),
+        ("NaN", r"is NaN, which is no number"),
+        ("Infinity", r"is Infinity, which is no number"),
+        ("-Infinity", r"is -Infinity, which is no number"),
+        ("1e999", r"is Infinity, which is no number"),
+        ("[1, NaN]", r"holds a value that is NaN"),
+        ('{"a": [{"b": -1e999}]}', r"holds a value that is -Infinity"),
+        (HUGE, r"is an integer of more than 4300 digits: write it as a text"),
+        ('"\\ud800"', r"is not valid Unicode"),
+        ('{"\\udfff": 1}', r"holds a value that is not valid Unicode"),
+        ("[" * 40 + "]" * 40, r"is nested more than 32 deep"),
+        ('{"a": 1, "a": 2}', r"'a' is there twice"),
+    ],
+)
+@pytest.mark.parametrize("column", ["answer", "note"])
+@pytest.mark.parametrize("row", [1, 7])
+def test_a_value_that_no_task_can_use_is_one_line(tmp_path, row, column, value, problem):
+    fields = {"prompt": '"What is 4 ?"', "answer": '"4"', "note": "1", column: value}
+    lines = [json.dumps(each) + "\n" for each in ROWS[: row - 1]]
+    text = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}\n"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(lines) + text)
+    verifier = "exact" if column == "answer" else "rewards_of_mine:graded"
+    config = DatasetConfig(source=str(file), verifier=verifier)
+    with pytest.raises(ConfigError, match=f"row {row}: column .*{problem}") as raised:
+        registry.install_datasets({NAME: config}, tmp_path / "datasets")
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).isascii()
+    assert value.startswith("{") or repr(column) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"note": 2**64}, r"row 2: column 'note' is an integer of more than 64 bits: write it as"),
+        ({"note": -(2**63) - 1}, r"row 2: column 'note' is an integer of more than 64 bits"),
+        ({"answer": 10**30}, r"row 2: column 'answer' is an integer of more than 64 bits"),
+        ({"note": [2**70]}, r"row 2: column 'note' holds a value that is an integer of more than"),
+        ({"note": "two"}, r"row 2: column 'note' is a text, but a number in the first row"),
+        ({"note": True}, r"row 2: column 'note' is true or false, but a number"),
+        ({"note": [2]}, r"row 2: column 'note' is a list, but a number"),
+        ({"answer": 2}, r"row 2: column 'answer' is a number, but a text"),
+        ({"more": 1}, r"row 2 has a column 'more', which the first row lacks"),
+        ({"completions": 1}, r"row 2: column 'completions' has the name of an argument"),
+        ({"prompts": "x"}, r"row 2: column 'prompts' has the name of an argument"),
+        ({"\ud800": 1}, r"row 2: the name of column '\\ud800' is not valid Unicode"),
+    ],
+)
+def test_what_a_reward_function_cannot_be_given_is_one_line(tmp_path, change, problem):
+    rows = [ROWS[0], ROWS[1] | change, *ROWS[2:]]
+    with pytest.raises(ConfigError, match=problem) as raised:
+        installed(tmp_path, rows, verifier="rewards_of_mine:graded")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_row_without_a_column_of_the_others_is_one_line(tmp_path):
+    rows = [*ROWS[:4], {"prompt": "What is 4 ?", "answer": "4"}]
+    with pytest.raises(ConfigError, match="row 5 has no column 'note', which the first row has"):
+        installed(tmp_path, rows, verifier="rewards_of_mine:graded")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (None, "is null"),
+        ("", "is empty"),
+        (" \n", "is empty"),
+        (True, "is not a text but true or false"),
+        ([{"role": "user", "content": "4 ?"}], "not a text but a list: write the conversation as"),
+    ],
+)
+def test_a_prompt_that_cannot_be_asked_is_one_line(tmp_path, prompt, problem):
+    with pytest.raises(ConfigError, match=f"row 1: column 'prompt' {problem}|row 1: .*{problem}"):
+        installed(tmp_path, [{"prompt": prompt, "answer": "4"}])
+
+
+@pytest.mark.parametrize(
+    ("answer", "verifier", "problem"),
+    [
+        ("", "exact", "is empty, so that an empty answer would be right"),
+        (" ", "exact", "is empty"),
+        ("x" * 4097, "exact", "has more than 4096 bytes, and longer answers are not judged"),
+        (10**120, "numeric", "its number is too long"),
+    ],
+)
+def test_an_answer_that_nobody_could_give_is_one_line(tmp_path, answer, verifier, problem):
+    rows = [*ROWS[:3], {"prompt": "What is 4 ?", "answer": answer}]
+    with pytest.raises(ConfigError, match=f"row 4: .*{problem}"):
+        installed(tmp_path, rows, verifier=verifier)
+
+
+@pytest.mark.parametrize(
+    ("answer", "verifier", "text"),
+    [
+        (2**70, "numeric", str(2**70)),
+        (2**70, "exact", str(2**70)),
+        (4, "exact", "4"),
+        (1.5, "numeric", "1.50"),
+        (True, "exact", "true"),
+        ({"b": None, "a": [1]}, "json", '{"a": [1], "b": null}'),
+        (["x", "y"], "set", "y, x"),
+        ("null", "exact", "null"),
+        ("NaN", "exact", "NaN"),
+    ],
+)
+def test_an_answer_that_is_no_text_is_read_as_json(tmp_path, answer, verifier, text):
+    rows = [{"prompt": f"What is {i} ?", "answer": answer, "unused": None} for i in range(3)]
+    installed(tmp_path, rows, verifier=verifier)
+    with Scorer() as scorer:
+        assert scorer.score(ref(), [text, "?"]).rewards == [1.0, 0.0]
+
+
+PARQUET = {
+    "day": [datetime.date(2024, 2, 29)] * 4,
+    "at": [datetime.datetime(2024, 2, 29, 12, 30)] * 4,
+    "took": [datetime.timedelta(seconds=90)] * 4,
+    "price": [decimal.Decimal("1.50")] * 4,
+    "big": [2**63 + i for i in range(4)],
+    "tests": [[{"in": 1, "out": None}]] * 4,
+    "fine": [True] * 4,
+}
+
+
+def parquet(path, **columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    if "big" in columns:
+        columns["big"] = pyarrow.array(columns["big"], pyarrow.uint64())
+    whole = {"prompt": [f"What is {i} ?" for i in range(4)], "answer": ["4"] * 4} | columns
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(whole), path)
+    return str(path)
+
+
+def test_columns_of_parquet_reach_a_reward_function(tmp_path, rewards):
+    source = parquet(tmp_path / "rows.parquet", **PARQUET)
+    installed(tmp_path, source=source, verifier="rewards_of_mine:typed")
+    with Scorer() as scorer:
+        assert scorer.score(ref(), [""]).rewards == [1.0]
+
+
+@pytest.mark.parametrize(("used", "status"), [(None, 1), (["prompt", "answer"], 0)])
+def test_bytes_of_parquet_are_one_line_if_the_column_is_used(tmp_path, capsys, used, status):
+    source = parquet(tmp_path / "rows.parquet", image=[b"\x00\xff"] * 4)
+    out = str(tmp_path / "out.jsonl")
+    asked = {"source": source, "local": True, "columns": used, "out": out, "bytes": 10**6}
+    assert fetch.main(json.dumps(asked)) == status
+    said = capsys.readouterr().err
+    assert ("row 1: column 'image' holds bytes, not text" in said) == bool(status)
+    assert said.count("\n") == status
+
+
+def test_parquet_that_a_reward_function_cannot_have_is_one_line(tmp_path):
+    source = parquet(tmp_path / "rows.parquet", parts=[["a"], ["b"], None, ["c"]])
+    with pytest.raises(ConfigError, match="row 3: column 'parts' is null") as raised:
+        installed(tmp_path, source=source, verifier="rewards_of_mine:graded")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +525,51 @@ def moody(prompts, completions, **columns):
     rewards = {"raise": failing, "nan": [float("nan")], "much": [3], "two": [0.5, 0.5]}
     return rewards.get(completions[0], [0.5])
 
+def trls(completions, *, question, solution, level, tests, log_metric, log_extra, prompts):
+    log_metric("mean", 0.5)
+    log_extra("answer", completions)
+    return [
+        float(
+            text == s[0]
+            and type(n) is int
+            and p == f"Q: {q}"
+            and cases == [{"in": n, "out": None}]
+        )
+        for text, q, s, n, cases, p in zip(
+            completions, question, solution, level, tests, prompts, strict=True
+        )
+    ]
+
+async def awaited(completions, answer, **columns):
+    return [float(text == gold) for text, gold in zip(completions, answer)]
+
+class Never:
+    def __await__(self):
+        yield
+
+async def waiting(completions, **columns):
+    await Never()
+
+def counted(completions, completion_ids, **columns):
+    return [1.0]
+
+def partly(completions, **columns):
+    return [{"a": float(text == "right"), "b": None} for text in completions]
+
+def typed(completions, day, at, took, price, big, tests, fine, **columns):
+    return [
+        float(
+            (day, at, took, price)
+            == (["2024-02-29"], ["2024-02-29T12:30:00"], ["0:01:30"], ["1.50"])
+            and 2**63 <= big[0] < 2**63 + 4
+            and tests == [[{"in": 1, "out": None}]]
+            and fine == [True]
+        )
+    ]
+
+def unanswered(completions, **columns):
+    return [float("answer" not in columns and columns["prompt"][0] in columns["note"][0])]
+
 def looping(prompts, completions, **columns):
     while True:
         pass
@@ -384,9 +600,56 @@ def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rew
     assert registry.task_version(NAME) != version
 
 
+def test_a_reward_function_written_for_trl_gets_what_trl_gives(tmp_path, rewards):
+    rows = [
+        {
+            "question": f"What is {i} ?",
+            "solution": [str(i)],
+            "level": i,
+            "tests": [{"in": i, "out": None}],
+        }
+        for i in range(20)
+    ]
+    columns = {"prompt": "question", "answer": "solution", "template": "Q: {prompt}"}
+    installed(tmp_path, rows, verifier="rewards_of_mine:trls", **columns)
+    with Scorer() as scorer:
+        number = scorer.prompt(ref()).split()[3]
+        scored = scorer.score(ref(), [number, "?"])
+    assert (scored.rewards, scored.errors) == ([1.0, 0.0], 0)
+
+
+def test_the_answer_is_known_by_its_column_s_name_and_as_answer(tmp_path, rewards):
+    rows = [{"prompt": f"What is {i} ?", "solution": f"{i}"} for i in range(20)]
+    installed(tmp_path, rows, verifier="rewards_of_mine:awaited", answer="solution")
+    with Scorer() as scorer:
+        number = scorer.prompt(ref()).split()[2]
+        assert scorer.score(ref(), [number, "?"]).rewards == [1.0, 0.0]
+
+
+def test_a_reward_function_needs_no_column_of_answers(tmp_path, rewards):
+    rows = [{"prompt": f"What is {i} ?", "note": f"What is {i} ? {i}"} for i in range(20)]
+    installed(tmp_path, rows, verifier="rewards_of_mine:unanswered")
+    with Scorer() as scorer:
+        assert scorer.score(ref(), ["x"]).rewards == [1.0]
+
+
+def test_a_component_that_does_not_apply_is_left_out(tmp_path, rewards):
+    installed(tmp_path, verifier="rewards_of_mine:partly")
+    with Scorer() as scorer:
+        scored = scorer.score(ref(), ["right", "wrong"])
+    assert (scored.rewards, scored.errors) == ([1.0, 0.0], 0)
+    assert scored.components == [{"a": 1.0}, {"a": 0.0}]
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
+        (
+            "counted",
+            "asks for completion_ids, which is no column: there are prompts, completions, answer,"
+            " prompt, note",
+        ),
+        ("waiting", "there is nothing in the sandbox to wait for"),
         ("broken", "returned 2 rewards for one completion"),
         ("nothing", "has no attribute 'nothing'"),
     ],

@@ -384,10 +384,7 @@ def test_four_steps_on_rewards_of_several_components_are_trls(
         return said["brevity"]
 
     def style(completions, **_):
-        said["style"] = [
-            None if estimator != "gdpo" and i % 3 == 0 else rng.random()
-            for i, _ in enumerate(completions)
-        ]
+        said["style"] = [None if i % 3 == 0 else rng.random() for i, _ in enumerate(completions)]
         return said["style"]
 
     weights = {"correctness": 0.6, "brevity": 0.3, "style": 0.1}
