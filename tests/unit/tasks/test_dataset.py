@@ -7,7 +7,6 @@ pytest tests/unit/tasks/test_dataset.py
 import datetime
 import decimal
 import json
-import math
 import os
 from pathlib import Path
 
