@@ -323,7 +323,7 @@ HUGE = "9" * 5000
 )
 @pytest.mark.parametrize("column", ["answer", "note"])
 @pytest.mark.parametrize("row", [1, 7])
-def test_a_value_that_no_task_can_use_is_one_line(tmp_path, row, column, value, problem):
+def test_a_value_that_nothing_can_use_is_one_line(tmp_path, row, column, value, problem):
     fields = {"prompt": '"What is 4 ?"', "answer": '"4"', "note": "1", column: value}
     lines = [json.dumps(each) + "\n" for each in ROWS[: row - 1]]
     text = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}\n"
@@ -355,14 +355,14 @@ def test_a_value_that_no_task_can_use_is_one_line(tmp_path, row, column, value, 
         ({"\ud800": 1}, r"row 2: the name of column '\\ud800' is not valid Unicode"),
     ],
 )
-def test_what_a_reward_function_cannot_be_given_is_one_line(tmp_path, change, problem):
+def test_a_column_that_functions_cannot_have_is_one_line(tmp_path, change, problem):
     rows = [ROWS[0], ROWS[1] | change, *ROWS[2:]]
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path, rows, verifier="rewards_of_mine:graded")
     assert "\n" not in str(raised.value)
 
 
-def test_a_row_without_a_column_of_the_others_is_one_line(tmp_path):
+def test_a_column_missing_in_some_rows_is_one_line(tmp_path):
     rows = [*ROWS[:4], {"prompt": "What is 4 ?", "answer": "4"}]
     with pytest.raises(ConfigError, match="row 5 has no column 'note', which the first row has"):
         installed(tmp_path, rows, verifier="rewards_of_mine:graded")
@@ -440,14 +440,16 @@ def parquet(path, **columns):
 
 
 def test_columns_of_parquet_reach_a_reward_function(tmp_path, rewards):
-    source = parquet(tmp_path / "rows.parquet", **PARQUET)
-    installed(tmp_path, source=source, verifier="rewards_of_mine:typed")
+    source, out = parquet(tmp_path / "rows.parquet", **PARQUET), str(tmp_path / "out.jsonl")
+    asked = {"source": source, "local": True, "columns": None, "out": out, "bytes": 10**6}
+    assert fetch.main(json.dumps(asked)) == 0
+    installed(tmp_path, source=out, verifier="rewards_of_mine:typed")
     with Scorer() as scorer:
         assert scorer.score(ref(), [""]).rewards == [1.0]
 
 
 @pytest.mark.parametrize(("used", "status"), [(None, 1), (["prompt", "answer"], 0)])
-def test_bytes_of_parquet_are_one_line_if_the_column_is_used(tmp_path, capsys, used, status):
+def test_used_bytes_of_parquet_are_one_line(tmp_path, capsys, used, status):
     source = parquet(tmp_path / "rows.parquet", image=[b"\x00\xff"] * 4)
     out = str(tmp_path / "out.jsonl")
     asked = {"source": source, "local": True, "columns": used, "out": out, "bytes": 10**6}
@@ -455,13 +457,6 @@ def test_bytes_of_parquet_are_one_line_if_the_column_is_used(tmp_path, capsys, u
     said = capsys.readouterr().err
     assert ("row 1: column 'image' holds bytes, not text" in said) == bool(status)
     assert said.count("\n") == status
-
-
-def test_parquet_that_a_reward_function_cannot_have_is_one_line(tmp_path):
-    source = parquet(tmp_path / "rows.parquet", parts=[["a"], ["b"], None, ["c"]])
-    with pytest.raises(ConfigError, match="row 3: column 'parts' is null") as raised:
-        installed(tmp_path, source=source, verifier="rewards_of_mine:graded")
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -599,7 +594,7 @@ def test_a_reward_function_as_trl_has_them_judges_with_all_columns(tmp_path, rew
     assert registry.task_version(NAME) != version
 
 
-def test_a_reward_function_written_for_trl_gets_what_trl_gives(tmp_path, rewards):
+def test_reward_functions_get_what_trl_gives(tmp_path, rewards):
     rows = [
         {
             "question": f"What is {i} ?",
@@ -617,7 +612,7 @@ def test_a_reward_function_written_for_trl_gets_what_trl_gives(tmp_path, rewards
     assert (scored.rewards, scored.errors) == ([1.0, 0.0], 0)
 
 
-def test_the_answer_is_known_by_its_column_s_name_and_as_answer(tmp_path, rewards):
+def test_the_answer_is_always_given_as_answer_too(tmp_path, rewards):
     rows = [{"prompt": f"What is {i} ?", "solution": f"{i}"} for i in range(20)]
     installed(tmp_path, rows, verifier="rewards_of_mine:awaited", answer="solution")
     with Scorer() as scorer:
