@@ -90,6 +90,13 @@ async def test_pause_and_resume_are_told_once_each_and_kept(tmp_path, capsys):
         assert last_line(capsys) == "it was not paused"
 
 
+async def test_a_rest_on_battery_ends_with_its_rule(tmp_path):
+    make_data_dir(tmp_path)
+    pauses.write(tmp_path, {"owner": 1.0, "battery": 2.0})
+    async with controlled(tmp_path, rules=Rules(on_battery=False)):
+        assert pauses.read(tmp_path).keys() == {"owner"}
+
+
 async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
     async with trio.open_nursery() as nursery:
         codes = []

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import trio
+import trio.testing
 
 from swarmnode.crew.local import Assigned, Offering, Released, Resumed, StageStatus, Suspended
 from swarmnode.crew.plan import Capacity, ModelCost, Part
@@ -147,6 +148,8 @@ async def test_a_new_trainer_replaces_the_old(data_dir):
             with trio.fail_after(30):
                 while await old.receive_some(4096):
                     pass
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert server.statistics().connected, "the end of the old one is not that of the new"
         nursery.cancel_scope.cancel()
 
 

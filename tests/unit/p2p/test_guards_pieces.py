@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import Refused
 from swarmnode.p2p import guards
-from swarmnode.p2p.guards import counting, gossip, inbox, pubsub, rpc
+from swarmnode.p2p.guards import counting, gossip, inbox, pubsub, rpc, swarm
 
 
 def test_another_version_is_refused(monkeypatch):
@@ -30,6 +30,25 @@ def test_installing_twice_changes_nothing():
     methods = Yamux._write_frame, Yamux.__init__
     guards.install()
     assert (Yamux._write_frame, Yamux.__init__) == methods
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
+        ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("203.0.113.5", "203.0.113.6", False),
+    ],
+)
+def test_an_ipv6_network_of_64_bits_is_one_origin(one, other, same):
+    origins = [
+        swarm._origin(
+            types.SimpleNamespace(get_remote_address=lambda address=address: (address, 1))
+        )
+        for address in (one, other)
+    ]
+    assert (origins[0] == origins[1]) is same
 
 
 def test_statistics_are_a_frozen_copy_with_every_name():

@@ -150,6 +150,26 @@ def test_a_completion_goes_on_under_the_next_version_and_says_which_tokens_are_w
     assert recorded == pytest.approx(again, abs=BOUND), "what began later is of the new weights"
 
 
+def test_completions_begun_after_an_update_use_the_new_weights(policies):
+    """Also those of a request whose first completions began before it."""
+    policy = policies["qwen2"].clone()
+    longest = len(policy.encode_prompt(PROMPTS[0])) + 20
+    engine = engine_of(policy, Sampling(6, 20), tokens=2 * longest)
+    engine.submit(Request(1, PROMPTS[0]))
+    assert engine.finished(7) is not None
+    with engine.pause(), torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
+    sample = drained(engine, version=8)[1]
+    later = [c for c in sample.completions if set(c.versions) == {8}]
+    assert later
+    again = score(policy, [(sample.prompt_ids, c.ids) for c in later], 1.0)
+    for completion, expected in zip(later, again, strict=True):
+        assert completion.logprobs == pytest.approx(expected, abs=BOUND)
+
+
 def test_a_request_that_is_cancelled_disturbs_no_other(policies):
     policy = policies["llama"]
     sampling = Sampling(2, 12, 0.0)

@@ -22,6 +22,8 @@ ROWS = [
     ([7], [40]),
     ([5, 9, 20], [1]),
     (LONG, [12, 1]),
+    # with the first group, a packed row holds two answers of several tokens
+    ([5, 9, 20], [33, 30, 31, 1]),
 ]
 
 
@@ -54,7 +56,7 @@ def passes(request, monkeypatch):
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
     monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0 if request.param == "packed" else 10**6)
     # so that one prompt's answers are in two rows
-    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 9)
+    monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 11)
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 1024 if request.param == "one pass" else 0)
     return request.param
 
@@ -113,7 +115,7 @@ def test_entropy_carries_no_gradient(embedded):
 
 def test_scoring_carries_no_gradient_and_drops_padding(embedded):
     values = score(embedded, ROWS, 1.0)
-    assert [len(v) for v in values] == [3, 5, 1, 1, 2]
+    assert [len(v) for v in values] == [len(completion) for _, completion in ROWS]
     assert all(x <= 0 for v in values for x in v)
 
 
