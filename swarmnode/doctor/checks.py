@@ -445,8 +445,10 @@ class DeviceFacts:
     error: str = ""
     error_code: int = 0
     trial: str | None = None
-    """What came of loading the model and having it answer; empty where it is not here yet, None
+    """The result of loading the model and trying to train it; empty where it is not here yet, None
     where that was not tried."""
+    trial_warnings: Sequence[str] = ()
+    """What an operator should change, one line each."""
     gpu_error: str = ""
     """What torch says of a GPU that it cannot use."""
 
@@ -528,8 +530,12 @@ def check_model(f: DeviceFacts) -> Check:
 
 
 def check_trial(f: DeviceFacts) -> Check:
-    """Whether tokenizer and model work together, as far as eight tokens tell."""
-    name = "trial answer"
+    """Whether the model can be sampled from and trained, as far as one trial tells."""
+    name = "trial"
+    if f.trial and f.trial_warnings:
+        return warn(
+            name, "; ".join([*f.trial_warnings, f.trial]), "a lower training.max_completion_length"
+        )
     if f.trial:
         return ok(name, f.trial)
     if f.trial is None:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -30,9 +30,10 @@ from typing import Literal, TypeVar
 import msgspec
 import psutil
 
-from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
+from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig, TrainingConfig
 from swarmnode.doctor.checks import (
     NOT_OURS,
+    UNAVAILABLE,
     ClockFacts,
     DeviceFacts,
     DialBackFacts,
@@ -334,21 +335,36 @@ def kernel_synchronised() -> bool | None:
 # ---- device --------------------------------------------------------------------------------------
 
 
-def device(cfg: PolicyConfig, trial: bool = False) -> DeviceFacts:
-    """trial: also have the model answer, which takes as long as loading it, and its memory."""
+def device(
+    cfg: PolicyConfig, trial: bool = False, training: TrainingConfig | None = None
+) -> DeviceFacts:
+    """trial: also try to train the model as `training` says, which takes as long as loading it, and
+    its memory."""
+    request = {
+        "policy": cfg.model_dump(mode="json"),
+        "training": (training or TrainingConfig()).model_dump(mode="json"),
+    }
     hardware, driver = gpus(), nvidia_driver()
     try:
-        seconds, arguments = (TRIAL_SECONDS, ("--trial",)) if trial else (EXAMINE_SECONDS, ())
-        found = child(
-            "swarmnode.policy.examine",
-            cfg.model_dump_json().encode(),
-            seconds,
-            DeviceFacts,
-            *arguments,
-        )
+        found = examined(request, *(["--trial"] if trial else []))
     except ChildFailed as failed:
         found = DeviceFacts(error=str(failed))
+        if trial:  # the model may have ended it, and not torch
+            with contextlib.suppress(ChildFailed):
+                error = f"a trial of {cfg.model} ended: {failed}"
+                found = replace(examined(request), error=error, error_code=UNAVAILABLE)
     return replace(found, configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver)
+
+
+def examined(request: Mapping[str, object], *arguments: str) -> DeviceFacts:
+    """What a child finds. Raises ChildFailed."""
+    return child(
+        "swarmnode.policy.examine",
+        json.dumps(request).encode(),
+        TRIAL_SECONDS if arguments else EXAMINE_SECONDS,
+        DeviceFacts,
+        *arguments,
+    )
 
 
 def gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:

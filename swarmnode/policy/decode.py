@@ -15,14 +15,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from swarmnode.policy.load import Policy
+from swarmnode.policy.ways import (
+    mean_gap,
+    obstacle,
+    plain_logprobs,
+    sees_everything,
+    trial_rows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +84,54 @@ def recordable(policy: Policy, cache: DynamicCache) -> bool:
         and not policy.is_spread
         and not getattr(model, "is_quantized", False)
         and model not in _unrecordable
-        and has_fixed_form(model, cache)
+        and has_fixed_form(policy)
     )
 
 
-def has_fixed_form(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether `Fixed` computes what `model` computes with `cache`: no sliding windows, a mask of
-    ours is taken as it is."""
-    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-    return (
-        plain
-        and getattr(model, "_can_compile_fullgraph", False)
-        and model.config._attn_implementation == "sdpa"
+def has_fixed_form(policy: Policy) -> bool:
+    """Whether `Fixed` computes what the model computes: no sliding windows, and a mask of ours is
+    taken as it is. Tried once."""
+    return sees_everything(policy) and not obstacle(
+        policy, "fixed memory", lambda: decoding_gap(policy, Fixed)
     )
+
+
+def pads(policy: Policy) -> bool:
+    """Whether prompts of unlike length can be run in one pass, padded on the left. Tried once."""
+    return not obstacle(policy, "padding", lambda: decoding_gap(policy, Growing))
+
+
+@torch.no_grad()
+def decoding_gap(policy: Policy, kind: type[Growing | Fixed]) -> float:
+    """Mean difference in nats of log-probabilities while decoding by `kind` from the plain way, for
+    two rows of unlike length."""
+    rows = [trial_rows(policy)[0], trial_rows(policy)[2]]
+    length = min(len(answer) for _, answer in rows)
+    ids, mask = left_padded([prompt for prompt, _ in rows], policy.pad_id, policy.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=policy.base.config)
+    logits = policy.logits(ids, mask, positions, 1, cache)[:, -1]
+    advance = kind(policy, cache, mask, positions[:, -1:], 1, length)
+    found: list[list[float]] = [[] for _ in rows]
+    for place in range(length):
+        scores = torch.log_softmax(logits.float(), -1)
+        for i, (_, answer) in enumerate(rows):
+            found[i].append(float(scores[i, answer[place]]))
+        if place + 1 < length:
+            token = torch.tensor([answer[place] for _, answer in rows], device=policy.device)
+            logits = advance(token)
+    expected = [plain_logprobs(policy, (prompt, answer[:length])) for prompt, answer in rows]
+    return mean_gap([*found[0], *found[1]], [*expected[0], *expected[1]])
+
+
+def left_padded(
+    rows: Sequence[Sequence[int]], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask (Q, P) of rows that end at the last column; the mask is 1 on their tokens."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (width - len(r)) + list(r) for r in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
+    return ids, mask
 
 
 class Growing:
@@ -104,7 +146,9 @@ class Growing:
         generations: int,
         room: int,
     ) -> None:  # mask (N, P), position (N, 1)
-        cache.batch_repeat_interleave(generations)
+        # every kind of layer can be reordered, convolution layers too
+        rows = torch.arange(len(mask) // generations).repeat_interleave(generations)
+        cache.reorder_cache(rows)
         self._policy, self._cache, self._position = policy, cache, position
         # (N, P + T); the part in use is a view
         self._mask = torch.cat([mask, mask.new_ones(len(mask), room)], 1)
@@ -119,7 +163,7 @@ class Growing:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these rows only, by their numbers among those there are."""
-        self._cache.batch_select_indices(rows.cpu())  # layers may lie on several devices
+        self._cache.reorder_cache(rows)
         self._position, self._mask = self._position[rows], self._mask[rows]
 
 

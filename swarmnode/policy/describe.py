@@ -2,7 +2,7 @@
 of JSON.
 
 A process of its own, so that `swarmnode init` does not load torch. The model is hashed; where it
-fits, it also answers a question, so that nobody founds a swarm on a model that cannot. A founder's
+fits, it is also tried, so that nobody founds a swarm on a model that cannot be trained. A founder's
 small machine need not have the memory.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from swarmnode.config import Config, PolicyConfig
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import DeviceError
 from swarmnode.policy.device import fit, probe
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
@@ -24,9 +24,9 @@ from swarmnode.policy.trial import try_policy
 from swarmnode.process import die_with_parent, run_main
 
 
-def describe(cfg: PolicyConfig) -> dict[str, str]:
+def describe(cfg: PolicyConfig, training: TrainingConfig | None = None) -> dict[str, str]:
     """name, revision, and the two hashes in hex. Raises Unavailable when the model is not there,
-    not whole, or cannot answer."""
+    not whole, or cannot be trained."""
     with local_directory(cfg) as directory:
         weight_files(directory)
         tokenizer = offline(
@@ -41,7 +41,7 @@ def describe(cfg: PolicyConfig) -> dict[str, str]:
         }
         with contextlib.suppress(DeviceError):  # it does not fit here, and may fit the members
             fit(cfg, config, probe(cfg))
-            try_policy(cfg)
+            try_policy(cfg, training)
     name = Path(cfg.model).name if Path(cfg.model).expanduser().is_dir() else cfg.model
     return {"name": name, "revision": cfg.revision or "", **hashes}
 
@@ -49,7 +49,7 @@ def describe(cfg: PolicyConfig) -> dict[str, str]:
 def main() -> int:
     die_with_parent()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    print(json.dumps(describe(config.policy)))
+    print(json.dumps(describe(config.policy, config.training)))
     return 0
 
 

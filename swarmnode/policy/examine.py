@@ -1,5 +1,5 @@
-"""`python -m swarmnode.policy.examine`, PolicyConfig as JSON on stdin: device, torch and memory fit
-as JSON on stdout. Reads weights only with `--trial`, and then answers a question with them.
+"""`python -m swarmnode.policy.examine`, a Request as JSON on stdin: device, torch and memory fit as
+JSON on stdout. Reads weights only with `--trial`, and then tries the policy (`trial.py`).
 
 Of a model on the Hub only config.json is fetched. A process of its own, since torch takes seconds
 to load and may fail in C.
@@ -13,10 +13,11 @@ import warnings
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel
 from transformers import AutoConfig, PretrainedConfig
 
-from swarmnode.config import PolicyConfig
-from swarmnode.errors import LocalError
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.errors import LocalError, Unavailable
 from swarmnode.policy.device import (
     Placement,
     count_parameters,
@@ -28,13 +29,23 @@ from swarmnode.policy.device import (
 from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.load import check_optim, local_directory, offline
 from swarmnode.policy.trial import is_here, try_policy
+from swarmnode.policy.ways import reason
 
 
-def examine(cfg: PolicyConfig, trial: bool = False) -> dict[str, object]:
+class Request(BaseModel):
+    """The settings that are examined."""
+
+    policy: PolicyConfig
+    training: TrainingConfig = TrainingConfig()
+
+
+def examine(
+    cfg: PolicyConfig, trial: bool = False, training: TrainingConfig | None = None
+) -> dict[str, object]:
     """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code`
     beside what was found before it.
 
-    trial: also load the model, if it is here, and have it answer.
+    trial: also load the model, if it is here, and try to train it as `training` says.
     """
     built = (
         f"CUDA {torch.version.cuda}"
@@ -44,19 +55,23 @@ def examine(cfg: PolicyConfig, trial: bool = False) -> dict[str, object]:
         else ""
     )
     found: dict[str, object] = {"torch": torch.__version__, "built_for": built}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
-        if built and not torch.cuda.is_available() and said:
-            found["gpu_error"] = str(said[0].message).split("\n")[0]
+        if built and not torch.cuda.is_available() and complaints:
+            found["gpu_error"] = str(complaints[0].message).split("\n")[0]
     try:
         placement = probe(cfg)
         found.update(placement=placement.reason, on_cpu=placement.device.type == "cpu")
         check_optim(cfg, placement)
         found.update(fitted(cfg, placement))
         if trial:
-            found.update(trial=try_policy(cfg) if is_here(cfg) else "")
+            said, warned = try_policy(cfg, training) if is_here(cfg) else ("", [])
+            found.update(trial=said, trial_warnings=list(warned))
     except LocalError as error:
         found.update(error=str(error), error_code=error.exit_code)
+    except Exception as error:  # a model's code may raise anything  # noqa: BLE001
+        why = f"policy.model {cfg.model!r}: {reason(error)}"
+        found.update(error=why, error_code=Unavailable.exit_code)
     return found
 
 
@@ -94,10 +109,5 @@ def architecture(cfg: PolicyConfig) -> PretrainedConfig:
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            examine(
-                PolicyConfig.model_validate_json(sys.stdin.buffer.read()), "--trial" in sys.argv
-            )
-        )
-    )
+    request = Request.model_validate_json(sys.stdin.buffer.read())
+    print(json.dumps(examine(request.policy, "--trial" in sys.argv, request.training)))

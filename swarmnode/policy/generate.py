@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from transformers import DynamicCache
 
-from swarmnode.policy.decode import Growing, decoder
+from swarmnode.policy.decode import Growing, decoder, left_padded, pads
 from swarmnode.policy.load import Policy
 
 
@@ -64,29 +64,45 @@ def generate(
 ) -> list[GroupSample]:
     """G completions for each of Q prompts, in order. `alive` is called after every decoding step.
 
-    When half of the rows have ended, the model is run on the others only, where the decoder can (on
+    An answer ends where prompt and answer fill the model's context. When half of the rows have ended, the model is run on the others only, where the decoder can (on
     a CPU it can). What is drawn for a row does not depend on it. Raises torch.OutOfMemoryError;
-    give `MicroBatcher.generate` the call to have it retried in smaller pieces.
+    give `MicroBatcher.generate` the call to have it retried in smaller pieces. Raises Unavailable for
+    a prompt that leaves no room for an answer.
     """
-    if not prompts:
-        return []
     heads = [policy.encode_prompt(p) for p in prompts]
-    width = max(map(len, heads))
+    widths = sorted(set(map(len, heads)))
+    if len(widths) <= 1 or pads(policy):
+        return _generate(policy, heads, sampling, generator, alive)
+    made: dict[int, GroupSample] = {}
+    for width in widths:
+        some = [i for i, head in enumerate(heads) if len(head) == width]
+        groups = _generate(policy, [heads[i] for i in some], sampling, generator, alive)
+        made |= zip(some, groups, strict=True)
+    return [made[i] for i in range(len(heads))]
+
+
+def _generate(
+    policy: Policy,
+    heads: Sequence[list[int]],
+    sampling: Sampling,
+    generator: torch.Generator,
+    alive: Callable[[], None],
+) -> list[GroupSample]:
+    """As `generate`, of prompts' ids that can be run in one pass."""
+    if not heads:
+        return []
     # Left padding, so that every row's next position is the last column; positions count real
-    # tokens only. (Q, P)
-    ids = torch.tensor(
-        [[policy.pad_id] * (width - len(h)) + h for h in heads], device=policy.device
-    )
-    # (Q, P)
-    mask = torch.tensor(
-        [[0] * (width - len(h)) + [1] * len(h) for h in heads], device=policy.device
-    )
+    # tokens only. Both (Q, P)
+    ids, mask = left_padded(heads, policy.pad_id, policy.device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    num_generations, max_tokens = sampling.num_generations, sampling.max_tokens
+    num_generations = sampling.num_generations
+    most = [policy.room(head, sampling.max_tokens) for head in heads]
+    max_tokens = max(most)
     rows = len(heads) * num_generations  # N
     ends = torch.tensor(sorted(policy.eos_ids), device=policy.device)
-    done = torch.zeros(rows, dtype=torch.bool, device=policy.device)
-    lengths = torch.full((rows,), max_tokens, device=policy.device)
+    stopped = torch.zeros(rows, dtype=torch.bool, device=policy.device)
+    # (N,) until a row stops by itself, the tokens that it may have
+    lengths = torch.tensor(most, device=policy.device).repeat_interleave(num_generations)
     tokens, logprobs = [], []
     under_way = torch.arange(rows, device=policy.device)  # (n,) those that the model is run on
     # around all steps, so that weights are cast to the compute dtype once and not at each of them
@@ -101,9 +117,10 @@ def generate(
             token, logprob = sample(logits, sampling.temperature, sampling.top_p, generator)
             tokens.append(token)
             logprobs.append(logprob)
-            ended = torch.isin(token, ends) & ~done
+            ended = torch.isin(token, ends) & (lengths > step) & ~stopped
             lengths[ended] = step + 1
-            done |= ended
+            stopped |= ended
+            done = lengths <= step + 1
             left = rows - int(done.sum())
             if step + 1 == max_tokens or not left:
                 break
@@ -118,7 +135,7 @@ def generate(
 
     drawn = torch.stack(tokens, 1).tolist()  # N lists of up to T, with junk after EOS
     chances = torch.stack(logprobs, 1).tolist()
-    finished, sizes = done.tolist(), lengths.tolist()
+    finished, sizes = stopped.tolist(), lengths.tolist()
     completions = [
         Sampled(ids[:n], chance[:n], policy.decode(ids[:n]), "eos" if end else "length")
         for ids, chance, n, end in zip(drawn, chances, sizes, finished, strict=True)

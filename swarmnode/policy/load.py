@@ -213,9 +213,10 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         accelerator=accelerator,
         eos_id=eos_id,
         eos_ids=eos_ids,
-        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
+        pad_id=padding_token(tokenizer, embeddings, eos_id),
         vocab_size=min(len(tokenizer), embeddings.shape[0]),
         chat=Chat.of(cfg.chat, tokenizer),
+        context=context_of(model.config),
     )
     s = policy.statistics()
     log(
@@ -344,11 +345,6 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
         raise Unavailable(
             f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}"
         ) from error
-    if getattr(model, "_is_stateful", False):
-        raise Unavailable(
-            f"policy.model {cfg.model!r}: {type(model).__name__} keeps a recurrent state, which is"
-            " not supported"
-        )
     # no dropout: the log-probabilities of sampling and of training must be of one function
     return model.eval()
 
@@ -463,6 +459,38 @@ def ends_of(
             " end-of-sequence token"
         )
     return frozenset(found)
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    """Most tokens of a row for which the model computes one function; None without a limit.
+
+    Beyond `original_max_position_embeddings` a model with long-rope takes other frequencies for
+    all positions of a pass: a short row would then depend on the longest row beside it.
+    """
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, "max_position_embeddings", None)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
+        if one.get("rope_type", one.get("type")) in ("longrope", "su"):
+            limits += [
+                one.get("original_max_position_embeddings"),
+                getattr(text, "original_max_position_embeddings", None),
+            ]
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: torch.Tensor, eos_id: int) -> int:
+    """A token to pad with: the tokenizer's own, unless its embedding is zero.
+
+    A model that divides by the norm of a hidden state has no gradient at zero, and a gradient that
+    is not a number spreads from padding to all weights.
+    """
+    wanted = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id
+    for token in (wanted, eos_id):
+        if token < len(embeddings) and bool(embeddings[token].any()):
+            return token
+    others = embeddings.detach().any(1).nonzero()
+    return int(others[0]) if len(others) else wanted
 
 
 def base_model(model: Model) -> PreTrainedModel:

@@ -28,20 +28,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
-from swarmnode.policy.decode import has_fixed_form
 from swarmnode.policy.device import shape_of, spare_bytes
 from swarmnode.policy.footprint import Method, logits_tokens, token_bytes
 from swarmnode.policy.layers import layers_of
 from swarmnode.policy.load import Policy
+from swarmnode.policy.ways import (
+    Row,
+    mean_gap,
+    obstacle,
+    plain_logprobs,
+    sees_everything,
+    trial_rows,
+)
 
 ONE_PASS = {"cuda": 1024}
 """Columns of a row, P + K · T, up to which one pass is faster. On an H200 with 0.5 B parameters 89
@@ -64,11 +71,8 @@ prompts and pad."""
 SPARE_SHARE = 0.8
 """The part of the memory that is free which activations may take: the estimate is within 15 %."""
 
-_split: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-"""Whether a model's logits are what its head makes, and nothing is done to them afterwards."""
-
-Row = tuple[list[int], list[int]]
-"""(prompt ids, completion ids), both non-empty."""
+Way = Literal["one pass", "packed", "two passes", "row by row", "recomputed"]
+"""How log-probabilities are computed; `recomputed` is row by row with activation checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -130,36 +134,72 @@ def completion_logprobs(
     policy: Policy, batch: Batch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each completion token at `temperature`, with gradient, and the entropy
-    there, without: both (N, T), 0 on padding.
+    there, without: both (N, T), 0 on padding. By the cheapest way that the model takes."""
+    return logprobs_by(choose_way(policy, batch), policy, batch, temperature)
+
+
+def choose_way(policy: Policy, batch: Batch) -> Way:
+    """The way that suits `batch` best, of those that the model takes."""
+    if (
+        torch.is_grad_enabled()
+        and needs_checkpointing(policy.base, policy.dtype, policy.lora_rank, batch)
+        and takes_way(policy, "recomputed")
+    ):
+        return "recomputed"
+    if fits_one_pass(policy, batch):
+        return "one pass"
+    if stands_alone(batch):
+        return "row by row"
+    if fits_packed(policy, batch):
+        return "packed"
+    return "two passes" if takes_way(policy, "two passes") else "row by row"
+
+
+def logprobs_by(
+    way: Way, policy: Policy, batch: Batch, temperature: float, piece: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `completion_logprobs`, by a given way.
 
     The head sees one position per prompt and the completions; float32 is made of completion tokens
     only: with a real vocabulary the logits, not the model, decide how much fits.
+
+    Args:
+        piece: tokens of which logits are there at once; None is `logits_tokens`.
     """
     ids, mask = batch.completion_ids, batch.completion_mask
     # completion tokens but the first: of which row, and after which token
     later, place = mask[:, 1:].nonzero(as_tuple=True)
     first = torch.arange(len(ids), device=ids.device)
     row, column = torch.cat([first, later]), torch.cat([torch.zeros_like(first), place + 1])
-    piece = logits_tokens(policy.base.config.get_text_config().vocab_size, ids.device.type)
+    if piece is None:
+        piece = logits_tokens(policy.base.config.get_text_config().vocab_size, ids.device.type)
     split = len(row) > piece and splits_head(policy)
     with _head_inputs(policy.base) if split else contextlib.nullcontext():
-        if torch.is_grad_enabled() and needs_checkpointing(
-            policy.base, policy.dtype, policy.lora_rank, batch
-        ):
+        if way == "recomputed":
             with checkpointed(policy.base):
                 outputs = _row_by_row(policy, batch, later, place)
-        elif fits_one_pass(policy, batch):
-            outputs = _one_pass(policy, batch, later, place)
-        elif stands_alone(batch):
-            outputs = _row_by_row(policy, batch, later, place)
-        elif fits_packed(policy, batch):
-            outputs = _packed(policy, batch, later, place)
         else:
-            outputs = _two_passes(policy, batch, later, place)
+            outputs = _WAYS[way](policy, batch, later, place)
     head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
     chosen, spread = in_pieces(head, outputs, ids[row, column], temperature, piece)
     zeros = torch.zeros(ids.shape, device=chosen.device)
     return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
+
+
+def takes_way(policy: Policy, way: Way) -> bool:
+    """Whether the model computes by `way` what it computes row by row. Tried once."""
+    if way in ("one pass", "packed") and not sees_everything(policy):
+        return False  # its masks are its own
+    return way == "row by row" or not obstacle(policy, way, lambda: way_gap(policy, way))
+
+
+def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
+    """Mean difference in nats of log-probabilities computed by `way` from the plain way."""
+    rows = trial_rows(policy)
+    batch = collate(rows, policy.pad_id, policy.device)
+    found, _ = logprobs_by(way, policy, batch, 1.0, piece)
+    expected = [x for row in rows for x in plain_logprobs(policy, row)]
+    return mean_gap(found[batch.completion_mask.to(found.device)].tolist(), expected)
 
 
 def fits_one_pass(policy: Policy, batch: Batch) -> bool:
@@ -172,7 +212,7 @@ def fits_one_pass(policy: Policy, batch: Batch) -> bool:
         or prompts * columns > batch.padded_tokens
     ):
         return False
-    return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
+    return takes_way(policy, "one pass")
 
 
 def stands_alone(batch: Batch) -> bool:
@@ -195,7 +235,7 @@ def fits_packed(policy: Policy, batch: Batch) -> bool:
         or batch.prompt_ids.numel() + batch.completion_ids.numel() < PACKED_GAIN * real
     ):
         return False
-    return has_fixed_form(policy.base, DynamicCache(config=policy.base.config))
+    return takes_way(policy, "packed")
 
 
 def packs(batch: Batch) -> list[tuple[int, list[int]]]:
@@ -282,11 +322,14 @@ class _Recomputed:
 
 def splits_head(policy: Policy) -> bool:
     """Whether the head can be run by itself: its outputs are the logits, not scaled or capped
-    afterwards. Tried once, on one token."""
-    model = policy.base
-    if model not in _split:
-        _split[model] = _splits(policy)
-    return _split[model]
+    afterwards. Tried once."""
+    return not obstacle(policy, "head by itself", lambda: _head_gap(policy))
+
+
+def _head_gap(policy: Policy) -> float:
+    if not _splits(policy):
+        raise ValueError("the model changes its logits after the head")
+    return way_gap(policy, "row by row", piece=2)
 
 
 @torch.no_grad()
@@ -470,12 +513,20 @@ def _two_passes(
     first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]
     logits = [first[owner]]
     if ids.shape[1] > 1:
-        cache.batch_select_indices(owner.cpu())  # layers may lie on several devices
+        cache.reorder_cache(owner)
         before = ids[:, :-1]  # (N, T - 1), they predict the others
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)
         logits.append(_outputs(policy, before, seen, after, cache=cache)[later, place])
     return torch.cat(logits)
+
+
+_WAYS = {
+    "one pass": _one_pass,
+    "packed": _packed,
+    "two passes": _two_passes,
+    "row by row": _row_by_row,
+}
 
 
 def token_logprobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -62,6 +62,10 @@ class Chat:
         return chat
 
 
+class PromptTooLong(Unavailable):
+    """Raised for a question that leaves no room for an answer in the model's context."""
+
+
 @dataclass(frozen=True)
 class PolicyText:
     """Text to token ids and back."""
@@ -81,6 +85,8 @@ class PolicyText:
     """Ids below this mean something to both model and tokenizer."""
     chat: Chat = field(default=Chat(), kw_only=True)
     """What is around every question."""
+    context: int | None = field(default=None, kw_only=True)
+    """Most tokens of a prompt and its answer together; None where the model has no limit."""
 
     @property
     def tokens_per_text_byte(self) -> float:
@@ -93,6 +99,21 @@ class PolicyText:
         """Token ids of a question: a system turn if there is one, a user turn and the start of the
         answer where the tokenizer has a chat template, else the text."""
         return list(encode_prompt(self.tokenizer, prompt, self.chat))
+
+    def room(self, prompt_ids: Sequence[int], wanted: int) -> int:
+        """Return how many of `wanted` answer tokens fit behind a prompt. Raises PromptTooLong if
+        none does."""
+        room = wanted if self.context is None else min(wanted, self.context - len(prompt_ids))
+        if room < 1:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt_ids):,} tokens leaves no room for an answer in the"
+                f" model's context of {self.context:,} tokens"
+            )
+        return room
+
+    def fits(self, prompt: str) -> bool:
+        """Return True if a question leaves room for an answer in the model's context."""
+        return self.context is None or len(self.encode_prompt(prompt)) < self.context
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens."""

@@ -1,67 +1,322 @@
-"""A trial of the policy before anything starts: its tokenizer makes tokens of a question, and the
-model answers with numbers.
+"""A trial of a policy before it is trained: sample, score by every way, and take one gradient.
 
-What a model directory lacks shows here, in a line, and not minutes later in a trainer's log.
+    sample     two questions of unlike length, by both engines
+    score      the same tokens again: both must say the same of them
+    length     answers as long as `training.max_completion_length` allows, by every way
+    gradient   of every way that the model takes
+
+A way that the model does not take is not used (`ways.py`). A model that cannot be sampled from or
+trained at all is refused in one line, and not minutes later in a trainer's log.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
-from jinja2 import TemplateError
 
-from swarmnode.config import PolicyConfig
-from swarmnode.errors import DeviceError, Unavailable
-from swarmnode.policy.generate import Sampling, generate
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.errors import DeviceError, SwarmNodeError, Unavailable
+from swarmnode.policy.decode import pads
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered
+from swarmnode.policy.engine.slots import unsuited
+from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.logprobs import (
+    PACKED_COLUMNS,
+    Row,
+    Way,
+    collate,
+    completion_logprobs,
+    logprobs_by,
+    splits_head,
+    takes_way,
+)
+from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
+from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows
 
-QUESTION = "What is 3 + 4? Answer: "
+QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3, then add 5 to it. Answer: ")
 TOKENS = 8
+"""Tokens that are sampled of an answer."""
+ROWS = 2
+"""Answers to each question."""
+NORM_BOUND = {torch.float32: 0.01}
+"""Relative difference of the gradients' norms above which a way has another gradient."""
+NORM_BOUND_ELSEWHERE = 0.3
+"""In 16 bits."""
 
 
-def try_policy(cfg: PolicyConfig) -> str:
-    """What came of it, in a few words. Loads the weights.
+@dataclass(frozen=True)
+class Trial:
+    """What a trial has found."""
 
-    Raises Unavailable where tokenizer and model do not work together, and as `load_policy` does.
+    tokens: int
+    """Sampled."""
+    engines: Sequence[str]
+    """That can sample."""
+    warnings: Sequence[str]
+    """What an operator should change, one line each."""
+    refused: Sequence[str]
+    """Ways of computing that are not used, with the reason."""
+    seconds: float
+
+    def __str__(self) -> str:
+        found = (
+            f"{self.tokens} tokens sampled ({', '.join(self.engines)}), scored and trained on in"
+            f" {self.seconds:.1f} s"
+        )
+        return "; ".join([found, *(f"not used: {way}" for way in self.refused)])
+
+
+def try_policy(
+    cfg: PolicyConfig, training: TrainingConfig | None = None
+) -> tuple[str, Sequence[str]]:
+    """Load a policy, try it, and return the result in a few words, and warnings.
+
+    Raises:
+        Unavailable: it cannot be trained.
+        LocalError: as `load_policy` does.
     """
     started = time.monotonic()
     policy = load_policy(cfg)
-    loaded = time.monotonic()
-    tokens = try_loaded(cfg, policy)
-    return (
-        f"loaded in {loaded - started:.1f} s, {tokens} tokens sampled in"
-        f" {time.monotonic() - loaded:.1f} s"
-    )
+    loaded = time.monotonic() - started
+    trial = try_loaded(cfg, policy, training or TrainingConfig())
+    return f"loaded in {loaded:.1f} s, {trial}", trial.warnings
 
 
-def try_loaded(cfg: PolicyConfig, policy: Policy) -> int:
-    """The number of tokens that were sampled. Raises Unavailable, and DeviceError for want of
-    memory."""
-    name = f"policy.model {cfg.model!r}"
+def try_loaded(
+    cfg: PolicyConfig,
+    policy: Policy,
+    training: TrainingConfig,
+    alive: Callable[[], None] = lambda: None,
+) -> Trial:
+    """Try a loaded policy. Leaves its weights and gradients as they were.
+
+    Args:
+        training: says how long an answer may be, and at which temperature it is sampled.
+        alive: is called between the parts of the trial.
+
+    Raises:
+        Unavailable: it cannot be trained.
+        DeviceError: memory ran out.
+    """
+    name, started = f"policy.model {cfg.model!r}", time.monotonic()
     try:
-        asked = policy.encode_prompt(QUESTION)
+        rows, engines = try_sampling(name, policy, training, alive)
+        warnings = try_training(name, policy, training, rows, alive)
+    except SwarmNodeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+        if is_oom(error):
+            raise DeviceError(f"{name}: memory ran out in a trial") from error
+        raise Unavailable(f"{name} cannot be trained: {reason(error)}") from error
+    unused = [f"{way} ({why})" for way, why in refused(policy).items()]
+    sampled = sum(len(answer) for _, answer in rows)
+    return Trial(sampled, engines, warnings, unused, time.monotonic() - started)
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def try_sampling(
+    name: str,
+    policy: Policy,
+    training: TrainingConfig,
+    alive: Callable[[], None] = lambda: None,
+) -> tuple[list[Row], list[str]]:
+    """Sample by every engine and score what each has sampled. An engine whose log-probabilities
+    are not those of scoring is not used.
+
+    Returns:
+        Rows that were sampled, and the engines that can sample. Raises Unavailable if none can.
+    """
+    prompts = list(QUESTIONS)
+    for prompt in prompts:
+        asked = policy.encode_prompt(prompt)
         if not asked or max(asked) >= policy.vocab_size:
             made = "tokens that the model does not have" if asked else "no tokens"
             raise Unavailable(f"{name}: its tokenizer makes {made} of a question")
-        (group,) = generate(
-            policy, [QUESTION], Sampling(1, TOKENS, 1.0, 1.0), policy.random_generator(0)
-        )
-        (completion,) = group.completions
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(f"{name}: memory ran out in a trial generation") from error
-    except (RuntimeError, ValueError, TypeError, LookupError, OSError, TemplateError) as error:
-        # of a chat template, or of the model
-        why = str(error).strip().split("\n")[0] or type(error).__name__
-        raise Unavailable(f"{name}: a trial generation failed: {why[:300]}") from error
-    if not all(map(math.isfinite, completion.logprobs)):
+        if not policy.fits(prompt):
+            raise Unavailable(
+                f"{name}: a question of {len(asked):,} tokens leaves no room for an answer in its"
+                f" context of {policy.context:,} tokens"
+            )
+    temperature = training.temperature
+    sampling = Sampling(ROWS, min(TOKENS, training.max_completion_length), temperature)
+    try:
+        pads(policy)
+        groups = generate(policy, prompts, sampling, policy.random_generator(0), alive)
+    except SwarmNodeError:
+        raise
+    except Exception as error:  # a model's code may raise anything
+        if is_oom(error):
+            raise
+        raise Unavailable(f"{name} cannot be sampled from: {reason(error)}") from error
+    alive()
+    gap = _sampled_gap(policy, groups, temperature)
+    if not math.isfinite(gap):
         raise Unavailable(
             f"{name}: its log-probabilities are not numbers; a damaged download, or weights that"
-            f" {cfg.dtype} cannot hold"
+            f" {str(policy.dtype).removeprefix('torch.')} cannot hold"
         )
-    return len(completion.ids)
+    if gap > bound(policy):
+        raise Unavailable(
+            f"{name} cannot be trained: log-probabilities differ by {gap:.2g} nats between sampling"
+            " and scoring"
+        )
+    engines = ["lockstep"]
+    if not unsuited(policy):
+        try:
+            engine = Continuous(policy, MicroBatcher(2**20), sampling, policy.random_generator(0))
+            others = answered(engine, prompts)
+            gap = _sampled_gap(policy, others, temperature)
+            if not gap <= bound(policy):
+                refuse(policy, "slots", f"its log-probabilities differ by {gap:.2g} nats")
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+            if is_oom(error):
+                raise
+            refuse(policy, "slots", reason(error))
+        alive()
+    if not unsuited(policy):
+        engines.append("continuous")
+    return [(group.prompt_ids, each.ids) for group in groups for each in group.completions], engines
+
+
+def _sampled_gap(policy: Policy, groups: Sequence[GroupSample], temperature: float) -> float:
+    """Mean difference in nats of recorded log-probabilities from those of scoring, row by row."""
+    rows = [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
+    recorded = [x for group in groups for each in group.completions for x in each.logprobs]
+    return mean_gap(recorded, _flat(policy, rows, "row by row", temperature))
+
+
+def _flat(policy: Policy, rows: Sequence[Row], way: Way, temperature: float = 1.0) -> list[float]:
+    batch = collate(rows, policy.pad_id, policy.device)
+    found, _ = logprobs_by(way, policy, batch, temperature)
+    return list(found[batch.completion_mask.to(found.device)].tolist())
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def try_training(
+    name: str,
+    policy: Policy,
+    training: TrainingConfig,
+    rows: Sequence[Row],
+    alive: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Score and differentiate by every way, and once at the full length of an answer. A way whose
+    values or gradients are not those of the plain way is not used.
+
+    Args:
+        rows: what was sampled.
+
+    Returns:
+        What an operator should change, one line each. Raises Unavailable if the model cannot train.
+    """
+    warnings, long = list[str](), long_rows(policy, rows, training.max_completion_length)
+    longest = max(len(answer) for _, answer in long)
+    if longest < training.max_completion_length:
+        warnings.append(
+            f"answers of training.max_completion_length = {training.max_completion_length} do not"
+            f" fit into the model's context of {policy.context:,} tokens, and are cut there"
+        )
+    try:
+        plain = gradient_norm(policy, trial_rows(policy), "row by row")
+        if not math.isfinite(plain):
+            raise Unavailable(f"{name} cannot be trained: its gradient is not a number")
+        for way in get_args(Way):
+            alive()
+            _try_way(policy, way, plain, long)
+        splits_head(policy)
+        warnings += _full_length(name, policy, long, training.temperature)
+    finally:
+        policy.model.zero_grad(set_to_none=True)
+    return warnings
+
+
+def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
+    """Two answers to one question, of `longest` tokens or what the context holds, and of a quarter
+    of that: sampled tokens again and again."""
+    prompt, answer = max(rows, key=lambda row: len(row[0]))
+    length = policy.room(prompt, longest)
+    tokens = [token for token in answer if token not in policy.eos_ids] or answer
+    whole = (tokens * -(-length // len(tokens)))[:length]
+    return [(prompt, whole), (prompt, whole[: max(1, length // 4)])]
+
+
+def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> None:
+    """Refuse `way` unless it has the gradient of the plain way, of norm `plain`, and at the length
+    of `long` its values."""
+    if way == "row by row" or not takes_way(policy, way):
+        return
+    try:
+        norm = gradient_norm(policy, trial_rows(policy), way)
+        off = abs(norm - plain) / max(plain, 1e-30)
+        if not off <= NORM_BOUND.get(policy.dtype, NORM_BOUND_ELSEWHERE):
+            is_other = "is another" if math.isfinite(norm) else "is not a number"
+            refuse(policy, way, f"its gradient {is_other}")
+            return
+        if way in ("one pass", "packed"):
+            # a window that no cache shows would be seen here
+            with torch.no_grad():
+                some = [(prompt, answer[: PACKED_COLUMNS // 2]) for prompt, answer in long]
+                gap = mean_gap(_flat(policy, some, way), _flat(policy, some, "row by row"))
+            if not gap <= bound(policy):
+                refuse(policy, way, f"its log-probabilities differ by {gap:.2g} nats")
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+        if is_oom(error):
+            raise
+        refuse(policy, way, reason(error))
+
+
+def gradient_norm(policy: Policy, rows: Sequence[Row], way: Way) -> float:
+    """Norm of the gradient of the rows' mean log-probability by `way`, of all trained weights."""
+    policy.model.zero_grad(set_to_none=True)
+    batch = collate(rows, policy.pad_id, policy.device)
+    with torch.enable_grad():
+        found, _ = logprobs_by(way, policy, batch, 1.0)
+        (found.sum() / batch.completion_mask.sum().to(found.device)).backward()
+    return total_norm(policy)
+
+
+def total_norm(policy: Policy) -> float:
+    """Norm of the gradients that are there, wherever they lie."""
+    norms = [float(p.grad.norm()) for p in policy.trainable_parameters() if p.grad is not None]
+    return math.hypot(*norms) if norms else math.nan
+
+
+def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: float) -> list[str]:
+    """Differentiate the longest answer by the way that training would take. Raises Unavailable if
+    that cannot be done."""
+    policy.model.zero_grad(set_to_none=True)
+    tokens = sum(map(len, long[0]))
+    try:
+        batch = collate(long[:1], policy.pad_id, policy.device)
+        with torch.enable_grad():
+            found, _ = completion_logprobs(policy, batch, temperature)
+            (found.sum() / len(long[0][1])).backward()
+    except Exception as error:
+        if not is_oom(error):
+            raise Unavailable(
+                f"{name} cannot be trained on a row of {tokens:,} tokens: {reason(error)}"
+            ) from error
+    else:
+        if not math.isfinite(total_norm(policy)):
+            raise Unavailable(
+                f"{name} cannot be trained on a row of {tokens:,} tokens: its gradient is not a"
+                " number"
+            )
+        return []
+    free_memory()
+    return [f"a row of {tokens:,} tokens does not fit into memory"]
 
 
 def is_here(cfg: PolicyConfig) -> bool:

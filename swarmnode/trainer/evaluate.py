@@ -54,7 +54,7 @@ class Evaluation:
         asked = [
             (ref, prompt)
             for ref, prompt in zip(self._refs, self._prompts, strict=True)
-            if prompt is not None
+            if prompt is not None and engine.text.fits(prompt)
         ]
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)

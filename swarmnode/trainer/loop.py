@@ -28,7 +28,9 @@ from swarmnode.errors import LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
 from swarmnode.pauses import Told, is_quiet
+from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
@@ -77,7 +79,8 @@ class Trainer:
         """Load or restore the policy, then train.
 
         Raises:
-            LocalError: the model does not exist or fit, or the state on disk is another model's.
+            LocalError: the model does not exist or fit, cannot be trained, or the state on disk is
+                another model's.
         """
         config = self._config
         opened = stored(config.node.data_dir)
@@ -85,6 +88,7 @@ class Trainer:
         policy = open_policy(
             config.policy, opened.manifest if opened is not None else None, shared_a, self._loading
         )
+        self._try(policy)
         counters = Counters()
         engine = make_whole_policy(
             config, policy, counters, lambda message: link.send(message), self._progress.alive
@@ -97,6 +101,14 @@ class Trainer:
             )
             with link:
                 loop.run(config.weights.join_seconds)
+
+    def _try(self, policy: Policy) -> None:
+        """Try the policy before anything is trained. Raises LocalError."""
+        self._progress("loading, trying the policy")
+        trial = try_loaded(self._config.policy, policy, self._config.training, self._progress.alive)
+        log.info("trial", detail=str(trial))
+        for warning in trial.warnings:
+            log.warning("trial", detail=warning)
 
     def _loading(self, line: str) -> None:
         log.info("policy", detail=line)

@@ -74,7 +74,7 @@ def measure(
     asked = [
         (ref, result.prompt)
         for ref, result in zip(refs, scorer.score_many([(ref, []) for ref in refs]), strict=True)
-        if isinstance(result, Scored) and result.prompt
+        if isinstance(result, Scored) and result.prompt and policy.fits(result.prompt)
     ]
     if not asked:
         raise Unavailable(f"{task}: none of its questions could be made")

@@ -13,6 +13,7 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample, Sampling
+from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_weights
@@ -104,6 +105,8 @@ class Sampler:
         )
         self._asked: dict[int, Asked] = {}
         self._ready: list[Finished] = []
+        self._too_long: set[str] = set()
+        """Tasks that have asked more than the model's context holds."""
 
     def __call__(self, count: int) -> Experience:
         """Sample `count` groups at the present policy version; with dynamic sampling on until as
@@ -224,9 +227,16 @@ class Sampler:
         numbered = [self._questions.next() for _ in range(count)]
         questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
         for (sequence, ref), question in zip(numbered, questions, strict=True):
-            if isinstance(question, Scored):
-                self._asked[sequence] = Asked(sequence, ref, question.prompt)
+            if not isinstance(question, Scored):
+                continue
+            try:
                 self._generation.submit(Request(sequence, question.prompt))
+            except PromptTooLong as error:
+                if ref.id not in self._too_long:
+                    self._too_long.add(ref.id)
+                    log.warning("question not asked", task=ref.id, reason=str(error))
+                continue
+            self._asked[sequence] = Asked(sequence, ref, question.prompt)
 
     def _message(
         self,

@@ -52,6 +52,8 @@ class Group:
     """One request under way."""
 
     prompt_ids: list[int]
+    most: int
+    """Tokens of an answer, at most."""
     done: dict[int, Sampled] = field(default_factory=dict)
     """By place."""
     since: int | None = None
@@ -82,7 +84,9 @@ class Continuous:
         self._tokens = 0
 
     def submit(self, request: Request) -> None:
-        self._groups[request.number] = Group(self._policy.encode_prompt(request.prompt))
+        prompt_ids = self._policy.encode_prompt(request.prompt)
+        most = self._policy.room(prompt_ids, self._sampling.max_tokens)
+        self._groups[request.number] = Group(prompt_ids, most)
         self._waiting.extend(
             Row(request.number, place) for place in range(self._sampling.num_generations)
         )
@@ -197,7 +201,7 @@ class Continuous:
             row.versions.append(version)
             group = self._groups[row.request]
             group.since = version if group.since is None else group.since
-            if token in self._policy.eos_ids or len(row.ids) == sampling.max_tokens:
+            if token in self._policy.eos_ids or len(row.ids) == group.most:
                 ended.append(slot)
         self._steps += 1
         self._tokens += len(tokens)

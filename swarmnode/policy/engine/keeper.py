@@ -20,7 +20,7 @@ from typing import Literal
 import structlog
 import torch
 
-from swarmnode.errors import DeviceError
+from swarmnode.errors import DeviceError, SwarmNodeError
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
@@ -29,6 +29,7 @@ from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher, is_oom
+from swarmnode.policy.ways import reason
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -124,8 +125,13 @@ class Canary:
         )
 
     def __call__(self, engine: Generation) -> float:
-        """How far it is off; 0 for an engine that cannot be."""
-        found = engine.score(self.prompt_ids, self.ids)
+        """How far it is off; 0 for an engine that cannot be. Infinite where it cannot score."""
+        try:
+            found = engine.score(self.prompt_ids, self.ids)
+        except Exception as error:  # a model's code may raise anything  # noqa: BLE001
+            if is_oom(error):
+                return 0.0  # of what else takes the memory, and not of this engine
+            return math.inf
         if found is None:
             return 0.0
         gaps = [
@@ -170,22 +176,25 @@ class Keeper:
     def submit(self, request: Request) -> None:
         if not self._requests:
             self._heard = self._clock()
-        self._requests[request.number] = request
         self._engine.submit(request)
+        self._requests[request.number] = request
 
     def cancel(self, number: int) -> None:
         self._requests.pop(number, None)
         self._engine.cancel(number)
 
     def finished(self, version: int) -> list[Finished]:
-        """As the engine's. Raises DeviceError where it has failed FAILURES times in a row."""
+        """As the engine's. Where it has failed FAILURES times in a row, lockstep takes over; where
+        lockstep has, DeviceError is raised."""
         started, before = self._clock(), self._engine.statistics().steps
         try:
             done = self._engine.finished(version)
-        except RuntimeError as error:
+        except SwarmNodeError:
+            raise
+        except Exception as error:  # a model's code may raise anything
             if is_oom(error):
                 raise
-            self._rebuild("failed", str(error).split("\n")[0])
+            self._rebuild("failed", reason(error))
             return []
         now = self._clock()
         self._spent += now - started
@@ -237,9 +246,10 @@ class Keeper:
         self.rebuilds += 1
         self._failures += 1
         if self._failures > FAILURES:
-            raise DeviceError(
-                f'generation fails again and again: {detail}. Try training.options = ["lockstep"]'
-            )
+            if self.choice.kind == "lockstep":
+                raise DeviceError(f"generation fails again and again: {detail}")
+            self._failures = 0
+            self.choice = Choice("lockstep", f"the other engine fails again and again: {detail}")
         log.warning(
             "engine rebuilt",
             reason=reason,
@@ -248,7 +258,7 @@ class Keeper:
             asked_again=len(self._requests),
         )
         for number in self._requests:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(Exception):
                 self._engine.cancel(number)
         self._engine, self._spent = self._build(self.choice.kind), 0.0
         self._heard = self._clock()
@@ -268,7 +278,10 @@ def keeper(
     def build(kind: Kind) -> Generation:
         if kind == "continuous":
             return Continuous(policy, batcher, sampling, rng)
-        return Lockstep(lambda prompts: batcher.generate(policy, prompts, sampling, rng))
+        return Lockstep(
+            lambda prompts: batcher.generate(policy, prompts, sampling, rng),
+            lambda prompt: policy.room(policy.encode_prompt(prompt), 1),
+        )
 
     return Keeper(
         Choice.of(options, sampling.max_tokens, unsuited(policy)), build, Canary.of(policy)

@@ -13,15 +13,20 @@ Generate = Callable[[Sequence[str]], list[GroupSample]]
 
 
 class Lockstep:
-    """generate: a group of completions of each prompt, in order."""
+    """generate: a group of completions of each prompt, in order. check: raises for a prompt that
+    cannot be answered."""
 
-    def __init__(self, generate: Generate) -> None:
+    def __init__(
+        self, generate: Generate, check: Callable[[str], object] = lambda prompt: None
+    ) -> None:
         self._generate = generate
+        self._check = check
         self._waiting: dict[int, str] = {}
         self._steps = 0
         self._tokens = 0
 
     def submit(self, request: Request) -> None:
+        self._check(request.prompt)
         self._waiting[request.number] = request.prompt
 
     def cancel(self, number: int) -> None:

@@ -54,7 +54,7 @@ class Generation(Protocol):
     """Calls come from one thread, one at a time, and none waits without an end."""
 
     def submit(self, request: Request) -> None:
-        """Answer it, as soon as there is room."""
+        """Answer it, as soon as there is room. Raises PromptTooLong."""
         ...
 
     def cancel(self, number: int) -> None:

@@ -15,8 +15,15 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from swarmnode.policy.decode import ALIGNED, has_fixed_form
+from swarmnode.policy.decode import ALIGNED, left_padded
 from swarmnode.policy.load import Policy
+from swarmnode.policy.ways import (
+    mean_gap,
+    obstacle,
+    plain_logprobs,
+    sees_everything,
+    trial_rows,
+)
 
 COLUMNS = 128
 """There is memory for so many columns at first, and for half as many again whenever they are
@@ -27,9 +34,37 @@ def unsuited(policy: Policy) -> str:
     """Why rows of this policy cannot lie in slots; empty where they can."""
     if policy.is_spread:
         return "its layers lie on several devices"
-    if not has_fixed_form(policy.base, DynamicCache(config=policy.base.config)):
-        return "its attention does not see everything (sliding windows), or takes no mask of ours"
-    return ""
+    if not sees_everything(policy):
+        return "its layers do not see everything (sliding windows, convolutions)"
+    return obstacle(policy, "slots", lambda: slots_gap(policy))
+
+
+@torch.no_grad()
+def slots_gap(policy: Policy) -> float:
+    """Mean difference in nats of log-probabilities in slots from the plain way, for two rows of
+    unlike length, the first of which ends first."""
+    _, longer, shorter = trial_rows(policy)
+    rows = sorted((longer, shorter), key=lambda row: len(row[1]))
+    heads = prefill(policy, [prompt for prompt, _ in rows])
+    slots, logits = Slots(policy), torch.stack([head.logits for head in heads])
+    for head in heads:
+        slots.add(head)
+    found: list[list[float]] = [[], []]
+    active = [0, 1]  # by slot
+    while active:
+        scores = torch.log_softmax(logits.float(), -1)
+        tokens = [rows[i][1][len(found[i])] for i in active]
+        for slot, (i, token) in enumerate(zip(active, tokens, strict=True)):
+            found[i].append(float(scores[slot, token]))
+        ended = [slot for slot, i in enumerate(active) if len(found[i]) == len(rows[i][1])]
+        for slot in reversed(ended):
+            slots.remove(slot)
+            active.pop(slot)
+            tokens.pop(slot)
+        if active:
+            logits = slots.advance(torch.tensor(tokens, device=policy.device))
+    expected = [x for row in rows for x in plain_logprobs(policy, row)]
+    return mean_gap([*found[0], *found[1]], expected)
 
 
 @dataclass(frozen=True)
@@ -50,12 +85,8 @@ class Prefilled:
 def prefill(policy: Policy, rows: Sequence[Sequence[int]]) -> list[Prefilled]:
     """Rows of ids, none empty, in one pass, padded on the left, so that all end at the last
     column."""
-    width = max(map(len, rows))
-    # (Q, P)
-    ids = torch.tensor(
-        [[policy.pad_id] * (width - len(r)) + list(r) for r in rows], device=policy.device
-    )
-    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=policy.device)
+    ids, mask = left_padded(rows, policy.pad_id, policy.device)  # (Q, P)
+    width = ids.shape[1]
     cache = DynamicCache(config=policy.base.config)
     logits = policy.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1, cache)[:, -1]  # (Q, V)
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
@@ -82,22 +113,30 @@ class Window:
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, (slots, heads, columns, D)."""
+    """Keys and values of one layer, each (slots, heads, columns, D) with a D of its own."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    # like (heads, P, D)
+    # keys, values (heads, P, D)
     def __init__(
-        self, like: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, window: Window
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        window: Window,
     ) -> None:
         super().__init__()
-        shape = (rows, like.shape[0], columns, like.shape[2])
         # what is masked must be a number
         self.keys, self.values = (
-            torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(2)
+            torch.zeros(
+                (rows, like.shape[0], columns, like.shape[2]), dtype=dtype, device=like.device
+            )
+            for like in (keys, values)
         )
-        self.dtype, self.device, self.is_initialized = dtype, like.device, True
+        self.dtype, self.device, self.is_initialized = dtype, keys.device, True
         self._window = window
 
     def update(
@@ -114,7 +153,8 @@ class SlotLayer(DynamicLayer):
         if rows > have[0] or columns > have[2]:
             for name in ("keys", "values"):
                 old = getattr(self, name)
-                new = old.new_zeros(max(rows, have[0]), have[1], max(columns, have[2]), have[3])
+                shape = (max(rows, have[0]), old.shape[1], max(columns, have[2]), old.shape[3])
+                new = old.new_zeros(shape)
                 new[: have[0], :, : have[2]] = old
                 setattr(self, name, new)
 
@@ -172,7 +212,10 @@ class Slots:
     def _make_room(self, row: Prefilled, rows: int, columns: int) -> None:
         if not self._layers:
             dtype, first = self._policy.dtype, max(COLUMNS, _rounded(columns))
-            self._layers = [SlotLayer(keys, rows, first, dtype, self._window) for keys in row.keys]
+            self._layers = [
+                SlotLayer(keys, values, rows, first, dtype, self._window)
+                for keys, values in zip(row.keys, row.values, strict=True)
+            ]
         have = self._layers[0].keys.shape
         if rows > have[0] or columns > have[2]:
             for layer in self._layers:

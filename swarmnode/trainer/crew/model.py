@@ -52,7 +52,13 @@ from swarmnode.policy.footprint import (
     logits_tokens,
 )
 from swarmnode.policy.layers import report_layers
-from swarmnode.policy.load import configured_ends, local_directory, lora_settings, offline
+from swarmnode.policy.load import (
+    configured_ends,
+    context_of,
+    local_directory,
+    lora_settings,
+    offline,
+)
 from swarmnode.policy.text import Chat, PolicyText
 from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
 from swarmnode.rl.objectives import WEIGHT_DECAY
@@ -292,6 +298,7 @@ def open_model(
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
             vocab_size=min(len(tokenizer), int(hf.vocab_size)),
             chat=Chat.of(cfg.chat, tokenizer),
+            context=context_of(hf),
         )
         opened = stored(data_dir)
         if opened is not None:

@@ -152,7 +152,8 @@ class CrewPolicy:
         if not prompts:
             return []
         heads = [self.text.encode_prompt(prompt) for prompt in prompts]
-        longest, room = max(map(len, heads)), self._model.limits().tokens
+        longest = max(map(len, heads))
+        room = min(self._model.limits().tokens, self.text.context or math.inf)
         if longest + sampling.max_tokens > room:
             raise DeviceError(
                 f"an answer of {sampling.max_tokens} tokens to a question of {longest} tokens, and"
