@@ -173,11 +173,11 @@ class Supervisor:
             if self._stopping.is_set():
                 log.info("stopped", process=child.name, exit_code=exit_code)
                 return
-            verdict = child.watchdog.exited(trio.current_time(), exit_code)
             child.ended = child.ended or self._ended_by_network(child.process.pid)
-            child.down = child.ended or how_it_ended(
-                exit_code, last_error(log_file(self._data_dir, child.name), started_at)
-            )
+            last = last_error(log_file(self._data_dir, child.name), started_at)
+            cause = "" if child.ended else last
+            verdict = child.watchdog.exited(trio.current_time(), exit_code, cause)
+            child.down = child.ended or how_it_ended(exit_code, last)
             self._write_statistics()
             if isinstance(verdict, End):
                 log_ending = log.info if verdict.exit_code == 0 else log.error

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import deque
 from dataclasses import dataclass
 
 from swarmnode.config import SupervisorConfig
 
-FINAL_CODES = frozenset({2, 77, 78})
-"""Exit codes that a restart cannot mend: usage, refused, configuration."""
+DEFECT = 70
+"""Exit code of a node whose process fails with the same exception at every start."""
+FINAL_CODES = frozenset({2, DEFECT, 77, 78})
+"""Exit codes that a restart cannot mend: usage, a defect, refused, configuration."""
 START_CODES = frozenset({69, 75})
 """Exit codes that end the node when the process never ran: a port taken, a model that does not
 fit."""
@@ -33,6 +36,8 @@ CRASH_WINDOW_SECONDS = 300.0
 CRASH_LIMIT = 6
 """So many crashes within the window are a defect that stays: five restarts, each after a longer
 pause, have not mended it."""
+IDENTICAL_LIMIT = 3
+"""Crashes in a row by the same exception that end the node: a restart repeats them."""
 STALL_FLOOR_SECONDS = 30.0
 """Silence that is no failure yet, however fast the steps are: progress is told by decoding step,
 and bursts of others are shorter."""
@@ -107,12 +112,15 @@ class Watchdog:
         self._stalls = 0
         self._recoveries: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._status = "starting"
+        self._cause, self._same = "", 0
+        """Exception that ended the last process, and how many processes in a row it has ended."""
+        self._stepped = False
 
     def started(self, now: float) -> None:
         self._started_at = now
         self._last_progress = None
         self._starved_seconds = 0.0
-        self._past_loading = False
+        self._past_loading = self._stepped = False
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
         if not status.startswith(LOADING):
@@ -122,6 +130,7 @@ class Watchdog:
                 self._exited_at = None
         if step_seconds is not None and math.isfinite(step_seconds):
             self._step_seconds.append(step_seconds)
+            self._stepped = True
         self._last_progress = now
         self._starved_seconds = 0.0
         self._status = status
@@ -161,18 +170,36 @@ class Watchdog:
         """The caller found the deadline passed and kills the process; `exited` follows."""
         self._stalls += 1
 
-    def exited(self, now: float, exit_code: int) -> Restart | End:
-        """Decide what follows an exit that nobody asked for. `exit_code` is negative for a
-        signal."""
+    def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | End:
+        """Decide what follows an exit that nobody asked for.
+
+        Args:
+            now: seconds.
+            exit_code: negative for a signal.
+            cause: the exception that ended the process, empty if none is known.
+        """
         self._exited_at = now
         self._status = "down"
         if exit_code == 0:
             return End(0, f"{self.name} finished")
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
             return End(exit_code, f"{self.name} cannot run")
+        if self._repeats(now - self._started_at, exit_code, cause):
+            code = exit_code if exit_code in START_CODES else DEFECT
+            return End(code, f"{self.name} ended {self._same} times by the same error")
         verdict = self._breaker.crashed(self.name, now, now - self._started_at)
         self._restarts += isinstance(verdict, Restart)
         return verdict
+
+    def _repeats(self, ran_seconds: float, exit_code: int, cause: str) -> bool:
+        """Return True if the same exception has ended enough processes in a row. A process that
+        took steps for minutes before is a new beginning, and a device may come back (75)."""
+        # sizes and addresses differ from run to run
+        cause = re.sub(r"0x[0-9a-f]+|\d+", "#", cause) if exit_code > 0 and exit_code != 75 else ""
+        worked = self._stepped and ran_seconds > CRASH_WINDOW_SECONDS
+        self._same = self._same + 1 if cause and cause == self._cause and not worked else 1
+        self._cause = cause
+        return bool(cause) and self._same >= IDENTICAL_LIMIT
 
     def _p99_step_seconds(self) -> float:
         if not self._step_seconds:

@@ -106,7 +106,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     dial_back = probes.dialled_back(status) if running else dial_back
     yield checks.check_dial_back(dial_back)
     yield checks.check_router(probes.router(reachability, dial_back.observed))
-    device = probes.device(config.policy, not running, config.training)
+    device = probes.device(config, trial=not running)
     yield checks.check_device(device)
     yield checks.check_model(device)
     yield checks.check_trial(device)

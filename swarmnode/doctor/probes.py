@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -30,7 +30,7 @@ from typing import Literal, TypeVar
 import msgspec
 import psutil
 
-from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig, TrainingConfig
+from swarmnode.config import Config, HttpConfig, NetworkConfig
 from swarmnode.doctor.checks import (
     NOT_OURS,
     UNAVAILABLE,
@@ -335,15 +335,9 @@ def kernel_synchronised() -> bool | None:
 # ---- device --------------------------------------------------------------------------------------
 
 
-def device(
-    cfg: PolicyConfig, trial: bool = False, training: TrainingConfig | None = None
-) -> DeviceFacts:
-    """trial: also try to train the model as `training` says, which takes as long as loading it, and
-    its memory."""
-    request = {
-        "policy": cfg.model_dump(mode="json"),
-        "training": (training or TrainingConfig()).model_dump(mode="json"),
-    }
+def device(config: Config, trial: bool = False) -> DeviceFacts:
+    """trial: also try to train the model, which takes as long as loading it, and its memory."""
+    cfg, request = config.policy, config.model_dump_json(include={"policy", "training"})
     hardware, driver = gpus(), nvidia_driver()
     try:
         found = examined(request, *(["--trial"] if trial else []))
@@ -356,11 +350,11 @@ def device(
     return replace(found, configured=cfg.device, model=cfg.model, hardware=hardware, driver=driver)
 
 
-def examined(request: Mapping[str, object], *arguments: str) -> DeviceFacts:
+def examined(request: str, *arguments: str) -> DeviceFacts:
     """What a child finds. Raises ChildFailed."""
     return child(
         "swarmnode.policy.examine",
-        json.dumps(request).encode(),
+        request.encode(),
         TRIAL_SECONDS if arguments else EXAMINE_SECONDS,
         DeviceFacts,
         *arguments,

@@ -16,13 +16,13 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from swarmnode.policy.load import Policy
+from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import (
     mean_gap,
     obstacle,
@@ -134,6 +134,12 @@ def left_padded(
     return ids, mask
 
 
+def reorder(cache: DynamicCache, rows: torch.Tensor) -> None:
+    """Let row i of `cache` be what row rows[i] was. Unlike repeating and selecting, every kind of
+    layer can do that, and each on its own device."""
+    cache.reorder_cache(cast("torch.LongTensor", rows))
+
+
 class Growing:
     """transformers' own cache, one column longer at each step. Any device, any model."""
 
@@ -146,9 +152,7 @@ class Growing:
         generations: int,
         room: int,
     ) -> None:  # mask (N, P), position (N, 1)
-        # every kind of layer can be reordered, convolution layers too
-        rows = torch.arange(len(mask) // generations).repeat_interleave(generations)
-        cache.reorder_cache(rows)
+        reorder(cache, torch.arange(len(mask) // generations).repeat_interleave(generations))
         self._policy, self._cache, self._position = policy, cache, position
         # (N, P + T); the part in use is a view
         self._mask = torch.cat([mask, mask.new_ones(len(mask), room)], 1)
@@ -163,7 +167,7 @@ class Growing:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Go on with these rows only, by their numbers among those there are."""
-        self._cache.reorder_cache(rows)
+        reorder(self._cache, rows)
         self._position, self._mask = self._position[rows], self._mask[rows]
 
 

@@ -1,7 +1,7 @@
 """Sampling: prefill once per question, then all completions of a group from that one cache.
 
 A question's prompt is the same for its G completions, so its keys and values are computed once and
-repeated (`cache.batch_repeat_interleave`). Against `model.generate` on G copies this halves the
+repeated. Against `model.generate` on G copies this halves the
 time with the embedded policy.
 """
 
@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from swarmnode.policy.decode import Growing, decoder, left_padded, pads
-from swarmnode.policy.load import Policy
+from swarmnode.policy.model import Policy
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,14 @@ def generate(
 ) -> list[GroupSample]:
     """G completions for each of Q prompts, in order. `alive` is called after every decoding step.
 
-    An answer ends where prompt and answer fill the model's context. When half of the rows have ended, the model is run on the others only, where the decoder can (on
-    a CPU it can). What is drawn for a row does not depend on it. Raises torch.OutOfMemoryError;
-    give `MicroBatcher.generate` the call to have it retried in smaller pieces. Raises Unavailable for
-    a prompt that leaves no room for an answer.
+    An answer ends where prompt and answer fill the model's context. When half of the rows have
+    ended, the model is run on the others only, where the decoder can (on a CPU it can). What is
+    drawn for a row does not depend on it.
+
+    Raises:
+        torch.OutOfMemoryError: give `MicroBatcher.generate` the call to have it retried in smaller
+            pieces.
+        PromptTooLong: a prompt leaves no room for an answer.
     """
     heads = [policy.encode_prompt(p) for p in prompts]
     widths = sorted(set(map(len, heads)))

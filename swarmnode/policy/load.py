@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import importlib.util
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    Cache,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -36,9 +31,13 @@ from transformers.utils.logging import disable_progress_bar
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import DeviceError, StateError, Unavailable
 from swarmnode.install import install_command
+from swarmnode.policy.decode import pads
 from swarmnode.policy.device import Placement, fit, probe, set_up
+from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
-from swarmnode.policy.text import Chat, PolicyText
+from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
+from swarmnode.policy.model import Policy
+from swarmnode.policy.text import Chat
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -51,124 +50,6 @@ LORA_MODULES = "all-linear"
 """What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's
 choice alone."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-@runtime_checkable
-class Adapted(Protocol):
-    """peft's wrapper around a model with an adapter; peft itself takes a second to import, and most
-    policies do without."""
-
-    def get_base_model(self) -> torch.nn.Module: ...
-    def disable_adapter(self) -> contextlib.AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True)
-class PolicyStatistics:
-    parameters: int
-    trainable_parameters: int
-    device: str
-    dtype: str
-    device_memory_bytes: int | None
-    """Peak allocation on a CUDA device; None elsewhere."""
-
-
-@dataclass(frozen=True)
-class Policy(PolicyText):
-    """A loaded model with its tokenizer, and everything about the pair that the trainer and peers
-    ask for."""
-
-    model: Model
-    device: torch.device
-    """Where input ids go."""
-    dtype: torch.dtype
-    """What the model computes in. Trained weights are float32 (accelerate's mixed precision)."""
-    accelerator: Accelerator
-    """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale
-    the loss."""
-    adapter_off: bool = False
-    """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
-
-    def trainable_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """transformers' model, inside peft's wrapper where there is an adapter."""
-        return base_model(self.model)
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether its layers lie on several devices."""
-        return len(set((getattr(self.base, "hf_device_map", None) or {}).values())) > 1
-
-    @property
-    def lora_rank(self) -> int:
-        """0 where all weights are trained."""
-        adapters = getattr(self.model, "peft_config", {})
-        return max((settings.r for settings in adapters.values()), default=0)
-
-    def random_generator(self, seed: int) -> torch.Generator:
-        """A generator on the policy's device."""
-        return torch.Generator(
-            self.device if self.device.type in ("cpu", "cuda") else "cpu"
-        ).manual_seed(seed)
-
-    def logits(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        keep: int = 0,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
-        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision.
-        `cache` is read and extended. No mask: no padding."""
-        fewer = (
-            {"logits_to_keep": keep}
-            if keep and takes_logits_to_keep(self.base.__class__.forward)
-            else {}
-        )
-        with self.accelerator.autocast(), self._bypass():
-            output = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                **fewer,
-            )
-        logits: torch.Tensor = output.logits
-        return logits[:, -keep:]
-
-    def _bypass(self) -> contextlib.AbstractContextManager[None]:
-        return (
-            self.model.disable_adapter()
-            if self.adapter_off and isinstance(self.model, Adapted)
-            else contextlib.nullcontext()
-        )
-
-    def reference(self) -> Policy:
-        """This policy as it is now, frozen, for a KL term: a copy, or with LoRA the base under the
-        same weights."""
-        if isinstance(self.model, Adapted):
-            return replace(self, adapter_off=True)
-        return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
-
-    def clone(self) -> Policy:
-        """An independent policy with equal weights, e.g. for many simulated nodes in one
-        process."""
-        return replace(self, model=copy.deepcopy(self.model))
-
-    def statistics(self) -> PolicyStatistics:
-        return PolicyStatistics(
-            parameters=sum(p.numel() for p in self.model.parameters()),
-            trainable_parameters=sum(p.numel() for p in self.trainable_parameters()),
-            device=str(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
-            device_memory_bytes=(
-                torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-            ),
-        )
 
 
 def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None) -> Policy:
@@ -223,7 +104,20 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained;"
         f" {placement.reason}"
     )
+    find_ways(cfg, policy)
     return policy
+
+
+def find_ways(cfg: PolicyConfig, policy: Policy) -> None:
+    """Try every way of computing on a few tokens. Raises DeviceError when memory runs out."""
+    try:
+        pads(policy)
+        unsuited(policy)
+        for way in WAYS:
+            takes_way(policy, way)
+        splits_head(policy)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"policy.model {cfg.model!r}: memory ran out in a trial") from error
 
 
 @contextlib.contextmanager
@@ -493,13 +387,6 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: torch.Tensor, 
     return int(others[0]) if len(others) else wanted
 
 
-def base_model(model: Model) -> PreTrainedModel:
-    """transformers' model, inside peft's wrapper where there is an adapter."""
-    base = model.get_base_model() if isinstance(model, Adapted) else model
-    assert isinstance(base, PreTrainedModel)
-    return base
-
-
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The trained tensors by name, not copied: what a state file has to hold beside the base."""
     return {
@@ -528,8 +415,3 @@ def overwrite(
     check_shapes(parameters, tensors)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
-
-
-@functools.cache
-def takes_logits_to_keep(forward: Callable[..., object]) -> bool:
-    return "logits_to_keep" in inspect.signature(forward).parameters

@@ -31,16 +31,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
+from swarmnode.policy.decode import reorder
 from swarmnode.policy.device import shape_of, spare_bytes
 from swarmnode.policy.footprint import Method, logits_tokens, token_bytes
 from swarmnode.policy.layers import layers_of
-from swarmnode.policy.load import Policy
+from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import (
     Row,
     mean_gap,
@@ -73,6 +74,7 @@ SPARE_SHARE = 0.8
 
 Way = Literal["one pass", "packed", "two passes", "row by row", "recomputed"]
 """How log-probabilities are computed; `recomputed` is row by row with activation checkpointing."""
+WAYS: tuple[Way, ...] = get_args(Way)
 
 
 @dataclass(frozen=True)
@@ -174,12 +176,11 @@ def logprobs_by(
     if piece is None:
         piece = logits_tokens(policy.base.config.get_text_config().vocab_size, ids.device.type)
     split = len(row) > piece and splits_head(policy)
-    with _head_inputs(policy.base) if split else contextlib.nullcontext():
-        if way == "recomputed":
-            with checkpointed(policy.base):
-                outputs = _row_by_row(policy, batch, later, place)
-        else:
-            outputs = _WAYS[way](policy, batch, later, place)
+    with (
+        _head_inputs(policy.base) if split else contextlib.nullcontext(),
+        checkpointed(policy.base) if way == "recomputed" else contextlib.nullcontext(),
+    ):
+        outputs = _PASSES[way](policy, batch, later, place)
     head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
     chosen, spread = in_pieces(head, outputs, ids[row, column], temperature, piece)
     zeros = torch.zeros(ids.shape, device=chosen.device)
@@ -513,7 +514,7 @@ def _two_passes(
     first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]
     logits = [first[owner]]
     if ids.shape[1] > 1:
-        cache.reorder_cache(owner)
+        reorder(cache, owner)
         before = ids[:, :-1]  # (N, T - 1), they predict the others
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)
@@ -521,11 +522,12 @@ def _two_passes(
     return torch.cat(logits)
 
 
-_WAYS = {
+_PASSES: dict[Way, Callable[[Policy, Batch, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "one pass": _one_pass,
     "packed": _packed,
     "two passes": _two_passes,
     "row by row": _row_by_row,
+    "recomputed": _row_by_row,
 }
 
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from swarmnode.policy.load import base_model
+from swarmnode.policy.model import base_model
 
 if TYPE_CHECKING:
-    from swarmnode.policy.load import Model
+    from swarmnode.policy.model import Model
 
 MOST = 127
 BLOCK = 2**22

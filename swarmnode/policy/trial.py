@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import torch
 
@@ -30,6 +29,7 @@ from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import (
     PACKED_COLUMNS,
+    WAYS,
     Row,
     Way,
     collate,
@@ -112,7 +112,7 @@ def try_loaded(
         warnings = try_training(name, policy, training, rows, alive)
     except SwarmNodeError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+    except Exception as error:
         if is_oom(error):
             raise DeviceError(f"{name}: memory ran out in a trial") from error
         raise Unavailable(f"{name} cannot be trained: {reason(error)}") from error
@@ -179,7 +179,7 @@ def try_sampling(
             gap = _sampled_gap(policy, others, temperature)
             if not gap <= bound(policy):
                 refuse(policy, "slots", f"its log-probabilities differ by {gap:.2g} nats")
-        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+        except Exception as error:
             if is_oom(error):
                 raise
             refuse(policy, "slots", reason(error))
@@ -232,7 +232,7 @@ def try_training(
         plain = gradient_norm(policy, trial_rows(policy), "row by row")
         if not math.isfinite(plain):
             raise Unavailable(f"{name} cannot be trained: its gradient is not a number")
-        for way in get_args(Way):
+        for way in WAYS:
             alive()
             _try_way(policy, way, plain, long)
         splits_head(policy)
@@ -271,7 +271,7 @@ def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> Non
                 gap = mean_gap(_flat(policy, some, way), _flat(policy, some, "row by row"))
             if not gap <= bound(policy):
                 refuse(policy, way, f"its log-probabilities differ by {gap:.2g} nats")
-    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+    except Exception as error:
         if is_oom(error):
             raise
         refuse(policy, way, reason(error))

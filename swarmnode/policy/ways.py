@@ -8,14 +8,13 @@ is done: every way is compared with the plain one, a row by itself without paddi
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from swarmnode.policy.load import Policy
+from swarmnode.policy.model import Policy
 
 GAP_BOUND = {torch.float32: 0.002}
 """Mean difference of a token's log-probability from that of the plain way, nats, above which a way
@@ -27,8 +26,6 @@ TEXT = "What is 3 + 4? It is 7, because 3 + 4 = 7."
 Row = tuple[list[int], list[int]]
 """(prompt ids, completion ids), both non-empty."""
 
-_obstacles: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
-
 
 def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
     """Return why the model does not take `way`, in a few words; empty if it does.
@@ -36,7 +33,7 @@ def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
     gap: computes by it, and returns the mean difference from the plain way in nats. It is called
     once for each model and may raise anything.
     """
-    known = _obstacles.setdefault(policy.base, {})
+    known = policy.obstacles
     if way not in known:
         known[way] = ""  # the trial itself may ask
         try:
@@ -50,12 +47,12 @@ def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
 
 def refuse(policy: Policy, way: str, why: str) -> None:
     """Do not take `way` with this model any more."""
-    _obstacles.setdefault(policy.base, {})[way] = why
+    policy.obstacles[way] = why
 
 
 def refused(policy: Policy) -> dict[str, str]:
     """Way → why the model does not take it, of those that were tried."""
-    return {way: why for way, why in _obstacles.get(policy.base, {}).items() if why}
+    return {way: why for way, why in policy.obstacles.items() if why}
 
 
 def _failure(policy: Policy, gap: Callable[[], float]) -> str:
@@ -96,7 +93,7 @@ def trial_rows(policy: Policy) -> list[Row]:
 
 
 def sees_everything(policy: Policy) -> bool:
-    """Return True if no layer forgets: a sliding window longer than a trial would not show there."""
+    """Return True if no layer forgets: a trial does not show a window that is longer."""
     cache = DynamicCache(config=policy.base.config)
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 

@@ -23,13 +23,13 @@ import torch
 from swarmnode.averaging.codecs import bfloat16_bits, bfloat16_values, to_bytes
 from swarmnode.errors import BadMessage
 from swarmnode.pipeline.spec import StageSpec
-from swarmnode.policy.load import base_model
+from swarmnode.policy.model import base_model
 from swarmnode.policy.quantised import MOST, Int8Matrix, quantise
 from swarmnode.recovery.state import Tensors
 from swarmnode.weights.layout import Layout, TensorSpec, elements
 
 if TYPE_CHECKING:
-    from swarmnode.policy.load import Model
+    from swarmnode.policy.model import Model
 
 LEVEL: Final = 1
 """zlib takes several times as long at higher ones, and where most is zero that brings a few

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from swarmnode.errors import Incompatible
 from swarmnode.pipeline.spec import StageSpec, stage_specs
 from swarmnode.pipeline.split import adapt, build_stage
-from swarmnode.policy.load import base_model
+from swarmnode.policy.model import base_model
 
 
 def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:

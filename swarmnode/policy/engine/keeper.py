@@ -184,8 +184,7 @@ class Keeper:
         self._engine.cancel(number)
 
     def finished(self, version: int) -> list[Finished]:
-        """As the engine's. Where it has failed FAILURES times in a row, lockstep takes over; where
-        lockstep has, DeviceError is raised."""
+        """As the engine's. Raises DeviceError where it has failed FAILURES times in a row."""
         started, before = self._clock(), self._engine.statistics().steps
         try:
             done = self._engine.finished(version)
@@ -246,10 +245,9 @@ class Keeper:
         self.rebuilds += 1
         self._failures += 1
         if self._failures > FAILURES:
-            if self.choice.kind == "lockstep":
-                raise DeviceError(f"generation fails again and again: {detail}")
-            self._failures = 0
-            self.choice = Choice("lockstep", f"the other engine fails again and again: {detail}")
+            raise DeviceError(
+                f'generation fails again and again: {detail}. Try training.options = ["lockstep"]'
+            )
         log.warning(
             "engine rebuilt",
             reason=reason,

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from swarmnode.policy.decode import ALIGNED, left_padded
-from swarmnode.policy.load import Policy
+from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import (
     mean_gap,
     obstacle,

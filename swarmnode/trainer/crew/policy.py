@@ -153,7 +153,8 @@ class CrewPolicy:
             return []
         heads = [self.text.encode_prompt(prompt) for prompt in prompts]
         longest = max(map(len, heads))
-        room = min(self._model.limits().tokens, self.text.context or math.inf)
+        room = self._model.limits().tokens
+        room = min(room, self.text.context or room)
         if longest + sampling.max_tokens > room:
             raise DeviceError(
                 f"an answer of {sampling.max_tokens} tokens to a question of {longest} tokens, and"

@@ -29,7 +29,7 @@ def prefilled(policy):
 @torch.no_grad()
 def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
     policy = policies[kind]
-    assert decode.has_fixed_form(policy.base, prefilled(policy)[0])
+    assert decode.has_fixed_form(policy)
     fixed = decode.Fixed(policy, *prefilled(policy), GENERATIONS, STEPS)
     growing = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ def test_memory_grows_when_it_is_used_up(policies, monkeypatch):
 
 @torch.no_grad()
 def test_a_sliding_window_has_no_fixed_form(policies):
-    assert not decode.has_fixed_form(policies["mistral"].base, prefilled(policies["mistral"])[0])
+    assert not decode.has_fixed_form(policies["mistral"])
 
 
 @torch.no_grad()

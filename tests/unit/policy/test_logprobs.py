@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from swarmnode.config import LoraSettings, PolicyConfig
-from swarmnode.policy import footprint, load, logprobs
+from swarmnode.policy import footprint, logprobs, model
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from tests.support.largest import Alive, Largest
@@ -121,7 +121,7 @@ def test_scoring_carries_no_gradient_and_drops_padding(embedded):
 
 def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypatch):
     expected = score(embedded, ROWS, 1.0)
-    monkeypatch.setattr(load, "takes_logits_to_keep", lambda kind: False)
+    monkeypatch.setattr(model, "takes_logits_to_keep", lambda kind: False)
     got = score(embedded, ROWS, 1.0)
     assert (
         max(
@@ -146,7 +146,7 @@ def test_a_prompt_is_run_once_for_its_group_and_the_head_once_for_the_prompt(
         return out
 
     monkeypatch.setattr(embedded.model, "forward", spy.__get__(embedded.model))
-    monkeypatch.setattr(load, "takes_logits_to_keep", lambda kind: True)
+    monkeypatch.setattr(model, "takes_logits_to_keep", lambda kind: True)
     prompt = list(range(5, 25))
     monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 1024)
     score(embedded, [(prompt, [30, 31, 1])] * 8, 1.0)
