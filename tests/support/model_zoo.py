@@ -39,22 +39,24 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 LAYERS = 2
+LONG_ROPE_FROM = 64
+LEARNED_POSITIONS = 64
 
 
 def _phi3_longrope(vocabulary: int) -> PretrainedConfig:
-    """Frequencies change once a pass holds a position beyond 24."""
-    # head size 8, so 4 frequencies
+    """Frequencies of all rows change once a pass is longer than LONG_ROPE_FROM."""
+    # four frequencies: a head has eight values
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
-        "original_max_position_embeddings": 24,
+        "original_max_position_embeddings": LONG_ROPE_FROM,
         "short_factor": [1.0, 1.0, 1.0, 1.0],
         "long_factor": [1.0, 4.0, 8.0, 16.0],
     }
     return Phi3Config(
         vocab_size=vocabulary,
         num_key_value_heads=2,
-        original_max_position_embeddings=24,
+        original_max_position_embeddings=LONG_ROPE_FROM,
         rope_parameters=rope,
         pad_token_id=0,
         **SHAPE,
@@ -102,7 +104,9 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
     ),
     "phi3-longrope": _phi3_longrope,
     # learned positions
-    "gpt2": lambda v: GPT2Config(vocab_size=v, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=48),
+    "gpt2": lambda v: GPT2Config(
+        vocab_size=v, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=LEARNED_POSITIONS
+    ),
     "gpt-neox": lambda v: GPTNeoXConfig(vocab_size=v, **SHAPE),
     "falcon-alibi": lambda v: FalconConfig(
         vocab_size=v,
@@ -128,9 +132,7 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
         block_multiple_of=8,
         **SHAPE,
     ),
-}
-OTHERS: dict[str, Callable[[int], PretrainedConfig]] = {
-    # divides by the norm of a padding token, whose embedding is zero
+    # divides by the norm of a padding token, whose embedding is zero, in the backward pass
     "gemma3n": lambda v: Gemma3nTextConfig(
         vocab_size=v,
         vocab_size_per_layer_input=v,
@@ -149,7 +151,9 @@ OTHERS: dict[str, Callable[[int], PretrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention"],
         activation_sparsity_pattern=[0.0, 0.0],
     ),
+    # makes its positions of the mask, and takes no 4-D mask
     "bloom": lambda v: BloomConfig(vocab_size=v, hidden_size=32, n_layer=2, n_head=4),
+    # a window that no cache shows
     "gpt-neo": lambda v: GPTNeoConfig(
         vocab_size=v,
         hidden_size=32,
@@ -159,7 +163,9 @@ OTHERS: dict[str, Callable[[int], PretrainedConfig]] = {
         attention_types=[[["global", "local"], 1]],
         window_size=6,
     ),
+    # no keys and values at all: refused
     "mamba": lambda v: MambaConfig(vocab_size=v, hidden_size=32, num_hidden_layers=2, state_size=4),
+    # linear attention, whose state is changed in place
     "qwen3-next": lambda v: Qwen3NextConfig(
         vocab_size=v,
         num_key_value_heads=2,
@@ -184,7 +190,7 @@ def build(
     scale: factor of all matrices, so that the next token is neither certain nor uniform.
     """
     torch.manual_seed(5)
-    config = (CONFIGS | OTHERS)[kind](len(tokenizer))
+    config = CONFIGS[kind](len(tokenizer))
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     config.bos_token_id = None
     model = AutoModelForCausalLM.from_config(config)

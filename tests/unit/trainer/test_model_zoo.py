@@ -1,0 +1,158 @@
+"""Every architecture of the zoo is tried and trained for two steps, or refused in one line."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import trio
+
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.errors import Unavailable
+from swarmnode.link.server import LinkServer
+from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.generate import Sampling
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.trial import QUESTIONS, try_loaded
+from swarmnode.process import Progress
+from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.judge import judge
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.state import Counters
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from tests.support.model_zoo import CONFIGS, build
+from tests.support.network_side import NetworkSide
+
+REFUSED = {"mamba"}
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    torch.set_num_threads(1)
+    return load_policy(PolicyConfig(device="cpu"))
+
+
+@pytest.fixture
+def directory(tmp_path, embedded):
+    return lambda kind: build(kind, tmp_path / kind, embedded.tokenizer)
+
+
+def opened(directory, lora=0):
+    return PolicyConfig(model=str(directory), device="cpu", lora=LoraSettings(r=lora))
+
+
+def steps(cfg, policy, option, external=()):
+    """Statistics of two steps on groups that are sampled by the engine `option`; `external` groups
+    are learnt from beside them."""
+    training = TrainingConfig(
+        max_completion_length=TOKENS, learning_rate=1e-3, num_generations=4, options=[option]
+    )
+    config = Config(policy=cfg, training=training, weights=WeightsConfig(rule="off"))
+    engine = make_whole_policy(config, policy, Counters(), lambda message: None)
+    generation = engine.generation(Sampling(4, TOKENS), policy.random_generator(0))
+    results = []
+    for step in range(2):
+        for number, prompt in enumerate(QUESTIONS):
+            generation.submit(Request(2 * step + number, prompt))
+        done = []
+        while len(done) < len(QUESTIONS):
+            done += generation.finished(step)
+        own = [own_group(one.sample, [1.0, 0.0, 0.0, 1.0]) for one in done]
+        results.append(engine.update(assemble([*own, *external], "grpo")))
+    assert engine._generation.rebuilds == 0
+    return results
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
+def test_a_model_is_tried_and_trained(directory, kind):
+    cfg = opened(directory(kind))
+    policy = load_policy(cfg)
+    trial = try_loaded(cfg, policy, TrainingConfig(max_completion_length=TOKENS))
+    assert trial.tokens > 0
+    for result in steps(cfg, policy, "continuous"):
+        assert result.stepped
+        assert math.isfinite(result.loss)
+        assert 0 < result.grad_norm < math.inf
+        assert result.effective_own == pytest.approx(1.0, abs=0.01), "sampling is what is trained"
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_a_model_that_cannot_train_is_one_line(directory, kind):
+    cfg = opened(directory(kind))
+    with pytest.raises(Unavailable, match="cannot be") as refused:
+        try_loaded(cfg, load_policy(cfg), TrainingConfig())
+    assert "\n" not in str(refused.value)
+
+
+def from_peer(policy, prompt, sample):
+    """What a peer with the same policy publishes of a group."""
+    completions = [
+        Completion(
+            c.text,
+            len(c.ids),
+            min(0.0, math.fsum(c.logprobs)),
+            c.finish,
+            pack_ids(c.ids),
+            pack_logprobs(c.logprobs),
+        )
+        for c in sample.completions
+    ]
+    group = RolloutGroup(
+        TaskRef("rg/gcd", "v", 0, 0),
+        policy.fingerprint,
+        policy.tokenizer_hash,
+        0,
+        0,
+        0,
+        SamplingParams(1.0, 1.0, TOKENS),
+        completions,
+    )
+    return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, prompt, [1.0, 0.0, 0.0, 1.0], 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("option", ["lockstep", "continuous"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
+def test_a_peer_s_group_is_learnt_from_beside_own_ones(directory, kind, option, lora):
+    cfg = opened(directory(kind), lora)
+    policy = load_policy(cfg)
+    try_loaded(cfg, policy, TrainingConfig(max_completion_length=TOKENS))
+    config = Config(policy=cfg, weights=WeightsConfig(rule="off"))
+    peer = make_whole_policy(config, policy, Counters(), lambda message: None)
+    (sample,) = peer.generate(QUESTIONS[:1], Sampling(4, TOKENS), policy.random_generator(5))
+    judgement = judge([from_peer(policy, QUESTIONS[0], sample)], policy, peer.score, 1.0)
+    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
+    for result in steps(cfg, policy, option, judgement.accepted):
+        assert result.stepped
+        assert result.effective_external is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
+async def test_a_whole_trainer_runs_with_it(tmp_path, directory, kind, lora):
+    (tmp_path / "run").mkdir()
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": tmp_path},
+            "policy": {"model": str(directory(kind)), "device": "cpu", "lora": {"r": lora}},
+            "task": {"held_out_per_task": 1},
+            "training": {
+                "max_steps": 2,
+                "groups_per_step": 2,
+                "num_generations": 4,
+                "max_completion_length": TOKENS,
+            },
+        }
+    )
+    network = NetworkSide()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(tmp_path, network).run)
+        await trio.to_thread.run_sync(partial(Trainer(config, Progress()).run))
+        nursery.cancel_scope.cancel()
+    assert network.reports[-1].step == 2
