@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.text import PromptTooLong
@@ -105,8 +106,10 @@ class Sampler:
         )
         self._asked: dict[int, Asked] = {}
         self._ready: list[Finished] = []
-        self._too_long: set[str] = set()
-        """Tasks that have asked more than the model's context holds."""
+        self._too_long: list[str] = []
+        """Why questions of this sampling were not asked."""
+        self._warned: set[str] = set()
+        """Tasks of which such a question was logged."""
 
     def __call__(self, count: int) -> Experience:
         """Sample `count` groups at the present policy version; with dynamic sampling on until as
@@ -203,19 +206,26 @@ class Sampler:
         return Experience(groups, messages, prompts, tokens, groups, lags)
 
     def _gather(self, count: int) -> list[Finished]:
-        """`count` groups, those that were finished first; fewer where questions could not be
-        made."""
+        """`count` groups, those that were finished first; fewer where questions could not be made.
+
+        Raises Unavailable where all that were made are too long for the model.
+        """
         version, begun = self._counters.policy_version, 0
+        self._too_long.clear()
         while len(self._ready) < count or self._too_old(version):
             missing = count + self._generation.ahead(count) - len(self._asked)
             if missing > 0 and begun < DYNAMIC_FACTOR * count:
                 begun += missing
                 self._ask(missing)
             if not self._generation.statistics().unfinished:
+                if 0 < missing and begun < DYNAMIC_FACTOR * count:
+                    continue
                 break
             self._ready += self._generation.finished(version)
             self._ready.sort(key=lambda one: first_version(one.sample, version))
         taken, self._ready = self._ready[:count], self._ready[count:]
+        if self._too_long and not taken:
+            raise Unavailable(f"no question can be asked: {self._too_long[0]}")
         return taken
 
     def _too_old(self, version: int) -> bool:
@@ -232,8 +242,9 @@ class Sampler:
             try:
                 self._generation.submit(Request(sequence, question.prompt))
             except PromptTooLong as error:
-                if ref.id not in self._too_long:
-                    self._too_long.add(ref.id)
+                self._too_long.append(str(error))
+                if ref.id not in self._warned:
+                    self._warned.add(ref.id)
                     log.warning("question not asked", task=ref.id, reason=str(error))
                 continue
             self._asked[sequence] = Asked(sequence, ref, question.prompt)

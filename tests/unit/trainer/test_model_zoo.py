@@ -13,6 +13,8 @@ from swarmnode.link.server import LinkServer
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import score
+from swarmnode.policy.text import special_ids
 from swarmnode.policy.trial import QUESTIONS, try_loaded
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
@@ -88,28 +90,27 @@ def test_a_model_that_cannot_train_is_one_line(directory, kind):
     assert "\n" not in str(refused.value)
 
 
-def from_peer(policy, prompt, sample):
-    """What a peer with the same policy publishes of a group."""
+def from_peer(policy, prompt):
+    """A group of ordinary tokens that a peer with the same policy may have sampled."""
+    head, generator = policy.encode_prompt(prompt), torch.Generator().manual_seed(3)
+    ordinary = [i for i in range(policy.vocab_size) if i not in special_ids(policy.tokenizer)]
+    draws = [torch.randint(len(ordinary), (n,), generator=generator) for n in (5, 9, 14, 7)]
+    answers = [[*(ordinary[i] for i in draw.tolist()), policy.eos_id] for draw in draws]
+    logprobs = score(policy, [(head, ids) for ids in answers], 1.0)
     completions = [
         Completion(
-            c.text,
-            len(c.ids),
-            min(0.0, math.fsum(c.logprobs)),
-            c.finish,
-            pack_ids(c.ids),
-            pack_logprobs(c.logprobs),
+            policy.decode(ids),
+            len(ids),
+            math.fsum(chosen),
+            "eos",
+            pack_ids(ids),
+            pack_logprobs(chosen),
         )
-        for c in sample.completions
+        for ids, chosen in zip(answers, logprobs, strict=True)
     ]
+    task, sampling = TaskRef("rg/gcd", "v", 0, 0), SamplingParams(1.0, 1.0, TOKENS)
     group = RolloutGroup(
-        TaskRef("rg/gcd", "v", 0, 0),
-        policy.fingerprint,
-        policy.tokenizer_hash,
-        0,
-        0,
-        0,
-        SamplingParams(1.0, 1.0, TOKENS),
-        completions,
+        task, policy.fingerprint, policy.tokenizer_hash, 0, 0, 0, sampling, completions
     )
     return ExternalGroup(b"c" * 32, "12D3KooWpeer", group, prompt, [1.0, 0.0, 0.0, 1.0], 0)
 
@@ -124,8 +125,7 @@ def test_a_peer_s_group_is_learnt_from_beside_own_ones(directory, kind, option, 
     try_loaded(cfg, policy, TrainingConfig(max_completion_length=TOKENS))
     config = Config(policy=cfg, weights=WeightsConfig(rule="off"))
     peer = make_whole_policy(config, policy, Counters(), lambda message: None)
-    (sample,) = peer.generate(QUESTIONS[:1], Sampling(4, TOKENS), policy.random_generator(5))
-    judgement = judge([from_peer(policy, QUESTIONS[0], sample)], policy, peer.score, 1.0)
+    judgement = judge([from_peer(policy, QUESTIONS[0])], policy, peer.score, 1.0)
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     for result in steps(cfg, policy, option, judgement.accepted):
         assert result.stepped

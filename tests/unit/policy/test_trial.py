@@ -1,0 +1,331 @@
+"""What a trial finds: ways that a model does not take, and models that cannot be trained."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.doctor import checks, probes
+from swarmnode.doctor.checks import DeviceFacts
+from swarmnode.errors import Unavailable
+from swarmnode.policy import logprobs
+from swarmnode.policy.decode import pads
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered, keeper
+from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.slots import unsuited
+from swarmnode.policy.examine import examine
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import collate, completion_logprobs, score
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.text import PromptTooLong
+from swarmnode.policy.trial import long_rows, try_loaded
+from swarmnode.process import Progress
+from swarmnode.tasks.client import Scored
+from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.questions import Questions
+from swarmnode.trainer.sampler import Sampler
+from swarmnode.trainer.state import Counters
+from tests.support.model_zoo import LEARNED_POSITIONS, LONG_ROPE_FROM, build
+
+PROMPTS = ["What is 3 + 4?", "Calculate 12 + 25 - 3."]
+TRAINING = TrainingConfig(max_completion_length=24)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory, embedded):
+    """kind → (settings, loaded policy), not to be changed."""
+    made = {}
+
+    def open_kind(kind):
+        if kind not in made:
+            directory = build(kind, tmp_path_factory.mktemp(kind), embedded.tokenizer)
+            cfg = PolicyConfig(model=str(directory), device="cpu")
+            made[kind] = cfg, load_policy(cfg)
+        return made[kind]
+
+    return open_kind
+
+
+def sampled_by(kind, policy, sampling):
+    rng = policy.random_generator(0)
+    if kind == "continuous":
+        return answered(Continuous(policy, MicroBatcher(4096), sampling, rng), PROMPTS)
+    return generate(policy, PROMPTS, sampling, rng)
+
+
+def gap_to_scoring(policy, groups):
+    """Largest difference of recorded log-probabilities from those of each row by itself."""
+    gaps = [
+        abs(a - b)
+        for group in groups
+        for c in group.completions
+        for a, b in zip(c.logprobs, score(policy, [(group.prompt_ids, c.ids)], 1.0)[0], strict=True)
+    ]
+    return max(gaps)
+
+
+# --- the model's context
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "continuous"])
+@pytest.mark.parametrize(
+    ("kind", "context"), [("gpt2", LEARNED_POSITIONS), ("phi3-longrope", LONG_ROPE_FROM)]
+)
+def test_answers_end_where_the_context_does(opened, kind, context, engine):
+    _, policy = opened(kind)
+    policy = replace(policy, eos_ids=frozenset({10**6}))
+    groups = sampled_by(engine, policy, Sampling(2, 200))
+    lengths = {len(g.prompt_ids) + len(c.ids) for g in groups for c in g.completions}
+    assert lengths == {context}
+    assert {c.finish for g in groups for c in g.completions} == {"length"}
+
+
+def test_a_short_row_does_not_depend_on_a_long_one(opened):
+    """Long-rope takes other frequencies for a whole pass when one row of it is long."""
+    _, policy = opened("phi3-longrope")
+    rows = long_rows(policy, [([5, 9, 20], [30, 31, 40])], 1000)
+    assert len(rows[0][0]) + len(rows[0][1]) == LONG_ROPE_FROM, "the longest row that there is"
+    short = ([5, 9, 20], [30, 31, 40])
+    together = score(policy, [rows[0], short], 1.0)[1]
+    assert together == pytest.approx(score(policy, [short], 1.0)[0], abs=1e-4)
+
+
+def test_a_trial_warns_of_answers_that_do_not_fit(opened):
+    cfg, policy = opened("gpt2")
+    trial = try_loaded(cfg, policy, TrainingConfig(max_completion_length=200))
+    assert any("max_completion_length" in warning for warning in trial.warnings)
+    assert try_loaded(cfg, policy, TrainingConfig(max_completion_length=8)).warnings == []
+    facts = DeviceFacts(trial=str(trial), trial_warnings=trial.warnings)
+    assert checks.check_trial(facts).level == "warn"
+
+
+class Asks:
+    """A scorer whose questions are too long, but for one in `every`; 0 for none."""
+
+    def __init__(self, every):
+        self.asked, self.every = 0, every
+
+    def score_many(self, items):
+        out = []
+        for _, texts in items:
+            self.asked += not texts
+            long = "Calculate " + " + ".join(["12"] * 40)
+            prompt = PROMPTS[0] if self.every and self.asked % self.every == 0 else long
+            out.append(Scored(prompt, [float(i % 2) for i in range(len(texts))]))
+        return out
+
+
+def sampler_of(opened, every):
+    cfg, policy = opened("gpt2")
+    training = TrainingConfig(num_generations=2, max_completion_length=8)
+    counters = Counters(peer="12D3KooWme", swarm="00" * 32)
+    config = Config(policy=cfg, training=training, weights=WeightsConfig(rule="off"))
+    engine = make_whole_policy(config, policy.clone(), counters, lambda message: None)
+    questions = Questions(["rg/gcd"], counters)
+    rng = policy.random_generator(0)
+    return Sampler(training, questions, engine, Asks(every), rng, counters)
+
+
+def test_a_question_longer_than_the_context_is_not_asked(opened):
+    experience = sampler_of(opened, every=3)(3)
+    assert len(experience.groups) == 3
+    assert set(experience.prompts) == {PROMPTS[0]}
+
+
+def test_a_trainer_whose_questions_are_all_too_long_ends(opened):
+    with pytest.raises(Unavailable, match="context of 64 tokens"):
+        sampler_of(opened, every=0)(3)
+
+
+@pytest.mark.parametrize("option", ["lockstep", "continuous"])
+def test_an_engine_refuses_a_prompt_without_room(opened, option):
+    _, policy = opened("gpt2")
+    engine = keeper(
+        policy, MicroBatcher(4096), [option], Sampling(2, 8), policy.random_generator(0)
+    )
+    with pytest.raises(PromptTooLong, match="context of 64"):
+        engine.submit(Request(0, "9" * LEARNED_POSITIONS))
+    engine.submit(Request(1, PROMPTS[0]))
+    done = []
+    while not done:
+        done = engine.finished(0)
+    assert [one.number for one in done] == [1]
+
+
+# --- ways
+
+
+@pytest.mark.parametrize("kind", ["deepseek-mla", "qwen3-moe"])
+def test_keys_and_values_of_unlike_size_lie_in_slots(opened, kind):
+    _, policy = opened(kind)
+    assert unsuited(policy) == ""
+    groups = sampled_by("continuous", policy, Sampling(3, 12))
+    assert gap_to_scoring(policy, groups) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3-next", "falcon-alibi", "bloom", "gemma3n"])
+def test_a_model_without_plain_attention_is_sampled_as_it_is_scored(opened, kind):
+    _, policy = opened(kind)
+    assert unsuited(policy)
+    groups = sampled_by("lockstep", policy, Sampling(3, 12))
+    assert gap_to_scoring(policy, groups) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["falcon-alibi", "bloom", "gpt-neo", "mistral", "lfm2"])
+def test_masks_of_ours_are_not_for_every_model(opened, kind, monkeypatch):
+    _, policy = opened(kind)
+    monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 10**6)
+    monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0)
+    monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)
+    rows = [([5, 9, 20], [30, 31, 40, 41]), ([5, 9, 20], [30]), ([7], [40, 12])]
+    expected = [score(policy, [row], 1.0)[0] for row in rows]
+    for found, alone in zip(score(policy, rows, 1.0), expected, strict=True):
+        assert found == pytest.approx(alone, abs=1e-4)
+
+
+def test_no_flag_of_a_model_class_decides(tmp_path, embedded, monkeypatch):
+    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), device="cpu")
+    kind = type(load_policy(cfg).base)
+    monkeypatch.setattr(kind, "_can_compile_fullgraph", False)
+    monkeypatch.setattr(kind, "_is_stateful", True)
+    policy = load_policy(cfg)
+    assert unsuited(policy) == ""
+    assert logprobs.takes_way(policy, "one pass")
+
+
+def ignores_mask(policy, monkeypatch, four=False):
+    """Have the model drop a mask, of two or of four dimensions."""
+    forward = type(policy.base).forward
+
+    def without(self, *args, attention_mask=None, **kwargs):
+        drop = attention_mask is not None and (attention_mask.ndim == 4) == four
+        mask = None if drop else attention_mask
+        return forward(self, *args, attention_mask=mask, **kwargs)
+
+    monkeypatch.setattr(type(policy.base), "forward", without)
+
+
+def test_a_model_that_drops_a_mask_is_run_without_padding(tmp_path, embedded, monkeypatch):
+    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), device="cpu")
+    ignores_mask(load_policy(cfg), monkeypatch)
+    policy = load_policy(cfg)
+    assert not pads(policy)
+    assert gap_to_scoring(policy, sampled_by("lockstep", policy, Sampling(3, 12))) < 1e-3
+    try_loaded(cfg, policy, TRAINING)
+
+
+def test_a_way_without_a_finite_gradient_is_not_used(opened):
+    """Its padding has a zero embedding, by whose norm Gemma 3n divides."""
+    cfg, policy = opened("gemma3n")
+    embeddings = policy.base.get_input_embeddings().weight
+    zero = int((~embeddings.any(1)).nonzero()[0])
+    padded = replace(policy, pad_id=zero, obstacles={})
+    rows = [([5, 9, 20], [30, 31, 40]), ([7], [40])]
+    assert "two passes" in " ".join(try_loaded(cfg, padded, TRAINING).refused)
+    for some in (padded, policy):
+        some.model.zero_grad()
+        chosen, _ = completion_logprobs(some, collate(rows, some.pad_id), 1.0)
+        chosen.sum().backward()
+        norms = [float(p.grad.norm()) for p in some.trainable_parameters() if p.grad is not None]
+        assert 0 < math.hypot(*norms) < math.inf
+    policy.model.zero_grad(set_to_none=True)
+
+
+def test_padding_is_a_token_with_an_embedding(opened):
+    _, policy = opened("gemma3n")
+    assert policy.base.get_input_embeddings().weight[policy.pad_id].any()
+
+
+def test_a_trial_leaves_no_trace(embedded):
+    policy = embedded.clone()
+    before = [p.detach().clone() for p in policy.trainable_parameters()]
+    state = torch.get_rng_state()
+    try_loaded(PolicyConfig(), policy, TRAINING)
+    assert all(p.grad is None for p in policy.model.parameters())
+    assert all(map(torch.equal, before, policy.trainable_parameters()))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# --- models that cannot be trained
+
+
+def nan_gradient(policy, monkeypatch):
+    policy.trainable_parameters()[0].register_hook(lambda gradient: gradient * math.nan)
+
+
+def broken_forward(policy, monkeypatch):
+    def forward(*args, **kwargs):
+        raise AttributeError("no attribute 'gate'\nat all")
+
+    monkeypatch.setattr(policy.base, "forward", forward)
+
+
+def drops_longer_rows(policy, monkeypatch):
+    forward = policy.base.forward
+
+    def limited(input_ids, **kwargs):
+        if input_ids.shape[1] > 40:
+            raise IndexError("index out of range in self")
+        return forward(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(policy.base, "forward", limited)
+
+
+def detached(policy, monkeypatch):
+    forward = policy.base.forward
+
+    def without_gradient(**kwargs):
+        output = forward(**kwargs)
+        output.logits = output.logits.detach()
+        return output
+
+    monkeypatch.setattr(policy.base, "forward", without_gradient)
+
+
+@pytest.mark.parametrize("harm", [nan_gradient, broken_forward, drops_longer_rows, detached])
+def test_a_model_that_cannot_train_is_refused(embedded, monkeypatch, harm):
+    policy = replace(embedded.clone(), obstacles={})
+    harm(policy, monkeypatch)
+    training = TrainingConfig(max_completion_length=64)
+    with pytest.raises(Unavailable, match="'embedded'") as refused:
+        try_loaded(PolicyConfig(), policy, training)
+    assert "\n" not in str(refused.value)
+
+
+def test_doctor_says_why_a_model_cannot_train(tmp_path, embedded):
+    model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
+    config = Config(policy=PolicyConfig(model=str(model), device="cpu"), training=TRAINING)
+    facts = probes.device(config, trial=True)
+    assert checks.check_device(facts).level == "ok"
+    found = checks.check_model(facts)
+    assert (found.level, found.exit_code) == ("fail", 69)
+    assert "cannot be trained" in found.what
+
+
+def test_doctor_survives_whatever_a_model_raises(monkeypatch):
+    def spoilt(*args):
+        raise AttributeError("conv_states")
+
+    monkeypatch.setattr("swarmnode.policy.examine.try_policy", spoilt)
+    told = examine(PolicyConfig(device="cpu"), trial=True)
+    assert told["error_code"] == 69
+    assert "conv_states" in told["error"]
+    assert json.dumps(told)
+
+
+def test_a_trainer_ends_before_it_begins(tmp_path, embedded):
+    model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": tmp_path / "data"},
+            "policy": {"model": str(model), "device": "cpu"},
+        }
+    )
+    with pytest.raises(Unavailable, match="cannot be trained"):
+        Trainer(config, Progress()).run()
