@@ -13,13 +13,15 @@ from pathlib import Path
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
+from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
 
 
 def answers(cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]) -> list[str]:
     """One completion for each prompt, sampled as in training. Raises LocalError when the model is
-    not there or does not fit."""
+    not there, does not fit, or cannot be sampled from."""
     policy = load_policy(cfg)
+    try_sampling(f"policy.model {cfg.model!r}", policy, training)
     generator = policy.random_generator(training.seed)
     sampling = Sampling(1, training.max_completion_length, training.temperature, training.top_p)
     found = []

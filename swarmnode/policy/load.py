@@ -362,7 +362,8 @@ def context_of(config: PretrainedConfig) -> int | None:
     all positions of a pass: a short row would then depend on the longest row beside it.
     """
     text = config.get_text_config(decoder=True)
-    limits = [getattr(text, "max_position_embeddings", None)]
+    names = ("max_position_embeddings", "max_seq_len", "n_positions", "n_ctx")
+    limits = [getattr(text, name, None) for name in names]
     rope = getattr(text, "rope_parameters", None) or {}
     for one in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
         if one.get("rope_type", one.get("type")) in ("longrope", "su"):

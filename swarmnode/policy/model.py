@@ -59,6 +59,8 @@ class Policy(PolicyText):
     obstacles: dict[str, str] = field(default_factory=dict, compare=False)
     """Way of computing → why the model does not take it, empty if it does; see `ways.py`. Shared
     with the policies that are made of this one."""
+    measured: dict[str, float] = field(default_factory=dict, compare=False)
+    """What trials have measured, by name. Shared like `obstacles`."""
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -39,7 +39,7 @@ from swarmnode.policy.logprobs import (
     takes_way,
 )
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
-from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows
+from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows, widest_bound
 
 QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3, then add 5 to it. Answer: ")
 TOKENS = 8
@@ -151,8 +151,12 @@ def try_sampling(
     temperature = training.temperature
     sampling = Sampling(ROWS, min(TOKENS, training.max_completion_length), temperature)
     try:
-        pads(policy)
         groups = generate(policy, prompts, sampling, policy.random_generator(0), alive)
+        gap = _sampled_gap(policy, groups, temperature)
+        if pads(policy) and not gap <= widest_bound(policy):
+            refuse(policy, "padding", f"its log-probabilities differ by {gap:.2g} nats")
+            groups = generate(policy, prompts, sampling, policy.random_generator(0), alive)
+            gap = _sampled_gap(policy, groups, temperature)
     except SwarmNodeError:
         raise
     except Exception as error:  # a model's code may raise anything
@@ -160,13 +164,12 @@ def try_sampling(
             raise
         raise Unavailable(f"{name} cannot be sampled from: {reason(error)}") from error
     alive()
-    gap = _sampled_gap(policy, groups, temperature)
     if not math.isfinite(gap):
         raise Unavailable(
             f"{name}: its log-probabilities are not numbers; a damaged download, or weights that"
             f" {str(policy.dtype).removeprefix('torch.')} cannot hold"
         )
-    if gap > bound(policy):
+    if gap > widest_bound(policy):
         raise Unavailable(
             f"{name} cannot be trained: log-probabilities differ by {gap:.2g} nats between sampling"
             " and scoring"

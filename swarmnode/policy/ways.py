@@ -19,8 +19,8 @@ from swarmnode.policy.model import Policy
 GAP_BOUND = {torch.float32: 0.002}
 """Mean difference of a token's log-probability from that of the plain way, nats, above which a way
 computes something else. Rounding is a thousandth of that."""
-GAP_BOUND_ELSEWHERE = 0.2
-"""In 16 bits, where rounding makes some hundredths."""
+GAP_BOUNDS_ELSEWHERE = 0.03, 0.2
+"""The same in 16 bits, at least and at most: ten times what rounding does to this model."""
 TEXT = "What is 3 + 4? It is 7, because 3 + 4 = 7."
 
 Row = tuple[list[int], list[int]]
@@ -75,7 +75,28 @@ def reason(error: BaseException) -> str:
 
 def bound(policy: Policy) -> float:
     """Mean gap in nats that rounding explains."""
-    return GAP_BOUND.get(policy.dtype, GAP_BOUND_ELSEWHERE)
+    if policy.dtype in GAP_BOUND:
+        return GAP_BOUND[policy.dtype]
+    if "rounding" not in policy.measured:
+        policy.measured["rounding"] = rounding(policy)
+    least, most = GAP_BOUNDS_ELSEWHERE
+    return min(most, max(least, 10 * policy.measured["rounding"]))
+
+
+def widest_bound(policy: Policy) -> float:
+    """Mean gap in nats that rounding may explain in any model of this dtype."""
+    return GAP_BOUND.get(policy.dtype, GAP_BOUNDS_ELSEWHERE[1])
+
+
+def rounding(policy: Policy) -> float:
+    """Mean gap in nats of rows by themselves from the same rows with more tokens behind them, which
+    change nothing but the order of sums."""
+    rows = trial_rows(policy)
+    longer = [
+        plain_logprobs(policy, (prompt, 3 * answer))[: len(answer)] for prompt, answer in rows
+    ]
+    alone = [plain_logprobs(policy, row) for row in rows]
+    return mean_gap([x for one in longer for x in one], [x for one in alone for x in one])
 
 
 def mean_gap(found: Sequence[float], expected: Sequence[float]) -> float:

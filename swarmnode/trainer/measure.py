@@ -25,6 +25,7 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored, Scorer
@@ -146,6 +147,7 @@ def main() -> int:
     registry.install(config.task.modules, config.task.settings)
     registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
     policy = open_model(config.policy)
+    try_sampling(f"policy.model {config.policy.model!r}", policy, config.training)
     with Scorer() as scorer:
         for task in request.tasks:
             print(

@@ -218,7 +218,7 @@ class Sampler:
                 begun += missing
                 self._ask(missing)
             if not self._generation.statistics().unfinished:
-                if 0 < missing and begun < DYNAMIC_FACTOR * count:
+                if missing > 0 and begun < DYNAMIC_FACTOR * count:
                     continue
                 break
             self._ready += self._generation.finished(version)

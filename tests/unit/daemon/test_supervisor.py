@@ -84,6 +84,25 @@ async def test_kill_minus_nine_of_one_child_restarts_it_alone(node):
     assert node.statistics()["trainer"]["restarts"] == 1
 
 
+CRASHES = """progress('training', 0.01)
+    import json, pathlib
+    from datetime import datetime, timezone
+    log = pathlib.Path(marks) / "data" / "log" / "trainer.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(timezone.utc).isoformat()
+    line = {"timestamp": now, "level": "critical", "event": "crashed", "error": "IndexError: 131"}
+    with log.open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+    sys.exit(1)"""
+
+
+async def test_a_child_that_repeats_its_exception_ends_the_node(node, monkeypatch):
+    monkeypatch.setattr("swarmnode.daemon.watchdog.BACKOFF_SECONDS", 0.01)
+    assert await node(trainer=CRASHES).run() == 70
+    assert len(node.pids("trainer")) == 3
+    assert len(node.pids("network")) == 1
+
+
 async def test_a_child_without_progress_is_killed_and_restarted(node):
     supervisor = node(trainer="progress('training', 0.01); time.sleep(60)")
     async with trio.open_nursery() as nursery:

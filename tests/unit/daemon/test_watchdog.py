@@ -5,7 +5,7 @@ import random
 import pytest
 
 from swarmnode.config import SupervisorConfig
-from swarmnode.daemon.watchdog import End, Restart, Watchdog
+from swarmnode.daemon.watchdog import DEFECT, End, Restart, Watchdog
 
 CONFIG = SupervisorConfig(startup_seconds=100)
 
@@ -108,3 +108,46 @@ def test_recovery_is_from_exit_until_loading_is_over(watchdog):
     watchdog.progressed(9.0, 1.0, "training")
     assert watchdog.statistics().recovery_seconds == (7.0,)
     assert watchdog.statistics().restarts == 1
+
+
+ERROR = "crashed error=RuntimeError: The size of tensor a (131) must match 128 at 0x7f12ab"
+
+
+def crashes(dog, causes, code=1, step_seconds=None, apart=1000.0):
+    """Verdicts on processes that end one after the other, far enough apart for the breaker."""
+    verdicts = []
+    for number, cause in enumerate(causes):
+        dog.started(number * apart)
+        dog.progressed(number * apart + 1.0, step_seconds, "training")
+        verdicts.append(dog.exited((number + 1) * apart - 1.0, code, cause))
+    return verdicts
+
+
+def test_the_same_exception_three_times_ends_the_node(watchdog):
+    other = ERROR.replace("131", "140").replace("0x7f12ab", "0x7f9900")
+    *restarts, end = crashes(watchdog, [ERROR, other, ERROR])
+    assert all(isinstance(verdict, Restart) for verdict in restarts)
+    assert isinstance(end, End)
+    assert end.exit_code == DEFECT
+
+
+@pytest.mark.parametrize(
+    ("causes", "code", "step_seconds"),
+    [
+        ([ERROR, "crashed error=KeyError: 'x'", ERROR, "another"], 1, None),
+        (["", "", "", ""], 1, None),
+        ([ERROR] * 4, -9, None),
+        ([ERROR] * 4, 75, None),
+        ([ERROR] * 4, 1, 2.0),
+    ],
+    ids=["different", "unknown", "killed", "device", "steps for minutes in between"],
+)
+def test_other_crashes_are_restarted(watchdog, causes, code, step_seconds):
+    verdicts = crashes(watchdog, causes, code, step_seconds)
+    assert all(isinstance(verdict, Restart) for verdict in verdicts)
+
+
+def test_an_error_of_ours_keeps_its_exit_code(watchdog):
+    assert crashes(watchdog, ["policy.model 'x' cannot be trained"] * 3, 69)[-1] == End(
+        69, "trainer ended 3 times by the same error"
+    )

@@ -214,6 +214,34 @@ def test_where_a_new_one_is_off_as_well_sampling_goes_on_in_lockstep(clock):
     assert len(engine.finished(0)) == 2
 
 
+class CannotScore(Scripted):
+    """An engine whose cache is not the model's."""
+
+    def score(self, prompt_ids, ids):
+        raise ValueError("The expanded size of the tensor (16) must match the existing size (8)")
+
+
+def test_an_engine_that_cannot_score_gives_way_to_lockstep(clock):
+    engine, kinds = kept(clock, [CannotScore(clock), CannotScore(clock), Scripted(clock)])
+    asked(engine)
+    with engine.pause():
+        pass
+    assert kinds == [*LONG * 2, "lockstep"]
+    assert len(engine.finished(0)) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError, IndexError])
+def test_whatever_an_engine_raises_it_is_built_anew(clock, error):
+    class Broken(Scripted):
+        def finished(self, version):
+            raise error("a model's own")
+
+    engine, _ = kept(clock, [Broken(clock), Scripted(clock)])
+    asked(engine)
+    assert engine.finished(0) == []
+    assert len(engine.finished(0)) == 2
+
+
 def test_an_update_that_fails_is_not_followed_by_a_canary(clock):
     engine, _ = kept(clock, [Scripted(clock, behind=0.1)])
     with pytest.raises(KeyError), engine.pause():
