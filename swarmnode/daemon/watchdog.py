@@ -120,7 +120,8 @@ class Watchdog:
         self._started_at = now
         self._last_progress = None
         self._starved_seconds = 0.0
-        self._past_loading = self._stepped = False
+        self._past_loading = False
+        self._stepped = False
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
         if not status.startswith(LOADING):

@@ -15,7 +15,7 @@ from swarmnode.pipeline.frames import FrameLimits
 from swarmnode.pipeline.learning import LearnRow
 from swarmnode.pipeline.routes import Hop, Routes, arriving, returning, swapped
 from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.policy.logprobs import WAYS, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import Objective, policy_loss
 from tests.support.crew import open_crew
@@ -86,6 +86,7 @@ class Unsplit:
                     "logits": logits,
                     "dtype": torch.float32,
                     "lora_rank": 0,
+                    "obstacles": dict.fromkeys(WAYS, ""),
                 },
             )()
             logprobs, _ = completion_logprobs(view, batch, 1.0)
