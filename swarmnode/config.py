@@ -12,6 +12,8 @@ from typing import Literal
 import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from swarmnode.model_defaults import EMBEDDED, EMBEDDED_POLICY, defaults_for
+
 QUIET_HOURS = r"^$|^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$"
 
 
@@ -90,7 +92,7 @@ class LoraSettings(Section):
 
 
 class PolicyConfig(Section):
-    model: str = "embedded"
+    model: str = EMBEDDED
     """`embedded`, a directory, or a Hugging Face Hub name."""
     revision: str | None = None
     """Revision of a Hub model."""
@@ -193,15 +195,14 @@ class TrainingConfig(Section):
     target_step_seconds: float = Field(default=0.0, ge=0)
     """Fit the groups of a step to this node's speed, between an eighth of groups_per_step and all
     of it; 0 is off."""
-    max_completion_length: int = Field(default=8, ge=1)
-    """Sampled tokens per completion, at most."""
+    max_completion_length: int = Field(default=EMBEDDED_POLICY.max_completion_length, ge=1)
+    """Sampled tokens per completion, at most. The default follows the model."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
-    learning_rate: float = Field(default=3e-4, gt=0)
-    """AdamW learning rate. Where nobody sets it, a model from the Hub is trained at 1e-6, or an
-    adapter of one at 1e-5."""
+    learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0)
+    """AdamW learning rate. The default follows the model."""
     options: list[
         Literal[
             "warmup",
@@ -404,3 +405,15 @@ class Config(Section):
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+
+    @model_validator(mode="after")
+    def _defaults_follow_the_model(self) -> Config:
+        """Give `training` the model's defaults in place of values that nobody has set. They count
+        as not set, so that they follow when a manifest names another model."""
+        found = defaults_for(self.policy.model, self.policy.lora.r).values()
+        unset = {k: v for k, v in found.items() if k not in self.training.model_fields_set}
+        if any(getattr(self.training, key) != default for key, default in unset.items()):
+            training = self.training.model_copy(update=unset)
+            training.model_fields_set.difference_update(unset)
+            object.__setattr__(self, "training", training)
+        return self

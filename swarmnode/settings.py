@@ -21,6 +21,7 @@ import platformdirs
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from swarmnode import model_defaults
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import write_atomically
@@ -36,6 +37,11 @@ NOT_SETTINGS = {
 """Environment names with the prefix that are not configuration keys."""
 
 
+FOLLOW_MODEL = {f"training.{name}" for name in model_defaults.EMBEDDED_POLICY.values()}
+"""Keys whose default follows the model."""
+MODEL_DEFAULT = "default for this model"
+"""Origin of a value that nobody has set, of one of those keys."""
+
 Settings = dict[str, tuple[object, str]]
 """Value and origin by dotted key."""
 
@@ -50,7 +56,8 @@ class Resolved:
     def rows(self) -> Iterator[tuple[str, object, str]]:
         """(dotted key, value, origin) for every key, in the order of config.py."""
         for key in valid_keys():
-            yield key, value(self.config, key), self.origins.get(key, "default")
+            default = MODEL_DEFAULT if key in FOLLOW_MODEL else "default"
+            yield key, value(self.config, key), self.origins.get(key, default)
 
 
 C = TypeVar("C", bound=BaseModel)
@@ -164,7 +171,8 @@ def template() -> str:
             outer, _, leaf = key.rpartition(".")
             if outer == section:
                 default = value(Config(), key)
-                lines.append(f"# {leaf} = {toml(default) if default is not None else ''}".rstrip())
+                line = f"# {leaf} = {toml(default) if default is not None else ''}".rstrip()
+                lines.append(line + (f"  # {_for_other_models(leaf)}" if key in FOLLOW_MODEL else ""))
     return "\n".join(lines) + "\n"
 
 
@@ -326,14 +334,6 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(f"log.trackers: {name} is not installed: {install_command(name)}")
 
 
-SMALLEST_RATES = {"all weights": 1e-4, "an adapter": 1e-2}
-"""Learning rates from which reinforcement learning spoils a pretrained model: published recipes
-have 1e-6 and 1e-5 to 1e-4."""
-SUITED_RATES = {"all weights": "1e-6", "an adapter": "1e-5"}
-SHORTEST_ANSWER = 64
-"""Tokens: a chat model's answers begin after some words."""
-
-
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CUDA_TORCH = "pip uninstall -y torch, then pip install torch: PyPI's is for CUDA"
 
@@ -347,39 +347,19 @@ def unused_gpu(policy: PolicyConfig, driver: Path = NVIDIA_DRIVER) -> list[str]:
     return [f"an NVIDIA GPU is here, but torch {torch} is built for the CPU: {CUDA_TORCH}"]
 
 
-def trained_kind(policy: PolicyConfig) -> str:
-    """What of a model is trained, as SMALLEST_RATES and SUITED_RATES have it."""
-    return "an adapter" if policy.lora.r else "all weights"
-
-
-def suited(policy: PolicyConfig, training: TrainingConfig) -> TrainingConfig:
-    """`training` with a learning rate for a model of the Hub, where nobody has set one: the default
-    is the embedded policy's."""
-    if (
-        is_set(training, "learning_rate")
-        or policy.model == "embedded"
-        or Path(policy.model).expanduser().is_dir()
-    ):
-        return training
-    return replaced(
-        training, {"learning_rate": float(SUITED_RATES[trained_kind(policy)])}, "default"
-    )
-
-
 def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
-    """What is set, or was left as it is for the embedded policy, and does not suit a real model: a
-    line each, with what to do."""
-    if policy.model == "embedded":
-        return []
-    found, kind = [], trained_kind(policy)
-    if training.learning_rate >= SMALLEST_RATES[kind]:
-        said = f"training.learning_rate = {training.learning_rate:g} with {kind} of {policy.model}"
-        found.append(f"{said} spoils it: set about {SUITED_RATES[kind]}")
-    if training.max_completion_length < SHORTEST_ANSWER:
-        length = training.max_completion_length
+    """Return a line, with what to do, for each value that does not suit the model."""
+    kind = model_defaults.defaults_for(policy.model, policy.lora.r)
+    found = []
+    if training.learning_rate >= kind.spoiling_rate:
         found.append(
-            f"training.max_completion_length = {length} cuts nearly every answer of {policy.model}:"
-            " set 256 or more"
+            f"training.learning_rate = {training.learning_rate:g} with {kind.trained} of"
+            f" {policy.model} spoils it: set about {kind.learning_rate:g}"
+        )
+    if training.max_completion_length < kind.shortest_answer:
+        found.append(
+            f"training.max_completion_length = {training.max_completion_length} cuts nearly every"
+            f" answer of {policy.model}: set {kind.max_completion_length} or more"
         )
     return found
 
@@ -494,6 +474,14 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _for_other_models(name: str) -> str:
+    """The defaults of a training key for models other than the embedded policy."""
+    whole = model_defaults.ALL_WEIGHTS.values()[name]
+    adapter = model_defaults.ADAPTER.values()[name]
+    other = f"another model: {whole!r}"
+    return other if adapter == whole else f"{other}, an adapter of one: {adapter!r}"
+
+
 def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:
     rows: list[str] = []
     for name, field in model.model_fields.items():
@@ -507,6 +495,8 @@ def _reference_rows(model: type[BaseModel], prefix: str) -> list[str]:
             default = "the user's state directory"
         else:
             default = f"`{field.get_default(call_default_factory=True)!r}`"
+        if model is TrainingConfig and f"training.{name}" in FOLLOW_MODEL:
+            default += f"; {_for_other_models(name)}"
         rows.append(
             f"| `{prefix}{name}` | {default} | {' '.join(str(field.description).split())} |"
         )

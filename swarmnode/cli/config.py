@@ -125,6 +125,4 @@ def by_manifest(resolved: Resolved) -> Resolved:
         print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
         return resolved
     said = {change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}
-    if agreed.training.learning_rate != resolved.config.training.learning_rate:
-        said["training.learning_rate"] = "default for a model of the Hub"
     return Resolved(agreed, resolved.origins | said)

@@ -46,7 +46,7 @@ def evaluate(
     """
     import msgspec
 
-    from swarmnode.config import LoraSettings
+    from swarmnode import settings
     from swarmnode.swarm import manifest_store
     from swarmnode.tasks import registry
     from swarmnode.tasks.measured import Request
@@ -69,8 +69,10 @@ def evaluate(
             " to --samples"
         )
     revision = config.policy.revision if model == config.policy.model else None
-    plain = {"model": model, "revision": revision, "lora": LoraSettings(), "quantization": "none"}
-    config = config.model_copy(update={"policy": config.policy.model_copy(update=plain)})
+    plain = {"model": model, "revision": revision, "lora.r": 0, "quantization": "none"}
+    config = settings.replaced(
+        config, {f"policy.{key}": wanted for key, wanted in plain.items()}, "eval"
+    )
     told = _measured(Request(config.model_dump_json(), names, questions, samples, wanted))
     print(msgspec.json.encode(told).decode() if json else "\n".join(_table(told, wanted)))
     return 0

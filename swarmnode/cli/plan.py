@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from swarmnode.policy.plan import Choice
 
 LONGEST = 2**20
+PROMPT_TOKENS = 512
+"""Of a row, where nobody says how long rows are."""
 
 
 def plan(
     model: str,
     *,
-    length: Annotated[int, Parameter(name=["--length", "-n"])] = 2048,
+    length: Annotated[int | None, Parameter(name=["--length", "-n"])] = None,
     memory: str | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
@@ -36,7 +38,8 @@ def plan(
     model
         A directory, a Hugging Face Hub name, or `embedded`.
     length
-        Tokens of a row: prompt and answer together.
+        Tokens of a row: prompt and answer together. Without it, the longest answer that such a
+        model samples by default, and a prompt of 512 tokens.
     memory
         Of the device, e.g. 24GB. Without it, the smallest card is named that each way needs.
     device
@@ -48,6 +51,11 @@ def plan(
     revision
         Of a Hub model.
     """
+    from swarmnode.model_defaults import defaults_for
+
+    whole, adapter = (defaults_for(model, lora_rank) for lora_rank in (0, rank))
+    if length is None:
+        length = whole.max_completion_length + PROMPT_TOKENS
     if not 1 <= length <= LONGEST or not 1 <= rank <= 1024:
         raise ConfigError(f"command line: --length is 1 to {LONGEST} tokens, --rank 1 to 1024")
     from swarmnode.policy.footprint import averaging_bytes, saving_bytes, trained_parameters
@@ -76,6 +84,7 @@ def plan(
                 "micro_batch_tokens": c.micro_batch,
                 "card_gb": c.card,
                 "set": settings(c),
+                "defaults": defaults_for(model, c.method.lora_rank).values(),
                 **asdict(c.row),
                 "averaging_host_bytes": sum(averaging_bytes(trained_parameters(shape, c.method))),
                 "saving_host_bytes": saving_bytes(
@@ -116,6 +125,15 @@ def plan(
         f" {_size(shape.parameters)}"
     )
     lines.append(f"{copy}; ten times as fast between homes.")
+    rates = (
+        f"{whole.learning_rate:g}"
+        if whole == adapter
+        else f"{whole.learning_rate:g}, of an adapter {adapter.learning_rate:g}"
+    )
+    lines.append(
+        f"Defaults for this model: training.learning_rate = {rates};"
+        f" training.max_completion_length = {whole.max_completion_length}."
+    )
     if room is not None:
         chosen = best(found)
         lines.append(

@@ -131,6 +131,7 @@ def init(
     named = [f"swarm.name={quoted(name)}"] if name else []
     told = load(NodeOptions(node.config, [*(node.set_ or []), *named], node.data_dir))
     resolved = told.config
+    from swarmnode.settings import unsuited
     from swarmnode.swarm.membership import Membership
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
@@ -141,6 +142,8 @@ def init(
     prove_own([*resolved.task.modules, *resolved.task.settings, *resolved.task.datasets])
     membership = Membership(resolved)
     draft = membership.draft(founding.checked(told.origins))
+    for line in unsuited(draft.config.policy, draft.config.training):
+        print(f"swarmnode: warning: {line}", file=sys.stderr)
     changes = _agreed_to(draft, founding.yes) if draft.before is not None else []
     opened, invite = membership.found(draft)
     keep_said(resolved.node.data_dir, node)

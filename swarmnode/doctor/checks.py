@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.install import install_command, torch_remedy
-from swarmnode.settings import CUDA_TORCH
+from swarmnode.model_defaults import defaults_for
+from swarmnode.settings import CUDA_TORCH, unsuited
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
@@ -547,6 +549,22 @@ def check_trial(f: DeviceFacts) -> Check:
         f"not tried: {f.model} is not on this machine yet",
         "the first start downloads it; run doctor again after that",
     )
+
+
+def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check]:
+    """Judge whether the training values suit the model: a warning for each that does not."""
+    name = "training"
+    found = [line.rpartition(": ") for line in unsuited(policy, training)]
+    if found:
+        return [warn(name, what, todo) for what, _, todo in found]
+    trained = defaults_for(policy.model, policy.lora.r).trained
+    return [
+        ok(
+            name,
+            f"{trained} at a learning rate of {training.learning_rate:g}, answers of at most"
+            f" {training.max_completion_length} tokens",
+        )
+    ]
 
 
 # ---- limits, configuration -----------------------------------------------------------------------

@@ -89,6 +89,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     listen = probes.listen_addresses(config.network.listen_addrs, data_dir)
     for port in probes.ports(listen, config.http, running):
         yield checks.check_port(port)
+    yield from checks.check_training(config.policy, config.training)
     yield checks.check_files(probes.open_files(), config.network.max_connections)
     status = probes.status(data_dir) if running else probes.RunningNode()
     yield checks.check_clock(probes.clock(data_dir, status))

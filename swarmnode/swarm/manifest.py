@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode import __version__, settings
-from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import ConfigError, Refused
 from swarmnode.files import read_private
 from swarmnode.p2p import addresses
@@ -69,15 +69,18 @@ class Change:
     """Somebody had said otherwise, not only the default."""
 
     @property
-    def overrules(self) -> bool:
-        """Whether it takes away what somebody has set. Peers are added to, and tasks have no
-        order."""
-        reordered = (
+    def reorders(self) -> bool:
+        """Return True if only the order differs, which neither tasks nor peers have."""
+        return (
             isinstance(self.was, list)
             and isinstance(self.now, list)
             and sorted(self.was) == sorted(self.now)
         )
-        return self.was_set and self.key != "network.initial_peers" and not reordered
+
+    @property
+    def overrules(self) -> bool:
+        """Return True if it takes away a value that somebody has set. Peers are added to."""
+        return self.was_set and self.key != "network.initial_peers" and not self.reorders
 
 
 # ---- founding ------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Conf
         "network.initial_peers": list(known),
     }
     if trains:
-        wanted |= _training_terms(manifest, config.training) | _model_terms(manifest, config.policy)
+        wanted |= _training_terms(manifest, config) | _model_terms(manifest, config.policy)
     changed = settings.replaced(config, wanted, "manifest")
     before = {key: settings.value(config, key) for key in wanted}
     return changed, [
@@ -241,10 +244,13 @@ def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Conf
     ]
 
 
-def _training_terms(manifest: SwarmManifest, training: TrainingConfig) -> dict[str, object]:
-    rules = manifest.rollouts
-    own_length = training.max_completion_length
-    unset = own_length == TrainingConfig.model_fields["max_completion_length"].default
+def _training_terms(manifest: SwarmManifest, config: Config) -> dict[str, object]:
+    rules, training = manifest.rollouts, config.training
+    own_length = (
+        training.max_completion_length
+        if settings.is_set(config, "training.max_completion_length")
+        else rules.max_tokens
+    )
     unset_keys = {key: settings.value(Config(), key) for key in AGREED_IF_SET}
     agreed = unset_keys | {setting.key: json.loads(setting.value) for setting in manifest.settings}
     # one completion more than is trained on
@@ -253,9 +259,7 @@ def _training_terms(manifest: SwarmManifest, training: TrainingConfig) -> dict[s
     return {
         "task.names": [task.id for task in manifest.tasks],
         "training.num_generations": min(max(training.num_generations, rules.min_completions), most),
-        "training.max_completion_length": (
-            rules.max_tokens if unset else min(own_length, rules.max_tokens)
-        ),
+        "training.max_completion_length": min(own_length, rules.max_tokens),
         "training.temperature": rules.temperature,
         "training.top_p": rules.top_p,
         "sharing.groups_per_second": rules.groups_per_second,

@@ -178,7 +178,6 @@ def stored(data_dir: Path) -> Opened | None:
 
 def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
     """`config` as the stored manifest wants it, and what that changed; as it is when there is none.
-    With a learning rate for the model.
 
     Raises Refused, with every reason, when this node cannot honour the manifest.
     """
@@ -190,13 +189,8 @@ def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[C
                 config.task.names,
                 "it is private (init --private); sharing.enabled = false trains alone",
             )
-        return config.model_copy(
-            update={"training": settings.suited(config.policy, config.training)}
-        ), []
+        return config, []
     refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)
     peers = dict.fromkeys([*config.network.initial_peers, *ManifestStore(data_dir).peers()])
     known = settings.replaced(config, {"network.initial_peers": list(peers)}, str(data_dir))
-    agreed, changes = manifest.agreed(known, opened, trains=trains)
-    return agreed.model_copy(
-        update={"training": settings.suited(agreed.policy, agreed.training)}
-    ), changes
+    return manifest.agreed(known, opened, trains=trains)

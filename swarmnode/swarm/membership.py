@@ -27,6 +27,7 @@ from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
 from swarmnode.files import held_data_dir, make_data_dir, read_private, write_atomically
 from swarmnode.install import check_torch
+from swarmnode.model_defaults import EMBEDDED
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest, manifest_store, successor
 from swarmnode.swarm.invite import Invite
@@ -69,6 +70,8 @@ class Draft:
     manifest: SwarmManifest
     before: Opened | None
     """What it is the successor of."""
+    config: Config
+    """The configuration that it states."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Membership:
                 now, asked.completions, bootstrap, _checked_members(asked.members), secret
             )
             models = [] if asked.any_model else [self._describe_model()]
-            return Draft(manifest.draft(self._config, founder, models, terms), None)
+            return Draft(manifest.draft(self._config, founder, models, terms), None, self._config)
         present = before.manifest
         if now <= present.created_at:
             raise ConfigError(
@@ -148,7 +151,9 @@ class Membership:
             before.swarm,
         )
         return Draft(
-            manifest.draft(self._config, founder, self._models_for(asked, present), terms), before
+            manifest.draft(self._config, founder, self._models_for(asked, present), terms),
+            before,
+            self._config,
         )
 
     def found(self, draft: Draft) -> tuple[Opened, Invite]:
@@ -345,16 +350,13 @@ class Membership:
         agreed, changes = manifest_store.honoured(self._config, trains=self._trains)
         self._mention_successor()
         for change in changes:
-            if change.key != "swarm.id":
+            if change.key != "swarm.id" and not change.reorders:
                 told = log.warning if change.overrules else log.info
                 told("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
-        rate = agreed.training.learning_rate
-        if self._trains and rate != self._config.training.learning_rate:
-            log.info(
-                "training.learning_rate is not set: this suits the model",
-                value=rate,
-                model=agreed.policy.model,
-            )
+        unset = [key for key in settings.FOLLOW_MODEL if not settings.is_set(agreed, key)]
+        if self._trains and unset and agreed.policy.model != EMBEDDED:
+            chosen = {key.rpartition(".")[2]: settings.value(agreed, key) for key in sorted(unset)}
+            log.info("defaults for this model", model=agreed.policy.model, **chosen)
         return agreed
 
     def _mention_successor(self) -> None:

@@ -271,8 +271,8 @@ def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
     )
 
 
-@pytest.mark.parametrize(("own", "agreed"), [(8, 512), (100, 100), (4096, 512)])
-def test_ones_own_length_stays_below_the_swarms_and_follows_it_where_unset(own, agreed):
+@pytest.mark.parametrize(("own", "agreed"), [(8, 8), (100, 100), (4096, 512)])
+def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
     opened = founded(config=changed(training={"max_completion_length": 512}))
     assert (
         manifest.agreed(changed(training={"max_completion_length": own}), opened)[
@@ -280,6 +280,14 @@ def test_ones_own_length_stays_below_the_swarms_and_follows_it_where_unset(own, 
         ].training.max_completion_length
         == agreed
     )
+
+
+@pytest.mark.parametrize("model", ["embedded", "org/model"])
+@pytest.mark.parametrize("length", [4, 512])
+def test_an_unset_length_is_the_swarms(model, length):
+    opened = founded(config=changed(training={"max_completion_length": length}), models=[])
+    config = Config.model_validate({"policy": {"model": model}})
+    assert manifest.agreed(config, opened)[0].training.max_completion_length == length
 
 
 def test_what_is_a_nodes_own_business_is_left_alone():

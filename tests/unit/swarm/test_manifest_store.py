@@ -152,26 +152,21 @@ def test_a_successor_of_somebody_else_is_none(tmp_path):
         ({}, 1e-6),
         ({"policy": {"lora": {"r": 8}}}, 1e-5),
         ({"training": {"learning_rate": 3e-4}}, 3e-4),
-        ({"policy": {"model": "./"}}, 3e-4),
+        ({"policy": {"model": "./"}}, 1e-6),
     ],
 )
-def test_a_model_of_the_hub_is_trained_at_a_rate_that_suits_it_where_nobody_has_set_one(
-    tmp_path, sections, rate
-):
+def test_a_real_model_has_a_suitable_rate_where_none_is_set(tmp_path, sections, rate):
     chosen(tmp_path, founded(models=[HUB]))
     agreed, changes = manifest_store.honoured(config_in(tmp_path, **sections))
     assert agreed.training.learning_rate == rate
     assert "training.learning_rate" not in {change.key for change in changes}
 
 
-def test_without_a_manifest_too_and_the_embedded_policy_keeps_its_rate(tmp_path):
-    assert (
-        manifest_store.honoured(config_in(tmp_path, policy={"model": "org/model"}))[
-            0
-        ].training.learning_rate
-        == 1e-6
-    )
-    assert manifest_store.honoured(config_in(tmp_path))[0].training.learning_rate == 3e-4
+def test_an_order_that_the_manifest_changes_is_not_logged(tmp_path):
+    chosen(tmp_path, founded())
+    with capture_logs() as logged:
+        Membership(config_in(tmp_path, task={"names": ["builtin/sum", "builtin/copy"]})).prepare()
+    assert "task.names" not in {line.get("key") for line in logged}
 
 
 def test_what_the_owner_has_set_and_the_manifest_overrules_is_a_warning(tmp_path):

@@ -200,8 +200,12 @@ def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
 @pytest.mark.parametrize(
     ("said", "warnings"),
     [
-        (["policy.model=a/b"], ["learning_rate", "max_completion_length"]),
-        (["policy.model=a/b", "policy.lora.r=8", "training.max_completion_length=256"], []),
+        (["policy.model=a/b"], []),
+        (["policy.model=a/b", "policy.lora.r=8"], []),
+        (
+            ["policy.model=a/b", "training.learning_rate=3e-4", "training.max_completion_length=8"],
+            ["learning_rate", "max_completion_length"],
+        ),
         (
             ["policy.model=a/b", "training.learning_rate=1e-6", "training.max_completion_length=8"],
             ["max_completion_length"],
