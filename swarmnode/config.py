@@ -6,31 +6,117 @@ docs/configuration.md show. Training keys carry TRL's names.
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import platformdirs
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from swarmnode.model_defaults import EMBEDDED, EMBEDDED_POLICY, defaults_for
 
-QUIET_HOURS = r"^$|^([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d$"
+QUIET_HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
+
+
+DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?")
+REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
+HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+LARGEST = 2**63 - 1
+"""Of whole numbers: torch's seeds and the messages between processes have 64 bits."""
+YEAR_SECONDS = 366 * 86_400
+"""Longest wait that can be set: timers overflow at some number."""
+NAME_BYTES = 64
+"""UTF-8 bytes of a node's or a swarm's name, in its summary and in the manifest."""
+TOKENS = 16 * 1024
+"""Tokens of a completion that can be shared. `wire.limits` has the same number."""
+TEMPERATURE = 100.0
+GROUPS_PER_SECOND = 1000.0
+"""Highest values that a manifest may have, as in `wire.limits`."""
+
+
+def _check_name(text: str) -> str:
+    if len(text.encode()) > NAME_BYTES:
+        raise ValueError(f"has {len(text.encode())} bytes in UTF-8, at most {NAME_BYTES}")
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed")
+    return text
+
+
+def _check_hours(text: str) -> str:
+    if text and not QUIET_HOURS.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} is not of the form 22:00-07:00")
+    return text
+
+
+def _check_revision(text: str | None) -> str | None:
+    if text is not None and not REVISION.fullmatch(text):
+        raise ValueError(f"{text[:80]!r} is not a commit, tag or branch of at most 64 characters")
+    return text
+
+
+def _check_device(text: str) -> str:
+    if not DEVICE.fullmatch(text):
+        raise ValueError(
+            f"{text[:40]!r} is not a device: set auto, cpu, cuda, cuda:1, mps or xpu (an NVIDIA or"
+            " AMD GPU is cuda)"
+        )
+    return text
+
+
+def _check_host(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        digits = re.fullmatch(r"[\d.]+", text)  # such as 127.0.0.256
+        if digits or not HOST_NAME.fullmatch(text):
+            raise ValueError(
+                f"{text[:120]!r} is neither an IP address nor a host name: set 127.0.0.1, 0.0.0.0"
+                " or ::1, without brackets and port"
+            ) from None
+    return text
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Seconds = Annotated[float, Field(ge=0, le=YEAR_SECONDS)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse `true` where a number is meant, which pydantic takes for 1, and whole numbers
+        above 63 bits."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation in (int, float):
+            raise ValueError("Input should be a number, not true or false")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"Input should be less than or equal to {LARGEST}")
+        return value
 
 
 class NodeConfig(Section):
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("swarmnode")))
     """Identity, peer book, trainer state and sockets live here. One node per directory."""
-    name: str = Field(default="", max_length=64)
+    name: Name = ""
     """Shown on the status page and in logs, and, with share_summary, to other nodes' operators;
     means nothing to their programs."""
     share_summary: bool = True
     """Tell peers this node's name, version, step, held-out reward, counts and uptime, for the swarm
     panel of their status pages."""
-    quiet_hours: str = Field(default="", pattern=QUIET_HOURS)
+    quiet_hours: Annotated[str, AfterValidator(_check_hours)] = ""
     """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no
     sharing. Empty is none."""
     rest_on_battery: bool = False
@@ -41,7 +127,7 @@ class NodeConfig(Section):
 
 
 class SwarmConfig(Section):
-    name: str = Field(default="local", min_length=1, max_length=64)
+    name: Name = Field(default="local", min_length=1)
     """Nodes with the same name, tasks and wire version form one swarm, where there is no
     manifest."""
     invite: str = Field(default="", max_length=8192)
@@ -63,7 +149,7 @@ class NetworkConfig(Section):
     """Multiaddrs of peers to join through, each ending in /p2p/<peer id>."""
     mdns: bool = True
     """Find peers on the local network."""
-    max_connections: int = Field(default=200, ge=2)
+    max_connections: int = Field(default=200, ge=2, le=65535)
     """Inbound and outbound connections together."""
     bulk_port: int = Field(default=0, ge=-1, le=65535)
     """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every
@@ -85,19 +171,19 @@ class NetworkConfig(Section):
 
 
 class LoraSettings(Section):
-    r: int = Field(default=0, ge=0)
+    r: int = Field(default=0, ge=0, le=1024)
     """Rank; 0 trains all weights."""
-    lora_alpha: int = Field(default=16, ge=1)
+    lora_alpha: int = Field(default=16, ge=1, le=65536)
     """Scale of the adapter."""
 
 
 class PolicyConfig(Section):
-    model: str = EMBEDDED
+    model: str = Field(default=EMBEDDED, min_length=1)
     """`embedded`, a directory, or a Hugging Face Hub name."""
-    revision: str | None = None
+    revision: Annotated[str | None, AfterValidator(_check_revision)] = None
     """Revision of a Hub model."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, …"""
+    device: Annotated[str, AfterValidator(_check_device)] = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; an AMD GPU is `cuda`, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in, trained weights being float32; `auto` is bfloat16 where the
     device has it, else float32."""
@@ -108,7 +194,7 @@ class PolicyConfig(Section):
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """Adam's two moments in 32 bits, or in 8 (bitsandbytes, extra `quant`; a CUDA device): 6 bytes
     less per trained parameter."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the trainer; 0 leaves it to torch."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
     """What a chat model is told around every question: `system`, the system prompt, and arguments
@@ -192,16 +278,16 @@ class TrainingConfig(Section):
     """Completions per group, G."""
     groups_per_step: int = Field(default=8, ge=1)
     """Groups in a training batch, B = I + J."""
-    target_step_seconds: float = Field(default=0.0, ge=0)
+    target_step_seconds: Seconds = 0.0
     """Fit the groups of a step to this node's speed, between an eighth of groups_per_step and all
     of it; 0 is off."""
     max_completion_length: int = Field(default=EMBEDDED_POLICY.max_completion_length, ge=1)
     """Sampled tokens per completion, at most. The default follows the model."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=TEMPERATURE)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
-    learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0)
+    learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0, le=1)
     """AdamW learning rate. The default follows the model."""
     options: list[
         Literal[
@@ -248,7 +334,7 @@ class TrainingConfig(Section):
     eval_budget: float = Field(default=0.05, gt=0, le=1)
     """Share of all sampled tokens that held-out evaluations may take; one that would come too early
     is put off. 1 is no limit."""
-    save_every: float = Field(default=60.0, ge=0)
+    save_every: Seconds = 60.0
     """Seconds of work that a crash costs at most if a step and a write of the state take below half
     of it. 0 saves after every step."""
     max_steps: int = Field(default=0, ge=0)
@@ -256,7 +342,7 @@ class TrainingConfig(Section):
     head has ended, or takes another step."""
     seed: int = Field(default=0, ge=0)
     """Seed of sampling and initialisation."""
-    step_interval: float = Field(default=0.0, ge=0)
+    step_interval: Seconds = 0.0
     """Least seconds between the starts of two steps; paces a node that shares its machine."""
 
     @model_validator(mode="after")
@@ -280,6 +366,11 @@ class TrainingConfig(Section):
                 f"training.options: {' and '.join(corrections)} are ways to do one thing:"
                 " choose one"
             )
+        if self.advantage == "mc_grpo" and self.num_generations > 63:
+            raise ValueError(
+                "training.advantage: mc_grpo samples one completion more than is trained on, and a"
+                " group has at most 64: set training.num_generations to 63 or lower"
+            )
         falls = [name for name in ("linear", "cosine") if name in self.options]
         if falls and not self.max_steps:
             raise ValueError(
@@ -292,7 +383,7 @@ class TrainingConfig(Section):
 class SharingConfig(Section):
     enabled: bool = True
     """Publish groups and train on those of other nodes."""
-    groups_per_second: float = Field(default=16.0, gt=0)
+    groups_per_second: float = Field(default=16.0, gt=0, le=GROUPS_PER_SECOND)
     """Groups accepted from one peer, sustained."""
     exchange: Literal["auto", "gossip", "pull"] = "auto"
     """How groups come here: `gossip` brings all of them, `pull` asks for as many as are trained on,
@@ -314,7 +405,7 @@ class WeightsConfig(Section):
     lora_a: Literal["shared", "trained"] = "shared"
     """With an adapter: freeze A at values that all nodes derive alike and average B, which is
     exact; or train and average both."""
-    join_seconds: float = Field(default=15.0, ge=0)
+    join_seconds: Seconds = 15.0
     """How long a node without state waits for a neighbour to offer its own before it starts from
     the base policy."""
     join_from_one: bool = False
@@ -345,7 +436,7 @@ class StagesConfig(Section):
     """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in
     the papers, `checkfree` for inner stages, `checkfree+` for all, trained for it with half of the
     micro-batches in swapped order."""
-    wait_seconds: float = Field(default=600.0, gt=0)
+    wait_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
     """How long a node that has learnt something waits for a crew that can go on with it, before it
     begins anew with the base model."""
     trust: Literal["known", "allowed", "anyone"] = "known"
@@ -368,7 +459,7 @@ class StagesConfig(Section):
 
 
 class HttpConfig(Section):
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     """Address of /metrics, /healthz, /readyz, /status and the status page. They are read-only."""
     port: int = Field(default=9464, ge=0, le=65535)
     """0 chooses a free port."""
@@ -383,9 +474,9 @@ class LogConfig(Section):
 
 
 class SupervisorConfig(Section):
-    startup_seconds: float = Field(default=300.0, gt=0)
+    startup_seconds: float = Field(default=300.0, gt=0, le=YEAR_SECONDS)
     """A process that has not made its first progress by then is restarted."""
-    drain_seconds: float = Field(default=20.0, gt=0)
+    drain_seconds: float = Field(default=20.0, gt=0, le=YEAR_SECONDS)
     """Time to finish after the first SIGTERM, beside that of the step under way. Saving is not cut
     short."""
 
@@ -405,6 +496,15 @@ class Config(Section):
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+
+    @model_validator(mode="after")
+    def _answers_can_be_shared(self) -> Config:
+        if self.sharing.enabled and self.training.max_completion_length > TOKENS:
+            raise ValueError(
+                f"training.max_completion_length: an answer that is shared has at most {TOKENS}"
+                " tokens: set that or less, or sharing.enabled = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _defaults_follow_the_model(self) -> Config:

@@ -124,7 +124,11 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
         | (_from_recipe(recipe) if recipe is not None else {})
         | _from_overrides(overrides)
     )
-    values = {key: setting for key, (setting, _) in said.items() if key != "node.data_dir"}
+    values = {
+        key: _from_anywhere(key, setting)
+        for key, (setting, _) in said.items()
+        if key != "node.data_dir"
+    }
     lines = [
         "# What was said once of this node. `swarmnode config set KEY=VALUE` adds to it; comments"
         " are not kept."
@@ -141,6 +145,28 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from None
     return path
+
+
+def _from_anywhere(key: str, setting: object) -> object:
+    """A setting that means the same in every working directory: a model's directory is absolute,
+    and so is the file of a dataset."""
+    if key == "policy.model" and isinstance(setting, str) and Path(setting).expanduser().is_dir():
+        return str(Path(setting).expanduser().absolute())
+    if key == "task.datasets" and isinstance(setting, Mapping):
+        return {
+            name: {
+                field: (
+                    str(Path(text).absolute())
+                    if field == "source" and isinstance(text, str) and Path(text).is_file()
+                    else text
+                )
+                for field, text in dataset.items()
+            }
+            if isinstance(dataset, Mapping)
+            else dataset
+            for name, dataset in setting.items()
+        }
+    return setting
 
 
 def toml(value: object) -> str:
@@ -241,7 +267,11 @@ def load(
         return Resolved(Config.model_validate(nested), origins)
     except ValidationError as error:
         first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        named = message.partition(":")[0]
+        if named in valid_keys():  # a rule over several settings begins with the one to change
+            key, message = named, message.partition(": ")[2]
         known = next(
             (k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")),
             key,
@@ -250,7 +280,7 @@ def load(
         if first["type"] == "list_type" and isinstance(first["input"], str):
             hint = f"""; write '{known}=["{first["input"].strip("[]")}"]'"""
         raise ConfigError(
-            f"{origins.get(known, 'configuration')}: {known}: {first['msg']}{hint}"
+            f"{origins.get(known, 'configuration')}: {known}: {message}{hint}"
         ) from None
 
 
@@ -372,7 +402,7 @@ def _from_environment(environment: Mapping[str, str]) -> Settings:
             continue
         if name not in by_name:
             raise ConfigError(f"environment: unknown key {name}{_nearest(name, by_name)}")
-        found[by_name[name]] = (_parse(text), f"environment {name}")
+        found[by_name[name]] = (_parse(text, by_name[name]), f"environment {name}")
     return found
 
 
@@ -382,10 +412,8 @@ def _from_overrides(overrides: Sequence[str]) -> Settings:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"command line: {text!r} is not key=value")
-        found[_known(key.strip().replace("-", "_"), "command line")] = (
-            _parse(value),
-            "command line",
-        )
+        name = _known(key.strip().replace("-", "_"), "command line")
+        found[name] = (_parse(value, name), "command line")
     return found
 
 
@@ -433,12 +461,23 @@ def _nested(settings: Mapping[str, object]) -> dict[str, object]:
     return tree
 
 
-def _parse(text: str) -> object:
-    """A value as TOML would read it, or the text itself: `1e-4`, `true`, `["a"]`, `/ip4/…`."""
+def _parse(text: str, key: str) -> object:
+    """A value as TOML would read it, or the text itself: `1e-4`, `true`, `["a"]`, `/ip4/…`. A
+    setting that is a text stays one: a name such as `2026`, a revision such as `1e5`."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if _is_text(key) and not isinstance(value, str | list | dict) else value
+
+
+def _is_text(key: str) -> bool:
+    """Return True if a setting is a text, or none."""
+    section: object = Config
+    *path, leaf = key.split(".")
+    for name in path:
+        section = section.model_fields[name].annotation  # type: ignore[attr-defined]
+    return section.model_fields[leaf].annotation in (str, str | None)  # type: ignore[attr-defined]
 
 
 def reference() -> str:

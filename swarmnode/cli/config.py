@@ -73,6 +73,7 @@ def config_set(
     """
     from swarmnode import settings
     from swarmnode.cli.node import check_before_processes
+    from swarmnode.tasks.registry import check_names
 
     asked = [*(node.set_ or []), *setting]
     if not asked and recipe is None:
@@ -82,8 +83,11 @@ def config_set(
             "config set: node.data_dir cannot be kept in the directory itself: name it with -d, or"
             " in the user's config.toml"
         )
-    resolved = load(replace(node, set_=asked), tasks=False, recipe=recipe)
+    of_tasks = any(text.strip().startswith("task.") for text in asked)
+    resolved = load(replace(node, set_=asked), tasks=of_tasks, recipe=recipe)
     check_before_processes(resolved)
+    if of_tasks:
+        check_names(resolved.config.task.names)
     file = settings.keep(resolved.config.node.data_dir, asked, recipe)
     return say({"file": str(file)}, f"kept in {file}", json)
 

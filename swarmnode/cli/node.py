@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,8 +27,12 @@ from swarmnode.errors import ConfigError
 from swarmnode.install import check_torch, install_command
 
 if TYPE_CHECKING:
+    from swarmnode.config import Config, PolicyConfig
     from swarmnode.settings import Recipe, Resolved
     from swarmnode.swarm.rollback import Kept
+
+
+HUB_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
 def run_node(
@@ -65,50 +70,109 @@ def _recipe_line(recipe: Recipe) -> str:
 
 def run_resolved(resolved: Resolved) -> int:
     """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
-    from swarmnode.settings import check_trackers
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
     needs_trainer("training")
     check_before_processes(resolved)
     check_names(resolved.config.task.names)
-    check_trackers(resolved.config.log.trackers)
     task = resolved.config.task
     prove_own([*task.modules, *task.settings, *task.datasets])
     return _supervise(resolved, None)
 
 
 def check_before_processes(resolved: Resolved) -> None:
-    """What is wrong with model and addresses, in one line and before anything starts. Raises
-    ConfigError, which names what set it."""
+    """Check the values whose rules the configuration itself does not know, before anything starts
+    or is kept.
+
+    Raises:
+        ConfigError: one line that names what set the value, the key, and what is wrong.
+    """
+    from swarmnode.settings import check_trackers
+    from swarmnode.swarm import invite as invites
+
+    config = resolved.config
+    for key, why in [*_model_problems(config.policy), *_address_problems(config)]:
+        raise ConfigError(f"{resolved.origins.get(key, 'default')}: {key}: {why}")
+    if config.swarm.invite:
+        try:
+            invites.parse(config.swarm.invite)
+        except ConfigError as error:
+            origin = resolved.origins.get("swarm.invite", "default")
+            raise ConfigError(f"{origin}: swarm.invite: {error}") from None
+    check_trackers(config.log.trackers)
+
+
+def _model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem)."""
+    from swarmnode.model_defaults import EMBEDDED
+
+    model, directory = policy.model, Path(policy.model).expanduser()
+    if directory.is_dir() and model != EMBEDDED:
+        if (directory / "adapter_config.json").is_file():
+            yield (
+                "policy.model",
+                f"{model} holds an adapter, which is trained on from a whole model: write one with"
+                " `swarmnode export --merge`",
+            )
+        elif not (directory / "config.json").is_file():
+            yield "policy.model", f"{model}: no config.json in this directory"
+    elif model.startswith(("/", ".", "~")):
+        yield "policy.model", f"{model}: no such directory"
+    elif model != EMBEDDED:
+        if difflib.SequenceMatcher(None, model, EMBEDDED).ratio() > 0.9:
+            yield "policy.model", f"{model!r}: did you mean 'embedded'?"
+        if not HUB_NAME.fullmatch(model):
+            yield (
+                "policy.model",
+                f"{model[:120]!r} is neither a directory that is there nor a Hub name such as"
+                " Qwen/Qwen2.5-0.5B-Instruct",
+            )
+    if policy.device.partition(":")[0] not in ("auto", "cuda"):
+        if policy.quantization != "none":
+            yield "policy.quantization", f"needs a CUDA device, and policy.device = {policy.device}"
+        if policy.optim != "adamw":
+            yield "policy.optim", f"needs a CUDA device, and policy.device = {policy.device}"
+
+
+def _address_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem)."""
     from swarmnode.p2p import addresses
 
-    def wrong(key: str, why: str) -> ConfigError:
-        return ConfigError(f"{resolved.origins.get(key, 'default')}: {key}: {why}")
-
-    model = resolved.config.policy.model
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise wrong("policy.model", f"{model}: no such directory")
-    if (
-        model != "embedded"
-        and difflib.SequenceMatcher(None, model, "embedded").ratio() > 0.9
-        and not Path(model).is_dir()
-    ):
-        raise wrong("policy.model", f"{model!r}: did you mean 'embedded'?")
-    network = resolved.config.network
-    for key, texts, needs_peer in (
-        ("network.listen_addrs", network.listen_addrs, False),
-        ("network.announce_addrs", network.announce_addrs, False),
-        ("network.initial_peers", network.initial_peers, True),
+    network = config.network
+    for key, texts in (
+        ("network.listen_addrs", network.listen_addrs),
+        ("network.announce_addrs", network.announce_addrs),
+        ("network.initial_peers", network.initial_peers),
     ):
         for text in texts:
+            shown = repr(text[:120])
             try:
-                _, peer = addresses.parse_any(text)
+                address, peer = addresses.parse_any(text)
             except ValueError as error:
-                why = str(error) if needs_peer else str(error).removesuffix("/p2p/<peer id>")
-                raise wrong(key, f"{text[:120]!r}: {why}") from None
-            if needs_peer and peer is None:
-                raise wrong(key, f"{text[:120]!r} does not end in /p2p/<peer id>")
+                why = str(error)
+                if key != "network.initial_peers":
+                    why = why.removesuffix("/p2p/<peer id>")
+                yield key, f"{shown}: {why}"
+                continue
+            direct = address if isinstance(address, addresses.Address) else None
+            if key == "network.initial_peers" and peer is None:
+                yield key, f"{shown} does not end in /p2p/<peer id>"
+            if key == "network.listen_addrs" and (direct is None or direct.ip is None):
+                yield key, f"{shown}: not the IP address of an interface: 0.0.0.0 is all of them"
+            if (
+                key != "network.listen_addrs"
+                and direct is not None
+                and (direct.port == 0 or (direct.ip is not None and direct.ip.is_unspecified))
+            ):
+                yield key, f"{shown} is not an address that anybody could dial"
+    if not network.listen_addrs:
+        yield "network.listen_addrs", 'no address; ["/ip4/127.0.0.1/tcp/0"] is this machine only'
+    for peer in config.stages.allowed:
+        try:
+            addresses.check_peer_id(peer)
+        except ValueError as error:
+            yield "stages.allowed", f"{peer[:120]!r}: {error}"
 
 
 def bootstrap_node(

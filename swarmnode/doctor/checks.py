@@ -25,6 +25,7 @@ GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
 may mend itself."""
 
 NOT_OURS = "not an address of this machine"
+TAKEN = "another process listens there"
 LEAST_FREE_BYTES = 256 * 2**20
 COMFORTABLE_FREE_BYTES = 5 * 2**30
 FUTURE_SECONDS = 60.0
@@ -181,6 +182,12 @@ def check_port(f: PortFacts) -> Check:
             f"listen on {every}, and name this one in network.announce_addrs",
             UNAVAILABLE,
         )
+    if f.problem == TAKEN and f.key == "http.port":
+        return warn(
+            name,
+            f"{where}: {f.problem}; the page takes the next free port",
+            "swarmnode top finds it; set http.port to a free port to know it beforehand",
+        )
     if f.problem:
         return fail(
             name,
@@ -325,10 +332,13 @@ class PeerFacts:
     detail: str = ""
 
 
-def check_peers(facts: Sequence[PeerFacts]) -> list[Check]:
-    """A line per bootstrap address. One that answers is enough for the exit code: the node starts,
-    and keeps dialling the others."""
+def check_peers(facts: Sequence[PeerFacts], itself: bool = False) -> list[Check]:
+    """Judge the bootstrap addresses of other nodes, a line each. One that answers is enough for the
+    exit code: the node starts, and keeps dialling the others. `itself`: this node is a bootstrap
+    peer, as a founder is."""
     name = "bootstrap"
+    if not facts and itself:
+        return [ok(name, "this node is the one that newcomers dial; it dials nobody")]
     if not facts:
         return [
             warn(

@@ -98,12 +98,14 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     key = data_dir / "identity.key"
     lost = not key.exists() or (probes.locked(key) and passphrase.given() is None)
     own = None if running or lost else key  # a key in use twice would be found out
+    me = probes.own_peer(data_dir)
+    others = [text for text in config.network.initial_peers if text.rpartition("/p2p/")[2] != me]
+    itself = len(others) < len(config.network.initial_peers)
+    network = config.network.model_copy(update={"initial_peers": others})
     peers, dial_back = probes.peers(
-        probes.Trial(
-            config.network, swarm, secret, own, [] if running else probes.free_ports(listen)
-        )
+        probes.Trial(network, swarm, secret, own, [] if running else probes.free_ports(listen))
     )
-    yield from checks.check_peers(peers)
+    yield from checks.check_peers(peers, itself)
     dial_back = probes.dialled_back(status) if running else dial_back
     yield checks.check_dial_back(dial_back)
     yield checks.check_router(probes.router(reachability, dial_back.observed))

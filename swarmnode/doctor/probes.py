@@ -33,6 +33,7 @@ import psutil
 from swarmnode.config import Config, HttpConfig, NetworkConfig
 from swarmnode.doctor.checks import (
     NOT_OURS,
+    TAKEN,
     UNAVAILABLE,
     ClockFacts,
     DeviceFacts,
@@ -45,6 +46,7 @@ from swarmnode.doctor.checks import (
     RouterFacts,
 )
 from swarmnode.errors import SwarmNodeError
+from swarmnode.observe import where
 from swarmnode.p2p.gateway import Gateway, kind_of
 
 EXAMINE_SECONDS = 180.0
@@ -135,6 +137,23 @@ def key(path: Path) -> KeyFacts:
     return KeyFacts(str(path), "good" if good else "damaged", mode, "" if good else "not Ed25519")
 
 
+def own_peer(data_dir: Path) -> str:
+    """Return this node's peer id; empty where it has no key yet, or one that cannot be read and
+    that no node has run with."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    from swarmnode.p2p import passphrase
+    from swarmnode.wire.envelope import peer_id
+
+    file = data_dir / "identity.key"
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, SwarmNodeError):
+        given = passphrase.given() if locked(file) else None
+        key = load_pem_private_key(file.read_bytes()[:4097], password=given)
+        return peer_id(key.public_key().public_bytes_raw())  # type: ignore[union-attr]
+    place = where.written(data_dir)
+    return place.peer if place is not None else ""
+
+
 def locked(path: Path) -> bool:
     """Whether the key in a file has a passphrase."""
     from swarmnode.p2p import passphrase
@@ -169,9 +188,6 @@ def ports(listen: Sequence[tuple[str, int]], http: HttpConfig, running: bool) ->
         ours = bool(problem) and running and problem == TAKEN
         facts.append(PortFacts(name, host, port, problem, ours))
     return facts
-
-
-TAKEN = "another process listens there"
 
 
 def port_problem(host: str, port: int) -> str:

@@ -14,6 +14,7 @@ rebinding): hence the check of the Host header.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import typing
@@ -44,6 +45,8 @@ from swarmnode.observe.history import POINTS, SAVE_SECONDS, History
 from swarmnode.observe.snapshot import NodeSnapshot
 
 TICK_SECONDS = 1.0
+PORTS_TRIED = 64
+"""Ports from `http.port` on, at most, where other processes listen."""
 STALLED_READER_SECONDS = 10
 """A client that does not read its answer is dropped after this long; hypercorn itself would wait
 for ever, and with it the drain."""
@@ -259,14 +262,40 @@ def _ip(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS) -> socket.socket:
-    """The listening socket. Raises `Unavailable` when the address cannot be had."""
+    """Return the listening socket: at `http.port`, or at the next free port where another process
+    has that one, because a page's port is no reason not to train.
+
+    Raises:
+        Unavailable: the address cannot be had, or all `PORTS_TRIED` ports are taken.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise Unavailable(f"http.host {cfg.host!r}: {error.strerror or error}") from error
+    ports = range(cfg.port, min(cfg.port + PORTS_TRIED, 65536)) if cfg.port else range(1)
+    for port in ports:
+        try:
+            sock = _listen_at(family, (address[0], port, *address[2:]), stalled_reader_seconds)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and port != ports[-1]:
+                continue
+            raise Unavailable(
+                f"http {cfg.host}:{port}: {error.strerror or error}; set http.port to a free one,"
+                " or 0"
+            ) from error
+        if port != cfg.port:
+            log.warning("http.port is taken, using the next free port", taken=cfg.port, port=port)
+        return sock
+    raise AssertionError("no port tried")
+
+
+def _listen_at(
+    family: int, address: tuple[object, ...], stalled_reader_seconds: int
+) -> socket.socket:
+    """Return a socket that listens at `address`. Raises OSError."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; inherited by accepted connections
@@ -276,12 +305,9 @@ def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS
         sock.bind(address)
         sock.listen(64)
         sock.setblocking(False)
-    except OSError as error:
+    except OSError:
         sock.close()
-        raise Unavailable(
-            f"http {cfg.host}:{cfg.port}: {error.strerror or error}; set http.port to a free one,"
-            " or 0"
-        ) from error
+        raise
     return sock
 
 
@@ -304,7 +330,7 @@ async def serve_http(
     node.
 
     Raises:
-        Unavailable: the port is taken.
+        Unavailable: see `listen`.
     """
     sock = sock or listen(cfg)
     host, port = sock.getsockname()[:2]

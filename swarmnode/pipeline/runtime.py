@@ -31,6 +31,7 @@ from swarmnode.pipeline.routes import Part
 from swarmnode.pipeline.sessions import Prompts, Sessions
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.footprint import logits_tokens
+from swarmnode.policy.model import cache_keyword
 from swarmnode.policy.logprobs import Batch, checkpointed, in_pieces, needs_checkpointing
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -107,8 +108,8 @@ class StageRuntime:
                 **inputs,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{cache_keyword(self._base.__class__.forward): cache},
             )
         return output.logits
 

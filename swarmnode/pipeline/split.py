@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from swarmnode.errors import Incompatible, Unavailable
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.fingerprint import weight_files
+from swarmnode.policy.load import rename_checkpointing_flag
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -119,4 +120,5 @@ def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
     """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
     from peft import get_peft_model
 
+    rename_checkpointing_flag(type(stage))
     return get_peft_model(stage, copy.deepcopy(settings)).eval()

@@ -289,6 +289,7 @@ def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:
     settings = lora_settings(cfg)
     # not `prepare_model_for_kbit_training`, which makes embedding and head, and so all activations,
     # float32
+    rename_checkpointing_flag(type(model))
     try:
         return get_peft_model(model, settings).eval()
     except ValueError as error:
@@ -416,3 +417,11 @@ def overwrite(
     check_shapes(parameters, tensors)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
+
+
+def rename_checkpointing_flag(model: type[PreTrainedModel]) -> None:
+    """Let a class answer to the earlier name of `is_activation_checkpointing`. peft 0.21 still
+    reads it, and transformers 5.23 deprecates it."""
+    current = getattr(PreTrainedModel, "is_activation_checkpointing", None)
+    if current is not None:
+        model.is_gradient_checkpointing = current  # type: ignore[method-assign,assignment]

@@ -107,8 +107,8 @@ class Policy(PolicyText):
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{cache_keyword(self.base.__class__.forward): cache},
                 **fewer,
             )
         logits: torch.Tensor = output.logits
@@ -155,3 +155,10 @@ def base_model(model: Model) -> PreTrainedModel:
 @functools.cache
 def takes_logits_to_keep(forward: Callable[..., object]) -> bool:
     return "logits_to_keep" in inspect.signature(forward).parameters
+
+
+@functools.cache
+def cache_keyword(forward: Callable[..., object]) -> str:
+    """Return the name under which a model takes its keys and values. transformers 5.24 calls it
+    `cache`, and deprecates the earlier name."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

@@ -23,7 +23,7 @@ import torch
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy.generate import Sampling
-from swarmnode.policy.load import Policy, load_policy
+from swarmnode.policy.load import Policy, load_policy, rename_checkpointing_flag
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
@@ -57,6 +57,7 @@ def open_model(cfg: PolicyConfig) -> Policy:
 
     base = json.loads(about.read_text())["base_model_name_or_path"]
     policy = load_policy(cfg.model_copy(update={"model": base, "revision": None}))
+    rename_checkpointing_flag(type(policy.base))
     return replace(policy, model=PeftModel.from_pretrained(policy.base, directory).eval())
 
 
