@@ -19,6 +19,8 @@ FORMAT = 1
 """How the files of a data directory are written. A version that an earlier one would misread counts
 on."""
 FORMAT_FILE = "format"
+PUBLIC_FILE, PUBLIC_DIRECTORY = 0o644, 0o755
+"""Modes of what other users may read."""
 SOCKET_PATH_BYTES = 100
 """A Unix socket's path may have about 107 bytes; a data directory may be deeper than that."""
 
@@ -45,6 +47,13 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.unlink(temporary)
         raise
     sync_directory(path.parent)
+
+
+def make_readable(directory: Path) -> None:
+    """Let other users read a directory and everything in it, whatever wrote the files: an export is
+    for them, too. Raises OSError."""
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(PUBLIC_DIRECTORY if path.is_dir() else PUBLIC_FILE)
 
 
 def sync_directory(directory: Path) -> None:

@@ -309,7 +309,7 @@ def _from_file(path: Path, *, must_exist: bool = False) -> Settings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for a kind of card and a size of model, as they come with the package."""
+    """Settings for a machine and a size of model, as they come with the package."""
 
     name: str
     what: str
@@ -338,15 +338,21 @@ def recipes() -> list[Recipe]:
     return sorted(found, key=lambda recipe: recipe.name)
 
 
+def recipe_text(name: str) -> str:
+    """Return the file of a recipe. Raises ConfigError where there is none of that name."""
+    known = [recipe.name for recipe in recipes()]
+    if name not in known:
+        raise ConfigError(f"command line: no recipe {name!r}; there are {', '.join(known)}")
+    return (resources.files("swarmnode") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def recipe_values(name: str) -> dict[str, object]:
+    """Return what a recipe sets, by dotted key. Raises ConfigError."""
+    return {_known(key, name): value for key, value in _leaves(tomllib.loads(recipe_text(name)))}
+
+
 def _from_recipe(name: str) -> Settings:
-    known = recipes()
-    if name not in {recipe.name for recipe in known}:
-        raise ConfigError(
-            f"command line: no recipe {name!r}; there are"
-            f" {', '.join(recipe.name for recipe in known)}"
-        )
-    with resources.as_file(resources.files("swarmnode") / "recipes" / f"{name}.toml") as path:
-        return {key: (setting, f"recipe {name}") for key, (setting, _) in _from_file(path).items()}
+    return {key: (value, f"recipe {name}") for key, value in recipe_values(name).items()}
 
 
 TRACKERS = {

@@ -17,7 +17,7 @@ from swarmnode.cli.control import finish, pause, resume
 from swarmnode.cli.demo import demo
 from swarmnode.cli.evaluate import evaluate
 from swarmnode.cli.key import key_app
-from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes, rollback, run_node
+from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes_app, rollback, run_node
 from swarmnode.cli.observe import samples, status, top
 from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app
@@ -42,7 +42,6 @@ app.command(resume)
 app.command(finish)
 app.command(doctor)
 app.command(plan)
-app.command(recipes)
 app.command(status)
 app.command(top)
 app.command(samples)
@@ -51,7 +50,7 @@ app.command(evaluate, name="eval")
 app.command(rollback)
 app.command(demo)
 app.command(completion)
-for group in (config_app, key_app, manifest_app, task_app):
+for group in (config_app, key_app, manifest_app, recipes_app, task_app):
     app.command(group)
 
 USAGE_EXIT_CODE = 2

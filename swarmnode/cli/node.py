@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cyclopts import App
+
 from swarmnode.cli.options import (
     NODE,
     AsJson,
@@ -47,19 +49,44 @@ def run_node(
     Parameters
     ----------
     recipe
-        Begin with settings for a kind of card and a size of model; `swarmnode recipes` lists them.
+        Begin with settings for a machine and a size of model; `swarmnode recipes` lists them.
         What else is set counts for more.
     """
     return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity, recipe=recipe))
 
 
+recipes_app = App(
+    name="recipes",
+    help="List the recipes for `run --recipe`: settings for a machine and a size of model.",
+)
+
+
+@recipes_app.default
 def recipes(*, json: AsJson = False) -> int:
-    """List the recipes for `run --recipe`: settings for a kind of card and a size of model."""
+    """List the recipes for `run --recipe`: settings for a machine and a size of model."""
     from swarmnode import settings
 
     found = settings.recipes()
     return say(
         {"recipes": [asdict(each) for each in found]}, "\n".join(map(_recipe_line, found)), json
+    )
+
+
+@recipes_app.command(name="show")
+def recipes_show(name: str, *, json: AsJson = False) -> int:
+    """Print what a recipe sets.
+
+    Parameters
+    ----------
+    name
+        One that `swarmnode recipes` lists.
+    """
+    from swarmnode import settings
+
+    return say(
+        {"recipe": name, "set": settings.recipe_values(name)},
+        settings.recipe_text(name).rstrip(),
+        json,
     )
 
 

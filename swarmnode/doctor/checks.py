@@ -229,7 +229,7 @@ def check_reachability(f: ReachFacts) -> Check:
         return warn(
             name,
             "outbound only: the node listens on loopback, so nobody can dial it",
-            'network.listen_addrs = ["/ip4/0.0.0.0/tcp/4001"] if the port can be reached; taking'
+            'network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port can be reached; taking'
             " part works without",
         )
     mine = [ipaddress.ip_address(ip) for ip in f.own_ips]

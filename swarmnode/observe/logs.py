@@ -191,6 +191,13 @@ def without_traceback(_: object, __: str, event: EventDict) -> EventDict:
     return event
 
 
+def without_logger_of_info(_: object, __: str, event: EventDict) -> EventDict:
+    """For a terminal, whose lines are short: who wrote a line matters where something is wrong."""
+    if event.get("level") in ("info", "debug"):
+        event.pop("logger", None)
+    return event
+
+
 def dated(_: object, __: str, event: EventDict) -> EventDict:
     """With the date, also where a terminal's lines have the time alone."""
     record = event.get("_record")
@@ -284,7 +291,10 @@ def configure(
         lines.setFormatter(
             formatter(
                 without_traceback,
-                structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0),
+                without_logger_of_info,
+                structlog.dev.ConsoleRenderer(
+                    colors=stream.isatty(), pad_event_to=0, pad_level=False, sort_keys=False
+                ),
             )
         )
     ring.setFormatter(formatter(without_traceback, line_text))

@@ -12,7 +12,7 @@ from pathlib import Path
 from swarmnode import settings
 from swarmnode.config import Config, TaskConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
-from swarmnode.files import write_atomically
+from swarmnode.files import PUBLIC_FILE, write_atomically
 from swarmnode.swarm.card import FILE, TrainedOn, card
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks.registry import task_version
@@ -63,7 +63,8 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     told: dict[str, object] = json.loads(said[-1])
     terms = {key: settings.value(config, key) for key in TERMS}
     try:
-        write_atomically(target / FILE, card(told, trained_on(config.task), terms).encode())
+        text = card(told, trained_on(config.task), terms)
+        write_atomically(target / FILE, text.encode(), PUBLIC_FILE)
     except OSError as error:
         raise Unavailable(f"cannot write {target / FILE}: {error.strerror}") from None
     return told

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import LocalError, StateError, Unavailable
-from swarmnode.files import sync_directory
+from swarmnode.files import make_readable, sync_directory
 from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import (
@@ -91,6 +91,7 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
                 partial
             )
             (partial / "swarmnode.json").write_text(json.dumps(asdict(exported), indent=1) + "\n")
+            make_readable(partial)
             if target.exists():
                 target.rmdir()  # empty, or somebody else has just filled it
             os.replace(partial, target)

@@ -308,7 +308,7 @@ class Loop:
         )
         self._reporter.enter("training", ended - started)
         self._keep(experience, judgement)
-        self._log_step(by_task)
+        self._log_step()
 
     def _keep(self, experience: Experience, judgement: Judgement) -> None:
         """For whoever looks at it afterwards."""
@@ -321,18 +321,16 @@ class Loop:
                 own_sample(now, last.step, experience.prompts[0], experience.messages[0])
             )
 
-    def _log_step(self, by_task: dict[str, float]) -> None:
-        """One line for people, whatever else they watch."""
+    def _log_step(self) -> None:
+        """Log one line that fits a terminal of 80 columns; steps.jsonl has everything else."""
         last = self._reporter.last
         log.info(
             "step",
             step=last.step,
-            policy_version=last.policy_version,
-            seconds=_rounded(last.step_seconds, 2),
             reward=_rounded(last.reward_own, 3),
             own=last.own_groups,
-            external=last.external_groups,
-            by_task={task: round(reward, 3) for task, reward in sorted(by_task.items())},
+            peers=last.external_groups,
+            seconds=_rounded(last.step_seconds, 2),
         )
 
     def _count(

@@ -176,6 +176,14 @@ class StateSeeker:
             nursery.cancel_scope.cancel()
         steps = sorted((offer.manifest.outer_step for offer in offers.values()), reverse=True)
         log.info("no state to take: %d neighbours asked, their outer steps %s", len(asked), steps)
+        if len(offers) == 1 and steps[0] > 0 and not self._cfg.join_from_one:
+            (only,) = offers
+            log.warning(
+                "starting from the base policy: only neighbour %s offers a state, and a state is"
+                " taken where %d agree; if you trust it, set weights.join_from_one = true",
+                only,
+                AGREE,
+            )
         return False
 
     def _source_among(self, offers: dict[str, OfferedState], *, alone: bool) -> str | None:

@@ -83,7 +83,7 @@ def test_what_the_image_sets_is_configuration():
     config = settings.load(None, set_by_image).config
     assert len(set_by_image) == 3
     assert str(config.node.data_dir) == "/var/lib/swarmnode"
-    assert config.network.listen_addrs == ["/ip4/0.0.0.0/tcp/4001"]
+    assert config.network.listen_addrs == ["/ip4/0.0.0.0/tcp/9512"]
 
 
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
@@ -118,7 +118,7 @@ def test_compose_mounts_what_exists_and_gives_the_node_its_time():
 def test_nothing_but_peers_reaches_a_composed_node_from_outside():
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert [port for port in ports if not port.startswith("127.0.0.1:")] == ["4001:4001"]
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == ["9512:9512"]
 
 
 def test_grafana_is_provisioned_where_the_files_say():

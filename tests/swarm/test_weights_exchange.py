@@ -255,7 +255,9 @@ async def test_a_neighbour_that_stays_silent_does_not_hold_up_a_newcomer(tmp_pat
 
 
 @pytest.mark.parametrize("from_one", [False, True])
-async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(from_one, tmp_path):
+async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(
+    from_one, tmp_path, caplog
+):
     async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
@@ -277,6 +279,8 @@ async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(fro
             )
         )
         assert identical(new.weights(), rounded(old.phi()) if from_one else before)
+    advice = [line for line in caplog.messages if "weights.join_from_one" in line]
+    assert len(advice) == (0 if from_one else 1), "the operator is told which setting takes it"
 
 
 async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_asked_for(tmp_path):

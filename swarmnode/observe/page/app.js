@@ -329,8 +329,9 @@ const RESTS = ["owner", "battery", "busy", "quiet_hours"]; // why a trainer rest
 function head(told) {
   const s = told.snapshot, report = s.trainer.report || {};
   const { node: me } = s;
-  byId("name").textContent = me.name || shortId(me.peer) || "swarmnode";
-  document.title = `${me.name || shortId(me.peer)} · swarmnode`;
+  const title = me.name || me.swarm_name || shortId(me.peer);
+  byId("name").textContent = title || "swarmnode";
+  document.title = `${title} · swarmnode`;
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : (s.stages.own || {}).phase) || "";

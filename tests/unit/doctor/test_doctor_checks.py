@@ -234,6 +234,21 @@ def test_one_bootstrap_peer_that_answers_is_enough(outcomes, levels, code):
     assert checks.exit_code(found) == code
 
 
+def test_a_founder_needs_no_bootstrap_peer():
+    (check,) = checks.check_peers([], itself=True)
+    assert (check.level, check.todo) == ("ok", "")
+    alone = checks.check_peers([PeerFacts("/ip4/1.2.3.4/tcp/1", "unreachable")], itself=True)
+    assert [check.level for check in alone] == ["fail"]
+
+
+def test_a_taken_page_port_is_no_failure():
+    page, peers = (
+        checks.check_port(PortFacts(key, "127.0.0.1", 9464, checks.TAKEN))
+        for key in ("http.port", "network.listen_addrs")
+    )
+    assert (page.level, peers.level) == ("warn", "fail")
+
+
 def test_the_exit_code_is_what_a_person_has_to_mend_first():
     failed = [Check("a", "fail", "", exit_code=code) for code in (75, 69, 77)]
     assert checks.exit_code(failed) == 77

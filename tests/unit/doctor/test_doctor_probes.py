@@ -17,15 +17,18 @@ import trio
 from safetensors.torch import load_file, save_file
 
 import swarmnode.policy
-from swarmnode import cli
+from protocol.generate.frames import PEER
+from swarmnode import cli, settings
 from swarmnode.config import HttpConfig, NetworkConfig, PolicyConfig
 from swarmnode.doctor import checks, probes
-from swarmnode.doctor.checks import DeviceFacts, DialBackFacts
+from swarmnode.doctor import command as doctor_command
+from swarmnode.doctor.checks import DeviceFacts, DialBackFacts, PeerFacts
 from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.p2p.identity import load_or_create
+from swarmnode.p2p.passphrase import pem
 from swarmnode.policy.describe import describe
 from swarmnode.policy.examine import examine
 from tests.support import snapshots
@@ -67,6 +70,43 @@ def test_keys(tmp_path):
     assert probes.key(path).state == "damaged"
     path.write_bytes(b"ssh-ed25519 AAAA")
     assert probes.key(path).state == "damaged"
+
+
+@pytest.mark.parametrize("passphrase", [None, b"five random words are good"])
+def test_a_nodes_own_peer_id_is_read_from_its_key(tmp_path, passphrase, monkeypatch):
+    assert probes.own_peer(tmp_path) == ""
+    identity = load_or_create(tmp_path / "identity.key")
+    if passphrase is not None:
+        (tmp_path / "identity.key").write_bytes(pem(identity.private_key, passphrase))
+        assert probes.own_peer(tmp_path) == ""
+        monkeypatch.setenv("SWARMNODE_KEY_PASSPHRASE", passphrase.decode())
+    assert probes.own_peer(tmp_path) == identity.peer_id
+
+
+def test_doctor_of_a_founder_does_not_dial_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(probes, "device", lambda policy, trial: DeviceFacts(error="left out"))
+    dialled = []
+
+    def dial(trial):
+        dialled.append(trial)
+        return [
+            PeerFacts(address, "unreachable") for address in trial.network.initial_peers
+        ], DialBackFacts()
+
+    monkeypatch.setattr(probes, "peers", dial)
+    me = load_or_create(tmp_path / "identity.key").peer_id
+    other = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
+    for peers, bootstrap in (
+        ([f"/ip4/127.0.0.1/tcp/1/p2p/{me}"], "ok"),
+        ([f"/ip4/127.0.0.1/tcp/1/p2p/{me}", other], "fail"),
+        ([], "warn"),
+    ):
+        said = [f"node.data_dir={tmp_path}", f"network.initial_peers={json.dumps(peers)}"]
+        doctor_command.doctor(lambda said=said: settings.load(overrides=said), as_json=True)
+        found = json.loads(capsys.readouterr().out)["checks"]
+        levels = [check["level"] for check in found if check["name"] == "bootstrap"]
+        assert levels == ([bootstrap] if bootstrap else [])
+    assert [trial.network.initial_peers for trial in dialled] == [[], [other], []]
 
 
 def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):

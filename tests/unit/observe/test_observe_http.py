@@ -10,10 +10,11 @@ import pytest
 import trio
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from structlog.testing import capture_logs
 
 from swarmnode.config import HttpConfig
 from swarmnode.errors import Unavailable
-from swarmnode.observe.http import is_loopback, listen, serve_http
+from swarmnode.observe.http import PORTS_TRIED, is_loopback, listen, serve_http
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import Health, NodeSnapshot
 from tests.support.snapshots import example
@@ -119,13 +120,19 @@ def test_a_bind_address_is_loopback_or_not() -> None:
     )
 
 
-async def test_a_taken_port_is_one_clear_line() -> None:
+async def test_a_taken_port_is_replaced_by_the_next_free_one() -> None:
     with listen(HttpConfig(port=0)) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(
-            Unavailable, match=f"127.0.0.1:{port}: Address already in use; set http.port"
-        ):
-            await serve_http(HttpConfig(port=port), example)
+        with capture_logs() as lines, listen(HttpConfig(port=port)) as next_free:
+            assert port < next_free.getsockname()[1] < port + PORTS_TRIED
+    assert [line["taken"] for line in lines] == [port]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_cannot_be_had_is_one_clear_line(host: str) -> None:
+    with pytest.raises(Unavailable, match=host) as raised:
+        listen(HttpConfig(host=host, port=0))
+    assert "\n" not in str(raised.value)
 
 
 async def test_shutdown_trigger_ends_it() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 
@@ -77,6 +78,17 @@ def test_a_terminal_gets_lines_for_eyes() -> None:
     structlog.get_logger("swarmnode").info("listening", port=4)
     assert not stream.getvalue().startswith("{")
     assert "listening" in stream.getvalue()
+
+
+def test_a_terminals_line_is_short_and_in_order() -> None:
+    stream = Terminal()
+    configure(LogConfig(), "trainer", stream)
+    logger = structlog.get_logger("swarmnode.trainer.loop")
+    logger.info("step", step=3, reward=0.5, own=8)
+    logger.warning("trouble", step=3)
+    info, warning = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[info\] step step=3 reward=0.5 own=8", info.replace("  ", " "))
+    assert "swarmnode.trainer.loop" in warning
 
 
 def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:

@@ -187,3 +187,11 @@ def test_nobody_there_and_somebody_else_are_one_clear_line() -> None:
         fetch(Place(url))
     with pytest.raises(Unavailable, match=r"no node answers at .*Connection refused"):
         fetch(Place("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(("name", "title"), [("", "evening"), ("attic", "attic")])
+def test_the_title_is_the_swarms_name_where_the_node_has_none(name: str, title: str) -> None:
+    snapshot = example()
+    node = msgspec.structs.replace(snapshot.node, name=name, swarm_name="evening")
+    shown = drawn(msgspec.structs.replace(snapshot, node=node), styles=False)
+    assert title in shown.splitlines()[0]

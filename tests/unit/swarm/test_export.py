@@ -1,6 +1,8 @@
 """What is exported loads with transformers alone and says the same as the trained policy."""
 
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -91,6 +93,20 @@ def test_an_adapter_loads_on_its_base_and_merged_without_one(tmp_path):
     assert export(tmp_path, lora=4, merge=True).kind == "weights"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(logits(merged), logits(policy.model), atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_other_users_can_read_an_export(tmp_path, lora):
+    trained(tmp_path, lora=lora)
+    before = os.umask(0o077)
+    try:
+        export(tmp_path, lora=lora)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").rglob("*")}
+    assert len(modes) >= 5
+    assert set(modes.values()) == {0o644}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
 def test_another_models_state_is_refused_and_nothing_is_written(tmp_path, capsys):

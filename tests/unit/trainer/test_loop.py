@@ -164,17 +164,21 @@ async def test_groups_of_a_peer_are_judged_used_and_counted(tmp_path):
     )
 
 
-async def test_a_step_is_a_line_at_info_with_reward_by_task(tmp_path):
+async def test_a_step_is_one_line_of_a_terminal(tmp_path):
     network = NetworkSide()
     with capture_logs() as lines:
         await train(tmp_path, network, max_steps=2)
     steps = [line for line in lines if line["event"] == "step"]
     assert [(line["step"], line["log_level"]) for line in steps] == [(1, "info"), (2, "info")]
-    assert all(line["by_task"] and line["seconds"] > 0 for line in steps)
-    assert {task for line in steps for task in line["by_task"]} == set(
-        network.reports[-1].reward_by_task
+    assert all(line["seconds"] > 0 for line in steps)
+    fields = steps[0] | {"step": 1_234_567, "seconds": 12_345.67, "own": 128, "peers": 128}
+    shown = " ".join(
+        f"{key}={value}" for key, value in fields.items() if key not in ("event", "log_level")
     )
-    assert all(0.0 <= reward <= 1.0 for reward in network.reports[-1].reward_by_task.values())
+    assert len(f"12:34:56 [info] step {shown}") <= 80
+    rewards = network.reports[-1].reward_by_task
+    assert rewards
+    assert all(0.0 <= reward <= 1.0 for reward in rewards.values())
 
 
 async def test_stop_ends_a_trainer_that_still_waits_for_its_identity(tmp_path):

@@ -60,8 +60,8 @@ def shape_of(model):
     )
 
 
-def test_there_are_recipes_for_8_24_and_80_gb_and_from_half_a_billion_to_seven():
-    assert {name.partition("-")[0] for name in NAMES} == {"8gb", "24gb", "80gb"}
+def test_there_are_recipes_for_a_cpu_and_for_small_and_large_cards():
+    assert {name.partition("-")[0] for name in NAMES} == {"cpu", "8gb", "24gb", "80gb"}
     assert {settings.load(recipe=name).config.policy.model for name in NAMES} == {
         f"Qwen/Qwen2.5-{size}-Instruct" for size in SHAPES
     }
@@ -71,11 +71,12 @@ def test_there_are_recipes_for_8_24_and_80_gb_and_from_half_a_billion_to_seven()
 def test_its_figures_are_the_plans(name):
     config = settings.load(recipe=name).config
     policy, training = config.policy, config.training
-    method = Method("cuda", policy.dtype, policy.lora.r, None, policy.optim, checkpointing=True)
+    where = policy.device if policy.device != "auto" else "cuda"
+    method = Method(where, policy.dtype, policy.lora.r, None, policy.optim, checkpointing=True)
     shape, length, card = (
         shape_of(policy.model),
         PROMPT + training.max_completion_length,
-        int(name.partition("gb")[0]),
+        int(re.search(r"(\d+)gb", name)[1]) if where == "cuda" else 8,
     )
     tokens = micro_batch(shape, method, card * 10**9)
     need = footprint(shape, method, length).total / 10**9
@@ -89,6 +90,15 @@ def test_its_figures_are_the_plans(name):
     sampled = shape.cache_bytes * length * training.num_generations
     assert footprint(shape, method, 1).resident + sampled < card * 10**9
     assert settings.unsuited(policy, training) == []
+
+
+def test_a_recipe_can_be_looked_at(capsys):
+    assert run(["recipes", "show", "cpu-0.5b-lora"]) == 0
+    assert capsys.readouterr().out.strip() == text_of("cpu-0.5b-lora").strip()
+    assert run(["recipes", "show", "cpu-0.5b-lora", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["set"]["policy.device"] == "cpu"
+    assert run(["recipes", "show", "12gb"]) == 78
+    assert "no recipe '12gb'; there are 24gb-1.5b, " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,209 @@
+"""`config set` refuses every value that a start would refuse, in one line that names the key, and
+keeps nothing then."""
+
+import json
+
+import pytest
+
+from swarmnode import cli, settings
+from swarmnode.testing.policy import write_tiny_policy
+from swarmnode.wire import limits
+
+BAD = [
+    "policy.device=gpu",
+    "policy.device=cuda:x",
+    "policy.device=CUDA",
+    "policy.device=",
+    "policy.device=auto:1",
+    "policy.dtype=fp8",
+    "policy.dtype=half",
+    "policy.model=",
+    "policy.model=~/no/such/model",
+    "policy.model=models/of/mine",
+    "policy.model=not a model",
+    "policy.model={tmp}/empty",
+    "policy.model={tmp}/adapter",
+    "policy.model={tmp}/empty/file",
+    "policy.revision=a b",
+    "policy.revision=" + "a" * 65,
+    "policy.lora.r=-1",
+    "policy.lora.r=true",
+    "policy.lora.r=8.5",
+    "policy.lora.r=100000",
+    "policy.quantization=4",
+    "policy.threads=1e9",
+    "policy.chat={system = 3}",
+    "training.learning_rate=nan",
+    "training.learning_rate=inf",
+    "training.learning_rate=0",
+    "training.learning_rate=5",
+    "training.learning_rate=false",
+    "training.max_steps=true",
+    "training.max_steps=-1",
+    "training.seed=99999999999999999999999",
+    "training.temperature=0",
+    "training.temperature=1000",
+    "training.top_p=1.5",
+    "training.num_generations=1",
+    "training.num_generations=65",
+    "training.max_completion_length=0",
+    "training.max_completion_length=100000",
+    "training.save_every=1e300",
+    "training.step_interval=-inf",
+    'training.options=["warm-up"]',
+    'training.options=["linear"]',
+    'training.options=["linear", "cosine"]',
+    "training.advantage=ppo",
+    "training.loss_type=reinforce",
+    "sharing.groups_per_second=100000",
+    "sharing.exchange=push",
+    "weights.join_seconds=nan",
+    "weights.codec=fp16",
+    "stages.trust=all",
+    'stages.allowed=["somebody"]',
+    "network.relay=on",
+    "network.mdns=perhaps",
+    "network.bulk_port=70000",
+    "network.max_connections=1",
+    "network.listen_addrs=[]",
+    'network.listen_addrs=["/dns4/example.org/tcp/9512"]',
+    'network.listen_addrs=["0.0.0.0:9512"]',
+    'network.announce_addrs=["/ip4/0.0.0.0/tcp/9512"]',
+    'network.announce_addrs=["/ip4/203.0.113.5/tcp/0"]',
+    'network.announce_addrs=["/ip4/203.0.113.300/tcp/1"]',
+    'network.initial_peers=["/ip4/203.0.113.5/tcp/9512"]',
+    "swarm.name=",
+    "swarm.name=" + "ä" * 33,
+    'swarm.name="a\\nb"',
+    'node.name="\\u001b[2J"',
+    "node.name=" + "n" * 65,
+    "swarm.invite=/ip4/203.0.113.5/tcp/9512",
+    "swarm.follow=always",
+    "node.quiet_hours=25:00-07:00",
+    "node.quiet_hours=22-7",
+    "node.rest_above_load=25",
+    "http.host=[::1]",
+    "http.host=http://localhost",
+    "http.host=127.0.0.256",
+    "http.host=*",
+    "http.host=",
+    "http.port=-1",
+    "http.port=65536",
+    "log.level=verbose",
+    'log.trackers=["mlflow"]',
+    "supervisor.startup_seconds=0",
+    "task.names=[]",
+    'task.names=["gsm8k"]',
+    'task.names=["rg/chain_sum", "rg/chain_sum"]',
+    'task.names=["data/mine"]',
+    'task.modules=["no_such_module_here:reward"]',
+    "task.held_out_per_task=0",
+]
+GOOD = [
+    "policy.device=cuda:1",
+    "policy.device=mps",
+    "policy.model=gpt2",
+    "policy.model=Qwen/Qwen2.5-0.5B-Instruct",
+    "policy.model={tmp}/model",
+    "policy.revision=7ae557604adf67be50417f59c2c2f167def9a775",
+    "policy.revision=1e5",
+    "policy.revision=refs/pr/3",
+    "node.name=2026",
+    "node.name=1979-05-27",
+    "swarm.name=日本語",
+    "node.quiet_hours=22:00-07:00",
+    "http.host=::",
+    "http.host=my-machine.local",
+    "training.learning_rate=1e-6",
+    "training.seed=9223372036854775807",
+    "training.max_completion_length=16384",
+    "network.bulk_port=-1",
+    'network.listen_addrs=["/ip6/::/tcp/9512"]',
+    'network.announce_addrs=["/dns4/example.org/tcp/9512"]',
+    'task.names=["rg/gcd"]',
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    root = tmp_path_factory.mktemp("places")
+    write_tiny_policy(root / "model")
+    (root / "empty").mkdir()
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _no_file_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "default_file", lambda: tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_a_value_that_cannot_work_is_not_kept(tmp_path, places, capsys, setting):
+    setting = setting.replace("{tmp}", str(places))
+    assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 78
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert setting.partition("=")[0] in said
+    assert not settings.kept_file(tmp_path).exists()
+
+
+@pytest.mark.parametrize("setting", GOOD)
+def test_a_value_that_works_is_kept(tmp_path, places, setting):
+    setting = setting.replace("{tmp}", str(places))
+    assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 0
+    key, _, value = setting.partition("=")
+    kept = settings.value(settings.load(overrides=[f"node.data_dir={tmp_path}"]).config, key)
+    assert kept == value or json.loads(value) == kept
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("policy.device=cpu", "policy.optim=adamw_8bit"),
+        ("policy.optim=adamw_8bit", "policy.device=mps"),
+        ("training.advantage=mc_grpo", "training.num_generations=64"),
+    ],
+)
+def test_two_values_that_do_not_fit_each_other_are_named(tmp_path, capsys, first, second):
+    assert cli.run(["config", "set", first, "-d", str(tmp_path)]) == 0
+    kept = settings.kept_file(tmp_path).read_text()
+    assert cli.run(["config", "set", second, "-d", str(tmp_path)]) == 78
+    assert capsys.readouterr().err.count("\n") == 1
+    assert settings.kept_file(tmp_path).read_text() == kept
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+    setting = 'log.trackers=["wandb"]'
+    assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 78
+    assert "wandb" in capsys.readouterr().err
+
+
+def test_the_environment_is_checked_alike(monkeypatch, capsys):
+    monkeypatch.setenv("SWARMNODE_POLICY_DEVICE", "gpu")
+    assert cli.run(["config", "show"]) == 78
+    assert "environment SWARMNODE_POLICY_DEVICE: policy.device:" in capsys.readouterr().err
+
+
+def test_a_relative_model_is_kept_with_its_whole_path(tmp_path, places, monkeypatch):
+    monkeypatch.chdir(places)
+    assert cli.run(["config", "set", "policy.model=./model", "-d", str(tmp_path / "node")]) == 0
+    monkeypatch.chdir(tmp_path)
+    kept = settings.load(overrides=[f"node.data_dir={tmp_path / 'node'}"]).config
+    assert kept.policy.model == str(places / "model")
+
+
+def test_long_answers_need_not_be_shared(tmp_path):
+    said = ["training.max_completion_length=32768", "sharing.enabled=false"]
+    assert settings.load(overrides=said).config.training.max_completion_length == 32768
+
+
+def test_settings_end_where_the_wire_does():
+    from swarmnode import config
+
+    assert config.TOKENS == limits.TOKENS
+    assert config.TEMPERATURE == limits.TEMPERATURE
+    assert config.GROUPS_PER_SECOND == limits.GROUPS_PER_SECOND
+    assert config.NAME_BYTES == limits.MANIFEST_NAME_BYTES == limits.SUMMARY_NAME_BYTES

@@ -1,0 +1,31 @@
+"""transformers' new names are used where they exist, so that nothing warns of the old ones."""
+
+import warnings
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from swarmnode.config import LoraSettings, PolicyConfig
+from swarmnode.pipeline.split import adapt
+from swarmnode.policy.load import cache_keyword, load_policy, lora_settings
+
+
+def test_an_adapter_is_made_and_run_without_a_warning(model_dir):
+    cfg = PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        policy = load_policy(cfg)
+        ids = torch.tensor([[5, 9, 17]])
+        cache = DynamicCache(config=policy.base.config)
+        policy.logits(ids, None, torch.arange(3)[None], cache=cache)
+        base = AutoModelForCausalLM.from_pretrained(cfg.model)
+        adapt(base, lora_settings(cfg))
+    assert cache.get_seq_length() == 3
+    assert not policy.base.is_gradient_checkpointing
+
+
+def test_the_cache_is_given_by_the_name_that_a_model_takes():
+    def later(input_ids, cache=None, use_cache=None): ...
+    def earlier(input_ids, past_key_values=None, use_cache=None): ...
+
+    assert (cache_keyword(later), cache_keyword(earlier)) == ("cache", "past_key_values")
