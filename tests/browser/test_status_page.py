@@ -374,7 +374,11 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
 
 
 async def test_an_empty_node_has_a_page_too(tmp_path, monkeypatch) -> None:
-    seen = await visit(tmp_path, monkeypatch, NodeSnapshot, past=History)
+    empty = NodeSnapshot()
+    node = msgspec.structs.replace(empty.node, swarm_name="evening")
+    snapshot = msgspec.structs.replace(empty, node=node)
+    seen = await visit(tmp_path, monkeypatch, lambda: snapshot, past=History)
+    assert "<title>evening · swarmnode</title>" in seen.dom
     assert "nothing measured yet" in seen.text
     assert "network not up yet; policy not loaded yet" in seen.text
     assert "Nobody yet." in seen.text

@@ -1,5 +1,5 @@
-"""README, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by somebody who does what
-they say: every command of their code blocks, in order, in a shell, with real nodes.
+"""README, docs/first-run.md, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by
+somebody who does what they say: every command of their code blocks, in order, in a shell, with real nodes.
 
 A machine is a home directory. What the pages cannot know (addresses, an invite) is put in by SAID,
 what cannot be done here is in NOT_HERE; an entry of either that no page needs any more is an error.
@@ -9,6 +9,7 @@ One founder runs for all of them; other nodes end after one step.
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,13 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 PAGES = {
     name: ROOT / name
-    for name in ("README.md", "docs/join.md", "docs/host-a-swarm.md", "docs/own-task.md")
+    for name in (
+        "README.md",
+        "docs/first-run.md",
+        "docs/join.md",
+        "docs/host-a-swarm.md",
+        "docs/own-task.md",
+    )
 }
 PASSPHRASE = "five random words are good"
 
@@ -44,6 +51,7 @@ MACHINES = {"swarmnode bootstrap INVITE": "small", "swarmnode key import": "new"
 """Commands that the page has somebody type elsewhere."""
 OWNERS = {
     "README.md": "member",
+    "docs/first-run.md": "newcomer",
     "docs/join.md": "member",
     "docs/host-a-swarm.md": "host",
     "docs/own-task.md": "author",
@@ -361,6 +369,28 @@ def test_host_a_swarm(world):
     )
     version = lambda text: re.sub(r"version \w{16}", "version", text)
     assert version(example) in version(shown)
+
+
+def test_first_run(world):
+    home = world.machine("newcomer").home
+    shutil.copytree(ROOT / "swarmnode" / "policy" / "embedded", home / "model")
+    ask = "State the final answer to the following arithmetic problem:"
+    rows = [
+        {"prompt": f"{ask} {a} {sign} {b} =", "answer": str(a + b if sign == "+" else a - b)}
+        for a in range(1, 10)
+        for b in range(1, 10)
+        for sign in "+-"
+    ]
+    (home / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = dict(follow(world, "docs/first-run.md"))
+    measured = [
+        next(row.split() for row in written.splitlines() if row.startswith("data/mine"))
+        for line, written in done.items()
+        if line.startswith("swarmnode eval")
+    ]
+    before, after = (float(row[3]) for row in measured)
+    assert after > before + 0.1
+    assert not any("FAIL" in written or "warning" in written for written in done.values())
 
 
 def test_own_task(world):
