@@ -198,7 +198,9 @@ def template() -> str:
             if outer == section:
                 default = value(Config(), key)
                 line = f"# {leaf} = {toml(default) if default is not None else ''}".rstrip()
-                lines.append(line + (f"  # {_for_other_models(leaf)}" if key in FOLLOW_MODEL else ""))
+                lines.append(
+                    line + (f"  # {_for_other_models(leaf)}" if key in FOLLOW_MODEL else "")
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -269,9 +271,9 @@ def load(
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        named = message.partition(":")[0]
-        if named in valid_keys():  # a rule over several settings begins with the one to change
-            key, message = named, message.partition(": ")[2]
+        leading = message.partition(":")[0]
+        if leading in valid_keys():  # a rule over several settings begins with the one to change
+            key, message = leading, message.partition(": ")[2]
         known = next(
             (k for k in origins if key == k or key.startswith(k + ".") or k.startswith(key + ".")),
             key,

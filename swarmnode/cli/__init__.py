@@ -17,7 +17,14 @@ from swarmnode.cli.control import finish, pause, resume
 from swarmnode.cli.demo import demo
 from swarmnode.cli.evaluate import evaluate
 from swarmnode.cli.key import key_app
-from swarmnode.cli.node import bootstrap_node, doctor, export_policy, recipes_app, rollback, run_node
+from swarmnode.cli.node import (
+    bootstrap_node,
+    doctor,
+    export_policy,
+    recipes_app,
+    rollback,
+    run_node,
+)
 from swarmnode.cli.observe import samples, status, top
 from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app

@@ -137,9 +137,7 @@ def render(status: Status) -> RenderableType:
         if not troubles
         else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
     )
-    title = clean_text(
-        node["name"] or node["swarm_name"] or short_id(node["peer"]) or "swarmnode"
-    )
+    title = clean_text(node["name"] or node["swarm_name"] or short_id(node["peer"]) or "swarmnode")
     facts = [
         f"swarm {node['swarm_name']}",
         node["model"],

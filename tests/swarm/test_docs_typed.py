@@ -1,5 +1,6 @@
 """README, docs/first-run.md, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by
-somebody who does what they say: every command of their code blocks, in order, in a shell, with real nodes.
+somebody who does what they say: every command of their code blocks, in order, in a shell, with
+real nodes.
 
 A machine is a home directory. What the pages cannot know (addresses, an invite) is put in by SAID,
 what cannot be done here is in NOT_HERE; an entry of either that no page needs any more is an error.
