@@ -287,7 +287,7 @@ class TrainingConfig(Section):
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
-    learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0, le=1)
+    learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0, le=10)
     """AdamW learning rate. The default follows the model."""
     options: list[
         Literal[
