@@ -76,6 +76,8 @@ def probe(cfg: PolicyConfig) -> Placement:
     elif device.type == "cpu":
         best, why = torch.float32, "no accelerator found" if cfg.device == "auto" else "configured"
     else:
+        if device.type == "xpu" and not torch.xpu.is_available():
+            raise Unavailable("policy.device 'xpu' is not available here")
         best, why = torch.float32, "configured"
     if cfg.dtype != "auto":
         why += ", dtype configured"

@@ -232,16 +232,18 @@ def test_a_taken_port_is_one_line_and_exit_69(tmp_path):
     own_line(result, str(port))
 
 
-def test_a_taken_http_port_is_one_line_and_exit_69(tmp_path):
+def test_a_taken_page_port_does_not_end_a_node(tmp_path):
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = run_until_exit(tmp_path, f"http.port={port}")
-    assert result.returncode == 69
-    own_line(result, str(port))
+        steps = ("training.max_steps=1", "weights.join_seconds=0")
+        result = run_until_exit(tmp_path, f"http.port={port}", *steps)
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    assert len([each for each in records if each.get("taken") == port]) == 1
 
 
 def test_a_key_that_others_can_read_is_refused_with_77(tmp_path):
