@@ -31,8 +31,8 @@ from swarmnode.pipeline.routes import Part
 from swarmnode.pipeline.sessions import Prompts, Sessions
 from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.footprint import logits_tokens
-from swarmnode.policy.model import cache_keyword
 from swarmnode.policy.logprobs import Batch, checkpointed, in_pieces, needs_checkpointing
+from swarmnode.policy.model import cache_keyword
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probabilities (N, T), entropies (N, T)) → scalar."""
