@@ -6,6 +6,8 @@ torch: only headers are read.
     (`trainer.checkpoints`)
     trainer/history/undone.safetensors     what the last rollback put aside: `swarmnode rollback` to
     its step takes it back
+    trainer/damaged.safetensors            a last state that could not be used; a former one took
+    its place
 
 Numbers that peers have seen are never used again: a trainer that starts looks for the highest in
 all of these files.
@@ -13,8 +15,10 @@ all of these files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +30,7 @@ from swarmnode.files import held_data_dir, sync_directory
 STATE = "state.safetensors"
 HISTORY = "history"
 UNDONE = "undone.safetensors"
+DAMAGED = "damaged.safetensors"
 HEADER_BYTES = 16 * 2**20
 """A longer header is not one of ours."""
 
@@ -60,8 +65,51 @@ class Kept:
 def states(trainer: Path) -> list[Kept]:
     """All states in the trainer's directory that can be read, newest first. What is damaged is left
     out."""
+    return _readable([trainer / STATE, *(trainer / HISTORY).glob("*.safetensors")])
+
+
+def numbers_used(trainer: Path) -> list[Numbers]:
+    """The numbers in every file of the trainer's directory that can be read, the damaged one
+    included: peers have seen them."""
+    return [
+        *(kept.numbers for kept in states(trainer)),
+        *(kept.numbers for kept in _readable([trainer / DAMAGED])),
+    ]
+
+
+def former(trainer: Path) -> list[Path]:
+    """Kept states to fall back to, newest first; not the one that the operator has rolled back."""
     found = []
-    for path in (trainer / STATE, *(trainer / HISTORY).glob("*.safetensors")):
+    for path in (trainer / HISTORY).glob("*.safetensors"):
+        with contextlib.suppress(OSError):
+            if path.name != UNDONE:
+                found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def replace_damaged(trainer: Path, kept: Path) -> None:
+    """Make the state `kept` the last one, and keep the damaged one beside it. Raises
+    Unavailable where the disk refuses."""
+    try:
+        (trainer / DAMAGED).unlink(missing_ok=True)
+        os.link(trainer / STATE, trainer / DAMAGED)
+        _put_back(trainer, kept)
+        sync_directory(trainer)
+    except OSError as error:
+        raise Unavailable(f"cannot put {kept} in place of {trainer / STATE}: {error}") from None
+
+
+def _put_back(trainer: Path, kept: Path) -> None:
+    """Give `kept` the name of the last state as well."""
+    back = trainer / f".{STATE}.back"
+    back.unlink(missing_ok=True)
+    os.link(kept, back)
+    os.replace(back, trainer / STATE)
+
+
+def _readable(paths: Iterable[Path]) -> list[Kept]:
+    found = []
+    for path in paths:
         try:
             found.append(Kept(path, path.stat().st_mtime, _numbers(path)))
         except (OSError, ValueError, struct.error):  # msgspec's errors are ValueErrors
@@ -95,12 +143,12 @@ def roll_back(data_dir: Path, step: int) -> Kept:
                 f"no former state of step {step} is kept in {trainer}; of these steps there is one:"
                 f" {known}"
             )
-        back = trainer / f".{STATE}.back"
-        back.unlink(missing_ok=True)
-        os.link(chosen.path, back)
+        kept = trainer / f".{STATE}.kept"
+        kept.unlink(missing_ok=True)
+        os.link(chosen.path, kept)  # the next line may replace the chosen one
         if (trainer / STATE).exists():
             os.replace(trainer / STATE, trainer / HISTORY / UNDONE)
-        os.replace(back, trainer / STATE)
+        os.replace(kept, trainer / STATE)
         sync_directory(trainer / HISTORY)
         sync_directory(trainer)
     return chosen

@@ -24,8 +24,9 @@ from typing import Protocol, Self
 import structlog
 import torch
 
+from swarmnode.errors import StateError
 from swarmnode.files import sync_directory
-from swarmnode.swarm.rollback import HISTORY
+from swarmnode.swarm.rollback import DAMAGED, HISTORY
 from swarmnode.trainer import state
 from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Snapshot
 
@@ -113,8 +114,8 @@ class Saver:
                 state.write(self._directory, snapshot, self._keep)
                 self.saved_step, self.error = snapshot.counters.step, None
                 self.written += (self._directory / state.FILE).stat().st_size
-            except (OSError, RuntimeError, MemoryError) as error:
-                # torch raises the last two for want of memory to copy into
+            except (OSError, RuntimeError, MemoryError, StateError) as error:
+                # torch raises RuntimeError and MemoryError for want of memory to copy into
                 self.error = str(error)
                 if "No space left" in self.error:
                     self._forget()
@@ -149,6 +150,7 @@ class Saver:
     def _forget(self) -> None:
         """Give the room of former states to the next attempt: the present one counts for more than
         any of them."""
+        (self._directory / DAMAGED).unlink(missing_ok=True)
         for kept in (self._directory / HISTORY).glob("*.safetensors"):
             kept.unlink(missing_ok=True)
 

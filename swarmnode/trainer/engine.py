@@ -399,15 +399,23 @@ class WholePolicy:
             self._replica.receive(message)
 
     def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
-        outer: dict[str, torch.Tensor] = {}
+        has_outer = False
+
+        def take_outer(tensors: dict[str, torch.Tensor]) -> None:
+            nonlocal has_outer
+            has_outer = bool(tensors)
+            if self._replica is not None and has_outer:
+                self._replica.restore(tensors)
+
         counters = state.restore(
-            directory, self._policy.model, self._updater.optimizer, rng, self._owner, outer.update
+            directory, self._policy.model, self._updater.optimizer, rng, self._owner, take_outer
         )
         if counters is None:
             return None
         if self._replica is not None:
             self._replica.set_counters(counters)
-            self._replica.restore(outer)
+            if not has_outer:
+                self._replica.restore({})
         memory = self._memory
         for batcher, learnt in (
             (memory.training, counters.micro_batch_tokens),

@@ -412,11 +412,7 @@ class Loop:
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:
     """Go on behind every number that this node may have used: whole, as a head and beside a stage
     it is one peer with one series."""
-    known = [
-        kept.numbers
-        for directory in (trainer, trainer / HEAD)
-        for kept in rollback.states(directory)
-    ]
+    known = [*rollback.numbers_used(trainer), *rollback.numbers_used(trainer / HEAD)]
     if known:
         counters.sequence = (
             max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN

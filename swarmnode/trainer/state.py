@@ -11,12 +11,17 @@
     metadata            counters and fingerprint, JSON
 
 One file and one rename, so weights and counters can never be of different steps. No pickle.
+
+A file is checked in full before anything is taken from it. `recover` falls back to the newest kept
+state (`trainer.checkpoints`) where the last one is damaged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import math
 import os
 import re
 import threading
@@ -25,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -35,8 +41,11 @@ from swarmnode.policy.load import check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
 from swarmnode.weights.revert_monitor import RevertMonitor
 
-FILE = rollback.STATE
+log = structlog.get_logger("swarmnode.trainer")
 
+FILE = rollback.STATE
+LARGEST_COUNTER = 2**63 - 1
+RNG = "rng"
 
 PEERS_USED = 256
 """Peers of which a trainer remembers how many groups it trained on: it saves them with its state,
@@ -127,7 +136,7 @@ def take(
     are not copied.
     """
     tensors = {
-        "rng": rng.get_state().clone(),
+        RNG: rng.get_state().clone(),
         **{f"{OUTER}{name}": tensor for name, tensor in (outer or {}).items()},
     }
     numbers = copy.deepcopy(counters)
@@ -166,7 +175,7 @@ def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def take_counters(rng: torch.Generator, counters: Counters, owner: str) -> Snapshot:
     """The same for a trainer whose weights are kept elsewhere."""
-    tensors = {"rng": rng.get_state().clone()}
+    tensors = {RNG: rng.get_state().clone()}
     return Snapshot(lambda: tensors, copy.deepcopy(counters), owner)
 
 
@@ -175,14 +184,15 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lambda: None) -> None:
-    """Write to a temporary name, sync, rename; `before` the old file is replaced. Raises OSError;
-    the old file is then untouched."""
+    """Write to a temporary name, sync, rename; `before` the old file is replaced. Raises OSError,
+    and StateError for tensors that are not finite; the old file is then untouched."""
     temporary = directory / f".{FILE}.tmp"
     metadata = {
         "counters": msgspec.json.encode(snapshot.counters).decode(),
         "fingerprint": snapshot.owner,
     }
     tensors = snapshot.tensors()
+    check_tensors(tensors)
     try:
         save_file(tensors, temporary, metadata=metadata)
         with open(temporary, "rb") as file:
@@ -203,13 +213,29 @@ def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
     return f"{fingerprint.hex()}/lora{lora_rank}" + "/b" * shared_a
 
 
-def read(directory: Path, owner: str) -> tuple[Counters, dict[str, torch.Tensor]] | None:
+class ForeignState(StateError):
+    """Raised for a state of another model, which no earlier state can replace."""
+
+
+Tensors = dict[str, torch.Tensor]
+Found = tuple[Counters, Tensors]
+
+
+def read(directory: Path, owner: str) -> Found | None:
     """(counters, tensors by the names above) of the last written state; None when there is none.
 
-    Raises:
-        StateError: the file is damaged, or belongs to another policy than `owner` says.
+    Raises as `read_file`.
     """
-    path = directory / FILE
+    return read_file(directory / FILE, owner)
+
+
+def read_file(path: Path, owner: str) -> Found | None:
+    """(counters, tensors by the names above) of a state file; None when there is none.
+
+    Raises:
+        ForeignState: the file belongs to another policy than `owner` says.
+        StateError: the file is damaged, or holds numbers that nothing can be trained with.
+    """
     if not path.exists():
         return None
     try:
@@ -218,15 +244,101 @@ def read(directory: Path, owner: str) -> tuple[Counters, dict[str, torch.Tensor]
             counters = msgspec.json.decode(metadata["counters"], type=Counters)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, KeyError, ValueError, msgspec.MsgspecError) as error:
-        raise StateError(
-            f"{path} is damaged ({error}); move it away to start from the base policy"
-        ) from None
+        raise StateError(f"{path} is damaged ({error})") from None
     if metadata.get("fingerprint") != owner:
-        raise StateError(
+        raise ForeignState(
             f"{path} belongs to another"
             f" model{_as_it_was(counters, metadata.get('fingerprint', ''))}, or move it away"
         )
+    try:
+        check_counters(counters)
+        check_tensors(tensors)
+    except StateError as error:
+        raise StateError(f"{path} is damaged ({error})") from None
     return counters, tensors
+
+
+def check_counters(counters: Counters) -> None:
+    """Raise StateError unless every number is finite and from 0 to LARGEST_COUNTER."""
+
+    def numbers(value: object) -> list[float]:
+        if isinstance(value, dict):
+            return [number for each in value.values() for number in numbers(each)]
+        if isinstance(value, list):
+            return [number for each in value for number in numbers(each)]
+        return [value] if isinstance(value, int | float) else []
+
+    for name, value in msgspec.to_builtins(counters).items():
+        if not all(math.isfinite(n) and 0 <= n <= LARGEST_COUNTER for n in numbers(value)):
+            raise StateError(f"the counter {name} is {value}")
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateError unless there is a state of the generator, and every other number is
+    finite."""
+    if RNG not in tensors or tensors[RNG].dtype != torch.uint8:
+        raise StateError("the random generator's state is missing")
+    for name, tensor in tensors.items():
+        kept_as_it_is = name == RNG or name.startswith(OPTIMIZER)
+        if not tensor.is_floating_point():
+            if not kept_as_it_is:
+                raise StateError(f"{name} has the type {tensor.dtype}")
+            continue
+        if not tensor.numel():
+            continue
+        low, high = torch.aminmax(tensor)  # both are NaN where one number is, and need no copy
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise StateError(f"{name} is not finite")
+        if low < 0 and name.startswith(("second.", "steps.")):
+            raise StateError(f"{name} is negative")
+
+
+def recover(
+    directory: Path, owner: str, use: Callable[[Counters, Tensors], None]
+) -> Counters | None:
+    """Hand the last written state to `use`; None when there is none.
+
+    Where the state is damaged, or `use` refuses it with a StateError, the newest kept state that
+    can be used takes its place, and the damaged file is kept as `rollback.DAMAGED`.
+
+    Raises:
+        ForeignState: the state belongs to another policy than `owner` says.
+        StateError: neither the state nor a kept one can be used.
+    """
+
+    def usable(path: Path) -> Counters | None:
+        found = read_file(path, owner)
+        if found is None:
+            return None
+        try:
+            use(*found)
+        except StateError as error:
+            raise StateError(f"{path} cannot be used ({error})") from None
+        return found[0]
+
+    try:
+        return usable(directory / FILE)
+    except ForeignState:
+        raise
+    except StateError as error:
+        damage = error
+    for path in rollback.former(directory):
+        try:
+            counters = usable(path)
+        except StateError as error:
+            log.warning("a kept state cannot be used", reason=str(error))
+            continue
+        if counters is None:  # gone since it was listed
+            continue
+        rollback.replace_damaged(directory, path)
+        log.error(
+            "the state is damaged, continuing from a kept one",
+            reason=str(damage),
+            step=counters.step,
+            damaged=str(directory / rollback.DAMAGED),
+        )
+        return counters
+    raise StateError(f"{damage}; move it away to start from the base policy")
 
 
 def _as_it_was(counters: Counters, owner: str) -> str:
@@ -255,51 +367,80 @@ def restore(
     optimizer: torch.optim.Optimizer,
     rng: torch.Generator,
     owner: str,
-    outer: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+    outer: Callable[[Tensors], None] = lambda tensors: None,
 ) -> Counters | None:
-    """Put the last written state into model, optimizer and generator; None when there is none.
-    `outer` is handed what `take` was.
+    """Put the last written state that can be used into model, optimizer and generator; None when
+    there is none. `outer` is handed what `take` was, and may raise StateError.
 
-    Raises:
-        StateError: the file is damaged, or belongs to another policy. Nothing has been changed
-        then.
+    Raises StateError as `recover`. Model and optimizer are then unchanged.
     """
-    found = read(directory, owner)
-    if found is None:
-        return None
-    counters, tensors = found
     parameters = trainable(model)
-    try:
+
+    def use(counters: Counters, tensors: Tensors) -> None:
         check_shapes(parameters, weights(tensors))
-    except StateError as error:
-        raise StateError(
-            f"{directory / FILE}: {error}; move it away to start from the base policy"
-        ) from None
-    # may refuse: first
-    outer({name.removeprefix(OUTER): t for name, t in tensors.items() if name.startswith(OUTER)})
-    overwrite(parameters, weights(tensors))
-    # of the other kind, moments begin anew
-    plain, keys = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), _keys(tensors)
+        moments = moments_of(optimizer, parameters, tensors)
+        outer({n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)})
+        overwrite(parameters, weights(tensors))
+        for name, kept in moments.items():
+            optimizer.state[parameters[name]] = kept
+        set_generator(rng, tensors[RNG])
+
+    return recover(directory, owner, use)
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, dict[str, object]]:
+    """What `optimizer` keeps of each parameter, by the parameter's name; none of them where the
+    state was saved by an optimizer of another kind, whose moments cannot be continued.
+
+    Raises StateError where a moment is missing, or has another shape than its parameter.
+    """
+    plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    keys = () if plain else _keys(tensors)
+    found: dict[str, dict[str, object]] = {}
     for name, parameter in parameters.items():
-        if not plain:
-            kept = {
+        if plain:
+            moments = {
+                part: tensors[f"{part}.{name}"] for part in ADAM if f"{part}.{name}" in tensors
+            }
+            if not moments:
+                continue
+            if len(moments) < len(ADAM) or moments["steps"].numel() != 1:
+                raise StateError(f"the optimizer's state of {name} is incomplete")
+            shaped, step = ["first", "second"], moments["steps"].reshape(()).float()
+            fused = optimizer.defaults.get("fused")
+            found[name] = {
+                "step": step.to(parameter.device) if fused else step,
+                "exp_avg": moments["first"].to(parameter),
+                "exp_avg_sq": moments["second"].to(parameter),
+            }
+        else:
+            moments = {
                 key: tensors[f"{OPTIMIZER}{key}.{name}"]
                 for key in keys
                 if f"{OPTIMIZER}{key}.{name}" in tensors
             }
-            if kept:
-                optimizer.state[parameter] = {
-                    k: t.to(parameter.device) if t.ndim else int(t) for k, t in kept.items()
-                }
-        elif f"first.{name}" in tensors:
-            step = tensors[f"steps.{name}"].reshape(())
-            optimizer.state[parameter] = {
-                "step": step.to(parameter.device) if optimizer.defaults.get("fused") else step,
-                "exp_avg": tensors[f"first.{name}"].to(parameter.device),
-                "exp_avg_sq": tensors[f"second.{name}"].to(parameter.device),
+            if not moments:
+                continue
+            shaped = [key for key in EIGHT_BIT if key in moments]
+            found[name] = {
+                k: t.to(parameter.device) if t.ndim else int(t) for k, t in moments.items()
             }
-    set_generator(rng, tensors["rng"])
-    return counters
+        for part in shaped:
+            if moments[part].shape != parameter.shape:
+                raise StateError(
+                    f"the optimizer's {part} moment of {name} has the shape"
+                    f" {tuple(moments[part].shape)}, not {tuple(parameter.shape)}"
+                )
+    return found
+
+
+ADAM = ("first", "second", "steps")
+EIGHT_BIT = ("state1", "state2")
+"""Keys under which bitsandbytes keeps what has the parameter's shape."""
 
 
 def _keys(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
@@ -311,8 +452,8 @@ def set_generator(rng: torch.Generator, state: torch.Tensor) -> None:
     """Continue where `state` (bytes) was taken; that of another kind of device cannot be continued
     and becomes a seed."""
     if state.shape == rng.get_state().shape:
-        rng.set_state(state)
-    else:
-        rng.manual_seed(
-            int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big") >> 1
-        )
+        with contextlib.suppress(RuntimeError):  # bytes that are no state of it
+            rng.set_state(state)
+            return
+    seed = hashlib.sha256(state.numpy().tobytes()).digest()[:8]
+    rng.manual_seed(int.from_bytes(seed, "big") >> 1)

@@ -378,16 +378,16 @@ class CrewPolicy:
         """What this node was as a head: all of it for the same crew, else only which group numbers
         are used. The crew says the step."""
         step = self._participant().step
-        found = state.read(directory, self._owner)
-        counters = Counters()
-        if found is not None:
-            counters, tensors = found
+
+        def use(counters: Counters, tensors: state.Tensors) -> None:
             if counters.crew == self.lineage.hex():
-                rng.set_state(tensors["rng"])
-            else:
-                counters = Counters(
-                    sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm
-                )
+                state.set_generator(rng, tensors[state.RNG])
+
+        counters = state.recover(directory, self._owner, use) or Counters()
+        if counters.crew != self.lineage.hex():
+            counters = Counters(
+                sequence=counters.sequence, peer=counters.peer, swarm=counters.swarm
+            )
         counters.crew = self.lineage.hex()
         counters.step, counters.policy_version = (
             max(counters.step, step),

@@ -1,11 +1,18 @@
 """State on disk: exact resumption, one rename, refusal of foreign or damaged files."""
 
 import copy
+import math
+import os
+import shutil
+import time
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
+from swarmnode.swarm import rollback
 from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 
@@ -228,3 +235,154 @@ def test_who_changes_the_optimizer_keeps_the_weights_and_begins_with_new_moments
         assert torch.equal(weights(model), weights(other))
         assert not other_optimizer.state
         step(other, other_optimizer, other_rng)
+
+
+def kept_and_last(directory, spoil, steps=1):
+    """Write a good state that is kept, and a last one that `spoil` has damaged."""
+    model, optimizer, rng = make()
+    for _ in range(steps):
+        step(model, optimizer, rng)
+    state.write(directory, state.take(model, optimizer, rng, Counters(step=1, sequence=8), "f"))
+    (directory / rollback.HISTORY).mkdir()
+    os.link(directory / state.FILE, directory / rollback.HISTORY / "0.safetensors")
+    good = weights(model)
+    step(model, optimizer, rng)
+    last = state.take(model, optimizer, rng, Counters(step=2, sequence=16), "f")
+    tensors, metadata = last.tensors(), {"fingerprint": "f"}
+    counters = spoil(tensors) or last.counters
+    metadata["counters"] = msgspec.json.encode(counters).decode()
+    save_file(tensors, directory / ".new", metadata=metadata)
+    os.replace(directory / ".new", directory / state.FILE)  # the kept one is another file
+    return good
+
+
+def set_to(name, value):
+    def spoil(tensors):
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[-1] = value
+
+    return spoil
+
+
+def without(name):
+    def spoil(tensors):
+        del tensors[name]
+
+    return spoil
+
+
+def as_shape(name, *shape):
+    def spoil(tensors):
+        tensors[name] = torch.zeros(shape)
+
+    return spoil
+
+
+DAMAGES = {
+    "a weight is NaN": set_to("weights.0.weight", math.nan),
+    "a weight is infinite": set_to("weights.2.bias", math.inf),
+    "a first moment is NaN": set_to("first.0.weight", math.nan),
+    "a second moment is infinite": set_to("second.2.weight", math.inf),
+    "a second moment is negative": set_to("second.2.weight", -1.0),
+    "a count of steps is NaN": set_to("steps.0.bias", math.nan),
+    "a moment has another shape": as_shape("first.0.weight", 4, 8),
+    "a moment is too small": as_shape("second.0.bias", 3),
+    "a moment has whole numbers": lambda t: t.update(
+        {"first.0.bias": torch.zeros(8, dtype=torch.int64)}
+    ),
+    "a moment is missing": without("second.0.weight"),
+    "a count of steps is missing": without("steps.0.weight"),
+    "a weight is missing": without("weights.0.weight"),
+    "a weight has another shape": as_shape("weights.0.weight", 8, 5),
+    "weights are whole numbers": lambda t: t.update(
+        {"weights.2.bias": torch.zeros(2, dtype=torch.int64)}
+    ),
+    "the generator is missing": without("rng"),
+    "the generator has another type": as_shape("rng", 5),
+    "a counter is negative": lambda t: Counters(step=2, generation_tokens=-1),
+    "a counter is beyond a message": lambda t: Counters(step=2, sequence=2**63),
+    "outer weights are NaN": lambda t: t.update({"outer.phi.0.weight": torch.tensor([math.nan])}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_falls_back_to_the_newest_kept_one(tmp_path, damage):
+    good = kept_and_last(tmp_path, DAMAGES[damage])
+    damaged = (tmp_path / state.FILE).read_bytes()
+    model, optimizer, rng = make(seed=1)
+    assert state.restore(tmp_path, model, optimizer, rng, "f").step == 1
+    assert torch.equal(weights(model), good)
+    step(model, optimizer, rng)
+    assert bool(torch.isfinite(weights(model)).all())
+    # the next start finds the good one, whatever is saved until then
+    assert state.restore(tmp_path, *make(seed=2), "f").step == 1
+    assert (tmp_path / rollback.DAMAGED).read_bytes() == damaged
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_without_a_kept_one_is_one_line(tmp_path, damage):
+    kept_and_last(tmp_path, DAMAGES[damage])
+    (tmp_path / rollback.HISTORY / "0.safetensors").unlink()
+    model, optimizer, rng = make(seed=1)
+    before = weights(model)
+    with pytest.raises(StateError, match="move it away") as refused:
+        state.restore(tmp_path, model, optimizer, rng, "f")
+    assert refused.value.exit_code == 69
+    assert "\n" not in str(refused.value)
+    assert torch.equal(weights(model), before)
+    assert not optimizer.state
+
+
+def test_a_damaged_kept_state_is_passed_over(tmp_path):
+    good = kept_and_last(tmp_path, set_to("weights.0.bias", math.nan))
+    newer = tmp_path / rollback.HISTORY / "1.safetensors"
+    shutil.copy(tmp_path / state.FILE, newer)
+    os.utime(newer, (time.time() + 60, time.time() + 60))
+    model, optimizer, rng = make(seed=1)
+    assert state.restore(tmp_path, model, optimizer, rng, "f").step == 1
+    assert torch.equal(weights(model), good)
+
+
+def test_what_the_operator_rolled_back_is_no_fallback(tmp_path):
+    kept_and_last(tmp_path, set_to("weights.0.bias", math.nan))
+    history = tmp_path / rollback.HISTORY
+    os.rename(history / "0.safetensors", history / rollback.UNDONE)
+    with pytest.raises(StateError):
+        state.restore(tmp_path, *make(seed=1), "f")
+
+
+def test_another_models_state_is_not_replaced_by_a_kept_one(tmp_path):
+    kept_and_last(tmp_path, lambda tensors: None)
+    with pytest.raises(StateError, match="another model"):
+        state.restore(tmp_path, *make(seed=1), "g")
+    assert not (tmp_path / rollback.DAMAGED).exists()
+
+
+def test_group_numbers_of_a_damaged_state_stay_used(tmp_path):
+    kept_and_last(tmp_path, set_to("first.0.bias", math.inf))
+    state.restore(tmp_path, *make(seed=1), "f")
+    assert max(numbers.sequence for numbers in rollback.numbers_used(tmp_path)) == 16
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_weights_that_are_not_finite_replace_no_good_state(tmp_path, number):
+    model, optimizer, rng = make()
+    step(model, optimizer, rng)
+    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
+    with torch.no_grad():
+        model[0].weight[0, 0] = number
+    with pytest.raises(StateError):
+        state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=2), "f"))
+    assert state.restore(tmp_path, *make(seed=1), "f").step == 1
+
+
+def test_moments_in_8_bits_of_another_shape_are_refused(tmp_path):
+    model, _, rng = make()
+    optimizer = Eight(model.parameters())
+    step(model, optimizer, rng)
+    kept = optimizer.state[model[0].weight]
+    kept["state1"] = kept["state1"].reshape(4, 8)
+    state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
+    other, _, other_rng = make(seed=1)
+    with pytest.raises(StateError, match=r"moment of 0\.weight"):
+        state.restore(tmp_path, other, Eight(other.parameters()), other_rng, "f")
