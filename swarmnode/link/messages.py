@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from swarmnode.crew import local as stages
+from swarmnode.drops import DropCounts
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
 from swarmnode.weights import local
 
@@ -155,6 +156,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     last_reward_error: str = ""
     """The last of these in one line, the task first."""
     state_saved_step: int = 0
+    drops: dict[str, DropCounts] = {}
+    """What was dropped, by the fields of `TrainerDrops`."""
     peers_used: dict[str, int] = {}
     """External groups trained on in total, by peer id."""
     weights: WeightsReport | None = None

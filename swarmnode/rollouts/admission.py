@@ -16,6 +16,7 @@ elsewhere: its share of the pool, of a step (sampling), and a correction that ne
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -39,6 +40,8 @@ from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import check_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
 from swarmnode.wire.messages import Announce, Completion, Envelope, RolloutGroup
+
+log = logging.getLogger(__name__)
 
 SEEN_FRAMES = 16_384
 """Content ids remembered of what became no candidate, so that a frame that comes twice costs one
@@ -168,8 +171,12 @@ class Admission:
     def refuse(self, reason: str, peer: str | None = None) -> Rejected:
         """Count `reason` and make the answer for it; also for the steps around admission (queue,
         scorer, fetch, trainer)."""
+        verdict = REASONS[reason]
+        if not self._outcomes[reason]:
+            level = log.warning if verdict is Validation.REJECT else log.info
+            level("group from a peer refused for the first time: %s, peer %s", reason, peer)
         self._outcomes[reason] += 1
-        return Rejected(REASONS[reason], reason, peer)
+        return Rejected(verdict, reason, peer)
 
     def note_admitted(self) -> None:
         """Count a group that reached the pool."""

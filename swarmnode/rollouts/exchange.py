@@ -88,6 +88,8 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     unpublished: dict[str, int] = {}
     """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`,
     `failed`, `budget`, `disabled`."""
+    unpublished_since: dict[str, int] = {}
+    """Those after the last one that went out."""
     received: int = 0
     """Groups that arrived: admitted, ignored, rejected, and those still being fetched or scored."""
     admission: AdmissionStatistics = AdmissionStatistics()
@@ -210,12 +212,14 @@ class RolloutExchange:
 
     def statistics(self) -> ExchangeStatistics:
         admission, fetching = self.admission.statistics(), self._fetching.statistics()
+        own = self._publisher.statistics()
         decided = (
             admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
         )
         return ExchangeStatistics(
-            published=self._publisher.published,
-            unpublished=self._publisher.unpublished,
+            published=own.kept,
+            unpublished=own.dropped,
+            unpublished_since=own.since_kept,
             received=decided + len(self.scoring) + fetching.pending,
             admission=admission,
             fetching=fetching,

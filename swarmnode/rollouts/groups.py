@@ -32,6 +32,7 @@ Outcome = Literal[
     "temperature",
     "untokenizable",
     "too_large",
+    "no_gradient",
 ]
 """What the trainer makes of a drawn group."""
 

@@ -4,9 +4,9 @@ announced by their hash."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 
+from swarmnode.drops import DropCounts, DropTally
 from swarmnode.errors import BadMessage
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts.groups import (
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 PUBLISHED = ("gossip", "announced")
 """Outcomes of `Publisher.publish` where the group went out."""
+EXPECTED = ("zero_advantage", "budget", "disabled")
+"""Outcomes that are no fault."""
 
 
 class Publisher:
@@ -54,26 +56,27 @@ class Publisher:
         self._allows = allows
         self._serving = serving
         self._clock = clock
-        self._outcomes: Counter[str] = Counter()
+        self._tally = DropTally("own group not published", quiet=EXPECTED)
 
-    @property
-    def published(self) -> int:
-        """Groups that went out."""
-        return sum(self._outcomes[outcome] for outcome in PUBLISHED)
-
-    @property
-    def unpublished(self) -> dict[str, int]:
-        """Groups that stayed here, by outcome."""
-        return {outcome: n for outcome, n in self._outcomes.items() if outcome not in PUBLISHED}
+    def statistics(self) -> DropCounts:
+        """Groups that went out, and those that stayed here by outcome."""
+        return self._tally.statistics()
 
     async def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
         """Sign a group that `policy` sampled and send it out; returns its outcome. Never raises for
         a group that cannot be sent."""
-        return self.note(await self._publish(own, policy))
+        try:
+            outcome = await self._publish(own, policy)
+        except BadMessage as bad:
+            return self.note("invalid", str(bad))
+        return self.note(outcome)
 
-    def note(self, outcome: str) -> str:
-        """Count what became of an own group."""
-        self._outcomes[outcome] += 1
+    def note(self, outcome: str, error: str = "") -> str:
+        """Count the outcome of an own group."""
+        if outcome in PUBLISHED:
+            self._tally.keep()
+        else:
+            self._tally.drop(outcome, error=error)
         return outcome
 
     async def _publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
@@ -96,11 +99,7 @@ class Publisher:
             sampling=own.sampling,
             completions=own.completions,
         )
-        try:
-            codec.check_group(group)
-        except BadMessage as bad:
-            log.warning("own group %d is not valid and was not published: %s", own.sequence, bad)
-            return "invalid"
+        codec.check_group(group)
         if not self._keeps_rules(group):  # sampled before the manifest changed
             return "invalid"
         if len(codec.encode(group)) > limits.GROUP_BYTES:

@@ -77,6 +77,7 @@ REASONS: Final[dict[str, Validation]] = {
     "temperature": Validation.IGNORE,
     "untokenizable": Validation.IGNORE,
     "too_large": Validation.IGNORE,
+    "no_gradient": Validation.IGNORE,  # its gradient is not finite under our model
 }
 """Reason → verdict. A reason outside this set is a KeyError in our own code, never a label made by
 a peer."""

@@ -3,11 +3,12 @@ newest; judged."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from swarmnode.config import SharingConfig
+from swarmnode.drops import DropTally, TrainerDrops
 from swarmnode.link.client import Link
-from swarmnode.rollouts.groups import ExternalGroup, Judged, OwnGroup
+from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.engine import Engine
@@ -23,13 +24,20 @@ class ExternalGroups:
     """The trainer's side of sharing. Groups that a step has no room for wait for the next one."""
 
     def __init__(
-        self, link: Link, engine: Engine, plan: StepPlan, sharing: SharingConfig, temperature: float
+        self,
+        link: Link,
+        engine: Engine,
+        plan: StepPlan,
+        sharing: SharingConfig,
+        temperature: float,
+        drops: DropTally | None = None,
     ) -> None:
         self._link = link
         self._engine = engine
         self._plan = plan
         self._sharing = sharing
         self._temperature = temperature
+        self._drops = drops or TrainerDrops().external
         self._backlog: list[ExternalGroup] = []
 
     def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
@@ -57,11 +65,21 @@ class ExternalGroups:
     def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:
         return judge(groups, self._engine.text, self._engine.score, self._temperature)
 
-    def learnt(self, judgement: Judgement, too_large: Collection[int]) -> list[TrainingGroup]:
-        """Send each group's outcome to the network process; too_large: which of the accepted did
-        not fit. Those that were learnt from."""
+    def learnt(self, judgement: Judgement, refused: Mapping[int, Outcome]) -> list[TrainingGroup]:
+        """Send each group's outcome to the network process.
+
+        Args:
+            refused: Why an accepted group was not trained on, by its number among the accepted.
+
+        Returns:
+            The groups that were trained on.
+        """
         used = iter(range(len(judgement.accepted)))
-        for group, outcome in judgement.outcomes:
-            fits = outcome != "used" or next(used) not in too_large
-            self._link.send(Judged(group.peer, outcome if fits else "too_large"))
-        return [group for number, group in enumerate(judgement.accepted) if number not in too_large]
+        for group, judged in judgement.outcomes:
+            outcome = refused.get(next(used), judged) if judged == "used" else judged
+            if outcome == "used":
+                self._drops.keep()
+            else:
+                self._drops.drop(outcome, peer=group.peer, task=group.group.task.id)
+            self._link.send(Judged(group.peer, outcome))
+        return [group for number, group in enumerate(judgement.accepted) if number not in refused]

@@ -24,6 +24,7 @@ import structlog
 
 from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
+from swarmnode.drops import TrainerDrops
 from swarmnode.errors import LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
@@ -37,7 +38,7 @@ from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import spoken
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
-from swarmnode.trainer.batch import TrainingGroup, assemble, silent_share
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
@@ -150,8 +151,11 @@ class Loop:
         self._questions = Questions(
             config.task.names, counters, speaks, "curriculum" in training.options
         )
-        self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters)
-        self._external = ExternalGroups(link, engine, self._plan, sharing, training.temperature)
+        self._drops = drops = TrainerDrops()
+        self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
+        self._external = ExternalGroups(
+            link, engine, self._plan, sharing, training.temperature, drops.external
+        )
         self._evaluation = Evaluation(config.task, training, scorer)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
@@ -284,8 +288,10 @@ class Loop:
             mask_cut="mask_truncated" in training.options,
         )
         result = self._engine.update(rows, rate)
+        self._count_drops(rows, result)
+        first = len(experience.trained)
         external = self._external.learnt(
-            judgement, {group - len(experience.trained) for group in result.too_large}
+            judgement, {group - first: why for group, why in result.refused.items()}
         )
         self._plan.learnt([*experience.trained, *external], experience.groups)
         self._count(experience.tokens, experience.groups, external, result)
@@ -305,10 +311,19 @@ class Loop:
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
             replayed_groups=len(again),
+            drops=self._drops.statistics(),
         )
         self._reporter.enter("training", ended - started)
         self._keep(experience, judgement)
         self._log_step()
+
+    def _count_drops(self, rows: Rows, result: UpdateStatistics) -> None:
+        if result.stepped:
+            self._drops.update.keep()
+        else:
+            self._drops.update.drop(result.skipped, step=self._counters.step + 1)
+        self._drops.completion.keep(len(rows.rows) - len(rows.masked))
+        self._drops.completion.drop("cut", len(rows.masked))
 
     def _keep(self, experience: Experience, judgement: Judgement) -> None:
         """For whoever looks at it afterwards."""

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
-import structlog
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample, Sampling
@@ -25,9 +25,6 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire.limits import COMPLETIONS
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
-
-log = structlog.get_logger("swarmnode.trainer")
-
 
 DYNAMIC_FACTOR = 4
 """With dynamic sampling, groups sampled for one that carries a signal, at most. Where not even one
@@ -92,8 +89,10 @@ class Sampler:
         scorer: Scorer,
         rng: torch.Generator,
         counters: Counters,
+        drops: TrainerDrops | None = None,
     ) -> None:
         self._cfg = cfg
+        self._drops = drops or TrainerDrops()
         self._questions = questions
         self._engine = engine
         self._scorer = scorer
@@ -108,8 +107,6 @@ class Sampler:
         self._ready: list[Finished] = []
         self._too_long: list[str] = []
         """Why questions of this sampling were not asked."""
-        self._warned: set[str] = set()
-        """Tasks of which such a question was logged."""
 
     def __call__(self, count: int) -> Experience:
         """Sample `count` groups at the present policy version; with dynamic sampling on until as
@@ -159,7 +156,7 @@ class Sampler:
         groups, messages, prompts, lags, unclean = [], [], [], [], 0
         for each, sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
-                log.warning("group not scored", task=each.ref.id, error=str(result))
+                self._drops.group.drop("not_scored", task=each.ref.id, error=str(result))
                 continue
             clean = [not has_unwanted_characters(c.text) for c in sample.completions]
             unclean += clean.count(False)
@@ -180,6 +177,7 @@ class Sampler:
             lags.append(version - first)
             # text that says less than its ids: nobody takes it
             if any(self._engine.text.hides(c.ids) for c in sample.completions):
+                self._drops.group.drop("special_tokens", task=each.ref.id)
                 continue
             if all(clean):
                 messages.append(self._message(each, first, sample, rewards, made_of))
@@ -196,12 +194,10 @@ class Sampler:
                     )
                 )
                 prompts.append(each.prompt)
-        if unclean:
-            log.warning(
-                "completions with control characters: each earns 0 and is left out of what is"
-                " shared",
-                completions=unclean,
-            )
+            else:
+                self._drops.group.drop("control_characters", task=each.ref.id)
+        self._drops.group.keep(len(messages))
+        self._drops.completion.drop("control_characters", unclean)
         tokens = sum(len(c.ids) for sample in samples for c in sample.completions)
         return Experience(groups, messages, prompts, tokens, groups, lags)
 
@@ -238,15 +234,15 @@ class Sampler:
         questions = self._scorer.score_many([(ref, []) for _, ref in numbered])
         for (sequence, ref), question in zip(numbered, questions, strict=True):
             if not isinstance(question, Scored):
+                self._drops.question.drop("no_question", task=ref.id, error=str(question))
                 continue
             try:
                 self._generation.submit(Request(sequence, question.prompt))
             except PromptTooLong as error:
                 self._too_long.append(str(error))
-                if ref.id not in self._warned:
-                    self._warned.add(ref.id)
-                    log.warning("question not asked", task=ref.id, reason=str(error))
+                self._drops.question.drop("too_long", task=ref.id, error=str(error))
                 continue
+            self._drops.question.keep()
             self._asked[sequence] = Asked(sequence, ref, question.prompt)
 
     def _message(

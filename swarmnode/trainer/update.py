@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +20,13 @@ from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
 from swarmnode.rl.corrections import against_sampler, effective_share, own_correction, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.rl.utility import AgreementProbe
+from swarmnode.rollouts.groups import Outcome
 from swarmnode.trainer.batch import Rows
 
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """Means per trained token; None when nothing was trained on."""
+    """Means per trained token; None when nothing was trained on, or the number is not finite."""
 
     stepped: bool
     loss: float | None = None
@@ -42,6 +44,16 @@ class UpdateStatistics:
     too_large: frozenset[int] = frozenset()
     """External groups, by their number in the rows, that did not fit into memory and were left
     out."""
+    skipped: str = ""
+    """Why no step was taken, of the reasons of `TrainerDrops.update`; empty if one was."""
+    no_gradient: frozenset[int] = frozenset()
+    """External groups that were left out because their gradient was not finite and ours was."""
+
+    @property
+    def refused(self) -> dict[int, Outcome]:
+        """Why an external group was left out, by its number in the rows."""
+        refused: dict[int, Outcome] = dict.fromkeys(self.too_large, "too_large")
+        return refused | dict.fromkeys(self.no_gradient, "no_gradient")
 
 
 class Updater:
@@ -82,23 +94,35 @@ class Updater:
         rate: the learning rate of this step; None is the configured one. Rows without a signal are
         not run through the model, but their tokens count in the normaliser: a batch that says
         little moves the policy little. Raises DeviceError when an own row does not fit into memory;
-        an external one costs its group.
+        an external one costs its group, and so does an external gradient that is not finite.
         """
         own, external = trained(rows, self._cfg)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._cfg.learning_rate if rate is None else rate
         too_large: frozenset[int] = frozenset()
+        no_gradient: frozenset[int] = frozenset()
+        skipped = "no_signal"
         while own or external:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._cfg.learning_rate if rate is None else rate
             try:
-                return replace(self._step(rows, own, external, too_large), too_large=too_large)
+                done = self._step(rows, own, external, too_large | no_gradient)
             except RowTooLarge as error:
                 if not rows.external[error.row]:
                     raise
                 too_large |= {rows.groups[error.row]}
                 external = [i for i in external if rows.groups[i] not in too_large]
+            else:
+                if done.skipped != "not_finite":
+                    return replace(done, too_large=too_large, no_gradient=no_gradient)
+                if not external:  # ours is not finite either: nobody's groups are to blame
+                    return replace(done, too_large=too_large)
+                skipped = done.skipped
+                no_gradient = frozenset(rows.groups[i] for i in external)
+                external = []
             self._accelerated.zero_grad()
             free_memory()
-        return UpdateStatistics(stepped=False, too_large=too_large)
+        return UpdateStatistics(
+            stepped=False, skipped=skipped, too_large=too_large, no_gradient=no_gradient
+        )
 
     def _step(
         self, rows: Rows, own: list[int], external: list[int], too_large: frozenset[int]
@@ -186,13 +210,15 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
         stepped = self._apply(finite)
+        scaled = self._policy.accelerator.scaler is not None
         loss, clipped, kl, entropy, tokens, _, _ = totals.tolist()
         return UpdateStatistics(
             stepped=stepped,
-            loss=loss,
-            clip_fraction=clipped / max(tokens, 1.0),
-            kl=kl / max(tokens, 1.0) if self._cfg.beta > 0 else None,
-            entropy=entropy / max(tokens, 1.0),
+            skipped="" if stepped else "overflow" if scaled else "not_finite",
+            loss=_finite(loss),
+            clip_fraction=_finite(clipped / max(tokens, 1.0)),
+            kl=_finite(kl / max(tokens, 1.0)) if self._cfg.beta > 0 else None,
+            entropy=_finite(entropy / max(tokens, 1.0)),
             grad_norm=float(norm) if norm is not None and finite else None,
             agreement=agreement,
             effective_own=effective_own,
@@ -253,9 +279,14 @@ SUMS = 7
 squares of weights of its tokens."""
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _effective(totals: torch.Tensor) -> float | None:
     tokens, weights, squares = totals[4:].tolist()
-    return effective_share(weights, squares, tokens)
+    share = effective_share(weights, squares, tokens)
+    return None if share is None else _finite(share)
 
 
 @contextlib.contextmanager

@@ -237,7 +237,7 @@ class CrewPolicy:
         cfg = self._training
         own, external = trained(rows, cfg)
         if not own and not external:
-            return UpdateStatistics(stepped=False)
+            return UpdateStatistics(stepped=False, skipped="no_signal")
         learn = [
             LearnRow(
                 *rows.rows[i],
@@ -299,9 +299,9 @@ class CrewPolicy:
                 (memory.ran_out if result.refused == TOO_MUCH else memory.shrink)(largest)
                 continue
             refusals += 1
-            if result.refused == "not_finite":
-                break  # these rows will not become finite
-        return UpdateStatistics(stepped=False)
+            if result.refused == "not_finite":  # these rows will not become finite
+                return UpdateStatistics(stepped=False, skipped="not_finite")
+        return UpdateStatistics(stepped=False, skipped="refused")
 
     # ---- asking ----------------------------------------------------------------------------------
 

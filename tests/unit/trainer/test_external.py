@@ -101,7 +101,7 @@ def test_in_place_of_what_was_refused_a_step_draws_once_more():
 
 
 @pytest.mark.usefixtures("_judged")
-@pytest.mark.parametrize(("too_large", "sampled"), [(set(), 5), ({1}, 6)])
+@pytest.mark.parametrize(("too_large", "sampled"), [({}, 5), ({1: "too_large"}, 6)])
 def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(too_large, sampled):
     arrive = [
         *drawn("honest", "honest", "honest2", *"abcdefgh"),

@@ -43,7 +43,7 @@ def test_one_control_character_costs_that_completion_and_not_its_group(character
     assert group.rewards == [1.0, 0.0, 0.0, 1.0], "the policy is trained away from it"
     assert [c.text for c in shared.completions] == ["4", "5", "4\n\t"]
     assert shared.rewards == [1.0, 0.0, 1.0]
-    assert "control characters" in str(said), "and its owner is told"
+    assert "control_characters" in str(said), "and its owner is told"
 
 
 def test_a_group_of_which_one_completion_is_left_is_trained_on_and_not_shared():
@@ -56,4 +56,4 @@ def test_what_is_clean_is_shared_whole():
     with capture_logs() as said:
         found = experience(["4", "5"], [1.0, 0.0])
     assert [c.text for c in found.messages[0].completions] == ["4", "5"]
-    assert "control characters" not in str(said)
+    assert "control_characters" not in str(said)

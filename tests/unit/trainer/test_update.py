@@ -2,6 +2,7 @@
 but the micro-batch."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -309,3 +310,56 @@ def test_an_overflow_of_float16_lowers_the_scale_and_later_steps_are_taken(base,
     assert not stepped[0]
     assert stepped[-1], "the scale stays where it overflows"
     assert stepped == sorted(stepped)
+
+
+def poisoned(monkeypatch, tokens):
+    """Make the gradient of every row with one of `tokens` among its completion NaN."""
+    real = module.completion_logprobs
+
+    def scored(policy, batch, temperature):
+        logprobs, entropy = real(policy, batch, temperature)
+        bad = torch.isin(batch.completion_ids.to(logprobs.device), torch.tensor(tokens)).any(1)
+        return logprobs * torch.where(bad[:, None], math.nan, 1.0), entropy
+
+    monkeypatch.setattr(module, "completion_logprobs", scored)
+
+
+def flat(policy):
+    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_a_reason(base, rows, number):
+    policy = base.clone()
+    parameter = policy.trainable_parameters()[0]
+    parameter.register_hook(lambda gradient: torch.full_like(gradient, number))
+    before = flat(policy)
+    done = Updater(policy, TrainingConfig(), MicroBatcher(10_000)).update(rows)
+    assert (done.stepped, done.skipped, done.grad_norm) == (False, "not_finite", None)
+    assert done.no_gradient == frozenset(), "ours is not finite either"
+    assert torch.equal(flat(policy), before)
+
+
+def test_a_peers_gradient_that_is_not_finite_costs_its_group(base, rows, monkeypatch):
+    ours = assemble(
+        [TrainingGroup(rows.rows[:4], rows.old_logprobs[:4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)],
+        "grpo",
+    )
+    bad = next(i for i in range(10, base.vocab_size) if all(i not in c for _, c in ours.rows))
+    both = copy.copy(rows)
+    theirs = [(prompt, [bad, *completion[1:]]) for prompt, completion in rows.rows[4:]]
+    object.__setattr__(both, "rows", [*ours.rows, *theirs])
+    poisoned(monkeypatch, [bad])
+    policy = base.clone()
+    done = Updater(policy, TrainingConfig(loss_type="grpo"), MicroBatcher(10_000)).update(both)
+    assert (done.stepped, done.skipped) == (True, "")
+    assert done.refused == {1: "no_gradient"}
+    expected, _ = after(base, ours, loss_type="grpo")
+    assert torch.allclose(flat(policy), expected, atol=1e-5)
+
+
+def test_a_batch_without_a_signal_is_a_reason(base, rows):
+    silent = copy.copy(rows)
+    object.__setattr__(silent, "advantages", torch.zeros_like(rows.advantages))
+    _, done = after(base, silent)
+    assert (done.stepped, done.skipped) == (False, "no_signal")

@@ -1,0 +1,84 @@
+"""Counts of what is dropped, by reason. Each reason is logged once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+import msgspec
+import structlog
+
+log = structlog.get_logger("swarmnode.drops")
+
+
+class DropCounts(msgspec.Struct, frozen=True):
+    """Totals since the process started. Reasons are a closed set, chosen by our own code."""
+
+    kept: int = 0
+    dropped: dict[str, int] = {}
+    """By reason."""
+    since_kept: dict[str, int] = {}
+    """Those after the last one that was kept, by reason."""
+
+
+class DropTally:
+    """Counter of one kind of thing that is either kept or dropped."""
+
+    def __init__(self, event: str, quiet: Collection[str] = ()) -> None:
+        """
+        Args:
+            event: what the log says of a reason's first drop.
+            quiet: reasons that are logged as information; all others are warnings.
+        """
+        self._event = event
+        self._quiet = frozenset(quiet)
+        self._kept = 0
+        self._dropped: Counter[str] = Counter()
+        self._since_kept: Counter[str] = Counter()
+
+    def keep(self, count: int = 1) -> None:
+        """Count `count` things that were kept."""
+        if count > 0:
+            self._kept += count
+            self._since_kept.clear()
+
+    def drop(self, reason: str, count: int = 1, **details: object) -> None:
+        """Count `count` things that were dropped for `reason`; the first time, log it."""
+        if count <= 0:
+            return
+        if not self._dropped[reason]:
+            level = log.info if reason in self._quiet else log.warning
+            level(self._event, reason=reason, **details)
+        self._dropped[reason] += count
+        self._since_kept[reason] += count
+
+    def statistics(self) -> DropCounts:
+        return DropCounts(
+            self._kept,
+            {reason: n for reason, n in self._dropped.items() if n},
+            dict(self._since_kept),
+        )
+
+
+class TrainerDrops:
+    """Everything that the trainer drops."""
+
+    def __init__(self) -> None:
+        self.update = DropTally("no update", quiet=("no_signal", "overflow"))
+        """`no_signal`: no row had an advantage. `not_finite`: the gradient was not finite.
+        `overflow`: the gradient was beyond float16, and its scale was lowered. `refused`: the crew
+        took no step."""
+        self.question = DropTally("question not asked")
+        """`no_question`: the task made none. `too_long`: it leaves no room for an answer in the
+        model's context."""
+        self.group = DropTally("own group not shared")
+        """`not_scored`: the scorer failed. `special_tokens`: the text does not show all tokens.
+        `control_characters`: fewer than two completions were left without them."""
+        self.completion = DropTally("completion dropped", quiet=("cut",))
+        """`control_characters`: it earned 0 and was not shared. `cut`: it ended at the length
+        limit, and `mask_truncated` is on."""
+        self.external = DropTally("group of a peer refused")
+        """By `rollouts.groups.Outcome`."""
+
+    def statistics(self) -> dict[str, DropCounts]:
+        return {name: tally.statistics() for name, tally in vars(self).items()}
