@@ -79,6 +79,8 @@ class TrainerDrops:
         limit, and `mask_truncated` is on."""
         self.external = DropTally("group of a peer refused")
         """By `rollouts.groups.Outcome`."""
+        self.message = DropTally("message to the network process lost")
+        """`link_full`: the network process was away while the queue filled up."""
 
     def statistics(self) -> dict[str, DropCounts]:
         return {name: tally.statistics() for name, tally in vars(self).items()}

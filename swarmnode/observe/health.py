@@ -8,9 +8,12 @@ troubles  what an operator should look at; the node goes on (the page calls it "
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from swarmnode.crew.service import StagesStatistics
+from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeSnapshot
 
@@ -29,6 +32,60 @@ DISK_SHARE = 0.05
 DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
 REJECTED_LEAST = 20
+
+NOT_FINITE_STEPS = 5
+STEPS_WITHOUT_UPDATE = 20
+"""Steps in a row after which the operator is told that the policy does not change."""
+UNSHARED_GROUPS = 20
+"""Own groups worth sharing that may stay here in a row while peers are connected."""
+UNSHARED_SILENT_GROUPS = 200
+"""The same, groups without an advantage included."""
+MOST_SHARE, MOST_LEAST = 0.5, 20
+"""Share of what is dropped above which the operator is told, and the fewest drops that count."""
+EXPECTED_DROPS = {
+    "update": frozenset({"no_signal", "overflow"}),
+    "completion": frozenset({"cut"}),
+    "group": frozenset({"zero_advantage", "budget", "disabled"}),
+}
+"""Reasons that are no fault, by what is dropped. They count as kept where most is looked for."""
+EXPECTED_REFUSALS = frozenset(
+    {"own", "duplicate", "sequence_reused", "greylisted", "rate", "busy", "pool_full"}
+)
+"""Reasons why a peer's group is ignored that say nothing of its content."""
+DROP_WORDS = {
+    "no_signal": "no group had an advantage",
+    "not_finite": "the gradient is not finite",
+    "overflow": "the gradient is beyond float16",
+    "refused": "the crew takes no step",
+    "no_question": "the task makes no question",
+    "not_scored": "the scorer fails",
+    "special_tokens": "the answers hold special tokens",
+    "control_characters": "the answers hold control characters",
+    "cut": "the answers end at the length limit",
+    "zero_advantage": "all rewards of a group are equal",
+    "budget": "the bytes are used up",
+    "rate": "more are sampled than sharing.groups_per_second allows",
+    "oversize": "they are longer than a message",
+    "invalid": "they break the rules of the swarm",
+    "no_policy": "the trainer has not said its model",
+    "failed": "sending fails",
+    "untokenizable": "their text has no tokens here",
+    "special_ids": "they hold special tokens",
+    "forged_ids": "their tokens do not spell their text",
+    "no_ids": "they have no token ids",
+    "spot_check": "their log-probabilities are not ours",
+    "surprise": "our policy would not have sampled them",
+    "temperature": "their temperature is far from ours",
+    "too_large": "they do not fit into memory",
+    "no_gradient": "their gradient is not finite",
+    "too_long": "their answers are too long",
+    "outdated": "their policy is too old",
+    "stale": "they are too old",
+    "future": "they are dated ahead of this clock",
+    "charset": "they hold control characters",
+    "scorer": "the scorer here fails",
+}
+"""A reason in a sentence; another reason is shown by its name."""
 
 RESTS = {
     "quiet_hours": "quiet hours: neither training nor sharing",
@@ -149,6 +206,8 @@ def troubles(s: NodeSnapshot) -> list[str]:
             f"{s.disk.free_bytes / 2**20:.0f} MiB are left on the data directory's disk; state may"
             " not be saved"
         )
+    found += _stuck(s)
+    found += _mostly_dropped(s)
     rejected = sum(s.rollouts.admission.rejected.values())
     if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
         found.append("most groups from peers are rejected")
@@ -169,3 +228,69 @@ def troubles(s: NodeSnapshot) -> list[str]:
             f"memory ran out; micro-batches are down to {report.micro_batch_tokens} tokens"
         )
     return found
+
+
+def _stuck(s: NodeSnapshot) -> list[str]:
+    """The policy does not change, or nothing of this node reaches its peers."""
+    report = s.trainer.report
+    if report is None or not s.trainer.connected or not s.leads:
+        return []
+    found = []
+    skipped = _drops(report, "update").since_kept
+    if (
+        skipped.get("not_finite", 0) >= NOT_FINITE_STEPS
+        or sum(skipped.values()) >= STEPS_WITHOUT_UPDATE
+    ):
+        found.append(
+            f"the policy has not changed for {sum(skipped.values())} steps: {_why(skipped)}"
+        )
+    if not s.node.sharing or not s.network.peers.connected or any(s.budget.paused.values()):
+        return found
+    for unshared in (_drops(report, "group").since_kept, s.rollouts.unpublished_since):
+        silent = unshared.get("zero_advantage", 0)
+        total = sum(unshared.values())
+        if total - silent >= UNSHARED_GROUPS or total >= UNSHARED_SILENT_GROUPS:
+            found.append(
+                f"none of the last {total} own groups was shared, with"
+                f" {s.network.peers.connected} peers connected: {_why(unshared)}"
+            )
+    return found
+
+
+def _mostly_dropped(s: NodeSnapshot) -> list[str]:
+    """What is dropped more often than kept, with the most frequent reason."""
+    admission, report = s.rollouts.admission, s.trainer.report
+    own = DropCounts(s.rollouts.published, s.rollouts.unpublished)
+    counts = [("own groups are not published", "group", own)]
+    if report is not None:
+        counts += [
+            ("steps change nothing", "update", _drops(report, "update")),
+            ("questions are not asked", "question", _drops(report, "question")),
+            ("own groups are not shared", "group", _drops(report, "group")),
+            ("completions are dropped", "completion", _drops(report, "completion")),
+        ]
+    judged = s.rollouts.judged
+    refused = {outcome: n for outcome, n in judged.items() if outcome != "used"}
+    ignored = {r: n for r, n in admission.ignored.items() if r not in EXPECTED_REFUSALS}
+    counts += [
+        ("groups of peers are refused", "judged", DropCounts(judged.get("used", 0), refused)),
+        ("groups from peers are ignored", "ignored", DropCounts(admission.admitted, ignored)),
+    ]
+    found = []
+    for words, kind, tally in counts:
+        expected = EXPECTED_DROPS.get(kind, frozenset())
+        dropped = {reason: n for reason, n in tally.dropped.items() if reason not in expected}
+        lost, total = sum(dropped.values()), tally.kept + sum(tally.dropped.values())
+        if lost >= MOST_LEAST and lost > MOST_SHARE * total:
+            found.append(f"most {words}, {lost} of {total}: {_why(dropped)}")
+    return found
+
+
+def _drops(report: Report, kind: str) -> DropCounts:
+    return report.drops.get(kind, DropCounts())
+
+
+def _why(counts: Mapping[str, int]) -> str:
+    """The most frequent of `counts` in words."""
+    reason = max(counts, key=lambda each: counts[each])
+    return DROP_WORDS.get(reason, reason.replace("_", " "))

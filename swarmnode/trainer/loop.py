@@ -151,6 +151,8 @@ class Loop:
         self._questions = Questions(
             config.task.names, counters, speaks, "curriculum" in training.options
         )
+        self._link = link
+        self._lost_messages = 0
         self._drops = drops = TrainerDrops()
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(
@@ -324,6 +326,9 @@ class Loop:
             self._drops.update.drop(result.skipped, step=self._counters.step + 1)
         self._drops.completion.keep(len(rows.rows) - len(rows.masked))
         self._drops.completion.drop("cut", len(rows.masked))
+        lost = self._link.statistics().dropped_frames
+        self._drops.message.drop("link_full", lost - self._lost_messages)
+        self._lost_messages = lost
 
     def _keep(self, experience: Experience, judgement: Judgement) -> None:
         """For whoever looks at it afterwards."""

@@ -1,0 +1,134 @@
+"""What vanishes is a trouble: the page, `swarmnode status` and /status show it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from swarmnode.drops import DropCounts
+from swarmnode.observe.health import ready, troubles
+from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.observe.top import render
+from tests.support.snapshots import example
+
+replace = msgspec.structs.replace
+
+
+def dropping(kind: str, counts: DropCounts) -> NodeSnapshot:
+    s = example()
+    report = replace(s.trainer.report, drops={**s.trainer.report.drops, kind: counts})
+    return replace(s, trainer=replace(s.trainer, report=report))
+
+
+def row(kind: str, **since: int) -> NodeSnapshot:
+    """Only the latest of many were dropped."""
+    return dropping(kind, DropCounts(10_000, since, since))
+
+
+def test_a_policy_that_never_changes_is_a_trouble() -> None:
+    assert troubles(row("update", not_finite=4)) == []
+    assert troubles(row("update", not_finite=5)) == [
+        "the policy has not changed for 5 steps: the gradient is not finite"
+    ]
+    assert troubles(row("update", no_signal=19)) == []
+    assert troubles(row("update", no_signal=20)) == [
+        "the policy has not changed for 20 steps: no group had an advantage"
+    ]
+    (mixed,) = troubles(row("update", no_signal=12, overflow=8))
+    assert "no group had an advantage" in mixed
+
+
+def test_a_node_with_a_trouble_is_not_shown_as_ready() -> None:
+    s = row("update", not_finite=5)
+    status = {
+        "snapshot": msgspec.to_builtins(s),
+        "ready": msgspec.to_builtins(ready(s)),
+        "troubles": troubles(s),
+        "history": {},
+    }
+    head = render(status).renderable.renderables[0]
+    assert "has not changed" in head.plain
+    assert not head.plain.startswith("ready")
+
+
+@pytest.mark.parametrize("reason", ["special_tokens", "not_scored", "control_characters"])
+def test_no_group_shared_beside_peers_is_a_trouble(reason: str) -> None:
+    peers = example().network.peers.connected
+    assert troubles(row("group", **{reason: 19})) == []
+    (found,) = troubles(row("group", **{reason: 20}))
+    assert found.startswith(f"none of the last 20 own groups was shared, with {peers} peers")
+
+
+@pytest.mark.parametrize("reason", ["invalid", "oversize", "no_policy", "failed", "rate"])
+def test_no_group_published_beside_peers_is_a_trouble(reason: str) -> None:
+    s = example()
+    kept = replace(s.rollouts, unpublished_since={reason: 20})
+    (found,) = troubles(replace(s, rollouts=kept))
+    assert "was shared" in found
+
+
+def test_groups_that_say_nothing_may_stay_longer() -> None:
+    s = example()
+    silent = lambda count: replace(
+        s, rollouts=replace(s.rollouts, unpublished_since={"zero_advantage": count})
+    )
+    assert troubles(silent(199)) == []
+    assert "all rewards of a group are equal" in troubles(silent(200))[0]
+
+
+def test_a_lone_or_resting_node_shares_nothing_in_peace() -> None:
+    s = row("group", special_tokens=500)
+    alone = replace(
+        s, network=replace(s.network, peers=replace(s.network.peers, connected=0, known=0))
+    )
+    private = replace(s, node=replace(s.node, sharing=False))
+    resting = replace(s, budget=replace(s.budget, paused={"owner": True}))
+    assert not any("shared" in each for t in (alone, private, resting) for each in troubles(t))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("update", "not_finite"),
+        ("update", "refused"),
+        ("question", "no_question"),
+        ("group", "special_tokens"),
+        ("group", "not_scored"),
+        ("completion", "control_characters"),
+    ],
+)
+def test_most_dropped_for_a_fault_is_a_trouble(kind: str, reason: str) -> None:
+    most, half = DropCounts(19, {reason: 20}), DropCounts(20, {reason: 20})
+    (found,) = troubles(dropping(kind, most))
+    assert "20 of 39" in found
+    assert troubles(dropping(kind, half)) == []
+    assert troubles(dropping(kind, DropCounts(0, {reason: 19}))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("update", "no_signal"), ("completion", "cut"), ("update", "overflow")]
+)
+def test_most_dropped_by_design_is_no_trouble(kind: str, reason: str) -> None:
+    assert troubles(dropping(kind, DropCounts(1, {reason: 1000}))) == []
+
+
+def test_most_groups_of_peers_refused_is_a_trouble() -> None:
+    s = example()
+    judged = {"used": 1, "untokenizable": 57}
+    (found,) = troubles(replace(s, rollouts=replace(s.rollouts, judged=judged)))
+    assert found == ("most groups of peers are refused, 57 of 58: their text has no tokens here")
+
+
+@pytest.mark.parametrize("reason", ["too_long", "outdated", "future", "scorer", "no_ids"])
+def test_most_groups_from_peers_ignored_is_a_trouble(reason: str) -> None:
+    s = example()
+    admission = replace(s.rollouts.admission, admitted=9, ignored={reason: 50, "duplicate": 500})
+    (found,) = troubles(replace(s, rollouts=replace(s.rollouts, admission=admission)))
+    assert found.startswith("most groups from peers are ignored, 50 of 59")
+
+
+def test_duplicates_and_a_full_pool_are_daily_life() -> None:
+    s = example()
+    ignored = {"duplicate": 5000, "rate": 500, "busy": 100, "pool_full": 900}
+    admission = replace(s.rollouts.admission, admitted=9, ignored=ignored)
+    assert troubles(replace(s, rollouts=replace(s.rollouts, admission=admission))) == []

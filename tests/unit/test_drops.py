@@ -1,0 +1,44 @@
+"""What is dropped is counted by reason, and each reason is logged once."""
+
+from structlog.testing import capture_logs
+
+from swarmnode.drops import DropCounts, DropTally, TrainerDrops
+
+
+def test_each_reason_is_counted_and_logged_once():
+    tally = DropTally("own group not shared", quiet=("zero_advantage",))
+    with capture_logs() as lines:
+        for _ in range(3):
+            tally.drop("special_tokens", task="rg/gcd")
+            tally.drop("zero_advantage", 2)
+    assert tally.statistics().dropped == {"special_tokens": 3, "zero_advantage": 6}
+    assert [(line["reason"], line["log_level"]) for line in lines] == [
+        ("special_tokens", "warning"),
+        ("zero_advantage", "info"),
+    ]
+    assert lines[0]["task"] == "rg/gcd"
+
+
+def test_the_row_of_drops_ends_with_the_next_kept():
+    tally = DropTally("no update")
+    tally.drop("not_finite", 4)
+    assert tally.statistics().since_kept == {"not_finite": 4}
+    tally.keep()
+    tally.drop("no_signal")
+    assert tally.statistics() == DropCounts(1, {"not_finite": 4, "no_signal": 1}, {"no_signal": 1})
+
+
+def test_nothing_dropped_is_no_reason():
+    tally = DropTally("completion dropped")
+    with capture_logs() as lines:
+        tally.drop("cut", 0)
+        tally.keep(0)
+    assert tally.statistics() == DropCounts()
+    assert lines == []
+
+
+def test_a_trainers_drops_have_the_names_of_its_report():
+    drops = TrainerDrops()
+    drops.group.drop("special_tokens")
+    assert drops.statistics()["group"].dropped == {"special_tokens": 1}
+    assert drops.statistics()["update"] == DropCounts()

@@ -1,0 +1,118 @@
+"""A whole trainer of which nothing is learnt, shared or read: its reports say so, and health shows
+it."""
+
+import math
+
+import msgspec
+import pytest
+import torch
+import trio
+from safetensors import safe_open
+from safetensors.torch import save_file
+from structlog.testing import capture_logs
+
+from swarmnode.config import Config
+from swarmnode.errors import StateError
+from swarmnode.link.server import LinkServer
+from swarmnode.observe.health import troubles
+from swarmnode.policy.load import Policy
+from swarmnode.process import Progress
+from swarmnode.swarm import rollback
+from swarmnode.trainer import loop, state
+from swarmnode.trainer.loop import Trainer
+from tests.support.network_side import NetworkSide
+from tests.support.snapshots import example
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+async def train(data_dir, **training):
+    network = NetworkSide()
+    (data_dir / "run").mkdir(exist_ok=True, parents=True)
+    config = Config.model_validate(
+        {
+            "node": {"data_dir": data_dir},
+            "training": {"groups_per_step": 4, "num_generations": 4, **training},
+            "task": {"held_out_per_task": 2},
+            "weights": {"join_seconds": 0},
+        }
+    )
+    async with trio.open_nursery() as nursery:
+        await nursery.start(LinkServer(data_dir, network).run)
+        await trio.to_thread.run_sync(Trainer(config, Progress()).run)
+        nursery.cancel_scope.cancel()
+    return network
+
+
+def health(report):
+    s = example()
+    trainer = msgspec.structs.replace(s.trainer, report=report)
+    return troubles(msgspec.structs.replace(s, trainer=trainer))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_gradients_that_are_never_finite_are_a_trouble(tmp_path, monkeypatch, number):
+    real = loop.open_policy
+
+    def spoilt(*args):
+        policy = real(*args)
+        policy.trainable_parameters()[0].register_hook(lambda g: torch.full_like(g, number))
+        return policy
+
+    monkeypatch.setattr(loop, "open_policy", spoilt)
+    with capture_logs() as lines:
+        network = await train(tmp_path, max_steps=8)
+    last = network.reports[-1]
+    assert (last.step, last.policy_version) == (8, 0)
+    assert last.drops["update"].since_kept["not_finite"] >= 5
+    assert any("the gradient is not finite" in each for each in health(last))
+    warned = [line for line in lines if line.get("reason") == "not_finite"]
+    assert len(warned) == 1
+    assert all(math.isfinite(r.loss or 0.0) for r in network.reports)
+
+
+async def test_groups_that_are_never_shared_are_a_trouble(tmp_path, monkeypatch):
+    monkeypatch.setattr(Policy, "hides", lambda self, ids: True)
+    network = await train(tmp_path, max_steps=12)
+    assert network.published == []
+    assert any("own groups was shared" in each for each in health(network.reports[-1]))
+
+
+async def test_a_healthy_trainer_has_no_trouble(tmp_path):
+    network = await train(tmp_path, max_steps=6)
+    last = network.reports[-1]
+    assert last.drops["update"].kept == last.policy_version > 0
+    assert last.drops["group"].kept == len(network.published) > 0
+    assert health(last) == []
+
+
+def spoil(path, name):
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    key = next(key for key in tensors if key.startswith(name))
+    tensors[key].view(-1)[0] = math.nan
+    path.unlink()
+    save_file(tensors, path, metadata=metadata)
+
+
+@pytest.mark.parametrize("part", ["weights.", "first.", "second.", "outer.phi.", "outer.delta."])
+async def test_a_trainer_continues_from_the_kept_state(tmp_path, part):
+    await train(tmp_path, max_steps=2)
+    trainer = tmp_path / "trainer"
+    (trainer / rollback.HISTORY).mkdir(exist_ok=True)
+    (trainer / rollback.HISTORY / "0.safetensors").write_bytes((trainer / state.FILE).read_bytes())
+    spoil(trainer / state.FILE, part)
+    network = await train(tmp_path, max_steps=4)
+    assert network.reports[0].step == 2
+    assert network.reports[-1].step == 4
+    (trainer / rollback.HISTORY / "0.safetensors").unlink()
+    spoil(trainer / state.FILE, part)
+    with pytest.raises(BaseException) as ended:
+        await train(tmp_path, max_steps=5)
+    assert ended.group_contains(StateError, match="move it away")
