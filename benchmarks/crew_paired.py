@@ -238,9 +238,9 @@ def judge(
     told = [value for row in score(policy, rows, 1.0) for value in row]
     run.nats = -sum(told) / len(told)
     engine = make_whole_policy(config, policy, Counters(), lambda message: None)
-    reward = Evaluation(config.task, config.training, scorer)(engine, Counters())
-    assert reward is not None
-    run.reward = reward
+    held_out = Evaluation(config.task, config.training, scorer)(engine, Counters())
+    assert held_out is not None
+    run.reward = held_out.reward
 
 
 def measure(directory: Path, seeds: Sequence[int], steps: int, arms: Sequence[Arm]) -> list[Run]:

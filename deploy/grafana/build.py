@@ -125,6 +125,16 @@ NODE: dict[str, list[Panel]] = {
             "Reward",
             (gauge("swarmnode_reward"), "{{source}}"),
             (gauge("swarmnode_reward_held_out_start"), "held-out at the start"),
+            (
+                f"{gauge('swarmnode_reward', source='held_out')} - ignoring(source)"
+                f" 2 * {gauge('swarmnode_reward_held_out_error')}",
+                "held-out less two standard errors",
+            ),
+            (
+                f"{gauge('swarmnode_reward', source='held_out')} + ignoring(source)"
+                f" 2 * {gauge('swarmnode_reward_held_out_error')}",
+                "held-out plus two standard errors",
+            ),
             top=1,
             width=12,
         ),
@@ -148,11 +158,31 @@ NODE: dict[str, list[Panel]] = {
             top=1,
             width=6,
         ),
+        p(
+            "Completion length, tokens",
+            (gauge("swarmnode_completion_tokens"), "{{statistic}}"),
+            width=6,
+        ),
+        p(
+            "Completions cut",
+            gauge("swarmnode_completion_cut_share"),
+            unit="percentunit",
+            top=1,
+            width=6,
+        ),
         p("Loss", gauge("swarmnode_loss"), width=6),
         p("Entropy", gauge("swarmnode_entropy"), width=6),
         p("Clip fraction", gauge("swarmnode_clip_fraction"), unit="percentunit", width=6),
         p("Gradient norm", gauge("swarmnode_gradient_norm"), width=6),
-        p("Learning rate", gauge("swarmnode_learning_rate"), width=12),
+        p("Learning rate", gauge("swarmnode_learning_rate"), width=6),
+        p(
+            "Dropped per hour",
+            (
+                f"sum by (what, reason) (increase(swarmnode_dropped_total{{{I}}}[1h])) > 0",
+                "{{what}}: {{reason}}",
+            ),
+            width=24,
+        ),
     ],
     "Speed": [
         p(
@@ -211,7 +241,6 @@ NODE: dict[str, list[Panel]] = {
             gauge("swarmnode_stage_copy_age_steps"),
             width=6,
         ),
-        p("Refresh of that copy", gauge("swarmnode_stage_copy_bytes"), unit="bytes", width=6),
         p("Restoring a stage", gauge("swarmnode_stage_rung_seconds"), unit="s", width=6),
         p("KL over the last recovery", gauge("swarmnode_stage_probe_kl"), width=6),
         p(
@@ -375,7 +404,11 @@ SWARM: dict[str, list[Panel]] = {
             (rate("swarmnode_rollouts_published_total"), "{{instance}} published"),
             (rate("swarmnode_rollouts_received_total"), "{{instance}} received"),
             (rate("swarmnode_rollouts_drawn_total"), "{{instance}} drawn"),
-            (rate("swarmnode_rollouts_used_total"), "{{instance}} used"),
+            (
+                f'sum by (instance) (rate(swarmnode_rollouts_judged_total{{{I}, outcome="used"}}'
+                "[$__rate_interval]))",
+                "{{instance}} used",
+            ),
             unit="ops",
             width=12,
         ),
@@ -399,10 +432,6 @@ SWARM: dict[str, list[Panel]] = {
             (f"swarmnode_rollouts_per_wanted{{{I}}}", "{{instance}} {{way}}"),
         ),
         p(
-            "Changes between gossip and pulling per hour",
-            (f"increase(swarmnode_rollouts_exchange_switches_total{{{I}}}[1h])", "{{instance}}"),
-        ),
-        p(
             "Groups pulled",
             (total("swarmnode_rollouts_pulled_total", "outcome"), "{{outcome}}"),
             unit="ops",
@@ -423,11 +452,6 @@ SWARM: dict[str, list[Panel]] = {
             "Groups on offer",
             (f"swarmnode_rollouts_offered{{{I}}}", "{{instance}} by peers"),
             (f"swarmnode_rollouts_catalogue_groups{{{I}}}", "{{instance}} here"),
-        ),
-        p(
-            "Size of what is on offer here",
-            gauge("swarmnode_rollouts_catalogue_bytes"),
-            unit="bytes",
         ),
         p("Peers that list", gauge("swarmnode_rollouts_listers")),
         p(
@@ -482,7 +506,6 @@ SWARM: dict[str, list[Panel]] = {
         p("Outer steps", gauge("swarmnode_weights_outer_step"), width=6),
         p("Outer steps that the last partner was behind", gauge("swarmnode_weights_lag"), width=6),
         p("Partners to choose from", gauge("swarmnode_weights_candidates"), width=6),
-        p("Norm of the outer momentum", gauge("swarmnode_weights_momentum_norm"), width=6),
         p(
             "Exchanging, and training stood still for it",
             (rate("swarmnode_weights_exchange_seconds_total"), "{{instance}} exchanging"),
@@ -502,7 +525,6 @@ SWARM: dict[str, list[Panel]] = {
                 f"sum by (outcome) (increase(swarmnode_weights_adoptions_total{{{I}}}[1h]))",
                 "{{outcome}} per hour",
             ),
-            (f"sum(increase(swarmnode_weights_states_served_total{{{I}}}[1h]))", "served per hour"),
             width=12,
         ),
         p(
@@ -550,14 +572,10 @@ SWARM: dict[str, list[Panel]] = {
         ),
         p("Heartbeats wait", gauge("swarmnode_crew_heartbeat_seconds"), unit="s", width=6),
         p(
-            "Not answered, no message, per hour",
+            "Not answered per hour",
             (
                 f"sum by (message) (increase(swarmnode_crew_unanswered_total{{{I}}}[1h]))",
                 "{{message}} not answered",
-            ),
-            (
-                f"sum by (instance) (increase(swarmnode_crew_malformed_total{{{I}}}[1h]))",
-                "{{instance}} no message",
             ),
             (
                 f"sum by (instance) (increase(swarmnode_stage_trainer_restarts_total{{{I}}}[1h]))",
@@ -701,8 +719,12 @@ SECURITY: dict[str, list[Panel]] = {
             unit="ops",
         ),
         p(
-            "Own groups that could not be published",
-            rate("swarmnode_rollouts_publish_failures_total"),
+            "Own groups that were not shared",
+            (
+                "sum by (reason) (rate(swarmnode_dropped_total"
+                f'{{{I}, what="group"}}[$__rate_interval]))',
+                "{{reason}}",
+            ),
             unit="ops",
         ),
     ],
@@ -720,11 +742,6 @@ SECURITY: dict[str, list[Panel]] = {
         p(
             "State refused, or not given",
             (total("swarmnode_stage_state_refused_total", "reason"), "{{reason}}"),
-            unit="ops",
-        ),
-        p(
-            "Requests about crews that were none",
-            rate("swarmnode_crew_malformed_total"),
             unit="ops",
         ),
     ],

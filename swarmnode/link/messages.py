@@ -98,6 +98,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     reward_own: float | None = None
     reward_external: float | None = None
     reward_held_out: float | None = None
+    reward_held_out_error: float | None = None
+    """Standard error of `reward_held_out` over its questions."""
     reward_held_out_start: float | None = None
     loss: float | None = None
     entropy: float | None = None
@@ -117,6 +119,11 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     the step's groups."""
     generation_rows: float | None = None
     """Tokens sampled in a decoding step, mean over the last step."""
+    completion_tokens: float | None = None
+    """Mean length of the completions sampled in the last step."""
+    completion_tokens_p95: int | None = None
+    completion_cut_share: float | None = None
+    """Share of them that ended at the length limit."""
     own_groups: int = 0
     """I of the last step."""
     external_groups: int = 0

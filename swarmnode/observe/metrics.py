@@ -77,9 +77,16 @@ GOSSIP = (
     "dropped",
 )
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
-UNPUBLISHED = ("failed", "invalid", "oversize", "rate", "no_policy")
-"""Why an own group stayed here though it should not have: not for want of an advantage or of
-budget, nor because sharing is off."""
+DROPS = {
+    "update": ("not_finite", "no_signal", "overflow", "refused"),
+    "question": ("no_question",),
+    "group": (
+        *("special_tokens", "control_characters", "not_scored"),
+        *("zero_advantage", "budget", "rate", "oversize", "invalid", "no_policy", "failed"),
+    ),
+    "completion": ("control_characters", "cut"),
+}
+"""What is dropped, and why; see `TrainerDrops` and `Publisher`."""
 CREW_STATES: tuple[str, ...] = get_args(CrewState)
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
@@ -226,6 +233,20 @@ def _reward_errors(s: NodeSnapshot) -> Counts:
     counts.update(s.scorer.reward_errors)
     counts.update(s.trainer.report.reward_errors if s.trainer.report else {})
     return counts
+
+
+def _dropped(s: NodeSnapshot) -> dict[Labels, Number]:
+    """By kind and reason. A peer's groups have metrics of their own."""
+    found: dict[Labels, Number] = {
+        (what, why): 0 for what, reasons in DROPS.items() for why in reasons
+    }
+    report = s.trainer.report
+    counts = [(what, c.dropped) for what, c in report.drops.items()] if report else []
+    for what, dropped in [*counts, ("group", s.rollouts.unpublished)]:
+        for why, count in dropped.items():
+            if (what, why) in found:
+                found[what, why] = (found[what, why] or 0) + count
+    return found
 
 
 def _trainer_phase(s: NodeSnapshot) -> Counts:
@@ -384,6 +405,13 @@ LEARNING = (
         " compared with.",
     ),
     Metric(
+        "swarmnode_reward_held_out_error",
+        "gauge",
+        "trainer.report.reward_held_out_error",
+        "Standard error of the held-out reward over its questions. Changes of less than two of them"
+        " are noise.",
+    ),
+    Metric(
         "swarmnode_loss",
         "gauge",
         "trainer.report.loss",
@@ -396,6 +424,25 @@ LEARNING = (
         "trainer.report.entropy",
         "Entropy of the policy in nats per sampled token. A fall towards 0 means that it always"
         " answers the same.",
+    ),
+    Metric(
+        "swarmnode_completion_tokens",
+        "gauge",
+        {
+            "mean": "trainer.report.completion_tokens",
+            "p95": "trainer.report.completion_tokens_p95",
+        },
+        "Length of this node's completions in the last step, in tokens: the mean, and the 95th"
+        " percentile.",
+        ("statistic",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_completion_cut_share",
+        "gauge",
+        "trainer.report.completion_cut_share",
+        "Share of the last step's completions that ended at training.max_completion_length. Above"
+        " 0.2 for long, raise it or reward shorter answers.",
     ),
     Metric(
         "swarmnode_kl",
@@ -453,6 +500,15 @@ LEARNING = (
         "Groups that this node has trained on, its own and its peers'.",
         ("source",),
         when=reports,
+    ),
+    Metric(
+        "swarmnode_dropped_total",
+        "counter",
+        _dropped,
+        "What this node dropped, by kind and reason: an `update` that was not taken, a `question`"
+        " not asked, an own `group` not shared, a `completion` not used. The log has each reason"
+        " once.",
+        ("what", "reason"),
     ),
     Metric(
         "swarmnode_tokens_total",
@@ -590,13 +646,6 @@ ROLLOUTS = (
         "Own groups that were sent to the swarm, whole or announced by their hash.",
     ),
     Metric(
-        "swarmnode_rollouts_publish_failures_total",
-        "counter",
-        lambda s: sum(s.rollouts.unpublished.get(reason, 0) for reason in UNPUBLISHED),
-        "Own groups that should have been sent and could not: too long, too many, invalid, or the"
-        " library failed. The log names each.",
-    ),
-    Metric(
         "swarmnode_rollouts_received_total",
         "counter",
         "rollouts.received",
@@ -643,12 +692,6 @@ ROLLOUTS = (
         "Groups of peers that were handed to the trainer.",
     ),
     Metric(
-        "swarmnode_rollouts_used_total",
-        "counter",
-        "rollouts.judged.used",
-        "Groups of peers that were trained on.",
-    ),
-    Metric(
         "swarmnode_rollouts_judged_total",
         "counter",
         "rollouts.judged",
@@ -674,13 +717,6 @@ ROLLOUTS = (
         " peers that do not list.",
         ("mode",),
         MODES,
-    ),
-    Metric(
-        "swarmnode_rollouts_exchange_switches_total",
-        "counter",
-        "rollouts.pulling.switches",
-        "Times that this node left gossip for pulling, or came back. More than a few in a day: it"
-        " is at the threshold, set `sharing.exchange`.",
     ),
     Metric(
         "swarmnode_rollouts_per_wanted",
@@ -746,12 +782,6 @@ ROLLOUTS = (
         "gauge",
         "rollouts.serving.catalogue.groups",
         "Groups that this node lists.",
-    ),
-    Metric(
-        "swarmnode_rollouts_catalogue_bytes",
-        "gauge",
-        "rollouts.serving.catalogue.bytes",
-        "Bytes of the groups that this node lists.",
     ),
     Metric(
         "swarmnode_rollout_staleness_versions",
@@ -966,12 +996,6 @@ WEIGHTS = (
         tuple(outcomes.ADOPTIONS),
     ),
     Metric(
-        "swarmnode_weights_states_served_total",
-        "counter",
-        "weights.catch_up.served",
-        "Whole states that this node gave to neighbours.",
-    ),
-    Metric(
         "swarmnode_weights_candidates",
         "gauge",
         "weights.candidates",
@@ -1015,12 +1039,6 @@ WEIGHTS = (
         "gauge",
         "trainer.report.weights.lag",
         "Outer steps by which the last partner was behind this node; negative when it was ahead.",
-    ),
-    Metric(
-        "swarmnode_weights_momentum_norm",
-        "gauge",
-        "trainer.report.weights.momentum_norm",
-        "Norm of the outer optimizer's momentum.",
     ),
     Metric(
         "swarmnode_weights_reverts_total",
@@ -1101,12 +1119,6 @@ CREW = (
         CREW_MESSAGES,
     ),
     Metric(
-        "swarmnode_crew_malformed_total",
-        "counter",
-        "stages.malformed",
-        "Requests about crews that were no valid message; each cost its sender reputation.",
-    ),
-    Metric(
         "swarmnode_stage_trainer_restarts_total",
         "counter",
         "stages.trainer_restarts",
@@ -1163,13 +1175,6 @@ CREW = (
         "gauge",
         "stages.own.copy_age_steps",
         "Steps by which the whole copy that this node samples from is behind its crew.",
-        when=has_stage,
-    ),
-    Metric(
-        "swarmnode_stage_copy_bytes",
-        "gauge",
-        "stages.own.copy_bytes",
-        "Bytes that came from other stages for the last refresh of that copy.",
         when=has_stage,
     ),
     Metric(

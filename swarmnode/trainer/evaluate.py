@@ -3,12 +3,15 @@ refuses to draw."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import Sampling
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.measure import standard_error
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
@@ -25,6 +28,16 @@ def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
     return counters.step % cfg.eval_every == 0 and (
         budget == 1 or spent <= budget * counters.tokens_total
     )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out reward."""
+
+    reward: float
+    """Mean over the questions."""
+    error: float | None
+    """Its standard error over the questions; None with one question."""
 
 
 class Evaluation:
@@ -48,9 +61,9 @@ class Evaluation:
         questions = scorer.score_many([(ref, []) for ref in self._refs])
         self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
 
-    def __call__(self, engine: Engine, counters: Counters) -> float | None:
-        """Mean reward at the training temperature over all questions; None when nothing could be
-        scored. Tokens are counted."""
+    def __call__(self, engine: Engine, counters: Counters) -> HeldOut | None:
+        """Return the reward at the training temperature over all questions; None when nothing
+        could be scored. Tokens are counted."""
         asked = [
             (ref, prompt)
             for ref, prompt in zip(self._refs, self._prompts, strict=True)
@@ -78,6 +91,10 @@ class Evaluation:
             ]
         )
         rewards = [
-            reward for result in scored if isinstance(result, Scored) for reward in result.rewards
+            sum(result.rewards) / len(result.rewards)
+            for result in scored
+            if isinstance(result, Scored) and result.rewards
         ]
-        return sum(rewards) / len(rewards) if rewards else None
+        if not rewards:
+            return None
+        return HeldOut(sum(rewards) / len(rewards), standard_error(rewards))

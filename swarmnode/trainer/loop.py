@@ -12,6 +12,7 @@ again (replay.py).
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -397,6 +398,7 @@ class Loop:
             grad_norm=result.grad_norm,
             learning_rate=rate * result.rate_factor,
             zero_advantage_share=silent_share(own),
+            **completion_lengths(own),
             external_share=share,
             correction_mean=_mean([w for g in external for w in g.weights]),
             effective_own=result.effective_own,
@@ -418,13 +420,15 @@ class Loop:
     def _evaluate(self) -> None:
         self._reporter.enter("evaluating")
         c = self._counters
-        reward = self._evaluation(self._engine, c)
-        if reward is not None:
-            c.reward_held_out = reward
+        held_out = self._evaluation(self._engine, c)
+        if held_out is not None:
+            reward = held_out.reward
+            c.reward_held_out, c.reward_held_out_error = reward, held_out.error
             if c.reward_held_out_start is None:
                 c.reward_held_out_start = reward
             self._plan.measured(None, None, self._reporter.last.external_share or 0.0, reward)
-            log.info("held out", step=c.step, reward=round(reward, 4))
+            error = _rounded(held_out.error, 4)
+            log.info("held out", step=c.step, reward=round(reward, 4), error=error)
             self._engine.observe(reward)
         self._reporter.enter("evaluating")  # with what it has measured
 
@@ -440,6 +444,23 @@ def skip_used_numbers(counters: Counters, trainer: Path) -> None:
         counters.policy_version = max(
             [counters.policy_version, *(numbers.policy_version for numbers in known)]
         )
+
+
+def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int | None]:
+    """Length of the completions of `groups` in tokens, by the names of a report's fields: the mean,
+    the 95th percentile, and the share that was cut."""
+    lengths = sorted(len(completion) for group in groups for _, completion in group.rows)
+    if not lengths:
+        return {
+            "completion_tokens": None,
+            "completion_tokens_p95": None,
+            "completion_cut_share": None,
+        }
+    return {
+        "completion_tokens": sum(lengths) / len(lengths),
+        "completion_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
+        "completion_cut_share": sum(sum(group.was_cut) for group in groups) / len(lengths),
+    }
 
 
 def best_rows(group: TrainingGroup) -> list[Row]:

@@ -122,7 +122,7 @@ def measure(
         _mean(greedy),
         _mean([reward for rewards in sampled for reward in rewards]),
         {k: _mean(chances) for k, chances in passed.items()},
-        {k: _error(chances) for k, chances in passed.items()},
+        {k: standard_error(chances) for k, chances in passed.items()},
         _mean(lengths),
         cut / len(lengths),
     )
@@ -132,7 +132,11 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _error(values: Sequence[float]) -> float | None:
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of `values`; None for fewer than two.
+
+    The completions of one question are not independent: take the mean of each question first.
+    """
     if len(values) < 2:
         return None
     mean = _mean(values)

@@ -51,6 +51,7 @@ class Reporter:
             step=counters.step,
             policy_version=counters.policy_version,
             reward_held_out=counters.reward_held_out,
+            reward_held_out_error=counters.reward_held_out_error,
             reward_held_out_start=counters.reward_held_out_start,
             own_groups_total=counters.own_groups_total,
             external_groups_total=counters.external_groups_total,

@@ -74,6 +74,7 @@ class Counters(msgspec.Struct):
     useful_per_step: float = 0.0
     external_scale: float = 1.0
     reward_held_out: float | None = None
+    reward_held_out_error: float | None = None
     reward_held_out_start: float | None = None
     peers_used: dict[str, int] = {}
     """Groups trained on, of the PEERS_USED latest peers; the latest is the last."""

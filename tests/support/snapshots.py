@@ -15,6 +15,7 @@ from swarmnode.crew.local import StageStatus
 from swarmnode.crew.service import BOUNDS as CREW_BOUNDS
 from swarmnode.crew.service import StagesStatistics
 from swarmnode.crew.stream_proxy import StreamProxyStatistics
+from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
@@ -90,6 +91,7 @@ def example_at(t: float) -> NodeSnapshot:
         reward_own=0.08 + 0.62 * learnt + 0.05 * _wobble(t, 0.9),
         reward_external=0.14 + 0.55 * learnt + 0.06 * _wobble(t, 0.6),
         reward_held_out=0.07 + 0.6 * (1 - math.exp(-(t // 24 * 24) / 220)),
+        reward_held_out_error=0.021,
         reward_held_out_start=0.07,
         loss=0.021 * _wobble(t, 0.4),
         entropy=1.9 - 1.1 * learnt,
@@ -97,6 +99,9 @@ def example_at(t: float) -> NodeSnapshot:
         clip_fraction=0.013,
         grad_norm=0.41,
         learning_rate=3e-4,
+        completion_tokens=5.1 - 1.2 * learnt,
+        completion_tokens_p95=8,
+        completion_cut_share=0.06 * (1 - learnt),
         zero_advantage_share=0.7 - 0.4 * learnt,
         external_share=0.5,
         correction_mean=0.96,
@@ -127,6 +132,12 @@ def example_at(t: float) -> NodeSnapshot:
         },
         signals={"rg/chain_sum 0": 0.7 - 0.4 * learnt, "rg/chain_sum 1": 0.2 + 0.5 * learnt},
         evidence={"rg/chain_sum 0": (9.5, 1.5), "rg/chain_sum 1": (2.25, 0.5)},
+        drops={
+            "update": DropCounts(steps, {"no_signal": 2, "not_finite": 1}),
+            "question": DropCounts(steps * 4, {}),
+            "group": DropCounts(steps * 4, {"special_tokens": 3}),
+            "completion": DropCounts(steps * 32, {"control_characters": 2}),
+        },
         state_saved_step=steps,
         peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},
         weights=WeightsReport(

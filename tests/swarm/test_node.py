@@ -104,7 +104,7 @@ def test_metrics_of_a_running_node_pass_promtool(swarm):
         [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "swarmnode_rollouts_used_total " in text.replace("{", " ")
+    assert "swarmnode_rollouts_drawn_total " in text.replace("{", " ")
     assert get(swarm[0], "/readyz")
 
 

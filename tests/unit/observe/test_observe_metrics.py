@@ -61,7 +61,7 @@ def test_counters_exist_before_anything_happened() -> None:
     assert reasons == {(reason,) for reason in REASONS}
     assert set(scraped["swarmnode_rollouts_rejected_total"].values()) == {0}
     assert scraped["swarmnode_restarts_total"] == {("network",): 0, ("trainer",): 0}
-    assert scraped["swarmnode_rollouts_used_total"] == {(): 0}
+    assert scraped["swarmnode_rollouts_drawn_total"] == {(): 0}
 
 
 def test_what_is_not_measured_has_no_series() -> None:
