@@ -20,6 +20,7 @@ from swarmnode.crew.control import CrewStatistics, SlotStatistics
 from swarmnode.crew.local import StageStatus
 from swarmnode.crew.service import StagesStatistics
 from swarmnode.crew.stream_proxy import StreamProxyStatistics
+from swarmnode.drops import DropCounts
 from swarmnode.observe import http
 from swarmnode.observe.history import History
 from swarmnode.observe.logfile import LogLine
@@ -131,6 +132,14 @@ async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
         "policy_version",
         "step_seconds",
         "memory_trainer",
+        "completion_tokens",
+        "completion_tokens_p95",
+        "completion_cut_share",
+        "zero_advantage_share",
+        "entropy",
+        "grad_norm",
+        "kl",
+        "tokens_per_second",
     ):
         assert seen.path(series).count("L") > 100, series
     assert "NaN" not in seen.dom
@@ -146,6 +155,7 @@ async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
         assert seen.dom.count(f'data-series="{series}"') > 3, series
     for value in (
         "0.631",
+        "±0.021",
         "+0.561 since the start",
         "kitchen-3090",
         "ready",
@@ -400,3 +410,35 @@ async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch
     assert 'data-state="stale"' in seen.dom
     assert "The node has not answered for" in seen.text
     assert "0.631" in seen.text
+
+
+async def test_the_held_out_curve_has_its_error_as_a_band(tmp_path, monkeypatch) -> None:
+    seen = await visit(tmp_path, monkeypatch)
+    band = re.search(r'<path class="area band held-out" d="M([^"]+)Z"', seen.dom)
+    assert band is not None
+    heights = [float(point.split(" ")[1]) for point in band[1].split("L")]
+    half = len(heights) // 2
+    over, under = heights[:half], heights[half:][::-1]
+    line = [float(point.split(" ")[1]) for point in seen.path("reward_held_out")[1:].split("L")]
+    assert len(line) == half
+    assert all(a < at < b for a, at, b in zip(over, line, under, strict=True))
+
+
+async def test_a_policy_that_never_changes_needs_a_look(tmp_path, monkeypatch) -> None:
+    def stuck() -> NodeSnapshot:
+        s = example()
+        since = {"not_finite": 9}
+        drops = {"update": DropCounts(0, since, since)}
+        report = msgspec.structs.replace(s.trainer.report, drops=drops, kl=None)
+        return msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, report=report))
+
+    seen = await visit(tmp_path, monkeypatch, stuck)
+    assert "needs a look" in seen.text
+    assert "the policy has not changed for 9 steps: the gradient is not finite" in seen.text
+
+
+async def test_own_groups_that_stay_here_are_listed_with_their_reason(
+    tmp_path, monkeypatch
+) -> None:
+    seen = await visit(tmp_path, monkeypatch)
+    assert "special tokens own, not shared" in re.sub(r"\s+", " ", seen.text)

@@ -107,7 +107,8 @@ const LEFT = 44, RIGHT = 6, TOP = 6, BOTTOM = 20;
 
 class Chart {
   // options: title, height, wide, format, max (of the axis, at most), integer, stacked, scale (values are divided by it),
-  //          series: [{key, label, look, smooth, area}]
+  //          optional (hidden while nothing is measured), series: [{key, label, look, smooth, area, error}]; error: the column
+  //          with the standard error of key, drawn as a band
   constructor(options) {
     this.options = options;
     this.chosen = null;
@@ -122,7 +123,9 @@ class Chart {
 
   // empty: what to say where nothing was measured
   show(at, columns, empty) {
-    const { stacked, series, scale } = this.options;
+    const { stacked, series, scale, optional } = this.options;
+    this.figure.hidden = Boolean(optional) && !series.some(({ key }) => (columns[key] || []).some(known));
+    this.errors = series.map(({ error }) => columns[error] || []);
     this.at = at;
     this.empty = empty;
     this.values = series.map(({ key }) => scaled(columns[key] || [], scale));
@@ -187,7 +190,10 @@ class Chart {
     const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - TOP);
     const parts = this.axes(low, high, x, y, bottom, right);
     if (stacked) parts.push(...this.blocks(y, right));
-    else series.forEach((one, i) => parts.push(...this.line(one, values[i], x, y, bottom)));
+    else {
+      series.forEach((one, i) => parts.push(...this.band(one, values[i], this.errors[i], x, (value) => y(Math.min(high, Math.max(low, value))))));
+      series.forEach((one, i) => parts.push(...this.line(one, values[i], x, y, bottom)));
+    }
     if (this.chosen !== null) {
       const across = this.bins ? LEFT + ((index + 0.5) / this.bins) * (right - LEFT) : x(at[index]);
       parts.push(node("line", { class: "cursor", x1: across, x2: across, y1: TOP, y2: bottom }));
@@ -221,6 +227,21 @@ class Chart {
       parts.push(node("text", { x: across, y: bottom + 15, "text-anchor": across < LEFT + 24 ? "start" : "middle" }, `−${duration(ago)}`));
     }
     return parts;
+  }
+
+  // One standard error to each side, in a piece for each run of measurements.
+  band(one, column, errors, x, y) {
+    const pieces = [];
+    let piece = null;
+    column.forEach((value, i) => {
+      if (isGap(this.at, i) || !known(value) || !known(errors[i])) piece = null;
+      if (!known(value) || !known(errors[i])) return;
+      if (!piece) pieces.push(piece = { over: [], under: [] });
+      const across = x(this.at[i]).toFixed(1);
+      piece.over.push(`${across} ${y(value + errors[i]).toFixed(1)}`);
+      piece.under.unshift(`${across} ${y(value - errors[i]).toFixed(1)}`);
+    });
+    return pieces.map(({ over, under }) => node("path", { class: `area band ${one.look}`, d: `M${[...over, ...under].join("L")}Z`, "data-band": one.key }));
   }
 
   line(one, column, x, y, bottom) {
@@ -269,13 +290,25 @@ const CHARTS = [
   new Chart({ title: "Reward", height: 220, wide: true, format: fixed(3), max: 1, series: [
     { key: "reward_own", label: "own", look: "own", smooth: true },
     { key: "reward_external", label: "peers'", look: "external", smooth: true },
-    { key: "reward_held_out", label: "held-out", look: "held-out" },
+    { key: "reward_held_out", label: "held-out", look: "held-out", error: "reward_held_out_error" },
   ] }),
   new Chart({ title: "Groups from peers per minute", height: 220, wide: true, stacked: true, format: count, series: [
     { key: "admitted", label: "admitted", look: "admitted" },
     { key: "ignored", label: "ignored", look: "ignored" },
     { key: "rejected", label: "rejected", look: "rejected" },
   ] }),
+  new Chart({ title: "Completion tokens", height: 130, format: fixed(1), series: [
+    { key: "completion_tokens", label: "mean", look: "own", smooth: true },
+    { key: "completion_tokens_p95", label: "p95", look: "external" },
+  ] }),
+  new Chart({ title: "Share, 0 to 1", height: 130, format: fixed(2), max: 1, series: [
+    { key: "completion_cut_share", label: "completions cut", look: "external", smooth: true },
+    { key: "zero_advantage_share", label: "no advantage", look: "plain", smooth: true },
+  ] }),
+  new Chart({ title: "Entropy, nats", height: 130, format: fixed(2), series: [{ key: "entropy", label: "", look: "own", smooth: true }] }),
+  new Chart({ title: "Gradient norm", height: 130, format: fixed(3), series: [{ key: "grad_norm", label: "", look: "own", smooth: true }] }),
+  new Chart({ title: "KL, nats", height: 130, optional: true, format: fixed(4), series: [{ key: "kl", label: "", look: "own", smooth: true }] }),
+  new Chart({ title: "Tokens per second", height: 130, format: count, series: [{ key: "tokens_per_second", label: "", look: "external", smooth: true }] }),
   new Chart({ title: "Peers", height: 130, integer: true, format: count, series: [{ key: "peers", label: "", look: "own", area: true }] }),
   new Chart({ title: "Policy version", height: 130, integer: true, format: count,
     series: [{ key: "policy_version", label: "", look: "plain", area: true }] }),
@@ -310,10 +343,11 @@ const waits = (own) => (own && known(own.bubble_share) ? `waits ${Math.round(100
 function tiles(s) {
   const { rollouts, network } = s, { crew: c, own } = s.stages, member = !leads(s), report = (!member && s.trainer.report) || {};
   const gained = known(report.reward_held_out) && known(report.reward_held_out_start) ? report.reward_held_out - report.reward_held_out_start : null;
+  const error = known(report.reward_held_out_error) ? `±${report.reward_held_out_error.toFixed(3)}` : "";
   const evaluated = member ? "the crew's head measures it" : gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
   const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s a step` : "";
   put(byId("tiles"),
-    tile("Held-out reward", fixed(3)(report.reward_held_out), "", evaluated),
+    tile("Held-out reward", fixed(3)(report.reward_held_out), error, evaluated),
     tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted, ${WAYS[rollouts.pulling.mode]}`),
     tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${sum(network.gossip.mesh)} in the mesh`),
     member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
@@ -502,10 +536,19 @@ function resources(s) {
   byId("no-traffic").hidden = traffic.length > 0;
 }
 
-function reasons(rollouts) {
+// Own groups worth sharing that stayed here: in the trainer, and where they would have been sent.
+function ownDrops(s) {
+  const { drops = {} } = s.trainer.report || {};
+  return [...Object.entries((drops.group || {}).dropped || {}), ...Object.entries(s.rollouts.unpublished)]
+    .filter(([reason]) => reason !== "zero_advantage" && reason !== "disabled");
+}
+
+function reasons(s) {
+  const { rollouts } = s;
   const all = [
     ...Object.entries(rollouts.admission.rejected).map(([reason, n]) => [reason, n, "rejected"]),
     ...Object.entries(rollouts.admission.ignored).map(([reason, n]) => [reason, n, "ignored"]),
+    ...ownDrops(s).map(([reason, n]) => [reason, n, "ignored", "own, not shared"]),
     ...Object.entries(rollouts.judged).filter(([outcome]) => outcome !== "used").map(([outcome, n]) => [outcome, n, "ignored", "by the trainer"]),
   ].filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8);
   bars("reasons", all.map(([reason, n, look, note]) => [reason, n, look, note || look]));
@@ -601,7 +644,7 @@ function render(told) {
   for (const chart of CHARTS) chart.show(told.history.at, told.history, empty);
   crew(s);
   peers(s.peers, namesOf(s));
-  reasons(s.rollouts);
+  reasons(s);
   swarm(s);
   questions(s);
   weights(s);

@@ -1,13 +1,17 @@
 """Held-out evaluation: a budget of sampled tokens, and all of them counted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trio
 
-from swarmnode.config import Config, TrainingConfig
+from swarmnode.config import Config, TaskConfig, TrainingConfig
 from swarmnode.link.server import LinkServer
+from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.process import Progress
-from swarmnode.trainer.evaluate import evaluation_due
+from swarmnode.tasks.client import Scored
+from swarmnode.trainer.evaluate import Evaluation, HeldOut, evaluation_due
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from tests.support.network_side import NetworkSide
@@ -59,3 +63,53 @@ async def test_evaluations_are_put_off_and_counted(tmp_path):
         "one at the start, and three more"
     )
     assert usual.tokens_total > usual.evaluation_tokens_total + 6 * 8 * 8
+
+
+class Answers:
+    """Answers each question with as many tokens as its number says."""
+
+    def __init__(self):
+        self.text = SimpleNamespace(fits=lambda prompt: True)
+
+    def random_generator(self, seed):
+        return torch.Generator()
+
+    def generate(self, prompts, sampling, rng):
+        return [
+            GroupSample([1], [Sampled([2], [-0.1], "x", "eos")] * sampling.num_generations)
+            for _ in prompts
+        ]
+
+    def remember(self, rewarded, own):
+        pass
+
+
+class Fixed:
+    """A scorer that gives each question the rewards of `by_question`."""
+
+    def __init__(self, by_question):
+        self.by_question = by_question
+
+    def score_many(self, items):
+        return [
+            Scored("?", rewards if texts else [])
+            for rewards, (_, texts) in zip(self.by_question, items, strict=True)
+        ]
+
+
+def held_out(*by_question):
+    task = TaskConfig(names=["rg/gcd"], held_out_per_task=len(by_question))
+    evaluation = Evaluation(task, TrainingConfig(), Fixed(by_question))
+    return evaluation(Answers(), Counters())
+
+
+def test_the_error_of_a_held_out_reward_is_over_questions():
+    """Four completions of one question are no four measurements."""
+    found = held_out([1.0] * 4, [0.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.5] * 4)
+    assert found.reward == pytest.approx(0.5)
+    means = torch.tensor([1.0, 0.0, 0.5, 0.5])
+    assert found.error == pytest.approx(float(means.std()) / 2)
+
+
+def test_one_question_has_no_error():
+    assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOut(0.5, None)

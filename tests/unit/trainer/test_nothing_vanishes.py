@@ -1,6 +1,7 @@
 """A whole trainer of which nothing is learnt, shared or read: its reports say so, and health shows
 it."""
 
+import json
 import math
 
 import msgspec
@@ -19,7 +20,9 @@ from swarmnode.policy.load import Policy
 from swarmnode.process import Progress
 from swarmnode.swarm import rollback
 from swarmnode.trainer import loop, state
+from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.trackers import flat
 from tests.support.network_side import NetworkSide
 from tests.support.snapshots import example
 
@@ -89,6 +92,60 @@ async def test_a_healthy_trainer_has_no_trouble(tmp_path):
     assert last.drops["update"].kept == last.policy_version > 0
     assert last.drops["group"].kept == len(network.published) > 0
     assert health(last) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut", "mean", "p95", "share"),
+    [
+        ([4], [False], 4.0, 4, 0.0),
+        (list(range(1, 21)), [False] * 20, 10.5, 19, 0.0),
+        ([8] * 19 + [100], [False] * 19 + [True], 12.6, 8, 0.05),
+        ([8] * 18 + [100] * 2, [False] * 18 + [True] * 2, 17.2, 100, 0.1),
+    ],
+)
+def test_lengths_of_completions_and_the_share_cut(lengths, cut, mean, p95, share):
+    rows = [([1], [2] * length) for length in lengths]
+    groups = [
+        TrainingGroup(rows[at : at + 4], [], [], [], was_cut=cut[at : at + 4])
+        for at in range(0, len(rows), 4)
+    ]
+    assert loop.completion_lengths(groups) == {
+        "completion_tokens": pytest.approx(mean),
+        "completion_tokens_p95": p95,
+        "completion_cut_share": pytest.approx(share),
+    }
+
+
+def test_nothing_sampled_has_no_lengths():
+    assert set(loop.completion_lengths([]).values()) == {None}
+
+
+async def test_what_a_grpo_user_looks_at_is_in_every_line(tmp_path):
+    await train(
+        tmp_path, max_steps=2, beta=0.1, eval_every=1, eval_budget=1.0, options=["train_once"]
+    )
+    lines = [json.loads(line) for line in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
+    for line in lines:
+        for name in GRPO:
+            assert isinstance(line[name], int | float), name
+        assert 0 < line["completion_tokens"] <= line["completion_tokens_p95"] <= 8
+        tracked = flat(line)
+        assert set(GRPO) < set(tracked)
+        assert tracked["drops/group/kept"] >= 0
+
+
+GRPO = (
+    "completion_tokens",
+    "completion_tokens_p95",
+    "completion_cut_share",
+    "entropy",
+    "grad_norm",
+    "kl",
+    "zero_advantage_share",
+    "tokens_per_second",
+    "reward_held_out",
+    "reward_held_out_error",
+)
 
 
 def spoil(path, name):
