@@ -69,8 +69,10 @@ class TrainerDrops:
         `overflow`: the gradient was beyond float16, and its scale was lowered. `refused`: the crew
         took no step."""
         self.question = DropTally("question not asked")
-        """`no_question`: the task made none. `too_long`: it leaves no room for an answer in the
-        model's context."""
+        """`no_question`: the task made none. `too_long`: it does not fit into the model's
+        context."""
+        self.held_out = DropTally("held-out question left out")
+        """`no_question`: the task made none. `not_scored`: the scorer failed."""
         self.group = DropTally("own group not shared")
         """`not_scored`: the scorer failed. `special_tokens`: the text does not show all tokens.
         `control_characters`: fewer than two completions were left without them."""

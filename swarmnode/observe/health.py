@@ -84,6 +84,11 @@ DROP_WORDS = {
     "future": "they are dated ahead of this clock",
     "charset": "they hold control characters",
     "scorer": "the scorer here fails",
+    "link_full": "the network process was away",
+    "signature": "their signature is not that of this swarm",
+    "seed": "their question is not their sender's",
+    "agreement": "they are not as the manifest says",
+    "tokens": "they claim fewer tokens than their text has",
 }
 """A reason in a sentence; another reason is shown by its name."""
 
@@ -210,7 +215,7 @@ def troubles(s: NodeSnapshot) -> list[str]:
     found += _mostly_dropped(s)
     rejected = sum(s.rollouts.admission.rejected.values())
     if rejected >= REJECTED_LEAST and rejected > REJECTED_SHARE * s.rollouts.received:
-        found.append("most groups from peers are rejected")
+        found.append(f"most groups from peers are rejected: {_why(s.rollouts.admission.rejected)}")
     failed = sum(s.scorer.reward_errors.values()) + (
         sum(report.reward_errors.values()) if report is not None else 0
     )
@@ -266,8 +271,10 @@ def _mostly_dropped(s: NodeSnapshot) -> list[str]:
         counts += [
             ("steps change nothing", "update", _drops(report, "update")),
             ("questions are not asked", "question", _drops(report, "question")),
+            ("held-out questions are left out", "held_out", _drops(report, "held_out")),
             ("own groups are not shared", "group", _drops(report, "group")),
             ("completions are dropped", "completion", _drops(report, "completion")),
+            ("messages between the processes are lost", "message", _drops(report, "message")),
         ]
     judged = s.rollouts.judged
     refused = {outcome: n for outcome, n in judged.items() if outcome != "used"}

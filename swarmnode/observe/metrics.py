@@ -80,11 +80,13 @@ POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_sh
 DROPS = {
     "update": ("not_finite", "no_signal", "overflow", "refused"),
     "question": ("no_question",),
+    "held_out": ("no_question", "not_scored"),
     "group": (
         *("special_tokens", "control_characters", "not_scored"),
         *("zero_advantage", "budget", "rate", "oversize", "invalid", "no_policy", "failed"),
     ),
     "completion": ("control_characters", "cut"),
+    "message": ("link_full",),
 }
 """What is dropped, and why; see `TrainerDrops` and `Publisher`."""
 CREW_STATES: tuple[str, ...] = get_args(CrewState)
@@ -506,8 +508,8 @@ LEARNING = (
         "counter",
         _dropped,
         "What this node dropped, by kind and reason: an `update` that was not taken, a `question`"
-        " not asked, an own `group` not shared, a `completion` not used. The log has each reason"
-        " once.",
+        " not asked, a `held_out` question left out, an own `group` not shared, a `completion` not"
+        " used, a `message` between the processes lost. The log has each reason once.",
         ("what", "reason"),
     ),
     Metric(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarmnode.config import TaskConfig, TrainingConfig
+from swarmnode.drops import DropTally, TrainerDrops
 from swarmnode.policy.generate import Sampling
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_version
@@ -44,7 +45,14 @@ class Evaluation:
     """Questions, of a task's difficulties in turn, are regenerated once; every evaluation samples
     them with the same random numbers."""
 
-    def __init__(self, tasks: TaskConfig, training: TrainingConfig, scorer: Scorer) -> None:
+    def __init__(
+        self,
+        tasks: TaskConfig,
+        training: TrainingConfig,
+        scorer: Scorer,
+        drops: DropTally | None = None,
+    ) -> None:
+        self._drops = drops or TrainerDrops().held_out
         self._training = training
         self._scorer = scorer
         self._refs = [
@@ -59,7 +67,13 @@ class Evaluation:
             for index in range(tasks.held_out_per_task)
         ]
         questions = scorer.score_many([(ref, []) for ref in self._refs])
-        self._prompts = [q.prompt if isinstance(q, Scored) else None for q in questions]
+        self._prompts: list[str | None] = []
+        for ref, question in zip(self._refs, questions, strict=True):
+            if isinstance(question, Scored):
+                self._prompts.append(question.prompt)
+            else:
+                self._prompts.append(None)
+                self._drops.drop("no_question", task=ref.id, error=str(question))
 
     def __call__(self, engine: Engine, counters: Counters) -> HeldOut | None:
         """Return the reward at the training temperature over all questions; None when nothing
@@ -90,11 +104,13 @@ class Evaluation:
                 for (ref, _), group in zip(asked, groups, strict=True)
             ]
         )
-        rewards = [
-            sum(result.rewards) / len(result.rewards)
-            for result in scored
-            if isinstance(result, Scored) and result.rewards
-        ]
+        rewards = []
+        for (ref, _), result in zip(asked, scored, strict=True):
+            if isinstance(result, Scored) and result.rewards:
+                rewards.append(sum(result.rewards) / len(result.rewards))
+            else:
+                self._drops.drop("not_scored", task=ref.id, error=str(result))
+        self._drops.keep(len(rewards))
         if not rewards:
             return None
         return HeldOut(sum(rewards) / len(rewards), standard_error(rewards))

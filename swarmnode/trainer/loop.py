@@ -159,7 +159,7 @@ class Loop:
         self._external = ExternalGroups(
             link, engine, self._plan, sharing, training.temperature, drops.external
         )
-        self._evaluation = Evaluation(config.task, training, scorer)
+        self._evaluation = Evaluation(config.task, training, scorer, drops.held_out)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
         told = flat(config.model_dump(include={"policy", "training", "weights"}))

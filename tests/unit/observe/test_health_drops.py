@@ -95,6 +95,8 @@ def test_a_lone_or_resting_node_shares_nothing_in_peace() -> None:
         ("group", "special_tokens"),
         ("group", "not_scored"),
         ("completion", "control_characters"),
+        ("held_out", "not_scored"),
+        ("message", "link_full"),
     ],
 )
 def test_most_dropped_for_a_fault_is_a_trouble(kind: str, reason: str) -> None:

@@ -102,7 +102,9 @@ def test_a_few_rejections_are_no_storm() -> None:
 
     assert rejecting(10, 10) == []
     assert rejecting(40, 100) == []
-    assert rejecting(60, 100) == ["most groups from peers are rejected"]
+    assert rejecting(60, 100) == [
+        "most groups from peers are rejected: their signature is not that of this swarm"
+    ]
 
 
 def test_history_keeps_a_whole_life_in_a_bounded_ring() -> None:

@@ -7,10 +7,12 @@ import torch
 import trio
 
 from swarmnode.config import Config, TaskConfig, TrainingConfig
+from swarmnode.drops import TrainerDrops
 from swarmnode.link.server import LinkServer
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
+from swarmnode.tasks.frames import ScorerFailed
 from swarmnode.trainer.evaluate import Evaluation, HeldOut, evaluation_due
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
@@ -113,3 +115,13 @@ def test_the_error_of_a_held_out_reward_is_over_questions():
 
 def test_one_question_has_no_error():
     assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOut(0.5, None)
+
+
+def test_a_held_out_question_that_cannot_be_scored_is_counted():
+    task, drops = TaskConfig(names=["rg/gcd"], held_out_per_task=3), TrainerDrops().held_out
+    scorer = Fixed([[1.0] * 4, [0.0] * 4, [1.0] * 4])
+    evaluation = Evaluation(task, TrainingConfig(), scorer, drops)
+    answered = scorer.score_many
+    scorer.score_many = lambda items: [*answered(items)[:2], ScorerFailed("it was killed")]
+    assert evaluation(Answers(), Counters()).reward == 0.5
+    assert drops.statistics().dropped == {"not_scored": 1}
