@@ -60,14 +60,13 @@ def health(report):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 async def test_gradients_that_are_never_finite_are_a_trouble(tmp_path, monkeypatch, number):
-    real = loop.open_policy
+    real = loop.make_whole_policy
 
-    def spoilt(*args):
-        policy = real(*args)
+    def spoilt(config, policy, *args):
         policy.trainable_parameters()[0].register_hook(lambda g: torch.full_like(g, number))
-        return policy
+        return real(config, policy, *args)
 
-    monkeypatch.setattr(loop, "open_policy", spoilt)
+    monkeypatch.setattr(loop, "make_whole_policy", spoilt)
     with capture_logs() as lines:
         network = await train(tmp_path, max_steps=8)
     last = network.reports[-1]
