@@ -40,10 +40,23 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 class StageRuntime:
     """One stage on this machine. `model` is as `split` makes it; `dtype` what it computes in,
-    float32 or bfloat16."""
+    float32 or bfloat16.
 
-    def __init__(self, spec: StageSpec, model: Any, *, dtype: torch.dtype = torch.float32) -> None:  # noqa: ANN401
+    Args:
+        known_logits: takes the logits of all rows of the model and returns those of the tokens that
+            the tokenizer has (`PolicyText.known_logits`).
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: Any,  # noqa: ANN401
+        *,
+        dtype: torch.dtype = torch.float32,
+        known_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+    ) -> None:
         self.spec = spec
+        self.known_logits = known_logits
         self.model = model
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         """The transformers model; an adapter, if any, is in its layers."""
@@ -111,7 +124,7 @@ class StageRuntime:
                 use_cache=cache is not None,
                 **{cache_keyword(self._base.__class__.forward): cache},
             )
-        return output.logits
+        return self.known_logits(output.logits) if self.spec.has_head and whole else output.logits
 
     def _without_ends(self) -> Any:  # noqa: ANN401
         """The same layers in a model that lacks norm and head."""
@@ -289,7 +302,8 @@ class StageRuntime:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._autocast():
-            return self._base.lm_head(self._base.model.norm(hidden.to(self.model.dtype)))
+            logits = self._base.lm_head(self._base.model.norm(hidden.to(self.model.dtype)))
+        return self.known_logits(logits)
 
     def logprobs(
         self, batch: Batch, x: torch.Tensor | None, temperature: float, part: Part = "all"

@@ -37,7 +37,7 @@ from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
-from swarmnode.policy.text import Chat
+from swarmnode.policy.text import Chat, vocabulary
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -84,6 +84,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
     accelerator = make_accelerator(placement)
     eos_ids = end_tokens(cfg, model, tokenizer)
     eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
+    vocab_size, unused_ids = vocabulary(tokenizer, embeddings.shape[0])
     policy = Policy(
         model=add_adapter(cfg, model) if cfg.lora.r else model,
         tokenizer=tokenizer,
@@ -95,7 +96,8 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         eos_id=eos_id,
         eos_ids=eos_ids,
         pad_id=padding_token(tokenizer, embeddings, eos_id),
-        vocab_size=min(len(tokenizer), embeddings.shape[0]),
+        vocab_size=vocab_size,
+        unused_ids=unused_ids,
         chat=Chat.of(cfg.chat, tokenizer),
         context=context_of(model.config),
     )

@@ -346,7 +346,9 @@ def _splits(policy: Policy) -> bool:
     finally:
         watch.remove()
     return (
-        len(made) == 1 and logits.data_ptr() == made[0].data_ptr() and logits.dtype == made[0].dtype
+        len(made) == 1
+        and logits.dtype == made[0].dtype
+        and torch.equal(logits, policy.known_logits(made[0]).to(logits.device))
     )
 
 
@@ -394,7 +396,7 @@ def head_logits(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     """(M, V) logits of (M, d) head inputs."""
     with policy.accelerator.autocast():
         logits: torch.Tensor = policy.base.get_output_embeddings()(states)
-    return logits
+    return policy.known_logits(logits)
 
 
 def in_pieces(

@@ -95,7 +95,9 @@ class Policy(PolicyText):
         keep: int = 0,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed precision.
+        """Return logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed
+        precision, of the tokens that the tokenizer has (`known_logits`).
+
         `cache` is read and extended. No mask: no padding."""
         fewer = (
             {"logits_to_keep": keep}
@@ -111,8 +113,7 @@ class Policy(PolicyText):
                 **{cache_keyword(self.base.__class__.forward): cache},
                 **fewer,
             )
-        logits: torch.Tensor = output.logits
-        return logits[:, -keep:]
+        return self.known_logits(output.logits[:, -keep:])
 
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
         return (

@@ -8,10 +8,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from swarmnode.errors import Incompatible, Unavailable
 
+UNUSED_LOGIT = -1e4
+"""Logit of an unused id: no probability at any temperature up to 100, and finite in 16 bits, so
+that an entropy stays a number."""
 SAMPLE_TEXT = (
     "Let's work through it step by step. There are 24 apples; 3/8 of them, i.e. 24 * 3 / 8 = 9,"
     " are green. So 24 - 9 = 15 apples are red, and at $0.35 each they cost 15 * 0.35 = 5.25"
@@ -82,11 +86,13 @@ class PolicyText:
     pad_id: int
     """Fills batches. Masked everywhere, so that any valid id will do."""
     vocab_size: int
-    """Ids below this mean something to both model and tokenizer."""
+    """Ids below this may mean something to both model and tokenizer; see `vocabulary`."""
     chat: Chat = field(default=Chat(), kw_only=True)
     """What is around every question."""
     context: int | None = field(default=None, kw_only=True)
     """Most tokens of a prompt and its answer together; None where the model has no limit."""
+    unused_ids: frozenset[int] = field(default=frozenset(), kw_only=True)
+    """Ids below `vocab_size` that the tokenizer has no token for. They are never sampled."""
 
     @property
     def tokens_per_text_byte(self) -> float:
@@ -114,6 +120,14 @@ class PolicyText:
     def fits(self, prompt: str) -> bool:
         """Return True if a question leaves room for an answer in the model's context."""
         return self.context is None or len(self.encode_prompt(prompt)) < self.context
+
+    def known_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits (…, V) of (…, rows of the model): an id without a token in the tokenizer
+        has no probability. Sampling and scoring must agree on that, so both call this."""
+        known = logits[..., : self.vocab_size]
+        if not self.unused_ids:
+            return known
+        return known.index_fill(-1, _index(self.unused_ids, logits.device), UNUSED_LOGIT)
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -145,7 +159,12 @@ class PolicyText:
     def check_ids(self, ids: list[int]) -> list[int]:
         """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary:
         an embedding would read past its end."""
-        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:
+        if (
+            not ids
+            or min(ids) < 0
+            or max(ids) >= self.vocab_size
+            or not self.unused_ids.isdisjoint(ids)
+        ):
             raise Incompatible(f"token ids are not {self.vocab_size} tokens' ids")
         return ids
 
@@ -166,6 +185,25 @@ def encode_prompt(
         **arguments,  # type: ignore[arg-type]
     )
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@functools.lru_cache(maxsize=8)  # a decoding step that is recorded must not copy to the device
+def _index(ids: frozenset[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(sorted(ids), device=device)
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, frozenset[int]]:
+    """Return the size of the vocabulary that a model and its tokenizer share, and its unused ids.
+
+    Many models have more rows than their tokenizer has tokens, for speed. Their logits exist, and a
+    random or barely trained model samples them.
+
+    Args:
+        rows: of the model's embedding.
+    """
+    used = {i for i in tokenizer.get_vocab().values() if i < rows}
+    size = max(used, default=-1) + 1
+    return size, frozenset(range(size)) - used
 
 
 @functools.lru_cache(maxsize=64)

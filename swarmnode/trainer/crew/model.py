@@ -59,7 +59,7 @@ from swarmnode.policy.load import (
     lora_settings,
     offline,
 )
-from swarmnode.policy.text import Chat, PolicyText
+from swarmnode.policy.text import Chat, PolicyText, vocabulary
 from swarmnode.recovery.sources import LEARNING_RATE_FACTOR, PaperMode, Run, check_paper
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.swarm.manifest import check_model
@@ -176,7 +176,9 @@ class CrewModel:
             stage = adapt(stage, lora_settings(self.policy))
             if self.terms.frozen_a:
                 freeze_a({spec.whole(name): p for name, p in stage.named_parameters()}, A_SEED)
-        runtime = StageRuntime(spec, stage, dtype=self.placement.dtype)
+        runtime = StageRuntime(
+            spec, stage, dtype=self.placement.dtype, known_logits=self.text.known_logits
+        )
         report_layers(stage, runtime.works)
         return runtime
 
@@ -289,6 +291,7 @@ def open_model(
         identity = fingerprint(directory)
         ends = configured_ends(cfg, directory, hf, tokenizer)
         eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(ends)
+        vocab_size, unused_ids = vocabulary(tokenizer, int(hf.vocab_size))
         text = PolicyText(
             tokenizer=tokenizer,
             fingerprint=identity,
@@ -296,7 +299,8 @@ def open_model(
             eos_id=eos_id,
             eos_ids=ends,
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id,
-            vocab_size=min(len(tokenizer), int(hf.vocab_size)),
+            vocab_size=vocab_size,
+            unused_ids=unused_ids,
             chat=Chat.of(cfg.chat, tokenizer),
             context=context_of(hf),
         )

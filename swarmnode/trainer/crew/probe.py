@@ -176,7 +176,12 @@ def _with(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRu
     """The same stage with other values for some weights; the others are shared, and nobody who
     works with `runtime` sees a difference."""
     local = {str(runtime.spec.local(name)): tensor for name, tensor in tensors.items()}
-    return StageRuntime(runtime.spec, _replaced(runtime.model, local, ""), dtype=runtime.dtype)
+    return StageRuntime(
+        runtime.spec,
+        _replaced(runtime.model, local, ""),
+        dtype=runtime.dtype,
+        known_logits=runtime.known_logits,
+    )
 
 
 def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> Any:  # noqa: ANN401
