@@ -74,10 +74,11 @@ class TrainerDrops:
         self.held_out = DropTally("held-out question left out")
         """`no_question`: the task made none. `not_scored`: the scorer failed."""
         self.group = DropTally("own group not shared")
-        """`not_scored`: the scorer failed. `special_tokens`: the text does not show all tokens.
-        `control_characters`: fewer than two completions were left without them."""
+        """`not_scored`: the scorer failed. `special_tokens`, `control_characters`: fewer than two
+        completions were left without them."""
         self.completion = DropTally("completion dropped", quiet=("cut",))
-        """`control_characters`: it earned 0 and was not shared. `cut`: it ended at the length
+        """`control_characters`: it earned 0 and was not shared. `special_tokens`: its text does not
+        show all tokens, and it was not shared. `cut`: it ended at the length
         limit, and `mask_truncated` is on."""
         self.external = DropTally("group of a peer refused")
         """By `rollouts.groups.Outcome`."""

@@ -130,16 +130,20 @@ class PolicyText:
         return known.index_fill(-1, _index(self.unused_ids, logits.device), UNUSED_LOGIT)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        """Return the text of completion ids: what a reward sees and what peers get.
+
+        Tokens that stand for no text are left out. Every other special token is spelled, such as
+        the ones that open a channel, a tool call or another turn.
+        """
+        silent = silent_ids(self.tokenizer, self.eos_ids)
+        spoken = [i for i in ids if i not in silent]
+        return str(self.tokenizer.decode(spoken, skip_special_tokens=False))
 
     def hides(self, ids: list[int]) -> bool:
-        """Whether these completion ids hold something that `decode` does not show: a special token
-        other than the end."""
-        return any(
-            i in special_ids(self.tokenizer)
-            for i in (ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
-        )
+        """Return True if completion ids hold something that `decode` does not show: a token that
+        stands for no text, other than the end."""
+        silent = silent_ids(self.tokenizer, self.eos_ids)
+        return any(i in silent for i in (ids[:-1] if ids and ids[-1] in self.eos_ids else ids))
 
     def tokenize_completion(self, text: str, finish: str) -> list[int]:
         """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
@@ -206,9 +210,17 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, froz
     return size, frozenset(range(size)) - used
 
 
+SILENT_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Special tokens that a tokenizer names by their purpose, which is not to be read."""
+
+
 @functools.lru_cache(maxsize=64)
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that stand for no text."""
-    return frozenset(tokenizer.all_special_ids) | {
+def silent_ids(
+    tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int] = frozenset()
+) -> frozenset[int]:
+    """Return the ids of special tokens that stand for no text: begin, end, padding, unknown."""
+    special = frozenset(tokenizer.all_special_ids) | {
         i for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
+    named = {getattr(tokenizer, f"{name}_token_id", None) for name in SILENT_TOKENS}
+    return special & (named | eos_ids)

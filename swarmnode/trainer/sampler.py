@@ -4,6 +4,7 @@ messages that publish it."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
@@ -13,7 +14,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.generate import GroupSample, Sampling
+from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
 from swarmnode.tasks.client import Scored, Scorer
@@ -153,53 +154,41 @@ class Sampler:
                 for each, sample in zip(asked, samples, strict=True)
             ]
         )
-        groups, messages, prompts, lags, unclean = [], [], [], [], 0
+        groups, messages, prompts, lags = [], [], [], []
         for each, sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
                 self._drops.group.drop("not_scored", task=each.ref.id, error=str(result))
                 continue
-            clean = [not has_unwanted_characters(c.text) for c in sample.completions]
-            unclean += clean.count(False)
-            rewards = [
-                reward if fine else 0.0 for reward, fine in zip(result.rewards, clean, strict=True)
+            faults = [self._fault(completion) for completion in sample.completions]
+            fine = [fault != "control_characters" for fault in faults]
+            rewards = [r if good else 0.0 for r, good in zip(result.rewards, fine, strict=True)]
+            # none where rewards are single numbers
+            made_of = [
+                parts if good else {} for parts, good in zip(result.components, fine, strict=False)
             ]
-            made_of = (
-                [
-                    parts if fine else {}
-                    for parts, fine in zip(result.components, clean, strict=True)
-                ]
-                if result.components
-                else []
-            )
             self._questions.answered(each.ref, rewards)
             groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
             first = first_version(sample, version)
             lags.append(version - first)
-            # text that says less than its ids: nobody takes it
-            if any(self._engine.text.hides(c.ids) for c in sample.completions):
-                self._drops.group.drop("special_tokens", task=each.ref.id)
+            for fault, number in Counter(filter(None, faults)).items():
+                self._drops.completion.drop(fault, number, task=each.ref.id)
+            shared = [not fault for fault in faults]
+            if any(faults) and sum(shared) < 2:
+                self._drops.group.drop(next(filter(None, faults)), task=each.ref.id)
                 continue
-            if all(clean):
-                messages.append(self._message(each, first, sample, rewards, made_of))
-                prompts.append(each.prompt)
-            elif sum(clean) > 1:
-                shared = replace(sample, completions=list(compress(sample.completions, clean)))
-                messages.append(
-                    self._message(
-                        each,
-                        first,
-                        shared,
-                        list(compress(rewards, clean)),
-                        list(compress(made_of, clean)),
-                    )
-                )
-                prompts.append(each.prompt)
-            else:
-                self._drops.group.drop("control_characters", task=each.ref.id)
+            some = replace(sample, completions=list(compress(sample.completions, shared)))
+            kept = list(compress(rewards, shared)), list(compress(made_of, shared))
+            messages.append(self._message(each, first, some, *kept))
+            prompts.append(each.prompt)
         self._drops.group.keep(len(messages))
-        self._drops.completion.drop("control_characters", unclean)
         tokens = sum(len(c.ids) for sample in samples for c in sample.completions)
         return Experience(groups, messages, prompts, tokens, groups, lags)
+
+    def _fault(self, completion: Sampled) -> str:
+        """Return why peers would not take a completion; empty if they would."""
+        if has_unwanted_characters(completion.text):
+            return "control_characters"
+        return "special_tokens" if self._engine.text.hides(completion.ids) else ""
 
     def _gather(self, count: int) -> list[Finished]:
         """`count` groups, those that were finished first; fewer where questions could not be made.

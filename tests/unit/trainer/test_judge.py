@@ -2,6 +2,7 @@
 exception."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -252,6 +253,32 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
     tricked = type(hidden)(ids, [-1.0] * len(ids), hidden.text, hidden.finish)
     group = external(policy, type(sample)(sample.prompt_ids, [tricked, *sample.completions[1:]]))
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["special_ids"]
+
+
+def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
+    """As models write them that open channels or call tools."""
+    mark = policy.tokenizer.convert_tokens_to_ids("<reply>")
+    assert policy.tokenizer.added_tokens_decoder[mark].special
+    ids = [[mark, *c.ids[:1], mark, *c.ids[1:]] for c in sample.completions]
+    scores = score(policy, [(sample.prompt_ids, each) for each in ids], 1.0)
+    marked = [
+        replace(c, ids=each, logprobs=scored, text=policy.decode(each))
+        for c, each, scored in zip(sample.completions, ids, scores, strict=True)
+    ]
+    assert all(c.text.count("<reply>") == 2 for c in marked)
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    group = external(policy, replace(sample, completions=marked))
+    judgement = judged(policy, group, loose)
+    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
+    assert [completion for _, completion in judgement.accepted[0].rows] == ids
+
+
+def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
+    mark = policy.tokenizer.convert_tokens_to_ids("<reply>")
+    first = sample.completions[0]
+    tricked = replace(first, ids=[mark, *first.ids], logprobs=[-1.0, *first.logprobs])
+    group = external(policy, replace(sample, completions=[tricked, *sample.completions[1:]]))
+    assert [outcome for _, outcome in judged(policy, group).outcomes] == ["forged_ids"]
 
 
 def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):

@@ -7,8 +7,11 @@ import torch
 from structlog.testing import capture_logs
 
 from swarmnode.config import TrainingConfig
+from swarmnode.drops import TrainerDrops
+from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.text import PolicyText
 from swarmnode.tasks.frames import Scored
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
@@ -17,7 +20,7 @@ from swarmnode.trainer.state import Counters
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
-def experience(texts, rewards):
+def experience(texts, rewards, drops=None):
     """Of one question, to which the policy answers `texts`, which the scorer would give
     `rewards`."""
     completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
@@ -32,7 +35,7 @@ def experience(texts, rewards):
     )
     counters = Counters(peer=PEER, swarm="00" * 32)
     cfg, questions = TrainingConfig(num_generations=len(texts)), Questions(["rg/gcd"], counters)
-    return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters)(1)
+    return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x7f", "\u202e", "\ufffe"])
@@ -43,17 +46,84 @@ def test_one_control_character_costs_that_completion_and_not_its_group(character
     assert group.rewards == [1.0, 0.0, 0.0, 1.0], "the policy is trained away from it"
     assert [c.text for c in shared.completions] == ["4", "5", "4\n\t"]
     assert shared.rewards == [1.0, 0.0, 1.0]
-    assert "control_characters" in str(said), "and its owner is told"
+    assert [line["reason"] for line in said if "reason" in line] == ["control_characters"], (
+        "its owner is told"
+    )
 
 
 def test_a_group_of_which_one_completion_is_left_is_trained_on_and_not_shared():
-    found = experience(["4", "4\x00", "5\x00"], [1.0, 1.0, 0.0])
+    drops = TrainerDrops()
+    found = experience(["4", "4\x00", "5\x00"], [1.0, 1.0, 0.0], drops)
     assert found.groups[0].rewards == [1.0, 0.0, 0.0]
     assert found.messages == []
+    assert drops.group.statistics().dropped == {"control_characters": 1}
+    assert drops.completion.statistics().dropped == {"control_characters": 2}
 
 
 def test_what_is_clean_is_shared_whole():
     with capture_logs() as said:
         found = experience(["4", "5"], [1.0, 0.0])
     assert [c.text for c in found.messages[0].completions] == ["4", "5"]
-    assert "control_characters" not in str(said)
+    assert not [line for line in said if "reason" in line]
+
+
+HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+
+
+@pytest.fixture(scope="module")
+def text():
+    """A tokenizer whose special tokens open channels, as gpt-oss has it."""
+    tokenizer = build_tokenizer({"analysis", "final", "assistant"})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY)})
+    eos = tokenizer.eos_token_id
+    return PolicyText(tokenizer, b"", b"", eos, frozenset({eos}), 0, len(tokenizer))
+
+
+def answered(text, answers, seen, drops=None):
+    """Experience of one question with these answers; `seen` gets what the reward is given."""
+    completions = []
+    for answer in answers:
+        ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        completions.append(Sampled(ids, [-0.5] * len(ids), text.decode(ids), "eos"))
+
+    def score_many(questions):
+        seen.extend(texts for _, texts in questions if texts)
+        return [Scored("ask", [1.0, *[0.0] * (len(t) - 1)] if t else []) for _, t in questions]
+
+    engine = SimpleNamespace(
+        text=text,
+        generation=lambda sampling, rng: Lockstep(lambda prompts: [GroupSample([3], completions)]),
+    )
+    counters = Counters(peer=PEER, swarm="00" * 32)
+    cfg, questions = TrainingConfig(num_generations=len(answers)), Questions(["rg/gcd"], counters)
+    scorer = SimpleNamespace(score_many=score_many)
+    return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>3+4<|end|><|start|>assistant<|channel|>final<|message|>{}<eos>"
+)
+
+
+def test_a_reward_and_peers_get_special_tokens_as_text(text):
+    seen = []
+    found = answered(text, [CHANNELS.format(7), CHANNELS.format(8)], seen)
+    expected = [CHANNELS.format(n).removesuffix("<eos>") for n in (7, 8)]
+    assert seen == [expected]
+    assert [c.text for c in found.messages[0].completions] == expected
+
+
+@pytest.mark.parametrize("hidden", ["<pad>", "<unk>"])
+def test_a_token_without_text_costs_that_completion(text, hidden):
+    with capture_logs() as said:
+        found = answered(text, ["7<eos>", f"7{hidden}<eos>", "8<eos>"], [])
+    assert [c.text for c in found.messages[0].completions] == ["7", "8"]
+    assert len(found.groups[0].rows) == 3
+    assert [line["reason"] for line in said if "reason" in line] == ["special_tokens"]
+
+
+def test_a_group_that_cannot_be_shared_is_counted(text):
+    drops = TrainerDrops()
+    found = answered(text, ["7<pad><eos>", "8<pad><eos>", "9<eos>"], [], drops)
+    assert found.messages == []
+    assert drops.group.statistics().dropped == {"special_tokens": 1}
