@@ -61,6 +61,11 @@ class StateError(LocalError):
     exit_code = 69
 
 
+class EngineGone(Exception):
+    """Raised by an engine that this node does not train any more, as when another has become the
+    head of its crew. Not an error."""
+
+
 class PeerError(SwarmNodeError):
     """Raised when a peer, or the network between us, is the cause."""
 

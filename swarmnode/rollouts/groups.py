@@ -31,7 +31,9 @@ Outcome = Literal[
     "surprise",
     "temperature",
     "untokenizable",
+    "too_long",
     "too_large",
+    "failed",
     "no_gradient",
 ]
 """What the trainer makes of a drawn group."""

@@ -77,7 +77,10 @@ REASONS: Final[dict[str, Validation]] = {
     "temperature": Validation.IGNORE,
     "untokenizable": Validation.IGNORE,
     "too_large": Validation.IGNORE,
-    "no_gradient": Validation.IGNORE,  # its gradient is not finite under our model
+    # our model raised an exception on it, or made something of it that is not a number: a defect
+    # here, or of the model
+    "failed": Validation.IGNORE,
+    "no_gradient": Validation.IGNORE,
 }
 """Reason → verdict. A reason outside this set is a KeyError in our own code, never a label made by
 a peer."""

@@ -59,11 +59,6 @@ CPU_TOKENS = 4096
 hundred, and with more a layer only takes longer until it says that it goes on."""
 
 
-class EngineGone(Exception):
-    """Raised by an engine that this node does not train any more, as when another has become the
-    head of its crew. Not an error."""
-
-
 @dataclass(frozen=True)
 class EngineStatistics:
     device: str

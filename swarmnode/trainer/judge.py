@@ -1,8 +1,8 @@
 """Whether a peer's group may be what a policy near ours has sampled, and what it then weighs.
 
     read      its ids, or its text in our tokens               `forged_ids`, `no_ids`,
-    `special_ids`, `untokenizable`, `temperature`
-    score     one forward pass of our policy
+    `special_ids`, `untokenizable`, `temperature`, `too_long`
+    score     one forward pass of our policy                   `too_large`, `failed`, `no_gradient`
     believe   surprise of the group and of each completion under our policy, at our temperature
     `surprise`
               what the sender says of its log-probabilities against ours
@@ -12,21 +12,26 @@
 
 One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
 credible. What decides whether a text was sampled is our own policy alone; every claim is one more
-thing that can be wrong. Nothing that a peer sent can raise from here.
+thing that can be wrong. Nothing that a peer sent can raise from here: any exception costs the group
+that caused it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from swarmnode.errors import DeviceError, Incompatible
+from swarmnode.errors import DeviceError, EngineGone, Incompatible, PeerTimeout
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.policy.text import PolicyText
+from swarmnode.policy.ways import reason
 from swarmnode.rl.corrections import (
     burst_slack,
     burst_weight,
@@ -76,14 +81,41 @@ class Judgement:
 
     accepted: list[TrainingGroup] = field(default_factory=list)
     outcomes: list[tuple[ExternalGroup, Outcome]] = field(default_factory=list)
+    details: dict[Outcome, str] = field(default_factory=dict)
+    """Reason → what is known of a group that was refused for it, where that is more than the reason
+    says."""
+
+    def refuse(self, group: ExternalGroup, refused: GroupRefused) -> None:
+        """Record why a group is not trained on."""
+        self.outcomes.append((group, refused.outcome))
+        if refused.detail:
+            self.details[refused.outcome] = refused.detail
 
 
-class Unreadable(Exception):
-    """Raised for a group that is refused before it is scored."""
+class GroupRefused(Exception):
+    """Raised for a group that is not trained on."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
         super().__init__(outcome)
         self.outcome = outcome
+        self.detail = detail
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Inside, whatever a peer's group causes is raised as GroupRefused.
+
+    Not EngineGone and PeerTimeout, which say nothing of the group: the next own pass would raise
+    them too.
+    """
+    try:
+        yield
+    except (GroupRefused, EngineGone, PeerTimeout, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        too_large = isinstance(error, DeviceError) or is_oom(error)
+        outcome: Outcome = "too_large" if too_large else "failed"
+        raise GroupRefused(outcome, reason(error)) from error
 
 
 def judge(
@@ -98,34 +130,57 @@ def judge(
     readable: list[tuple[ExternalGroup, list[Row]]] = []
     for group in groups:
         try:
-            readable.append((group, rows_of(group, policy, temperature, checks)))
-        except Unreadable as error:
-            judgement.outcomes.append((group, error.outcome))
-    for (group, rows), scored in zip(
-        readable, _scored(score, [rows for _, rows in readable], temperature), strict=True
-    ):
-        if scored is None:
-            judgement.outcomes.append((group, "too_large"))
-            continue
-        outcome, weights = believe(group.rewards, scored, policy, checks)
-        if outcome == "used":
-            # what the peer says is of its policy at its temperature
-            theirs = group.group.sampling.temperature
-            comparable = scored if theirs == temperature else _scored(score, [rows], theirs)[0]
-            local = [chosen for chosen, _ in comparable or []]
-            outcome, correction = (
-                compare(group, local, policy, checks) if local else ("too_large", [])
-            )
-        judgement.outcomes.append((group, outcome))
-        if outcome == "used":
-            weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
-            was_cut = [completion.finish == "length" for completion in group.group.completions]
-            ours = [chosen for chosen, _ in scored]
-            parts = parts_of(group.components, task_weights(group.group.task.id))
-            judgement.accepted.append(
-                TrainingGroup(rows, ours, group.rewards, weights, group.peer, was_cut, parts=parts)
-            )
+            with contained():
+                readable.append((group, rows_of(group, policy, temperature, checks)))
+        except GroupRefused as refused:
+            judgement.refuse(group, refused)
+    scores = _scored(score, [rows for _, rows in readable], temperature)
+    for (group, rows), scored in zip(readable, scores, strict=True):
+        try:
+            with contained():
+                accepted = _weighed(group, rows, scored, policy, score, temperature, checks)
+        except GroupRefused as refused:
+            judgement.refuse(group, refused)
+        else:
+            judgement.outcomes.append((group, "used"))
+            judgement.accepted.append(accepted)
     return judgement
+
+
+def _weighed(
+    group: ExternalGroup,
+    rows: list[Row],
+    scored: list[Scored] | GroupRefused,
+    policy: PolicyText,
+    score: Score,
+    temperature: float,
+    checks: ExternalChecks,
+) -> TrainingGroup:
+    """Return what is learnt from a group. Raises GroupRefused."""
+    ours = _numbers(scored)
+    outcome, weights = believe(group.rewards, ours, policy, checks)
+    correction: list[float] = []
+    if outcome == "used":
+        # what the peer says is of its policy at its temperature
+        theirs = group.group.sampling.temperature
+        comparable = ours if theirs == temperature else _numbers(*_scored(score, [rows], theirs))
+        outcome, correction = compare(group, [chosen for chosen, _ in comparable], policy, checks)
+    if outcome != "used":
+        raise GroupRefused(outcome)
+    weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
+    was_cut = [completion.finish == "length" for completion in group.group.completions]
+    parts = parts_of(group.components, task_weights(group.group.task.id))
+    chosen = [each for each, _ in ours]
+    return TrainingGroup(rows, chosen, group.rewards, weights, group.peer, was_cut, parts=parts)
+
+
+def _numbers(scored: list[Scored] | GroupRefused) -> list[Scored]:
+    """Return the scores of a group. Raises GroupRefused if there are none, or not all finite."""
+    if isinstance(scored, GroupRefused):
+        raise scored
+    if not all(math.isfinite(x) for chosen, spread in scored for x in (*chosen, *spread)):
+        raise GroupRefused("no_gradient", "log-probabilities are not finite")
+    return scored
 
 
 def judge_until_full(
@@ -150,6 +205,7 @@ def judge_until_full(
             judgement = judged(some)
             total.accepted += judgement.accepted
             total.outcomes += judgement.outcomes
+            total.details |= judgement.details
         elif lacking > 0 and len(total.accepted) < len(total.outcomes) and not asked:
             left, asked = left + more(lacking + reserve(lacking)), True
         else:
@@ -178,33 +234,37 @@ def reserve(room: int) -> int:
 def rows_of(
     group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks
 ) -> list[Row]:
-    """(prompt ids, completion ids) of each completion, (G,). Raises Unreadable."""
+    """(prompt ids, completion ids) of each completion, (G,). Raises GroupRefused."""
     theirs = group.group.sampling.temperature
     if (
         not temperature / checks.temperature_factor
         <= theirs
         <= temperature * checks.temperature_factor
     ):
-        raise Unreadable("temperature")
+        raise GroupRefused("temperature")
     if _is_ours(group, policy) and not all(
         c.token_ids and c.logprobs for c in group.group.completions
     ):
-        raise Unreadable("no_ids")
+        raise GroupRefused("no_ids")
     try:
         prompt = policy.encode_prompt(group.prompt)
-        return [
-            (prompt, completion_ids(policy, group, completion))
-            for completion in group.group.completions
-        ]
-    except Incompatible:
-        raise Unreadable("untokenizable") from None
+        answers = [completion_ids(policy, group, each) for each in group.group.completions]
+    except Incompatible as error:
+        raise GroupRefused("untokenizable", str(error)) from None
+    longest = len(prompt) + max(map(len, answers))
+    if policy.context is not None and longest > policy.context:
+        raise GroupRefused(
+            "too_long", f"{longest:,} tokens, the model's context is {policy.context:,}"
+        )
+    return [(prompt, answer) for answer in answers]
 
 
 def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Completion) -> list[int]:
     """Ids to train on: the sender's where it has our tokenizer, else its text in our tokens.
 
-    Raises Incompatible when the text has no tokens here; Unreadable when ids and text disagree (the
-    text earned the reward, and the ids would be trained on), or the ids hold what no text shows.
+    Raises Incompatible when the text has no tokens here; GroupRefused when ids and text disagree
+    (the text earned the reward, and the ids would be trained on), or the ids hold what no text
+    shows.
     """
     if not completion.token_ids or group.group.tokenizer != policy.tokenizer_hash:
         return policy.tokenize_completion(completion.text, completion.finish)
@@ -215,9 +275,9 @@ def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Complet
         or any(i in policy.eos_ids for i in ids[:-1])
         or policy.decode(ids) != completion.text
     ):
-        raise Unreadable("forged_ids")
+        raise GroupRefused("forged_ids")
     if policy.hides(ids):
-        raise Unreadable("special_ids")
+        raise GroupRefused("special_ids")
     return ids
 
 
@@ -291,15 +351,18 @@ def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:
     )
 
 
-def _scored(score: Score, groups: list[list[Row]], temperature: float) -> list[list[Scored] | None]:
-    """All groups in one pass; where one of them does not fit into memory, each by itself, and None
-    for those that do not."""
+def _scored(
+    score: Score, groups: list[list[Row]], temperature: float
+) -> list[list[Scored] | GroupRefused]:
+    """Score all groups in one pass; where that fails, each by itself, and those that fail are
+    refused."""
     try:
-        flat = iter(score([row for rows in groups for row in rows], temperature))
-        return [[next(flat) for _ in rows] for rows in groups]
-    except DeviceError:
-        return (
-            [None]
-            if len(groups) == 1
-            else [_scored(score, [rows], temperature)[0] for rows in groups]
-        )
+        with contained():
+            flat = iter(score([row for rows in groups for row in rows], temperature))
+            return [[next(flat) for _ in rows] for rows in groups]
+    except GroupRefused as refused:
+        if len(groups) == 1:
+            return [GroupRefused(refused.outcome, refused.detail)]
+    # outside the handler: the exception's frames hold the tensors that have to go
+    free_memory()
+    return [one for rows in groups for one in _scored(score, [rows], temperature)]

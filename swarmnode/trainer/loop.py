@@ -26,7 +26,7 @@ import structlog
 from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.drops import TrainerDrops
-from swarmnode.errors import LocalError
+from swarmnode.errors import EngineGone, LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
 from swarmnode.pauses import Told, is_quiet
@@ -41,7 +41,7 @@ from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
-from swarmnode.trainer.engine import Engine, EngineGone, make_whole_policy, open_policy
+from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement

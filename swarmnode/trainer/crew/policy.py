@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import DeviceError, PeerError, PeerTimeout
+from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
 from swarmnode.link.messages import WeightsReport
 from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.commit import Participant
@@ -41,7 +41,7 @@ from swarmnode.trainer.crew.average import StageAveraging
 from swarmnode.trainer.crew.copies import WholeCopy
 from swarmnode.trainer.crew.model import TOKENS, CrewModel
 from swarmnode.trainer.crew.runner import StageRunner
-from swarmnode.trainer.engine import EngineGone, EngineStatistics
+from swarmnode.trainer.engine import EngineStatistics
 from swarmnode.trainer.judge import Scored
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, normalizer, trained

@@ -21,7 +21,7 @@ from swarmnode.config import Config
 from swarmnode.crew import local as stages
 from swarmnode.crew.local import Assigned
 from swarmnode.crew.plan import stage_memory
-from swarmnode.errors import LocalError
+from swarmnode.errors import EngineGone, LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
 from swarmnode.pauses import Told
@@ -39,7 +39,7 @@ from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
 from swarmnode.trainer.crew.runner import StageRunner
 from swarmnode.trainer.crew.sampling import MemberPolicy, MemberSampler
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.trainer.engine import EngineGone, adapter_shape
+from swarmnode.trainer.engine import adapter_shape
 from swarmnode.trainer.loop import HEAD, Identity, Loop, Pauses, Trainer
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from swarmnode.config import TrainingConfig
+from swarmnode.errors import EngineGone
 from swarmnode.link.client import Link
 from swarmnode.pipeline.commit import Participant
 from swarmnode.policy.generate import GroupSample, Sampling
@@ -23,7 +24,6 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import state
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.trainer.engine import EngineGone
 from swarmnode.trainer.loop import HEAD, Identity, skip_used_numbers
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import trio
 
-from swarmnode.trainer.engine import EngineGone
+from swarmnode.errors import EngineGone
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.errors import DeviceError, Refused, Unavailable
+from swarmnode.errors import DeviceError, EngineGone, Refused, Unavailable
 from swarmnode.pipeline.head import Head
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.engine.protocol import Request
@@ -30,7 +30,6 @@ from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.crew.copies import AGE
 from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.crew.run import CrewTrainer, make_trainer
-from swarmnode.trainer.engine import EngineGone
 from swarmnode.trainer.export_crew import find_copies
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer

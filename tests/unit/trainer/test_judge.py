@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
+from swarmnode.errors import EngineGone
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
@@ -282,10 +283,10 @@ def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
 
 
 def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):
-    long = policy.tokenize_completion("1" * 200, "length")
+    long = policy.tokenize_completion("1" * 150, "length")
     tricked = type(sample)(
         sample.prompt_ids,
-        [type(sample.completions[0])(long, [-1.0] * 200, "1" * 200, "length")] * 4,
+        [type(sample.completions[0])(long, [-1.0] * 150, "1" * 150, "length")] * 4,
     )
     batcher = MicroBatcher(4096)
     real = batcher.run
@@ -303,6 +304,88 @@ def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):
     judgement = judge(groups, policy, partial(batcher.score_with_entropy, policy), 1.0)
     assert [outcome for _, outcome in judgement.outcomes] == ["used", "too_large", "used"]
     assert len(judgement.accepted) == 2
+
+
+@pytest.mark.parametrize("tokenizer", [None, b"x" * 32])
+def test_a_group_longer_than_our_context_is_refused(policy, sample, tokenizer):
+    """An honest peer with a longer context sends one; learned positions have nothing for it."""
+    room = policy.context - len(sample.prompt_ids)
+    groups = []
+    for length in (room + 1, room):
+        ids = policy.tokenize_completion("1" * length, "length")
+        one = type(sample.completions[0])(ids, [-1.0] * length, "1" * length, "length")
+        whole = replace(sample, completions=[*sample.completions[:3], one])
+        groups.append(external(policy, whole, tokenizer=tokenizer, model=b"y" * 32))
+    scorer = partial(MicroBatcher(4096).score_with_entropy, policy)
+    judgement = judge([*groups, external(policy, sample)], policy, scorer, 1.0)
+    outcomes = {id(group): outcome for group, outcome in judgement.outcomes}
+    assert outcomes[id(groups[0])] == "too_long"
+    assert outcomes[id(groups[1])] != "too_long"
+    assert judgement.outcomes[-1][1] == "used"
+    assert str(room + 1 + len(sample.prompt_ids)) in judgement.details["too_long"]
+
+
+class Panic(BaseException):
+    """As a Rust library raises it, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a kernel says no"), IndexError("position 99"), ValueError(), Panic("x")]
+)
+def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
+    longer = [replace(c, ids=[*c.ids[:-1], *c.ids[-2:]]) for c in sample.completions]
+    longer = [replace(c, text=policy.decode(c.ids), logprobs=[-1.0] * len(c.ids)) for c in longer]
+    poison = external(policy, replace(sample, completions=longer), tokenizer=b"x" * 32)
+    answer = policy.tokenize_completion(longer[0].text, longer[0].finish)
+
+    def score_rows(rows, temperature):
+        if any(each == answer for _, each in rows):
+            raise error
+        return MicroBatcher(4096).score_with_entropy(policy, rows, temperature)
+
+    groups = [external(policy, sample), poison, external(policy, sample)]
+
+    judgement = judge(groups, policy, score_rows, 1.0)
+    assert [outcome for _, outcome in judgement.outcomes] == ["used", "failed", "used"]
+    assert len(judgement.accepted) == 2
+    assert judgement.details["failed"]
+
+
+def test_an_exception_while_reading_costs_its_group(policy, sample):
+    groups = [
+        external(policy, sample, tokenizer=b"x" * 32),
+        external(policy, sample),
+    ]
+
+    def panic(text, finish):
+        raise Panic("invalid range")
+
+    fragile = policy.clone()
+    object.__setattr__(fragile, "tokenize_completion", panic)
+    assert [outcome for _, outcome in judged(fragile, groups[0]).outcomes] == ["failed"]
+    assert [outcome for _, outcome in judged(fragile, groups[1]).outcomes] == ["used"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_not_numbers_cost_their_group(policy, sample, place, value):
+    groups = [external(policy, sample), external(policy, sample)]
+
+    def score_rows(rows, temperature):
+        found = MicroBatcher(4096).score_with_entropy(policy, rows, temperature)
+        found[5][place][0] = value
+        return found
+
+    judgement = judge(groups, policy, score_rows, 1.0)
+    assert [outcome for _, outcome in judgement.outcomes] == ["used", "no_gradient"]
+
+
+def test_an_engine_that_is_gone_is_no_group_s_fault(policy, sample):
+    def score_rows(rows, temperature):
+        raise EngineGone("another node is the head now")
+
+    with pytest.raises(EngineGone):
+        judge([external(policy, sample)], policy, score_rows, 1.0)
 
 
 def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
