@@ -78,7 +78,8 @@ class TrainerDrops:
         completions were left without them."""
         self.completion = DropTally("completion dropped", quiet=("cut",))
         """`control_characters`: it earned 0 and was not shared. `special_tokens`: its text does not
-        show all tokens, and it was not shared. `cut`: it ended at the length
+        show all tokens, and it was not shared. `too_large`: it did not fit into memory in an
+        update, not even with layers computed again. `cut`: it ended at the length
         limit, and `mask_truncated` is on."""
         self.external = DropTally("group of a peer refused")
         """By `rollouts.groups.Outcome`."""

@@ -22,7 +22,7 @@ from swarmnode.averaging.gate import Losses
 from swarmnode.averaging.outer import Tensors
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 
 PROBE_SEQUENCES: Final = 16
 """Own completions on which averaged weights must not be worse: enough that one of them does not
@@ -81,16 +81,21 @@ class LossProbe:
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
         rewarded = len(self._rewarded) >= LEAST_PROBE
         rows = list(self._rewarded if rewarded else self._own)
-        if len(rows) < LEAST_PROBE:
-            return False
         before = {name: self._tensors.parameters[name].detach().clone() for name in mine}
-        with self._tensors.lock:
-            try:
-                losses = compare(self._logprobs(mine, rows), self._logprobs(mean, rows), rewarded)
-            finally:
-                self._tensors.set(before)
-        answer(losses)
-        return True
+        while len(rows) >= LEAST_PROBE:
+            with self._tensors.lock:
+                try:
+                    losses = compare(
+                        self._logprobs(mine, rows), self._logprobs(mean, rows), rewarded
+                    )
+                except RowTooLarge as error:
+                    rows.pop(error.row)
+                    continue
+                finally:
+                    self._tensors.set(before)
+            answer(losses)
+            return True
+        return False
 
     def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
         """Log-probabilities of the tokens of `rows`, one after the other."""

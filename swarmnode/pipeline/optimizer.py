@@ -55,7 +55,8 @@ class StageOptimizer:
         squared = layers = 0.0
         for name, parameter in self._runtime.model.named_parameters():
             if parameter.grad is not None and not (parameter is shared and index > 0):
-                part = float(parameter.grad.double().square().sum())
+                # the sum of squares is made on the host: MPS has no float64
+                part = float(torch.linalg.vector_norm(parameter.grad.float())) ** 2
                 squared += part
                 layers += part if ".layers." in name else 0.0
         if not math.isfinite(squared):

@@ -92,6 +92,8 @@ class Batch:
     """(N, T)."""
     completion_mask: torch.Tensor
     """(N, T) bool, True on completion tokens."""
+    recompute: bool = False
+    """Layers are run again in the backward pass, however much memory there seems to be."""
 
     @property
     def padded_tokens(self) -> int:
@@ -144,7 +146,10 @@ def choose_way(policy: Policy, batch: Batch) -> Way:
     """The way that suits `batch` best, of those that the model takes."""
     if (
         torch.is_grad_enabled()
-        and needs_checkpointing(policy.base, policy.dtype, policy.lora_rank, batch)
+        and (
+            batch.recompute
+            or needs_checkpointing(policy.base, policy.dtype, policy.lora_rank, batch)
+        )
         and takes_way(policy, "recomputed")
     ):
         return "recomputed"
@@ -183,8 +188,10 @@ def logprobs_by(
         outputs = _PASSES[way](policy, batch, later, place)
     head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
     chosen, spread = in_pieces(head, outputs, ids[row, column], temperature, piece)
+    # where the head is, which may be another card than where ids are
     zeros = torch.zeros(ids.shape, device=chosen.device)
-    return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
+    where = row.to(chosen.device), column.to(chosen.device)
+    return zeros.index_put(where, chosen), zeros.index_put(where, spread)
 
 
 def takes_way(policy: Policy, way: Way) -> bool:
@@ -416,7 +423,7 @@ def in_pieces(
         return token_logprobs(head(outputs), tokens, temperature)
 
     def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(head(states), chosen.to(states.device), temperature)
+        return token_logprobs(head(states), chosen, temperature)
 
     run = functools.partial(
         checkpoint, one, use_reentrant=outputs.requires_grad, preserve_rng_state=False
@@ -501,7 +508,11 @@ def _one_pass(
         torch.cat([before, after.expand(-1, most, -1).flatten(1)], 1),
         keep=most * length + 1,  # from the last token of the prompt
     )
-    return torch.cat([logits[:, 0][owner], logits[owner[later], 1 + which[later] * length + place]])
+    after_prompt, row, column = (
+        index.to(logits.device)
+        for index in (owner, owner[later], 1 + which[later] * length + place)
+    )
+    return torch.cat([logits[:, 0][after_prompt], logits[row, column]])
 
 
 def _two_passes(
@@ -513,13 +524,14 @@ def _two_passes(
     cache = DynamicCache(config=policy.base.config)
     # (Q, V), they predict the first tokens
     first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]
-    logits = [first[owner]]
+    logits = [first[owner.to(first.device)]]
     if ids.shape[1] > 1:
         reorder(cache, owner)
         before = ids[:, :-1]  # (N, T - 1), they predict the others
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)
-        logits.append(_outputs(policy, before, seen, after, cache=cache)[later, place])
+        made = _outputs(policy, before, seen, after, cache=cache)
+        logits.append(made[later.to(made.device), place.to(made.device)])
     return torch.cat(logits)
 
 
@@ -537,7 +549,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token (M,) under logits (M, V), with gradient, and the entropy there,
     without; both (M,) float32."""
-    scores = logits.float() / (temperature or 1.0)
+    scores, tokens = logits.float() / (temperature or 1.0), tokens.to(logits.device)
     total = scores.logsumexp(-1)
     chosen = scores.gather(-1, tokens[:, None])[:, 0] - total
     with torch.no_grad():

@@ -113,7 +113,8 @@ class Policy(PolicyText):
                 **{cache_keyword(self.base.__class__.forward): cache},
                 **fewer,
             )
-        return self.known_logits(output.logits[:, -keep:])
+        # a model that is spread may give them on the card of its head
+        return self.known_logits(output.logits[:, -keep:]).to(input_ids.device)
 
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
         return (

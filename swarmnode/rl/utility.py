@@ -50,7 +50,8 @@ class AgreementProbe:
         parts = [
             torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self._parameters
         ]
-        return torch.cat([p.flatten().float() for p in parts]) if parts else torch.zeros(0)
+        # one device, also where layers lie on several
+        return torch.cat([p.flatten().float().cpu() for p in parts]) if parts else torch.zeros(0)
 
     def mark(self) -> None:
         """Call after the own groups' backward passes, before the first external one."""

@@ -201,7 +201,9 @@ def make_whole_policy(
     if cfg.rule != "off":
         trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         tensors = AveragedTensors(trained, cfg.codec, cfg.fragments, updater.lock)
-        probe = LossProbe(policy, memory.training, training.temperature, tensors)
+        # of its own, since a row that is too long to train on may be scored
+        scoring = MicroBatcher(memory.training.tokens, alive)
+        probe = LossProbe(policy, scoring, training.temperature, tensors)
         adapter = adapter_shape(config.policy.lora, shared_a)
         replica = Replica(
             tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter

@@ -80,6 +80,11 @@ class ExternalGroups:
             if outcome == "used":
                 self._drops.keep()
             else:
-                self._drops.drop(outcome, peer=group.peer, task=group.group.task.id)
+                self._drops.drop(
+                    outcome,
+                    peer=group.peer,
+                    task=group.group.task.id,
+                    detail=judgement.details.get(outcome, ""),
+                )
             self._link.send(Judged(group.peer, outcome))
         return [group for number, group in enumerate(judgement.accepted) if number not in refused]

@@ -102,15 +102,17 @@ class GroupRefused(Exception):
 
 
 @contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """Inside, whatever a peer's group causes is raised as GroupRefused.
+def contained(*others: type[Exception]) -> Iterator[None]:
+    """Inside, whatever a peer's group causes is raised as GroupRefused, except `others`.
 
     Not EngineGone and PeerTimeout, which say nothing of the group: the next own pass would raise
     them too.
     """
     try:
         yield
-    except (GroupRefused, EngineGone, PeerTimeout, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (GroupRefused, EngineGone, PeerTimeout, *others):
+        raise
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         too_large = isinstance(error, DeviceError) or is_oom(error)

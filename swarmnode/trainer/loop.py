@@ -292,6 +292,7 @@ class Loop:
         )
         result = self._engine.update(rows, rate)
         self._count_drops(rows, result)
+        judgement.details.update(result.details)
         first = len(experience.trained)
         external = self._external.learnt(
             judgement, {group - first: why for group, why in result.refused.items()}
@@ -325,7 +326,8 @@ class Loop:
             self._drops.update.keep()
         else:
             self._drops.update.drop(result.skipped, step=self._counters.step + 1)
-        self._drops.completion.keep(len(rows.rows) - len(rows.masked))
+        self._drops.completion.keep(len(rows.rows) - len(rows.masked) - result.dropped_rows)
+        self._drops.completion.drop("too_large", result.dropped_rows)
         self._drops.completion.drop("cut", len(rows.masked))
         lost = self._link.statistics().dropped_frames
         self._drops.message.drop("link_full", lost - self._lost_messages)

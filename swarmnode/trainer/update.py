@@ -7,8 +7,8 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, poli
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.trainer.batch import Rows
+from swarmnode.trainer.judge import GroupRefused, contained
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,69 @@ class UpdateStatistics:
     effective_external: float | None = None
     rate_factor: float = 1.0
     """What the learning rate was multiplied by, for how little the weights leave of the samples."""
-    too_large: frozenset[int] = frozenset()
-    """External groups, by their number in the rows, that did not fit into memory and were left
-    out."""
     skipped: str = ""
     """Why no step was taken, of the reasons of `TrainerDrops.update`; empty if one was."""
-    no_gradient: frozenset[int] = frozenset()
-    """External groups that were left out because their gradient was not finite and ours was."""
+    refused: Mapping[int, Outcome] = field(default_factory=dict)
+    """Why an external group was left out, by its number in the rows."""
+    details: Mapping[Outcome, str] = field(default_factory=dict)
+    """What is known of the last group that was refused for a reason."""
+    dropped_rows: int = 0
+    """Own rows that did not fit into memory, not even with layers run again, and were left out."""
 
-    @property
-    def refused(self) -> dict[int, Outcome]:
-        """Why an external group was left out, by its number in the rows."""
-        refused: dict[int, Outcome] = dict.fromkeys(self.too_large, "too_large")
-        return refused | dict.fromkeys(self.no_gradient, "no_gradient")
+
+@dataclass
+class Passes:
+    """Which rows of a step are run, and how. Shrinks with each attempt that fails."""
+
+    own: list[int]
+    external: list[int]
+    recomputed: set[int] = field(default_factory=set)
+    """Own rows for which layers are run again in the backward pass, since they did not fit
+    otherwise."""
+    apart: bool = False
+    """Each external group is run by itself, since one of them fails."""
+    refused: dict[int, Outcome] = field(default_factory=dict)
+    details: dict[Outcome, str] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+
+    def refuse(self, group: int, refused: GroupRefused, rows: Rows) -> None:
+        """Leave an external group out."""
+        self.refused[group] = refused.outcome
+        self.details[refused.outcome] = refused.detail
+        self.external = [i for i in self.external if rows.groups[i] != group]
+
+    def spare(self, row: int) -> bool:
+        """Run an own row with less memory, or leave it out if that was tried. Return False if none
+        is left."""
+        if row not in self.recomputed:
+            self.recomputed.add(row)
+            return True
+        self.own.remove(row)
+        self.dropped.add(row)
+        return bool(self.own)
+
+    def outcome(self, statistics: UpdateStatistics) -> UpdateStatistics:
+        """Return `statistics` of the last attempt with what was left out."""
+        return replace(
+            statistics,
+            refused=self.refused,
+            details=self.details,
+            dropped_rows=len(self.dropped),
+        )
+
+    def groups(self, rows: Rows) -> list[tuple[int, list[int]]]:
+        """(group, its rows) of the external groups."""
+        numbers = sorted({rows.groups[i] for i in self.external})
+        return [(n, [i for i in self.external if rows.groups[i] == n]) for n in numbers]
+
+
+class StartOver(Exception):
+    """Raised where memory ran out in the midst of a step: its gradients are incomplete, and the
+    micro-batches are smaller now."""
+
+
+class PeersFailed(Exception):
+    """Raised where one of several external groups fails, and nobody knows which."""
 
 
 class Updater:
@@ -83,6 +134,8 @@ class Updater:
         self._reference = reference
         self.optimizer = make_optimizer(policy, cfg, optim)
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
+        self._recomputing = MicroBatcher(batcher.tokens, batcher.alive)
+        """For own rows whose layers are run again."""
         self._probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()
         """Held while the weights move, so that another thread can copy them at any other time."""
@@ -93,48 +146,49 @@ class Updater:
 
         rate: the learning rate of this step; None is the configured one. Rows without a signal are
         not run through the model, but their tokens count in the normaliser: a batch that says
-        little moves the policy little. Raises DeviceError when an own row does not fit into memory;
-        an external one costs its group, and so does an external gradient that is not finite.
+        little moves the policy little. An external group that does not fit into memory, raises an
+        exception or has a gradient that is not finite is left out. An own row that does not fit is
+        run with layers computed again, and left out if it does not fit then.
+
+        Raises DeviceError when no own row fits into memory.
         """
-        own, external = trained(rows, self._cfg)
-        too_large: frozenset[int] = frozenset()
-        no_gradient: frozenset[int] = frozenset()
-        skipped = "no_signal"
-        while own or external:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._cfg.learning_rate if rate is None else rate
+        passes = Passes(*trained(rows, self._cfg))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._cfg.learning_rate if rate is None else rate
+        while passes.own or passes.external:
             try:
-                done = self._step(rows, own, external, too_large | no_gradient)
+                return passes.outcome(self._step(rows, passes))
+            except StartOver:
+                pass
+            except PeersFailed:
+                passes.apart = True
             except RowTooLarge as error:
-                if not rows.external[error.row]:
+                if rows.external[error.row]:
+                    refused = GroupRefused("too_large", str(error))
+                    passes.refuse(rows.groups[error.row], refused, rows)
+                elif not passes.spare(error.row):
                     raise
-                too_large |= {rows.groups[error.row]}
-                external = [i for i in external if rows.groups[i] not in too_large]
-            else:
-                if done.skipped != "not_finite":
-                    return replace(done, too_large=too_large, no_gradient=no_gradient)
-                if not external:  # ours is not finite either: nobody's groups are to blame
-                    return replace(done, too_large=too_large)
-                skipped = done.skipped
-                no_gradient = frozenset(rows.groups[i] for i in external)
-                external = []
+            except _GroupFailed as error:
+                passes.refuse(error.group, error.refused, rows)
+            # nothing of a failed attempt is left: not its gradients, and no step was taken
             self._accelerated.zero_grad()
             free_memory()
-        return UpdateStatistics(
-            stepped=False, skipped=skipped, too_large=too_large, no_gradient=no_gradient
-        )
+        skipped = "not_finite" if "no_gradient" in passes.refused.values() else "no_signal"
+        return passes.outcome(UpdateStatistics(stepped=False, skipped=skipped))
 
-    def _step(
-        self, rows: Rows, own: list[int], external: list[int], too_large: frozenset[int]
-    ) -> UpdateStatistics:
-        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, too_large)
-        reference = self._reference_logprobs(rows, own, external)
-        totals = torch.zeros(SUMS, dtype=torch.float64)
+    def _step(self, rows: Rows, passes: Passes) -> UpdateStatistics:
+        """One attempt. Raises StartOver, PeersFailed, RowTooLarge and _GroupFailed before anything
+        but gradients has changed."""
+        without = frozenset(passes.refused)
+        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, without)
+        reference = self._reference_logprobs(rows, passes)
+        external = passes.external
 
-        def backward(indices: list[int]) -> torch.Tensor:
+        def backward(indices: list[int], recompute: bool) -> torch.Tensor:
             batch = collate(
                 [rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device
             )
+            batch = replace(batch, recompute=recompute)
             # (n, T)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
             mask = batch.completion_mask.to(logprobs.device)
@@ -162,46 +216,54 @@ class Updater:
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
             weighed = (weights.sum(), weights.square().sum())
-            return (
-                torch.stack(
-                    [
-                        out.loss.detach(),
-                        out.clip_fraction * tokens,
-                        out.kl * tokens,
-                        (entropy * mask).sum(),
-                        tokens,
-                        *weighed,
-                    ]
-                )
-                .double()
-                .cpu()
+            sums = torch.stack(
+                [
+                    out.loss.detach(),
+                    out.clip_fraction * tokens,
+                    out.kl * tokens,
+                    (entropy * mask).sum(),
+                    tokens,
+                    *weighed,
+                ]
             )
+            return sums.cpu().double()  # MPS has no float64
 
         def accumulate(
-            batcher: MicroBatcher, indices: list[int], restart: Callable[[], None]
+            batcher: MicroBatcher, indices: list[int], recompute: bool = False
         ) -> torch.Tensor:
             lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
             groups = [rows.groups[i] for i in indices]
+            work = lambda chosen: backward([indices[k] for k in chosen], recompute)
             with _rows_named(indices):
-                parts = batcher.run(
-                    lengths, lambda chosen: backward([indices[k] for k in chosen]), groups, restart
-                )
+                parts = batcher.run(lengths, work, groups, _start_over)
             return sum((part for _, part in parts), torch.zeros(SUMS, dtype=torch.float64))
 
-        def own_pass() -> None:
-            nonlocal totals
-            self._accelerated.zero_grad()
-            totals = accumulate(self._batcher, own, self._accelerated.zero_grad)
-
-        own_pass()
+        self._accelerated.zero_grad()
+        spared = sorted(passes.recomputed.intersection(passes.own))
+        totals = accumulate(self._batcher, [i for i in passes.own if i not in passes.recomputed])
+        totals = totals + accumulate(self._recomputing, spared, recompute=True)
         agreement, effective_own, effective_external = None, _effective(totals), None
         if external:
             self._probe.mark()
-            # own_pass also undoes what a pass out of memory left
-            others = accumulate(self._external, external, own_pass)
+            is_finite = lambda sums: (
+                bool(torch.isfinite(sums).all()) and self._has_finite_gradient()
+            )
+            if passes.apart:
+                others = torch.zeros(SUMS, dtype=torch.float64)
+                blames = is_finite(totals)  # else nothing that follows is finite either
+                for group, indices in passes.groups(rows):
+                    with _blamed(group):
+                        others = others + accumulate(self._external, indices)
+                        if blames and not is_finite(others):
+                            raise GroupRefused("no_gradient", "the gradient is not finite")
+            else:
+                with _blamed(None):
+                    others = accumulate(self._external, external)
+                    if not is_finite(others):
+                        raise PeersFailed
             effective_own, effective_external = _effective(totals), _effective(others)
             totals = totals + others
-            agreement = self._probe.read() if own else None
+            agreement = self._probe.read() if passes.own else None
         norm = self._policy.accelerator.clip_grad_norm_(
             self._policy.trainable_parameters(), MAX_GRAD_NORM
         )
@@ -226,6 +288,10 @@ class Updater:
             rate_factor=factor,
         )
 
+    def _has_finite_gradient(self) -> bool:
+        grads = [p.grad for p in self._policy.trainable_parameters() if p.grad is not None]
+        return not grads or bool(torch.isfinite(torch.nn.utils.get_total_norm(grads)))
+
     def _apply(self, finite: bool) -> bool:
         """Take the optimizer step if the gradient is finite; whether it was.
 
@@ -240,19 +306,24 @@ class Updater:
         self._accelerated.zero_grad()
         return finite and not (scaled and self._accelerated.step_was_skipped)
 
-    def _reference_logprobs(
-        self, rows: Rows, own: list[int], external: list[int]
-    ) -> dict[int, list[float]]:
+    def _reference_logprobs(self, rows: Rows, passes: Passes) -> dict[int, list[float]]:
         """By row; empty without a penalty."""
         if self._reference is None or self._cfg.beta == 0:
             return {}
-        found: dict[int, list[float]] = {}
-        for batcher, indices in ((self._batcher, own), (self._external, external)):
+        reference = self._reference
+
+        def scored(batcher: MicroBatcher, indices: list[int]) -> dict[int, list[float]]:
+            some = [rows.rows[i] for i in indices]
             with _rows_named(indices):
-                scores = batcher.score(
-                    self._reference, [rows.rows[i] for i in indices], self._cfg.temperature
-                )
-            found |= dict(zip(indices, scores, strict=True))
+                scores = batcher.score(reference, some, self._cfg.temperature)
+            return dict(zip(indices, scores, strict=True))
+
+        found = scored(self._batcher, [i for i in passes.own if i not in passes.recomputed])
+        found |= scored(self._recomputing, sorted(passes.recomputed.intersection(passes.own)))
+        parts = passes.groups(rows) if passes.apart else [(None, passes.external)]
+        for group, indices in parts:
+            with _blamed(group):
+                found |= scored(self._external, indices)
         return found
 
 
@@ -287,6 +358,30 @@ def _effective(totals: torch.Tensor) -> float | None:
     tokens, weights, squares = totals[4:].tolist()
     share = effective_share(weights, squares, tokens)
     return None if share is None else _finite(share)
+
+
+def _start_over() -> None:
+    raise StartOver
+
+
+class _GroupFailed(Exception):
+    def __init__(self, group: int, refused: GroupRefused) -> None:
+        super().__init__(group)
+        self.group = group
+        self.refused = refused
+
+
+@contextlib.contextmanager
+def _blamed(group: int | None) -> Iterator[None]:
+    """Inside, any failure is that of an external group: of `group`, or of one of several where that
+    is None."""
+    try:
+        with contained(StartOver, PeersFailed, RowTooLarge):
+            yield
+    except GroupRefused as refused:
+        if group is None:
+            raise PeersFailed from refused
+        raise _GroupFailed(group, refused) from refused
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher, micro_batches
 from swarmnode.policy.text import PolicyText
+from swarmnode.rollouts.groups import Outcome
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.crew.average import StageAveraging
@@ -238,6 +239,21 @@ class CrewPolicy:
         own, external = trained(rows, cfg)
         if not own and not external:
             return UpdateStatistics(stepped=False, skipped="no_signal")
+        done = self._learn(rows, own + external, frozenset(), rate)
+        if done.stepped or not own or not external:
+            # nobody says of whose tokens it is
+            return replace(done, effective_own=None) if external else done
+        # a peer's rows may be why no step was taken; stages do not say whose
+        refused: dict[int, Outcome] = dict.fromkeys(
+            (rows.groups[i] for i in external), "no_gradient"
+        )
+        return replace(self._learn(rows, own, frozenset(refused), rate), refused=refused)
+
+    def _learn(
+        self, rows: Rows, indices: list[int], without: frozenset[int], rate: float | None
+    ) -> UpdateStatistics:
+        """Learn from some rows. without: groups that do not count in the normaliser."""
+        cfg = self._training
         learn = [
             LearnRow(
                 *rows.rows[i],
@@ -247,12 +263,11 @@ class CrewPolicy:
                 rows.groups[i],
                 sampled=rows.is_sampled(i),
             )
-            for i in own + external
+            for i in indices
             for advantage, weight in [(float(rows.advantages[i]), float(rows.weights[i]))]
         ]
-        done = self._one(learn, normalizer(rows, cfg), cfg.learning_rate if rate is None else rate)
-        # nobody says of whose tokens it is
-        return replace(done, effective_own=None) if external else done
+        divisor = normalizer(rows, cfg, without)
+        return self._one(learn, divisor, cfg.learning_rate if rate is None else rate)
 
     def _one(self, learn: list[LearnRow], divisor: float, rate: float) -> UpdateStatistics:
         cfg, memory = self._training, self._memory

@@ -101,8 +101,8 @@ def test_in_place_of_what_was_refused_a_step_draws_once_more():
 
 
 @pytest.mark.usefixtures("_judged")
-@pytest.mark.parametrize(("too_large", "sampled"), [({}, 5), ({1: "too_large"}, 6)])
-def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(too_large, sampled):
+@pytest.mark.parametrize(("refused", "sampled"), [({}, 5), ({1: "too_large"}, 6)])
+def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(refused, sampled):
     arrive = [
         *drawn("honest", "honest", "honest2", *"abcdefgh"),
         external_group("honest3", 20, rewards=[1.0, 1.0]),
@@ -117,5 +117,5 @@ def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(to
     for _ in range(20):
         judgement = groups.exchange([], policy_version=0)
         assert len(judgement.accepted) == 4
-        plan.learnt(groups.learnt(judgement, too_large), [])
+        plan.learnt(groups.learnt(judgement, refused), [])
     assert plan.own_groups == sampled

@@ -147,7 +147,7 @@ def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(
     updater = Updater(policy, TrainingConfig(), batcher)
     done = updater.update(assemble([ours, third, theirs], "grpo"))
     assert done.stepped
-    assert done.too_large == {1}
+    assert done.refused == {1: "too_large"}
     got = torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
     assert float((got - expected).abs().mean()) < 1e-6
     assert batcher.tokens == 10_000
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_not_finite_is_a_reason(base, rows, number):
     before = flat(policy)
     done = Updater(policy, TrainingConfig(), MicroBatcher(10_000)).update(rows)
     assert (done.stepped, done.skipped, done.grad_norm) == (False, "not_finite", None)
-    assert done.no_gradient == frozenset(), "ours is not finite either"
+    assert not done.refused, "ours is not finite either"
     assert torch.equal(flat(policy), before)
 
 

@@ -1,0 +1,222 @@
+"""Whatever a peer's group does to the model costs that group, and an own row that is too large
+costs that row."""
+
+import copy
+
+import pytest
+import torch
+
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.errors import DeviceError
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.trainer import update as module
+from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.trainer.update import Updater
+
+PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?"]
+
+
+@pytest.fixture(scope="module")
+def base():
+    torch.set_num_threads(1)
+    return load_policy(PolicyConfig(device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def groups(base):
+    """An own group and three of peers."""
+    samples = generate(base, PROMPTS, Sampling(4, 8), base.random_generator(1))
+    made = [own_group(sample, [1.0, 0.0, 0.0, 1.0]) for sample in samples]
+    theirs = [
+        TrainingGroup(g.rows, g.old_logprobs, g.rewards, [0.9] * 4, peer=f"p{n}")
+        for n, g in enumerate(made[1:])
+    ]
+    return [made[0], *theirs]
+
+
+def updated(base, groups, **keys):
+    """The policy, its updater and the statistics after one update."""
+    policy = base.clone()
+    cfg = TrainingConfig(**keys)
+    reference = policy.reference() if cfg.beta else None
+    updater = Updater(policy, cfg, MicroBatcher(10_000), reference)
+    statistics = updater.update(assemble(groups, "grpo"))
+    return policy, updater, statistics
+
+
+def weights(policy):
+    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters()])
+
+
+def moments(updater):
+    return [copy.deepcopy(state) for state in updater.optimizer.state_dict()["state"].values()]
+
+
+def same_state(one, other):
+    assert torch.equal(weights(one[0]), weights(other[0]))
+    for a, b in zip(moments(one[1]), moments(other[1]), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+
+
+class Backward(torch.autograd.Function):
+    """Fails, or gives what is not a number, in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, what):
+        ctx.what = what
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if isinstance(ctx.what, BaseException):
+            raise ctx.what
+        return gradient * ctx.what, None
+
+
+def poison(monkeypatch, prompts, forward=None, backward=None):
+    """The model fails on these prompts."""
+    real = module.completion_logprobs
+
+    def fragile(policy, batch, temperature):
+        logprobs, entropy = real(policy, batch, temperature)
+        there = {
+            tuple(ids[mask.bool()].tolist())
+            for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
+        }
+        if there & {tuple(policy.encode_prompt(prompt)) for prompt in prompts}:
+            if forward is not None:
+                raise forward
+            return Backward.apply(logprobs, backward), entropy
+        return logprobs, entropy
+
+    monkeypatch.setattr(module, "completion_logprobs", fragile)
+
+
+class Panic(BaseException):
+    """As a Rust library raises it."""
+
+
+FAILURES = {
+    "forward": ({"forward": IndexError("index 99 is out of range")}, "failed"),
+    "backward": ({"backward": RuntimeError("a kernel says no")}, "failed"),
+    "assertion": ({"forward": AssertionError()}, "failed"),
+    "panic": ({"forward": Panic("x")}, "failed"),
+    "nan": ({"backward": float("nan")}, "no_gradient"),
+    "inf": ({"backward": float("inf")}, "no_gradient"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("bad", [[2], [1, 3], [1, 2, 3]])
+def test_a_failing_group_leaves_the_update_of_the_others(base, groups, monkeypatch, kind, bad):
+    failure, outcome = FAILURES[kind]
+    expected = updated(base, [g for n, g in enumerate(groups) if n not in bad])
+    poison(monkeypatch, [PROMPTS[n] for n in bad], **failure)
+    found = updated(base, groups)
+    assert found[2].stepped
+    assert found[2].refused == dict.fromkeys(bad, outcome)
+    assert found[2].details[outcome]
+    assert torch.allclose(weights(found[0]), weights(expected[0]), atol=1e-4)
+    assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
+
+
+def test_a_lone_failing_group_leaves_no_trace_in_the_optimizer(base, groups, monkeypatch):
+    expected = updated(base, groups[:1])
+    poison(monkeypatch, PROMPTS[1:2], backward=RuntimeError("a kernel says no"))
+    same_state(updated(base, groups[:2]), expected)
+
+
+def test_only_peers_groups_that_fail_move_nothing(base, groups, monkeypatch):
+    poison(monkeypatch, PROMPTS[1:3], backward=float("nan"))
+    found = updated(base, groups[1:3])
+    assert not found[2].stepped
+    assert found[2].refused == {0: "no_gradient", 1: "no_gradient"}
+    assert torch.equal(weights(found[0]), weights(base))
+    assert not moments(found[1])
+
+
+def test_peers_are_not_blamed_for_our_own_gradient(base, groups, monkeypatch):
+    poison(monkeypatch, PROMPTS[:1], backward=float("nan"))
+    found = updated(base, groups)
+    assert not found[2].stepped
+    assert not found[2].refused
+    assert torch.equal(weights(found[0]), weights(base))
+
+
+def test_an_exception_of_our_own_rows_is_raised(base, groups, monkeypatch):
+    poison(monkeypatch, PROMPTS[:1], forward=RuntimeError("ours"))
+    with pytest.raises(RuntimeError, match="ours"):
+        updated(base, groups)
+
+
+def test_a_group_that_fails_in_the_reference_is_refused(base, groups, monkeypatch):
+    expected = updated(base, groups[:2], beta=0.1)
+    real = MicroBatcher.score
+    wrong = groups[2].rows[0][0]
+
+    def fragile(self, policy, rows, temperature):
+        if any(prompt == wrong for prompt, _ in rows):
+            raise IndexError("index out of range")
+        return real(self, policy, rows, temperature)
+
+    monkeypatch.setattr(MicroBatcher, "score", fragile)
+    found = updated(base, groups[:3], beta=0.1)
+    assert found[2].refused == {2: "failed"}
+    assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
+
+
+# ---- own rows ------------------------------------------------------------------------------------
+
+
+def small_device(monkeypatch, plain, recomputed):
+    """A device that holds rows of so many tokens, and of so many where layers are run again."""
+    real = module.completion_logprobs
+
+    def limited(policy, batch, temperature):
+        if batch.padded_tokens > (recomputed if batch.recompute else plain):
+            raise torch.OutOfMemoryError("simulated: out of memory")
+        return real(policy, batch, temperature)
+
+    monkeypatch.setattr(module, "completion_logprobs", limited)
+
+
+@pytest.fixture(scope="module")
+def long(base, groups):
+    """An own group, its first answer twice as long as the others."""
+    group = groups[0]
+    prompt, answer = group.rows[0]
+    first = (answer * 40)[: 2 * max(len(a) for _, a in group.rows) + 4]
+    logprobs = [[-1.0] * len(first), *group.old_logprobs[1:]]
+    return TrainingGroup([(prompt, first), *group.rows[1:]], logprobs, group.rewards, group.weights)
+
+
+def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monkeypatch):
+    expected = updated(base, [long])
+    sizes = sorted(len(prompt) + len(answer) for prompt, answer in long.rows)
+    small_device(monkeypatch, sizes[-1] - 1, sizes[-1])
+    found = updated(base, [long])
+    assert found[2].stepped
+    assert found[2].dropped_rows == 0
+    assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
+
+
+def test_a_row_that_does_not_fit_at_all_is_dropped_and_counted(base, long, groups, monkeypatch):
+    sizes = sorted(len(prompt) + len(answer) for prompt, answer in long.rows)
+    small_device(monkeypatch, sizes[-1] - 1, sizes[-1] - 1)
+    policy = base.clone()
+    updater = Updater(policy, TrainingConfig(), MicroBatcher(10_000))
+    for _ in range(2):
+        done = updater.update(assemble([long, *groups[1:]], "grpo"))
+        assert done.stepped
+        assert done.dropped_rows == 1
+        assert not done.refused
+    assert not torch.equal(weights(policy), weights(base))
+
+
+def test_rows_none_of_which_fits_end_the_trainer(base, long, monkeypatch):
+    small_device(monkeypatch, 3, 3)
+    with pytest.raises(DeviceError, match="out of memory"):
+        updated(base, [long])
