@@ -1,0 +1,165 @@
+"""Rules of devices that a test machine does not have: no float64 on MPS, and no mixing of cards."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig
+
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.policy import logprobs
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.model import Policy
+from swarmnode.rl.utility import AgreementProbe
+from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
+from swarmnode.trainer.update import Updater
+
+
+class Mps(TorchFunctionMode):
+    """A tensor is on MPS, unless it was copied to the host: it cannot become float64 there."""
+
+    def __init__(self):
+        super().__init__()
+        self.host = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        wide = (
+            function is torch.Tensor.double
+            or torch.float64 in args[1:]
+            or kwargs.get("dtype") is torch.float64
+        )
+        on_device = tensor is not None and tensor.dtype != torch.float64
+        if wide and on_device and not any(tensor is one for one in self.host):
+            raise TypeError("Cannot convert a MPS Tensor to float64")
+        if function is torch.Tensor.cpu:
+            self.host.append(tensor.detach().clone())
+            return self.host[-1]
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_update_makes_no_float64_on_the_device(beta):
+    policy = load_policy(PolicyConfig(device="cpu"))
+    first, second = generate(
+        policy, ["What is 3 + 4?", "What is 9 + 1?"], Sampling(4, 8), policy.random_generator(1)
+    )
+    theirs = own_group(second, [0.0, 1.0, 0.0, 0.0])
+    rows = assemble(
+        [
+            own_group(first, [1.0, 0.0, 0.0, 1.0]),
+            TrainingGroup(theirs.rows, theirs.old_logprobs, theirs.rewards, [0.9] * 4, peer="p"),
+        ],
+        "grpo",
+    )
+    cfg = TrainingConfig(beta=beta)
+    updater = Updater(policy, cfg, MicroBatcher(4096), policy.reference() if beta else None)
+    with Mps():
+        done = updater.update(rows)
+    assert done.stepped
+    assert done.loss is not None
+
+
+def test_the_rule_is_kept():
+    with Mps(), pytest.raises(TypeError, match="MPS"):
+        torch.zeros(2).square().double()
+    with Mps():
+        assert torch.zeros(2).cpu().double().dtype == torch.float64
+
+
+class Indices(TorchFunctionMode):
+    """An index lies on the card of what it picks from: FakeTensor does not look at that."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.__getitem__, torch.Tensor.index_put):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for one in index:
+                if isinstance(one, torch.Tensor) and one.device not in (args[0].device, CPU):
+                    raise RuntimeError("indices should be on the same device as the tensor")
+        return function(*args, **(kwargs or {}))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cards():
+    """Two cards that are not there, whose tensors have no values; operations refuse to mix them.
+
+    Of torch's devices only this one can be sliced by a build without its runtime.
+    """
+    with FakeTensorMode(), Indices():
+        yield torch.device("lazy:0"), torch.device("lazy:1")
+
+
+def test_the_cards_do_not_mix(cards):
+    first, second = (torch.zeros(2, device=card) for card in cards)
+    with pytest.raises(RuntimeError, match="device"):
+        first + second
+    with pytest.raises(RuntimeError, match="device"):
+        first[torch.zeros(1, dtype=torch.long, device=second.device)]
+
+
+@pytest.mark.parametrize("names", [("cuda:0", "cuda:1"), ("lazy:0", "lazy:1")])
+def test_agreement_is_measured_over_two_cards(names):
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.zeros(3, device=name)) for name in names]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        probe = AgreementProbe(parameters)
+        probe.mark()
+        assert probe._flat().shape == (6,)
+        assert probe._own.device == probe._flat().device
+
+
+@pytest.mark.parametrize("piece", [2, 100])
+@torch.no_grad()
+def test_a_head_on_another_card_scores_tokens(cards, piece):
+    here, there = cards
+    weight = torch.zeros(11, 4, device=there)
+    head = lambda states: states.to(there) @ weight.T
+    states, tokens = torch.zeros(5, 4, device=here), torch.zeros(5, dtype=torch.long, device=here)
+    chosen, spread = logprobs.in_pieces(head, states, tokens, 1.0, piece)
+    assert chosen.device == spread.device == there
+
+
+@pytest.mark.parametrize("way", ["one pass", "two passes"])
+@torch.no_grad()
+def test_states_of_another_card_are_picked_by_row(cards, way, monkeypatch):
+    """Tied embeddings: ids and head are on one card, the last layer is on another."""
+    here, there = cards
+    ids = lambda *shape: torch.zeros(shape, dtype=torch.long, device=here)
+    batch = logprobs.Batch(ids(2, 3), ids(2, 3), ids(4), ids(4, 5), ids(4, 5).bool())
+    batch.__dict__["places"] = ids(4), 2
+    monkeypatch.setattr(
+        logprobs,
+        "_outputs",
+        lambda policy, asked, mask, positions, keep=0, cache=None: torch.zeros(
+            len(asked), keep or asked.shape[1], 4, device=there
+        ),
+    )
+    policy = SimpleNamespace(base=SimpleNamespace(config=LlamaConfig(num_hidden_layers=1)))
+    states = logprobs._PASSES[way](policy, batch, ids(7), ids(7))
+    assert states.shape == (4 + 7, 4)
+    assert states.device == there
+
+
+@torch.no_grad()
+def test_logits_lie_where_ids_do(cards):
+    here, there = cards
+    answer = SimpleNamespace(logits=torch.zeros(2, 3, 11, device=there))
+    policy = SimpleNamespace(
+        model=lambda **inputs: answer,
+        base=SimpleNamespace(),
+        accelerator=SimpleNamespace(autocast=contextlib.nullcontext),
+        _bypass=contextlib.nullcontext,
+        known_logits=lambda logits: logits,
+    )
+    ids = torch.zeros(2, 3, dtype=torch.long, device=here)
+    assert Policy.logits(policy, ids, None, ids).device == here
