@@ -11,6 +11,7 @@ import torch
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import EPSILON, AveragingGate
 from swarmnode.averaging.probe import LEAST_PROBE, LossProbe, compare
+from swarmnode.policy.micro import RowTooLarge
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
@@ -93,3 +94,24 @@ def test_enough_rewarded_completions_are_all_that_counts(probe):
 @pytest.mark.parametrize("rewarded", [True, False])
 def test_what_is_not_finite_or_hardly_possible_is_never_within_a_tolerance(after, rewarded):
     assert not compare([-1.0, -1.0], after, rewarded).change <= 4 * EPSILON
+
+
+def test_completions_that_do_not_fit_into_memory_are_left_out(probe, monkeypatch):
+    """They cost the judgement these completions, and not the trainer."""
+    probe.remember([], [*drawn()[:8], *rows(*[1] * 60, count=2), *drawn()[8:14]])
+    real = Scores.score
+
+    def limited(self, policy, some, temperature):
+        for number, (_, completion) in enumerate(some):
+            if len(completion) > 50:
+                raise RowTooLarge(number, len(completion))
+        return real(self, policy, some, temperature)
+
+    monkeypatch.setattr(Scores, "score", limited)
+    losses, outcome = judged(probe, LOGITS + torch.tensor([0.1, -0.1, 0.1, -0.1]))
+    assert losses.change < 0.02
+    assert outcome == "accepted"
+    too_long = LossProbe(probe._policy, Scores(), 1.0, probe._tensors)
+    too_long.remember([], rows(*[1] * 60))
+    assert not too_long.measure({"w": LOGITS}, {"w": LOGITS}, pytest.fail)
+    assert torch.equal(probe._tensors.parameters["w"].detach(), LOGITS)

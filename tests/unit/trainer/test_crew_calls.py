@@ -2,6 +2,7 @@
 failures than cost a member its place."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,9 @@ from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import PeerError
 from swarmnode.pipeline.blame import PATIENCE
 from swarmnode.pipeline.head import TOO_MUCH, CannotScore
+from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.crew.policy import CrewPolicy
+from swarmnode.trainer.update import UpdateStatistics
 
 
 class Model:
@@ -82,3 +85,19 @@ def test_what_fails_again_and_again_with_nobody_to_blame_ends(error):
     assert scored(*[error] * (Crew.stages * PATIENCE - 1)) == "done"
     with pytest.raises(PeerError):
         scored(*[error] * (Crew.stages * PATIENCE))
+
+
+def test_peers_rows_that_stop_a_crew_s_step_are_left_out():
+    policy = CrewPolicy(TrainingConfig(), Model(), Crew(), b"l" * 32, threading.Event(), 60.0)
+    taken = []
+
+    def learn(rows, indices, without, rate):
+        taken.append((indices, without))
+        return UpdateStatistics(stepped=not any(rows.external[i] for i in indices))
+
+    policy._learn = learn
+    own = TrainingGroup([([1], [2]), ([1], [3])], [[-1.0]] * 2, [1.0, 0.0], [1.0] * 2)
+    done = policy.update(assemble([own, replace(own, peer="p")], "grpo"))
+    assert done.stepped
+    assert done.refused == {1: "no_gradient"}
+    assert taken == [([0, 1, 2, 3], frozenset()), ([0, 1], frozenset({1}))]
