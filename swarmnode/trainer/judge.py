@@ -108,11 +108,17 @@ def contained(*others: type[Exception]) -> Iterator[None]:
     Not EngineGone and PeerTimeout, which say nothing of the group: the next own pass would raise
     them too.
     """
+    ends = KeyboardInterrupt, SystemExit, GeneratorExit
+    passed: tuple[type[BaseException], ...] = (
+        GroupRefused,
+        EngineGone,
+        PeerTimeout,
+        *ends,
+        *others,
+    )
     try:
         yield
-    except (GroupRefused, EngineGone, PeerTimeout, *others):
-        raise
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except passed:
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         too_large = isinstance(error, DeviceError) or is_oom(error)

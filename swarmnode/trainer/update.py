@@ -251,8 +251,8 @@ class Updater:
             if passes.apart:
                 others = torch.zeros(SUMS, dtype=torch.float64)
                 blames = is_finite(totals)  # else nothing that follows is finite either
-                for group, indices in passes.groups(rows):
-                    with _blamed(group):
+                for number, indices in passes.groups(rows):
+                    with _blamed(number):
                         others = others + accumulate(self._external, indices)
                         if blames and not is_finite(others):
                             raise GroupRefused("no_gradient", "the gradient is not finite")

@@ -14,7 +14,7 @@ from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
-from swarmnode.policy.text import special_ids
+from swarmnode.policy.text import silent_ids
 from swarmnode.policy.trial import QUESTIONS, try_loaded
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
@@ -93,7 +93,8 @@ def test_a_model_that_cannot_train_is_one_line(directory, kind):
 def from_peer(policy, prompt):
     """A group of ordinary tokens that a peer with the same policy may have sampled."""
     head, generator = policy.encode_prompt(prompt), torch.Generator().manual_seed(3)
-    ordinary = [i for i in range(policy.vocab_size) if i not in special_ids(policy.tokenizer)]
+    silent = silent_ids(policy.tokenizer, policy.eos_ids)
+    ordinary = [i for i in range(policy.vocab_size) if i not in silent]
     draws = [torch.randint(len(ordinary), (n,), generator=generator) for n in (5, 9, 14, 7)]
     answers = [[*(ordinary[i] for i in draw.tolist()), policy.eos_id] for draw in draws]
     logprobs = score(policy, [(head, ids) for ids in answers], 1.0)
