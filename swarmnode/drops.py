@@ -74,13 +74,12 @@ class TrainerDrops:
         self.held_out = DropTally("held-out question left out")
         """`no_question`: the task made none. `not_scored`: the scorer failed."""
         self.group = DropTally("own group not shared")
-        """`not_scored`: the scorer failed. `special_tokens`, `control_characters`: fewer than two
-        completions were left without them."""
+        """`not_scored`: the scorer failed. `special_ids`, `charset`: peers would take fewer than
+        two of its completions."""
         self.completion = DropTally("completion dropped", quiet=("cut",))
-        """`control_characters`: it earned 0 and was not shared. `special_tokens`: its text does not
-        show all tokens, and it was not shared. `too_large`: it did not fit into memory in an
-        update, not even with layers computed again. `cut`: it ended at the length
-        limit, and `mask_truncated` is on."""
+        """`charset`: it holds control characters, earned 0 and was not shared. `special_ids`: it
+        holds tokens without text and was not shared. `cut`: it ended at the length limit, and
+        `mask_truncated` is on. `too_large`: it did not fit into memory."""
         self.external = DropTally("group of a peer refused")
         """By `rollouts.groups.Outcome`."""
         self.message = DropTally("message to the network process lost")

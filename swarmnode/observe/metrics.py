@@ -79,13 +79,13 @@ GOSSIP = (
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
 DROPS = {
     "update": ("not_finite", "no_signal", "overflow", "refused"),
-    "question": ("no_question",),
+    "question": ("no_question", "too_long"),
     "held_out": ("no_question", "not_scored"),
     "group": (
-        *("special_tokens", "control_characters", "not_scored"),
+        *("special_ids", "charset", "not_scored"),
         *("zero_advantage", "budget", "rate", "oversize", "invalid", "no_policy", "failed"),
     ),
-    "completion": ("control_characters", "cut"),
+    "completion": ("charset", "special_ids", "cut", "too_large"),
     "message": ("link_full",),
 }
 """What is dropped, and why; see `TrainerDrops` and `Publisher`."""

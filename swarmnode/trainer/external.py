@@ -37,8 +37,8 @@ class ExternalGroups:
         self._plan = plan
         self._sharing = sharing
         self._temperature = temperature
-        self._drops = drops or TrainerDrops().external
         self._backlog: list[ExternalGroup] = []
+        self._drops = drops or TrainerDrops().external
 
     def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
         """Publish what the step has sampled, and judge what others have by now, until the step's
@@ -69,22 +69,22 @@ class ExternalGroups:
         """Send each group's outcome to the network process.
 
         Args:
-            refused: Why an accepted group was not trained on, by its number among the accepted.
+            refused: why an accepted group was left out of the update, by its number.
 
         Returns:
-            The groups that were trained on.
+            The groups that were learnt from.
         """
-        used = iter(range(len(judgement.accepted)))
+        accepted = iter(range(len(judgement.accepted)))
         for group, judged in judgement.outcomes:
-            outcome = refused.get(next(used), judged) if judged == "used" else judged
+            outcome = refused.get(next(accepted), judged) if judged == "used" else judged
+            self._link.send(Judged(group.peer, outcome))
             if outcome == "used":
                 self._drops.keep()
-            else:
-                self._drops.drop(
-                    outcome,
-                    peer=group.peer,
-                    task=group.group.task.id,
-                    detail=judgement.details.get(outcome, ""),
-                )
-            self._link.send(Judged(group.peer, outcome))
+                continue
+            self._drops.drop(
+                outcome,
+                peer=group.peer,
+                task=group.group.task.id,
+                detail=judgement.details.get(outcome, ""),
+            )
         return [group for number, group in enumerate(judgement.accepted) if number not in refused]

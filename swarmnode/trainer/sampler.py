@@ -39,6 +39,16 @@ waits for whatever would become older, and throws nothing away, which would be t
 `benchmarks.corrections` has the bias at that lag: 0.10 with `OWN_CORRECTION`."""
 
 
+UNSHARED = {
+    "charset": "control characters in the text: it earns 0",
+    "special_ids": (
+        "a token that stands for no text (begin, padding, unknown) within the answer: no peer"
+        " trains on what it cannot read"
+    ),
+}
+"""Reason for which peers do not take a completion → what the operator is told of it."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """A question on its way."""
@@ -160,7 +170,7 @@ class Sampler:
                 self._drops.group.drop("not_scored", task=each.ref.id, error=str(result))
                 continue
             faults = [self._fault(completion) for completion in sample.completions]
-            fine = [fault != "control_characters" for fault in faults]
+            fine = [fault != "charset" for fault in faults]
             rewards = [r if good else 0.0 for r, good in zip(result.rewards, fine, strict=True)]
             # none where rewards are single numbers
             made_of = [
@@ -170,25 +180,26 @@ class Sampler:
             groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
             first = first_version(sample, version)
             lags.append(version - first)
-            for fault, number in Counter(filter(None, faults)).items():
-                self._drops.completion.drop(fault, number, task=each.ref.id)
+            for fault in filter(None, faults):
+                self._drops.completion.drop(fault, task=each.ref.id, detail=UNSHARED[fault])
             shared = [not fault for fault in faults]
             if any(faults) and sum(shared) < 2:
-                self._drops.group.drop(next(filter(None, faults)), task=each.ref.id)
+                most = Counter(filter(None, faults)).most_common(1)[0][0]
+                self._drops.group.drop(most, task=each.ref.id)
                 continue
+            self._drops.group.keep()
             some = replace(sample, completions=list(compress(sample.completions, shared)))
             kept = list(compress(rewards, shared)), list(compress(made_of, shared))
             messages.append(self._message(each, first, some, *kept))
             prompts.append(each.prompt)
-        self._drops.group.keep(len(messages))
         tokens = sum(len(c.ids) for sample in samples for c in sample.completions)
         return Experience(groups, messages, prompts, tokens, groups, lags)
 
     def _fault(self, completion: Sampled) -> str:
-        """Return why peers would not take a completion; empty if they would."""
+        """Return why peers would not take a completion, of UNSHARED; empty if they would."""
         if has_unwanted_characters(completion.text):
-            return "control_characters"
-        return "special_tokens" if self._engine.text.hides(completion.ids) else ""
+            return "charset"
+        return "special_ids" if self._engine.text.hides(completion.ids) else ""
 
     def _gather(self, count: int) -> list[Finished]:
         """`count` groups, those that were finished first; fewer where questions could not be made.

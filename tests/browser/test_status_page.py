@@ -441,4 +441,4 @@ async def test_own_groups_that_stay_here_are_listed_with_their_reason(
     tmp_path, monkeypatch
 ) -> None:
     seen = await visit(tmp_path, monkeypatch)
-    assert "special tokens own, not shared" in re.sub(r"\s+", " ", seen.text)
+    assert "special ids own, not shared" in re.sub(r"\s+", " ", seen.text)

@@ -135,8 +135,8 @@ def example_at(t: float) -> NodeSnapshot:
         drops={
             "update": DropCounts(steps, {"no_signal": 2, "not_finite": 1}),
             "question": DropCounts(steps * 4, {}),
-            "group": DropCounts(steps * 4, {"special_tokens": 3}),
-            "completion": DropCounts(steps * 32, {"control_characters": 2}),
+            "group": DropCounts(steps * 4, {"special_ids": 3}),
+            "completion": DropCounts(steps * 32, {"charset": 2}),
         },
         state_saved_step=steps,
         peers_used={PEERS[0]: used * 3 // 5, PEERS[1]: used * 2 // 5},

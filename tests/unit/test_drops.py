@@ -9,11 +9,11 @@ def test_each_reason_is_counted_and_logged_once():
     tally = DropTally("own group not shared", quiet=("zero_advantage",))
     with capture_logs() as lines:
         for _ in range(3):
-            tally.drop("special_tokens", task="rg/gcd")
+            tally.drop("special_ids", task="rg/gcd")
             tally.drop("zero_advantage", 2)
-    assert tally.statistics().dropped == {"special_tokens": 3, "zero_advantage": 6}
+    assert tally.statistics().dropped == {"special_ids": 3, "zero_advantage": 6}
     assert [(line["reason"], line["log_level"]) for line in lines] == [
-        ("special_tokens", "warning"),
+        ("special_ids", "warning"),
         ("zero_advantage", "info"),
     ]
     assert lines[0]["task"] == "rg/gcd"
@@ -39,6 +39,6 @@ def test_nothing_dropped_is_no_reason():
 
 def test_a_trainers_drops_have_the_names_of_its_report():
     drops = TrainerDrops()
-    drops.group.drop("special_tokens")
-    assert drops.statistics()["group"].dropped == {"special_tokens": 1}
+    drops.group.drop("special_ids")
+    assert drops.statistics()["group"].dropped == {"special_ids": 1}
     assert drops.statistics()["update"] == DropCounts()

@@ -51,7 +51,7 @@ def test_a_node_with_a_trouble_is_not_shown_as_ready() -> None:
     assert not head.plain.startswith("ready")
 
 
-@pytest.mark.parametrize("reason", ["special_tokens", "not_scored", "control_characters"])
+@pytest.mark.parametrize("reason", ["special_ids", "not_scored", "charset"])
 def test_no_group_shared_beside_peers_is_a_trouble(reason: str) -> None:
     peers = example().network.peers.connected
     assert troubles(row("group", **{reason: 19})) == []
@@ -77,7 +77,7 @@ def test_groups_that_say_nothing_may_stay_longer() -> None:
 
 
 def test_a_lone_or_resting_node_shares_nothing_in_peace() -> None:
-    s = row("group", special_tokens=500)
+    s = row("group", special_ids=500)
     alone = replace(
         s, network=replace(s.network, peers=replace(s.network.peers, connected=0, known=0))
     )
@@ -92,9 +92,9 @@ def test_a_lone_or_resting_node_shares_nothing_in_peace() -> None:
         ("update", "not_finite"),
         ("update", "refused"),
         ("question", "no_question"),
-        ("group", "special_tokens"),
+        ("group", "special_ids"),
         ("group", "not_scored"),
-        ("completion", "control_characters"),
+        ("completion", "charset"),
         ("held_out", "not_scored"),
         ("message", "link_full"),
     ],

@@ -7,7 +7,7 @@ import torch
 from structlog.testing import capture_logs
 
 from swarmnode.config import TrainingConfig
-from swarmnode.drops import TrainerDrops
+from swarmnode.drops import DropCounts, TrainerDrops
 from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import GroupSample, Sampled
@@ -35,6 +35,7 @@ def experience(texts, rewards, drops=None):
     )
     counters = Counters(peer=PEER, swarm="00" * 32)
     cfg, questions = TrainingConfig(num_generations=len(texts)), Questions(["rg/gcd"], counters)
+    drops = TrainerDrops() if drops is None else drops
     return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
 
 
@@ -46,9 +47,7 @@ def test_one_control_character_costs_that_completion_and_not_its_group(character
     assert group.rewards == [1.0, 0.0, 0.0, 1.0], "the policy is trained away from it"
     assert [c.text for c in shared.completions] == ["4", "5", "4\n\t"]
     assert shared.rewards == [1.0, 0.0, 1.0]
-    assert [line["reason"] for line in said if "reason" in line] == ["control_characters"], (
-        "its owner is told"
-    )
+    assert [line["reason"] for line in said if "reason" in line] == ["charset"], "its owner is told"
 
 
 def test_a_group_of_which_one_completion_is_left_is_trained_on_and_not_shared():
@@ -56,15 +55,16 @@ def test_a_group_of_which_one_completion_is_left_is_trained_on_and_not_shared():
     found = experience(["4", "4\x00", "5\x00"], [1.0, 1.0, 0.0], drops)
     assert found.groups[0].rewards == [1.0, 0.0, 0.0]
     assert found.messages == []
-    assert drops.group.statistics().dropped == {"control_characters": 1}
-    assert drops.completion.statistics().dropped == {"control_characters": 2}
+    assert drops.group.statistics().dropped == {"charset": 1}
 
 
 def test_what_is_clean_is_shared_whole():
+    drops = TrainerDrops()
     with capture_logs() as said:
-        found = experience(["4", "5"], [1.0, 0.0])
+        found = experience(["4", "5"], [1.0, 0.0], drops)
     assert [c.text for c in found.messages[0].completions] == ["4", "5"]
     assert not [line for line in said if "reason" in line]
+    assert drops.group.statistics() == DropCounts(kept=1)
 
 
 HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
@@ -97,6 +97,7 @@ def answered(text, answers, seen, drops=None):
     counters = Counters(peer=PEER, swarm="00" * 32)
     cfg, questions = TrainingConfig(num_generations=len(answers)), Questions(["rg/gcd"], counters)
     scorer = SimpleNamespace(score_many=score_many)
+    drops = TrainerDrops() if drops is None else drops
     return Sampler(cfg, questions, engine, scorer, torch.Generator(), counters, drops)(1)
 
 
@@ -106,11 +107,12 @@ CHANNELS = (
 
 
 def test_a_reward_and_peers_get_special_tokens_as_text(text):
-    seen = []
-    found = answered(text, [CHANNELS.format(7), CHANNELS.format(8)], seen)
+    seen, drops = [], TrainerDrops()
+    found = answered(text, [CHANNELS.format(7), CHANNELS.format(8)], seen, drops)
     expected = [CHANNELS.format(n).removesuffix("<eos>") for n in (7, 8)]
     assert seen == [expected]
     assert [c.text for c in found.messages[0].completions] == expected
+    assert drops.group.statistics() == DropCounts(kept=1)
 
 
 @pytest.mark.parametrize("hidden", ["<pad>", "<unk>"])
@@ -119,11 +121,11 @@ def test_a_token_without_text_costs_that_completion(text, hidden):
         found = answered(text, ["7<eos>", f"7{hidden}<eos>", "8<eos>"], [])
     assert [c.text for c in found.messages[0].completions] == ["7", "8"]
     assert len(found.groups[0].rows) == 3
-    assert [line["reason"] for line in said if "reason" in line] == ["special_tokens"]
+    assert [line["reason"] for line in said if "reason" in line] == ["special_ids"]
 
 
 def test_a_group_that_cannot_be_shared_is_counted(text):
     drops = TrainerDrops()
     found = answered(text, ["7<pad><eos>", "8<pad><eos>", "9<eos>"], [], drops)
     assert found.messages == []
-    assert drops.group.statistics().dropped == {"special_tokens": 1}
+    assert drops.group.statistics().dropped == {"special_ids": 1}
