@@ -4,15 +4,16 @@ PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts --constraint constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflicts
 
-.PHONY: help setup demo test long sim chaos soak check types rules bench dist
+.PHONY: help setup demo test long sim chaos soak check types rules bench fresh dist
 
 help:
 	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
-	@echo "make test    the test suite"
+	@echo "make test    the test suite (TESTS=tests/unit/wire: those alone)"
 	@echo "make long    what the suite leaves out, because whole nodes need minutes for what one process shows as well"
 	@echo "make check   lint, types, import layers, protocol vectors (make types and make rules, each on a processor of its own)"
+	@echo "make fresh   the first two, and a base installation, on fresh Debians without a compiler (root, debootstrap)"
 	@echo "make bench   every benchmark in its quick form"
 	@echo "make dist    wheel and sdist in dist/, and the demo run from the wheel in a fresh environment"
 	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
@@ -21,35 +22,35 @@ help:
 
 setup: $(VENV)/.run
 
-# What a node needs, and no more. torch first, from where it is small; where that cannot be reached, it comes with the rest.
-# reasoning-gym without what it depends on: the tasks here import none of it (docs/tasks.md).
-$(VENV)/.run: pyproject.toml constraints.txt
+# torch comes first and with its dependencies, from where it is small; where that cannot be reached, from PyPI. The lists are complete
+# (tools/lock.py makes them), so that pip resolves nothing: that would need a compiler.
+$(VENV)/.run: pyproject.toml requirements/torch.txt requirements/bootstrap.txt requirements/trainer.txt
 	$(PYTHON) -m venv $(VENV)
-	-$(PIP) --retries 1 --no-deps --index-url $(TORCH_INDEX) torch
-	$(PIP) --editable '.[trainer]'
-	$(PIP) --no-deps '$(shell sed -n 's/^ *"\(reasoning-gym==[^"]*\)".*/\1/p' pyproject.toml)'
+	$(PIP) --retries 1 --index-url $(TORCH_INDEX) -r requirements/torch.txt || $(PIP) -r requirements/torch.txt
+	$(PIP) --no-deps -r requirements/trainer.txt
+	$(PIP) --no-deps --editable .
 	@touch $@
 
-# What only the tests, or only the checks, need comes on top.
-$(VENV)/.test $(VENV)/.check: $(VENV)/.%: $(VENV)/.run
-	$(PIP) --editable '.[trainer,$*]'
+# What the tests and the checks need comes on top.
+$(VENV)/.test: $(VENV)/.run requirements/test.txt
+	$(PIP) --no-deps -r requirements/test.txt
 	@touch $@
 
 demo: $(VENV)/.run
 	$(BIN)/swarmnode demo
 
 test: $(VENV)/.test
-	$(BIN)/pytest -n 5 --dist loadfile
+	$(BIN)/pytest -n 5 --dist loadfile $(TESTS)
 
 long: $(VENV)/.test
 	$(BIN)/pytest -m long
 
 check: types rules
 
-types: $(VENV)/.check
+types: $(VENV)/.test
 	$(BIN)/mypy swarmnode
 
-rules: $(VENV)/.check $(VENV)/.test
+rules: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -64,6 +65,9 @@ dist:
 
 bench: $(VENV)/.test
 	for name in sapo trainer packing ingest gossip pulls scale eclipse noloco exchange budget checkfree recovery crew reroute tolerance corrections hostile; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+
+fresh:
+	$(PYTHON) -m tests.support.fresh
 
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.support.sim --seconds $(or $(SIM_SECONDS),60)

@@ -19,10 +19,13 @@ import math
 import random
 import re
 import string
+import sys
+import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -83,15 +86,21 @@ def questions(
 ) -> Iterator[Question]:
     """`count` questions of every task, from seed block `block`. reasoning-gym seeds item i with
     seed + i."""
-    import reasoning_gym
-
+    create_dataset = load_reasoning_gym()
     for task, options in settings.items():
-        data = reasoning_gym.create_dataset(
-            task.removeprefix("rg/"), seed=block << 20, size=2**20, **options
-        )
+        data = create_dataset(task.removeprefix("rg/"), seed=block << 20, size=2**20, **options)
         for index in range(count):
             entry = data[index]
             yield Question(task, entry["question"], entry["answer"], entry)
+
+
+def load_reasoning_gym() -> Callable[..., Any]:
+    """Import the whole of reasoning-gym and return its `create_dataset`."""
+    # pycosat exists as source only. One generator needs it, and none of the nine tasks.
+    sys.modules.setdefault("pycosat", types.ModuleType("pycosat"))
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset
 
 
 def mine_phrases(prompts: list[str], least_share: float = 0.25, least_length: int = 4) -> set[str]:
@@ -228,9 +237,7 @@ def fine_tune(
 
 def accepted(question: Question, completion: str) -> bool:
     """Whether the task's own verifier gives the full score."""
-    import reasoning_gym
-
-    data = reasoning_gym.create_dataset(
+    data = load_reasoning_gym()(
         question.task.removeprefix("rg/"), size=1, seed=0, **SETTINGS[question.task]
     )
     return data.score_answer(completion, question.entry) >= 1.0

@@ -139,12 +139,6 @@ def test_make_bench_runs_every_benchmark_that_has_a_quick_form():
     assert quick - {"soak"} == set(named.split())  # soak is a target by itself, and lasts
 
 
-def test_torch_is_pinned_for_set_up_and_open_for_everybody_else():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "torch>=2.6" in project["project"]["optional-dependencies"]["trainer"]
-    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text()
-
-
 def test_only_the_guards_skip_type_checks():
     mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     ignored = {

@@ -69,9 +69,13 @@ def test_hadolint_would_have_something_to_say(tmp_path):
     assert "DL3003" in said
 
 
-def test_every_accelerator_has_a_stage_and_runs_as_nobody():
+def test_every_accelerator_has_an_index_and_runs_as_nobody():
     text = DOCKERFILE.read_text()
-    assert set(re.findall(r"AS torch-(\w+)", text)) == {"cpu", "cuda", "rocm"}
+    assert set(re.findall(r"^ +(\w+)\) index=https:", text, re.MULTILINE)) == {
+        "cpu",
+        "cuda",
+        "rocm",
+    }
     last = text[text.rindex("\nFROM") :]
     assert re.findall(r"^USER (\S+)$", last, re.MULTILINE) == ["10001:10001"]
     assert "curl" not in text

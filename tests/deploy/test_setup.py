@@ -1,91 +1,95 @@
-"""What set-up installs for whom: a newcomer sees nodes learn after one install of what a node
-needs."""
+"""The pinned lists of requirements/ are complete, and set-up installs them as they are."""
 
+import importlib.metadata
 import re
-import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools.lock import REPLACED, SEPARATE, UNUSED, UNUSED_BY_TASKS
 
 ROOT = Path(__file__).parents[2]
+LISTS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOOLS = {
-    "trl",
-    "datasets",
-    "mypy",
-    "pytest",
-    "pytest-trio",
-    "ruff",
-    "hypothesis",
-    "import-linter",
-    "kubernetes-validate",
+EXTRAS = {"bootstrap": [], "trainer": ["train"], "test": ["train", "test", "check"]}
+LEFT_OUT = {
+    "bootstrap": {*UNUSED},
+    "trainer": {*UNUSED, *SEPARATE, *UNUSED_BY_TASKS},
+    "test": {*UNUSED, *SEPARATE},
 }
 
 
-def packages(*extras):
-    """Names of the packages that swarmnode with these extras asks for, those of extras that they
-    name included."""
-    names = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}
-    for extra in extras:
-        for line in PROJECT["optional-dependencies"][extra]:
-            inner = re.fullmatch(r"swarmnode-rl\[(.*)\]", line)
-            names |= packages(*inner[1].split(",")) if inner else {re.match(r"[\w-]+", line)[0]}
-    return names
+def pins(name: str) -> dict[str, str]:
+    """Return {distribution: version} of a list and of those that it includes, on this platform."""
+    found = {}
+    for line in (LISTS / f"{name}.txt").read_text().splitlines():
+        if included := re.fullmatch(r"-r (\w+)\.txt", line):
+            found |= pins(included[1])
+        elif line and not line.startswith("#"):
+            pin = Requirement(line)
+            (specifier,) = pin.specifier
+            assert specifier.operator == "=="
+            if pin.marker is None or pin.marker.evaluate():
+                found[canonicalize_name(pin.name)] = specifier.version
+    return found
 
 
-def installs(target, tmp_path):
-    """The commands of pip that `make target` would run in a fresh checkout."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    done = subprocess.run(
-        ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
-    )
-    return [line for line in done.stdout.splitlines() if "/pip install" in line]
+def unmet(lines: list[str], found: dict[str, str]) -> list[str]:
+    """Return the requirements among `lines` that the pins `found` do not meet."""
+    missing = []
+    for line in lines:
+        wanted = Requirement(line)
+        name = canonicalize_name(wanted.name)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        if name not in found or not wanted.specifier.contains(found[name], prereleases=True):
+            missing.append(name)
+    return missing
 
 
-def extras_of(commands):
-    found = re.findall(r"'\.\[([\w,]+)\]'", "\n".join(commands))
-    return sorted({extra for some in found for extra in some.split(",")})
-
-
-@pytest.mark.parametrize(
-    ("target", "extras"),
-    [
-        ("demo", ["trainer"]),
-        ("test", ["test", "trainer"]),
-        ("check", ["check", "test", "trainer"]),
-        ("bench", ["test", "trainer"]),
-    ],
-)
-def test_each_command_installs_what_it_needs_and_no_more(target, extras, tmp_path):
-    assert extras_of(installs(target, tmp_path)) == extras
-
-
-def test_what_the_demo_needs_has_no_tool_of_the_tests():
-    assert not packages("trainer") & TOOLS
-    assert packages("test", "check") >= TOOLS
-
-
-def test_the_network_alone_needs_no_torch():
-    assert not packages() & {
-        "torch",
-        "transformers",
-        "accelerate",
-        "peft",
-        "safetensors",
-        "numpy",
-        "reasoning-gym",
+@pytest.mark.parametrize("name", EXTRAS)
+def test_each_list_meets_what_its_distributions_require(name):
+    found = pins(name)
+    missing = {
+        missed
+        for distribution in found
+        for missed in unmet(importlib.metadata.requires(distribution) or [], found)
     }
-    assert packages("train") - packages("trainer") == {"reasoning-gym"}
+    assert missing <= LEFT_OUT[name] | REPLACED.keys()
 
 
-def test_reasoning_gym_comes_in_the_version_of_the_tasks_without_what_it_depends_on(tmp_path):
-    (pinned,) = [
-        line
+@pytest.mark.parametrize("name", EXTRAS)
+def test_each_list_meets_what_the_project_requires(name):
+    wanted = list(PROJECT["dependencies"])
+    for extra in EXTRAS[name]:
+        wanted += PROJECT["optional-dependencies"][extra]
+    assert unmet(wanted, pins(name) | pins("torch")) == []
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_no_list_has_torch_or_what_nothing_imports(name):
+    names = pins(name).keys()
+    assert not names & LEFT_OUT[name]
+    assert not [found for found in names if found.startswith(("torch", "nvidia"))]
+
+
+def test_a_bootstrap_node_has_nothing_that_trains():
+    trains = {
+        canonicalize_name(Requirement(line).name)
         for line in PROJECT["optional-dependencies"]["train"]
-        if line.startswith("reasoning-gym")
-    ]
-    (command,) = [line for line in installs("demo", tmp_path) if pinned in line]
-    assert "--no-deps" in command
+    }
+    assert not pins("bootstrap").keys() & trains
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "bench"])
+def test_set_up_lets_pip_resolve_torch_alone(target):
+    command = ["make", "--dry-run", "--always-make", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    installs = [line for line in done.stdout.splitlines() if "/pip install" in line]
+    resolving = [line for line in installs if "--no-deps" not in line]
+    assert len(installs) >= 3
+    assert [line for line in resolving if "requirements/torch.txt" not in line] == []

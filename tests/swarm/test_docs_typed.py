@@ -42,7 +42,7 @@ PASSPHRASE = "five random words are good"
 NOT_HERE = {
     r"make demo": "tests/swarm/test_demo.py runs it",
     r"make test": "runs this",
-    r"pip install '\.\[train\]'": "needs a package index; this environment is what it makes",
+    r"pip install (--no-deps )?-r requirements/": "`make fresh` installs them",
     r"swarmnode (config set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
     r"swarmnode config set --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
 }

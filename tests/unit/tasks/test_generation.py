@@ -14,6 +14,7 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed, task_seed
 from swarmnode.wire.messages import TaskRef
+from tests.support.whole_gym import IMPORT
 
 GYM = [task for task in TASKS if task.startswith("rg/")]
 ADDRESSES = [
@@ -44,9 +45,10 @@ GOLDEN = {
 
 # The library as its users call it, in a process of its own: a new dataset for every question, and
 # the answer with its full marks.
-REFERENCE = """
-import json, sys
-import reasoning_gym
+REFERENCE = (
+    IMPORT
+    + """
+import json
 found = []
 for name, settings, seed, index, texts in json.load(sys.stdin):
     dataset = reasoning_gym.create_dataset(name, seed=seed, size=2**20, **settings)
@@ -56,6 +58,7 @@ for name, settings, seed, index, texts in json.load(sys.stdin):
     found.append([entry["question"], texts, [dataset.score_answer(text, entry) for text in texts]])
 json.dump(found, sys.stdout)
 """
+)
 
 
 @pytest.fixture(scope="module")

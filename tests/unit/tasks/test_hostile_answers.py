@@ -13,6 +13,7 @@ import pytest
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import REFUSED, TASKS, task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.whole_gym import IMPORT
 
 # Each creates the file MARKER when it is executed, in the way that some scorer would.
 CODE = [
@@ -68,9 +69,10 @@ LARGE = [
 
 # The library's scorers without any sandbox, in a process that is thrown away. Prints what was
 # executed and what was earned.
-RAW = """
-import json, sys
-import reasoning_gym
+RAW = (
+    IMPORT
+    + """
+import json
 events = []
 seen = {
     "exec", "compile", "import", "open", "os.mkdir", "os.system", "os.posix_spawn", "os.exec",
@@ -95,6 +97,7 @@ for name, dataset, items in entries:
     report[name] = [sorted(set(events)), rewards]
 print(json.dumps(report))
 """.replace("events = []", "events = []; recording = False", 1)
+)
 
 
 def run_raw(tasks, texts, folder):

@@ -16,6 +16,7 @@ import pytest
 
 from swarmnode.tasks import child, sandbox, seccomp
 from swarmnode.tasks.client import Scorer
+from tests.support.whole_gym import IMPORT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="most layers are Linux's")
 
@@ -259,7 +260,8 @@ def test_the_child_loads_nothing_heavy_and_no_refused_scorer():
 
 
 def test_questions_and_rewards_load_a_part_of_the_library():
-    code = """
+    code = (
+        """
 import sys
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS
@@ -267,9 +269,12 @@ for spec in [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]:
     item = GymTask(spec).item(5, 0)
     assert item.reward(item.answer) == 1.0
 assert not {"reasoning_gym", "sympy", "matplotlib"} & set(sys.modules)
-import reasoning_gym
+"""
+        + IMPORT
+        + """
 print(len(reasoning_gym.create_dataset("polynomial_multiplication", seed=1, size=1)))
 """
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
