@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import logprobs
@@ -156,7 +156,7 @@ def test_logits_lie_where_ids_do(cards):
     answer = SimpleNamespace(logits=torch.zeros(2, 3, 11, device=there))
     policy = SimpleNamespace(
         model=lambda **inputs: answer,
-        base=SimpleNamespace(),
+        base=LlamaForCausalLM.__new__(LlamaForCausalLM),
         accelerator=SimpleNamespace(autocast=contextlib.nullcontext),
         _bypass=contextlib.nullcontext,
         known_logits=lambda logits: logits,
