@@ -58,7 +58,7 @@ class Node:
             self.scorer,
             Credentials(own.key, self.swarm),
             GroupRules(tasks),
-            SharingConfig(**cfg),
+            SharingConfig().model_copy(update=cfg),
             clock=lambda: self.now,
             rng=random.Random(0),
         )

@@ -41,7 +41,7 @@ from swarmnode.policy.logprobs import (
 from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
 from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, trial_rows, widest_bound
 
-QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3, then add 5 to it. Answer: ")
+QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3. Answer: ")
 TOKENS = 8
 """Tokens that are sampled of an answer."""
 ROWS = 2

@@ -48,6 +48,7 @@ SWARM = bytes.fromhex(json.loads((VECTORS / "valid.json").read_text())["swarm"])
 LONGEST_SEED = 8192
 CREW = b"\x66" * 32
 NOW = 1_790_000_000.0
+UNLIMITED = SharingConfig().model_copy(update={"groups_per_second": 1e9})
 """When the vectors were signed, so that they are neither stale nor of the future."""
 AUTHOR = Author(SWARM)
 LAYOUT = make_layout([("w", (4, 8), "float32"), ("b", (8,), "float32")])
@@ -111,7 +112,7 @@ def bulk_manifest(data: bytes) -> None:
 def admission() -> Feed:
     """Frames from gossip; half of them, by their last bit, around a payload that a stranger did
     sign."""
-    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9))
+    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
 
     def feed(data: bytes) -> None:
@@ -127,7 +128,7 @@ def admission() -> Feed:
 
 def pulled() -> Feed:
     """Groups that a peer gave when it was asked, which may be longer than those of gossip."""
-    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9))
+    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
 
     def feed(data: bytes) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 SWARM = swarm_of()
 NOW = 1_800_000_000.0
+UNLIMITED = SharingConfig().model_copy(update={"groups_per_second": 1e9})
 AUTHOR = Author(SWARM)
 ANNOUNCE = codec.encode(Announce(b"c" * 32, 70_000, int(NOW * 1000), 3))
 INTERESTING = [b"", b"\x00", b"\xff", b"\xc0", b"\xc1", b"\x80", b"\x90"]
@@ -64,7 +65,7 @@ def mutate(rng, data, others):
 
 
 def new_admission():
-    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, SharingConfig(groups_per_second=1e9))
+    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
     return checks
 
