@@ -1,5 +1,5 @@
 """One format for every line that this node writes, whoever writes it: ours through structlog,
-libp2p's, transformers' and hypercorn's through the standard library, all end in the same handler.
+libp2p's and transformers' through the standard library, all end in the same handler.
 What is bound with structlog.contextvars shows on their lines too.
 
 On a terminal the lines are for eyes, elsewhere they are JSON, one object per line, on standard
@@ -36,7 +36,6 @@ NOISY = {
     "multiaddr": logging.WARNING,
     "async_service": logging.WARNING,
     "zeroconf": logging.WARNING,
-    "hypercorn": logging.WARNING,
     "httpx": logging.WARNING,
     "httpcore": logging.WARNING,
     "urllib3": logging.WARNING,

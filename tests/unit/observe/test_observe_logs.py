@@ -94,7 +94,7 @@ def test_a_terminals_line_is_short_and_in_order() -> None:
 def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
     stream = io.StringIO()
     configure(LogConfig(level="info"), "network", stream)
-    for name in ("libp2p.pubsub", "hypercorn.error", "transformers.x"):
+    for name in ("libp2p.pubsub", "transformers.x"):
         logging.getLogger(name).info("chatter")
     structlog.get_logger("swarmnode").debug("detail")
     assert stream.getvalue() == ""
