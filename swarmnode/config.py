@@ -107,8 +107,16 @@ class Section(BaseModel):
         return value
 
 
+def _default_data_dir() -> Path:
+    """Relative for a user without a home directory, which `settings.load` refuses."""
+    try:
+        return Path(platformdirs.user_state_dir("swarmnode"))
+    except RuntimeError:
+        return Path("~/.local/state/swarmnode")
+
+
 class NodeConfig(Section):
-    data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_state_dir("swarmnode")))
+    data_dir: Path = Field(default_factory=_default_data_dir)
     """Identity, peer book, trainer state and sockets live here. One node per directory."""
     name: Name = ""
     """Shown on the status page and in logs, and, with share_summary, to other nodes' operators;

@@ -6,6 +6,7 @@ look-up to the last byte, the answer's size is bounded, and redirects and proxie
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -109,8 +110,11 @@ async def _exchange(stream: trio.abc.Stream, host: str, target: str) -> bytes:
 def _reason(error: BaseException) -> str:
     """The system's words for a failed connection, else the error's own."""
     causes = [each for each in _causes(error) if isinstance(each, OSError) and each.strerror]
-    last = causes[-1] if causes else error
-    return (last.strerror if isinstance(last, OSError) else None) or str(last)
+    if not causes:
+        return str(error)
+    last = causes[-1]
+    # trio puts the address in front of the system's words
+    return os.strerror(last.errno) if last.errno and last.errno > 0 else str(last.strerror)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import select
 import sys
 import time
 import traceback
@@ -101,6 +102,37 @@ def _value(key: str, value: object) -> object:
     if isinstance(value, list | tuple | set | frozenset):
         return [_value("", item) for item in list(value)[:64]]
     return clean_text(value if isinstance(value, str) else repr(value))
+
+
+class LineHandler(logging.StreamHandler[IO[str]]):
+    """Writes lines to a stream, and drops them while the stream takes none.
+
+    A reader may stop: a pager, a terminal after Ctrl-S. A blocked write would stop the event loop,
+    and with it the node.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(stream)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_writable():
+            self._dropped += 1
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            lost = f"{dropped} lines were not written: nobody read them"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, lost, (), None))
+        super().emit(record)
+
+    def _is_writable(self) -> bool:
+        """Return False where a write would block."""
+        try:
+            poll = select.poll()
+            poll.register(self.stream.fileno(), select.POLLOUT)
+            return bool(poll.poll(0))
+        except (OSError, ValueError, AttributeError):  # no descriptor, or no poll on it
+            return True
 
 
 class LogRing(logging.Handler):
@@ -281,7 +313,7 @@ def configure(
         ]
         return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=processors)
 
-    lines, ring = logging.StreamHandler(stream), LogRing(process)
+    lines, ring = LineHandler(stream), LogRing(process)
     if as_json:
         lines.setFormatter(
             formatter(without_traceback, in_order, structlog.processors.JSONRenderer())
