@@ -332,6 +332,7 @@ def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
         node.rollouts.received,
         ignored.get("future", 0),
         ignored.get("stale", 0),
+        node.swarm.clock_offset_seconds,
     )
 
 
@@ -455,11 +456,16 @@ class RunningRollouts(msgspec.Struct, frozen=True):
     admission: RunningAdmission = RunningAdmission()
 
 
+class RunningSwarm(msgspec.Struct, frozen=True):
+    clock_offset_seconds: float | None = None
+
+
 class RunningNode(msgspec.Struct, frozen=True):
     """What is read of a running node's snapshot."""
 
     network: RunningNetwork = RunningNetwork()
     rollouts: RunningRollouts = RunningRollouts()
+    swarm: RunningSwarm = RunningSwarm()
 
 
 class Status(msgspec.Struct, frozen=True):

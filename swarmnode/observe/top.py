@@ -142,7 +142,7 @@ def render(status: Status) -> RenderableType:
         f"swarm {node['swarm_name']}",
         node["model"],
         report.get("device"),
-        f"up {duration(s['at'] - node['started_at'])}",
+        f"up {duration(max(0.0, s['at'] - node['started_at']))}",
     ]
     head = Text.assemble(
         verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim")
