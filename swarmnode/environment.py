@@ -68,6 +68,9 @@ def prepare() -> None:
     """Give this process what libraries expect: three open descriptors, text streams that can print
     any character, a user name, a sensible terminal size."""
     open_standard_streams()
+    if Path(sys.argv[0]).name == "swarmnode":
+        # `python -m` puts the working directory first, where a user's random.py would be imported
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     for stream in (sys.stdout, sys.stderr):
         # "strict" would end a command at the first character that the terminal cannot show
         with contextlib.suppress(AttributeError, ValueError, OSError):

@@ -30,9 +30,11 @@ def main() -> int:
         try:
             import torch  # noqa: F401
         except Exception as error:
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             obeyed = ", ".join(environment.obeyed())
-            hint = f" (in the environment: {obeyed})" if obeyed else ""
-            raise Unavailable(torch_failure(f"{type(error).__name__}: {error}{hint}")) from error
+            if obeyed:
+                cause += f" (set in the environment: {obeyed})"
+            raise Unavailable(torch_failure(cause)) from error
         from swarmnode.trainer.crew.run import make_trainer
 
     # After the import of transformers, which installs a log handler of its own.
