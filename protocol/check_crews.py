@@ -10,16 +10,14 @@ from check_frames import (
     EXACT,
     FLOATS,
     REGISTRY,
-    Refused,
     Row,
     counter,
     decode,
     digest,
     name,
     require,
+    verify_signature,
 )
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 TAKEN = Row(attempt=int, clip=float, learning_rate=float)
 RECORD = {
@@ -157,12 +155,9 @@ def read_founded(frame, domain, swarm):
         "signature",
     )
     for peer, signature in message["signatures"]:
-        try:
-            Ed25519PublicKey.from_public_bytes(key_of(peer)).verify(
-                signature, REGISTRY["domains"]["crew_member"].encode() + crew
-            )
-        except InvalidSignature:
-            raise Refused("signature") from None
+        verify_signature(
+            key_of(peer), signature, REGISTRY["domains"]["crew_member"].encode() + crew
+        )
     return {"crew": crew}
 
 

@@ -167,10 +167,27 @@ def decompress(data, limit):
 def verify(envelope, domain, swarm):
     codec = {"raw": b"\0", "zstd": b"\1"}[envelope["codec"]]
     signed = bytes([len(domain)]) + domain + swarm + codec + envelope["payload"]
+    verify_signature(envelope["key"], envelope["signature"], signed)
+
+
+def verify_signature(key, signature, signed):
+    require(not is_small_order(key), "signature")
     try:
-        Ed25519PublicKey.from_public_bytes(envelope["key"]).verify(envelope["signature"], signed)
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, signed)
     except InvalidSignature:
         raise Refused("signature") from None
+
+
+def is_small_order(key):
+    """Whether 8 times the point (RFC 8032, section 5.1) is the identity (x, y) = (0, 1). Doubling
+    needs x² only, which follows from y: y' = (y² + x²) / (1 - d·x²·y²)."""
+    prime = 2**255 - 19
+    d = -121665 * pow(121666, -1, prime) % prime
+    y = (int.from_bytes(key, "little") & (2**255 - 1)) % prime
+    for _ in range(3):
+        x2 = (y * y - 1) * pow(d * y * y + 1, -1, prime) % prime
+        y = (y * y + x2) * pow(1 - d * x2 * y * y, -1, prime) % prime
+    return y == 1
 
 
 def counter(*values):

@@ -6,6 +6,10 @@ import sys
 
 
 def main() -> int:
+    from swarmnode import environment
+
+    environment.restart_if_needed()
+    environment.prepare()
     from swarmnode.cli import run
 
     return run(sys.argv[1:])

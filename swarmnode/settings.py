@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,11 @@ def replaced(config: C, values: Mapping[str, object], where: str) -> C:
 def default_file() -> Path:
     """The file that is read when none is named: `config.toml` in the user's configuration
     directory."""
-    return Path(platformdirs.user_config_dir("swarmnode")) / "config.toml"
+    try:
+        directory = Path(platformdirs.user_config_dir("swarmnode"))
+    except RuntimeError:  # no home directory, so no file in it either
+        directory = Path(os.devnull)
+    return (directory if directory.is_absolute() else Path(os.devnull)) / "config.toml"
 
 
 def kept_file(data_dir: Path) -> Path:
@@ -265,6 +270,10 @@ def load(
     settings = usual | kept | said_now
     nested = _nested({key: setting for key, (setting, _) in settings.items()})
     origins = {key: origin for key, (_, origin) in settings.items()}
+    if "node.data_dir" not in origins and not Config().node.data_dir.is_absolute():
+        raise ConfigError(
+            "node.data_dir: this user has no home directory: name a directory with -d DIR"
+        )
     try:
         return Resolved(Config.model_validate(nested), origins)
     except ValidationError as error:

@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protocol.generate.frames import Vector, accepted, pack, pairs, plain, rejected, without
+from protocol.generate.frames import (
+    FORGED_SIGNATURE,
+    Vector,
+    accepted,
+    pack,
+    pairs,
+    plain,
+    rejected,
+    without,
+)
 from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.pipeline.commit import step_hash
 from swarmnode.wire.envelope import peer_id
@@ -293,6 +302,15 @@ def foundings() -> Iterator[Vector]:
     yield bad(
         "a member whose name is no key",
         {"type": "founded", "record": nobody, "signatures": [["nobody", bytes(64)]]},
+    )
+    anybody = peer_id(b"\x01" + bytes(31))
+    yield bad(
+        "a member whose key is of small order",
+        {
+            "type": "founded",
+            "record": {**record(), "members": [[anybody, 4]]},
+            "signatures": [[anybody, FORGED_SIGNATURE]],
+        },
     )
     yield rejected("schema", "no founding", pack(LEAVE), "crews_founded")
 

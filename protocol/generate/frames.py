@@ -8,9 +8,12 @@ change its mind between releases, and because no compressor writes a bomb.
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import struct
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -89,6 +92,28 @@ def envelope(payload: bytes, codec: Any = "raw") -> dict[str, Any]:
 
 def sealed(message: dict[str, Any] | bytes, codec: Any = "raw") -> bytes:
     return pack(envelope(message if isinstance(message, bytes) else pack(message), codec))
+
+
+SMALL_ORDER_KEYS = [
+    bytes.fromhex(text)[:31] + bytes([bytes.fromhex(text)[31] | sign])
+    for text in tomllib.loads(
+        (Path(__file__).parents[1] / "registry.toml").read_text(encoding="utf-8")
+    )["small_order_keys"]
+    for sign in (0, 0x80)
+]
+"""All encodings of points whose order divides 8, with either sign of x: 32 bytes each."""
+FORGED_SIGNATURE = b"\x01" + bytes(63)
+"""R is the identity and S is 0. It verifies under a key A of small order where the hash of RFC 8032
+(5.1.7) times A is the identity: for one message in eight at least."""
+GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
+"""Order of Ed25519's base point."""
+
+
+def is_forged(key: bytes, data: bytes) -> bool:
+    """Return True if FORGED_SIGNATURE verifies `data` under the small-order `key`, whatever the
+    key's order."""
+    hashed = hashlib.sha512(FORGED_SIGNATURE[:32] + key + data).digest()
+    return int.from_bytes(hashed, "little") % GROUP_ORDER % 8 == 0
 
 
 def changed(message: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import (
+    FORGED_SIGNATURE,
     GROUP,
     KEY,
     OTHER_KEY,
@@ -121,6 +122,14 @@ def manifests() -> Iterator[Vector]:
         pack({**honest, "payload": altered, "signature": taken}),
         "manifest",
     )
+    identity = b"\x01" + bytes(31)
+    anybody = {
+        "key": identity,
+        "payload": pack({**good, "founder": identity}),
+        "signature": FORGED_SIGNATURE,
+        "codec": "raw",
+    }
+    yield rejected("signature", "a founder's key of small order", pack(anybody), "manifest")
     yield refused("malformed", "trailing byte", pack(good) + b"\0")
     yield refused(
         "malformed",

@@ -7,6 +7,7 @@ signature.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import sys
@@ -31,19 +32,23 @@ from protocol.generate import (
 from protocol.generate.frames import (
     ANNOUNCE,
     COMPLETION,
+    FORGED_SIGNATURE,
     GROUP,
+    GROUP_ORDER,
     KEY,
     OTHER_KEY,
     OTHER_PEER,
     OTHER_SWARM,
     PACKED,
     PEER,
+    SMALL_ORDER_KEYS,
     SWARM,
     TASKS,
     Vector,
     accepted,
     changed,
     envelope,
+    is_forged,
     pack,
     pairs,
     parts,
@@ -58,10 +63,6 @@ from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, tas
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import content_id, peer_id, sign
 from swarmnode.wire.swarm import swarm_id
-
-GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
-"""Order of Ed25519's base point: adding it to a signature's second half gives another that sloppy
-verifiers take."""
 
 
 def valid() -> Iterator[Vector]:
@@ -238,8 +239,22 @@ def hostile_signatures() -> Iterator[Vector]:
     yield rejected(
         "signature",
         "scalar beyond the group order",
+        # what sloppy verifiers take
         pack({**good, "signature": half + (scalar + GROUP_ORDER).to_bytes(32, "little")}),
     )
+    domain = ids.DOMAIN_ROLLOUT
+    for key in SMALL_ORDER_KEYS:
+        payloads = (pack({**GROUP, "sequence": sequence}) for sequence in itertools.count())
+        forged = next(
+            payload
+            for payload in payloads
+            if is_forged(key, bytes([len(domain)]) + domain + SWARM + b"\0" + payload)
+        )
+        yield rejected(
+            "signature",
+            f"forged under the small-order key {key.hex()}",
+            pack({"key": key, "payload": forged, "signature": FORGED_SIGNATURE, "codec": "raw"}),
+        )
 
 
 def hostile_payloads() -> Iterator[Vector]:

@@ -5,6 +5,7 @@ Nothing heavy is imported before the command that needs it, so that `--help` ans
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -29,7 +30,7 @@ from swarmnode.cli.observe import samples, status, top
 from swarmnode.cli.plan import plan
 from swarmnode.cli.swarm import init, join, manifest_app
 from swarmnode.cli.task import task_app
-from swarmnode.errors import SwarmNodeError
+from swarmnode.errors import SwarmNodeError, Unavailable
 
 app = App(
     name="swarmnode",
@@ -61,6 +62,8 @@ for group in (config_app, key_app, manifest_app, recipes_app, task_app):
     app.command(group)
 
 USAGE_EXIT_CODE = 2
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Of a write without a file's name: standard output's. Commands report their own files'."""
 
 
 def run(argv: list[str]) -> int:
@@ -68,17 +71,35 @@ def run(argv: list[str]) -> int:
     stderr."""
     try:
         result = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
         command = " ".join(["swarmnode", *(error.command_chain or ())])
         what = " ".join(str(error).partition("Available commands:")[0].split()).rstrip(".")
-        print(f"swarmnode: {what}; `{command} --help` tells what there is", file=sys.stderr)
+        _complain(f"{what}; `{command} --help` tells what there is")
         return USAGE_EXIT_CODE
     except SwarmNodeError as error:
-        print(f"swarmnode: {error}", file=sys.stderr)
+        _complain(str(error))
         return error.exit_code
-    except BrokenPipeError:  # `swarmnode config show | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+            raise
+        # the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):  # `swarmnode config show | head`
+            return 0
+        _complain(f"cannot write to standard output: {error.strerror}")
+        return Unavailable.exit_code
+
+
+def _complain(text: str) -> None:
+    """Write one error to standard error; what a peer or a server has put into it stays inert."""
+    from swarmnode.observe.logs import clean_text
+
+    text = "\n".join(clean_text(line) for line in f"swarmnode: {text}".split("\n"))
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -315,29 +315,28 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
             json,
         )
     found = states.states(data_dir / "trainer")
+    present = states.present(found)
     rows = [
         {
             "step": each.numbers.step,
             "saved_at": each.saved_at,
             "reward_held_out": each.numbers.reward_held_out,
-            "present": each.path.name == states.STATE,
+            "present": each is present,
         }
         for each in found
     ]
     return say(
         {"states": rows},
-        "\n".join(map(_state_line, found))
+        "\n".join(_state_line(each, each is present) for each in found)
         or f"no state in {data_dir} yet: the node has not trained",
         json,
     )
 
 
-def _state_line(kept: Kept) -> str:
-    from swarmnode.swarm import rollback as states
-
+def _state_line(kept: Kept, is_present: bool) -> str:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.saved_at))
     reward = "–" if kept.numbers.reward_held_out is None else f"{kept.numbers.reward_held_out:.3f}"
-    present = "   (present)" if kept.path.name == states.STATE else ""
+    present = "   (present)" if is_present else ""
     return f"step {kept.numbers.step:>8}   saved {saved}   held-out reward {reward}{present}"
 
 

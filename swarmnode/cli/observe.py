@@ -80,7 +80,7 @@ def samples(
     if place is not None and any(sample.peer for sample in found):
         try:
             names = answers.names_of(answers.fetch(place, points=0)["snapshot"])
-        except Unavailable:  # ids do
+        except Unavailable:  # the list shows ids then
             names = {}
     print(
         "\n".join(line for sample in found for line in _sample_lines(sample, names))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from swarmnode import environment
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.files import check_format
 from swarmnode.install import install_command
@@ -126,6 +127,7 @@ def load(
     if stage_capacity is not None:
         overrides.append(f"stages.capacity={size_bytes(stage_capacity)}")
     resolved = settings.load(node.config, os.environ, overrides, recipe)
+    environment.provide_directories(resolved.config.node.data_dir)
     check_format(resolved.config.node.data_dir)
     if tasks:
         registry.install(resolved.config.task.modules, resolved.config.task.settings)

@@ -108,7 +108,12 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         store = ManifestStore(data_dir)
         manifests.serve(network.requests, store.lookup)
         sessions = Sessions(
-            network.requests, identity.peer_id, identity.private_key, swarm, network.connected
+            network.requests,
+            identity.peer_id,
+            identity.private_key,
+            swarm,
+            network.connected,
+            stamp_file=data_dir / "session-stamp",
         )
         summaries = Summaries(
             network.requests,

@@ -393,6 +393,9 @@ class ClockFacts:
     stale: int = 0
     """Groups that the running node got from peers: all, dated ahead of our clock, dated behind
     it."""
+    offset: float | None = None
+    """Seconds by which peers' clocks are ahead, their median; None where too few have told the
+    running node."""
 
 
 def check_clock(f: ClockFacts) -> Check:
@@ -401,6 +404,14 @@ def check_clock(f: ClockFacts) -> Check:
     peers' signed dates are like."""
     name = "clock"
     mend = "switch time synchronisation on (timedatectl set-ntp true, or chrony)"
+    if f.offset is not None and abs(f.offset) > FUTURE_SECONDS:
+        way = "behind" if f.offset > 0 else "ahead of"
+        return fail(
+            name,
+            f"it is {abs(f.offset):.0f} s {way} the clocks of most peers",
+            mend,
+            UNAVAILABLE,
+        )
     for count, way in ((f.future, "behind"), (f.stale, "ahead of")):
         if f.received >= 20 and count > f.received / 2:
             return fail(

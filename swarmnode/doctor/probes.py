@@ -20,8 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,8 +43,8 @@ from swarmnode.doctor.checks import (
     ReachFacts,
     RouterFacts,
 )
-from swarmnode.errors import SwarmNodeError
-from swarmnode.observe import where
+from swarmnode.errors import SwarmNodeError, Unavailable
+from swarmnode.observe import ask, where
 from swarmnode.p2p.gateway import Gateway, kind_of
 
 EXAMINE_SECONDS = 180.0
@@ -56,7 +54,6 @@ TRIAL_SECONDS = 900.0
 REACH_SECONDS = 60.0
 ROUTER_SECONDS = 15.0
 STATUS_SECONDS = 3.0
-STATUS_BYTES = 4 * 2**20
 TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronised."""
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
@@ -335,6 +332,7 @@ def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
         node.rollouts.received,
         ignored.get("future", 0),
         ignored.get("stale", 0),
+        node.swarm.clock_offset_seconds,
     )
 
 
@@ -458,11 +456,16 @@ class RunningRollouts(msgspec.Struct, frozen=True):
     admission: RunningAdmission = RunningAdmission()
 
 
+class RunningSwarm(msgspec.Struct, frozen=True):
+    clock_offset_seconds: float | None = None
+
+
 class RunningNode(msgspec.Struct, frozen=True):
     """What is read of a running node's snapshot."""
 
     network: RunningNetwork = RunningNetwork()
     rollouts: RunningRollouts = RunningRollouts()
+    swarm: RunningSwarm = RunningSwarm()
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -473,13 +476,12 @@ def status(data_dir: Path) -> RunningNode:
     """What the node that runs in this data directory says at /status; nothing when there is none,
     or none that answers."""
     try:
-        url = json.loads((data_dir / "run" / "addresses.json").read_bytes())["http"]
-        if not url:
+        place = where.written(data_dir)
+        if place is None:
             return RunningNode()
-        host = url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
-        with urllib.request.urlopen(f"{host}/status?points=1", timeout=STATUS_SECONDS) as answer:
-            return msgspec.json.decode(answer.read(STATUS_BYTES), type=Status).snapshot
-    except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError, msgspec.MsgspecError):
+        body = ask.fetch_status(place, points=1, seconds=STATUS_SECONDS)
+        return msgspec.json.decode(body, type=Status).snapshot
+    except (Unavailable, msgspec.MsgspecError, RecursionError):
         return RunningNode()
 
 

@@ -165,7 +165,8 @@ def troubles(s: NodeSnapshot) -> list[str]:
             f"the founder signed a successor, {s.successor.name!r}: `swarmnode manifest follow`"
             " moves this node there"
         )
-    uptime = max(0.0, s.at - s.node.started_at)
+    # a clock that was set back counts like one that was set forward
+    uptime = abs(s.at - s.node.started_at)
     report, age = s.trainer.report, s.trainer.age_seconds
     if s.node.trainer and s.health.policy_loaded and not s.trainer.connected:
         why = s.supervisor.down.get("trainer")

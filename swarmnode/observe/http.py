@@ -1,41 +1,41 @@
 """The node's read-only HTTP surface, in the node's own nursery.
 
-    /metrics   Prometheus or OpenMetrics text, as the scraper asks      /healthz   200 while the
-    process works
-    /status    the snapshot and the charts' past, as JSON               /readyz    200 once it does
-    its job, else 503 and why
-    /samples   what was answered lately, as JSON                        /          the status page;
-    its two files beside it
+    /metrics   Prometheus or OpenMetrics text, as the scraper asks
+    /status    the snapshot and the charts' past, as JSON
+    /samples   recent answers, as JSON
+    /healthz   200 while the process works
+    /readyz    200 once the node does its job, else 503 with the reasons
+    /          the status page, with its three files beside it
 
-Nothing here changes the node and nothing needs a secret, but it is bound to loopback unless told
-otherwise, and then a page on somebody's web site must not read it through the browser either (DNS
-rebinding): hence the check of the Host header.
+Nothing here changes the node and nothing needs a secret. Three rules protect the operator:
+
+* A page on a web site must not read the node through the operator's browser. The node is bound to
+  loopback by default and then refuses every foreign Host header (DNS rebinding). It always refuses
+  requests that a browser marks as cross-site.
+* A stranger who can connect must not slow the node down. Each connection carries one request
+  (no keep-alive, no pipelining, HTTP/1.1 only). At most CONNECTIONS are open: a new one closes the
+  oldest. Every answer is computed at most once in CACHE_SECONDS.
+* Every connection has a deadline, so a client that does not send or read cannot hold one.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import socket
-import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
 from importlib import resources
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TypeVar
+from urllib.parse import parse_qs, urlsplit
 
-import hypercorn.config
-import hypercorn.trio
+import h11
 import msgspec
 import structlog
 import trio
 from prometheus_client.exposition import choose_encoder
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnode.config import HttpConfig
 from swarmnode.errors import Unavailable
@@ -47,9 +47,18 @@ from swarmnode.observe.snapshot import NodeSnapshot
 TICK_SECONDS = 1.0
 PORTS_TRIED = 64
 """Ports from `http.port` on, at most, where other processes listen."""
-STALLED_READER_SECONDS = 10
-"""A client that does not read its answer is dropped after this long; hypercorn itself would wait
-for ever, and with it the drain."""
+CACHE_SECONDS = 1.0
+CACHED_ANSWERS = 16
+"""An answer beyond that is computed but not cached: a client chooses `points`."""
+CONNECTIONS = 32
+REQUEST_SECONDS = 10.0
+"""From the start of a connection to the end of its request's headers."""
+ANSWER_SECONDS = 30.0
+"""To compute and send an answer."""
+LINGER_SECONDS, LINGER_BYTES = 1.0, 2**16
+"""After an answer, what the client still sends is discarded within these bounds. Closing a socket
+with unread bytes would reset the connection before the client has read the answer."""
+READ_BYTES = 4096
 
 PAGE = {
     "/": ("index.html", "text/html"),
@@ -67,9 +76,31 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
+    (b"connection", b"close"),
 )
+JSON = "application/json"
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The head of a request; bodies are never read."""
+
+    method: str
+    target: str
+    """Path and query, visible ASCII."""
+    headers: Mapping[str, str]
+    """By lower-case name; repeated ones joined with commas."""
+
+
+@dataclass(frozen=True)
+class Response:
+    body: bytes
+    kind: str
+    """Content type."""
+    status: int = 200
 
 
 class Pulse:
@@ -124,61 +155,114 @@ class Pulse:
             log.warning("the charts' past is not saved", error=str(error))
 
 
-def make_app(
-    snapshot: Callable[[], NodeSnapshot],
-    history: History,
-    pulse: Pulse,
-    only_loopback: bool,
-    data_dir: Path | None = None,
-) -> ASGIApp:
-    """The ASGI application, without a socket. data_dir: where the trainer writes what was
-    answered."""
-    registry = make_registry(snapshot)
-    files = resources.files("swarmnode.observe") / "page"
-    page = {path: ((files / name).read_bytes(), kind) for path, (name, kind) in PAGE.items()}
+class Surface:
+    """Request to response, without a socket.
 
-    async def metrics(request: Request) -> Response:
+    Args:
+        snapshot: the node's present state.
+        only_loopback: refuse Host headers that do not name this machine.
+        data_dir: where the trainer writes samples; None is nowhere.
+        now: seconds of any clock.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], NodeSnapshot],
+        history: History,
+        pulse: Pulse,
+        only_loopback: bool,
+        data_dir: Path | None = None,
+        now: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._take_snapshot = snapshot
+        self._history = history
+        self._pulse = pulse
+        self._only_loopback = only_loopback
+        self._data_dir = data_dir
+        self._now = now
+        self._cache: dict[tuple[str, object], object] = {}
+        self._cached_at = float("-inf")
+        self._registry = make_registry(self._snapshot)
+        files = resources.files("swarmnode.observe") / "page"
+        self._page = {
+            path: Response((files / name).read_bytes(), f"{kind}; charset=utf-8")
+            for path, (name, kind) in PAGE.items()
+        }
+        self._routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/metrics": self._metrics,
+            "/status": self._status,
+            "/samples": self._samples,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+        }
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request. Raises what the snapshot raises."""
+        if self._only_loopback and not is_loopback(request.headers.get("host", "")):
+            return refusal(421, "this node answers to localhost only")
+        if "cross-site" in request.headers.get("sec-fetch-site", "").lower():
+            return refusal(403, "another site sent your browser here; type the address instead")
+        path = request.target.partition("?")[0]
+        if path not in self._routes and path not in self._page:
+            return refusal(404, "not found")
+        if request.method not in ("GET", "HEAD"):
+            return refusal(405, "only GET and HEAD")
+        return self._page[path] if path in self._page else await self._routes[path](request)
+
+    def _cached(self, name: str, variant: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned in the last CACHE_SECONDS, or call it."""
+        now = self._now()
+        if now - self._cached_at >= CACHE_SECONDS:
+            self._cache.clear()
+            self._cached_at = now
+        key = (name, variant)
+        if key in self._cache:
+            return self._cache[key]  # type: ignore[return-value]
+        made = make()
+        if len(self._cache) < CACHED_ANSWERS:
+            self._cache[key] = made
+        return made
+
+    def _snapshot(self) -> NodeSnapshot:
+        return self._cached("snapshot", None, self._take_snapshot)
+
+    async def _metrics(self, request: Request) -> Response:
         encode, kind = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": kind})
+        body = self._cached("metrics", kind, lambda: encode(self._registry))
+        return Response(body, kind)
 
-    async def healthz(_: Request) -> Response:
-        return _json(health.alive(pulse.silence_seconds))
-
-    async def readyz(_: Request) -> Response:
-        return _json(health.ready(snapshot()))
-
-    async def status(request: Request) -> Response:
-        asked = request.query_params.get("points", str(POINTS))
+    async def _status(self, request: Request) -> Response:
+        asked = parse_qs(request.target.partition("?")[2]).get("points", [str(POINTS)])[-1]
         if not (asked.isascii() and asked.isdecimal() and len(asked) <= 6):
-            raise HTTPException(400, "points must be a number")
-        return Response(status_json(snapshot(), history, int(asked)), media_type="application/json")
+            return refusal(400, "points must be a number")
+        points = min(int(asked), POINTS)
+        make = lambda: status_json(self._snapshot(), self._history, points)
+        return Response(self._cached("status", points, make), JSON)
 
-    async def answers(_: Request) -> Response:
-        found = (
-            await trio.to_thread.run_sync(samples.newest, data_dir, samples.PAGE_GROUPS)
-            if data_dir is not None
-            else []
-        )
-        return Response(samples.for_page(found), media_type="application/json")
+    async def _samples(self, _: Request) -> Response:
+        kept = self._cached("samples", None, dict[str, bytes])
+        if "body" not in kept:
+            found = (
+                await trio.to_thread.run_sync(samples.newest, self._data_dir, samples.PAGE_GROUPS)
+                if self._data_dir is not None
+                else []
+            )
+            kept["body"] = samples.for_page(found)
+        return Response(kept["body"], JSON)
 
-    async def asset(request: Request) -> Response:
-        body, kind = page[request.url.path]
-        return Response(body, media_type=f"{kind}; charset=utf-8")
+    async def _healthz(self, _: Request) -> Response:
+        return _verdict(health.alive(self._pulse.silence_seconds))
 
-    routes = [
-        ("/metrics", metrics),
-        ("/healthz", healthz),
-        ("/readyz", readyz),
-        ("/status", status),
-        ("/samples", answers),
-    ]
-    app = Starlette(
-        routes=[
-            Route(path, serve, methods=["GET"])
-            for path, serve in [*routes, *((path, asset) for path in page)]
-        ]
-    )
-    return Gate(app, only_loopback)
+    async def _readyz(self, _: Request) -> Response:
+        return _verdict(health.ready(self._snapshot()))
+
+
+def refusal(status: int, why: str) -> Response:
+    return Response(f"{status} {why}\n".encode(), "text/plain; charset=utf-8", status)
+
+
+def _verdict(verdict: health.Verdict) -> Response:
+    return Response(msgspec.json.encode(verdict), JSON, 200 if verdict.ok else 503)
 
 
 def status_json(snapshot: NodeSnapshot, history: History, points: int = POINTS) -> bytes:
@@ -191,52 +275,6 @@ def status_json(snapshot: NodeSnapshot, history: History, points: int = POINTS) 
         "history": history.columns(points) if points else {},
     }
     return msgspec.json.encode(told)
-
-
-def _json(verdict: health.Verdict) -> Response:
-    return Response(
-        msgspec.json.encode(verdict),
-        status_code=200 if verdict.ok else 503,
-        media_type="application/json",
-    )
-
-
-class Gate:
-    """In front of every route: refuses foreign hosts, sends the security headers with whatever is
-    answered."""
-
-    def __init__(self, app: ASGIApp, only_loopback: bool) -> None:
-        self._app = app
-        self._only_loopback = only_loopback
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            # a WebSocket handshake ends without an answer, which hypercorn turns into an error
-            # status
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {
-                    **message,
-                    "headers": [
-                        *((k, v) for k, v in message["headers"] if k != b"cache-control"),
-                        *HEADERS,
-                    ],
-                }
-            await send(message)
-
-        host = next(
-            (value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), ""
-        )
-        if self._only_loopback and not is_loopback(host):
-            await Response("421 this node answers to localhost only\n", 421)(
-                scope, receive, send_with_headers
-            )
-            return
-        await self._app(scope, receive, send_with_headers)
 
 
 def is_loopback(host: str) -> bool:
@@ -261,7 +299,7 @@ def _ip(text: str) -> IPv4Address | IPv6Address | None:
         return None
 
 
-def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS) -> socket.socket:
+def listen(cfg: HttpConfig) -> socket.socket:
     """Return the listening socket: at `http.port`, or at the next free port where another process
     has that one, because a page's port is no reason not to train.
 
@@ -277,7 +315,7 @@ def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS
     ports = range(cfg.port, min(cfg.port + PORTS_TRIED, 65536)) if cfg.port else range(1)
     for port in ports:
         try:
-            sock = _listen_at(family, (address[0], port, *address[2:]), stalled_reader_seconds)
+            sock = _listen_at(family, (address[0], port, *address[2:]))
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port != ports[-1]:
                 continue
@@ -291,17 +329,11 @@ def listen(cfg: HttpConfig, stalled_reader_seconds: int = STALLED_READER_SECONDS
     raise AssertionError("no port tried")
 
 
-def _listen_at(
-    family: int, address: tuple[object, ...], stalled_reader_seconds: int
-) -> socket.socket:
+def _listen_at(family: int, address: tuple[object, ...]) -> socket.socket:
     """Return a socket that listens at `address`. Raises OSError."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; inherited by accepted connections
-            sock.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_reader_seconds * 1000
-            )
         sock.bind(address)
         sock.listen(64)
         sock.setblocking(False)
@@ -317,17 +349,14 @@ async def serve_http(
     *,
     data_dir: Path | None = None,
     sock: socket.socket | None = None,
-    shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
     task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined]  # old stubs may be installed
 ) -> None:
-    """Serve until cancelled, or until `shutdown_trigger` returns and open answers are sent.
+    """Serve until cancelled.
 
-    Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called once a second and
-    once per request; what it raises is logged and answered with status 500. `data_dir`: where the
+    Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called at most twice a
+    second; an exception from it is logged and answered with status 500. `data_dir`: where the
     charts' past is kept over restarts, and where the trainer writes samples; None is nowhere.
-    `sock` is a listening socket to use, and close, instead of `listen(cfg)`. An error inside the
-    HTTP server is logged and the server started again: nobody who can open a connection may end the
-    node.
+    `sock` is a listening socket to use, and close, instead of `listen(cfg)`.
 
     Raises:
         Unavailable: see `listen`.
@@ -339,36 +368,105 @@ async def serve_http(
         history.load(data_dir)
     pulse = Pulse(snapshot, history, data_dir)
     timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=pulse.lag_seconds)
-    app = make_app(timed, history, pulse, only_loopback=is_loopback(host), data_dir=data_dir)
+    surface = Surface(timed, history, pulse, only_loopback=is_loopback(host), data_dir=data_dir)
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pulse.run)
             task_status.started(
                 f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             )
-            await _serve_steadily(app, sock, shutdown_trigger)
-            nursery.cancel_scope.cancel()
+            await trio.serve_listeners(Connections(surface.answer).serve, [listener])
     finally:
         sock.close()
         pulse.save()
 
 
-async def _serve_steadily(
-    # an ASGI application, for which starlette and hypercorn have types that do not fit each other
-    app: typing.Any,  # noqa: ANN401
-    sock: socket.socket,
-    shutdown_trigger: Callable[[], Awaitable[None]] | None,
-) -> None:
-    while True:
-        config = hypercorn.config.Config()
-        # a copy: hypercorn closes what it is given, and we may need it again
-        config.bind = [f"fd://{sock.dup().detach()}"]
-        config.include_server_header = False
-        config.errorlog = logging.getLogger("hypercorn.error")
-        config.errorlog.setLevel(logging.WARNING)
-        try:
-            await hypercorn.trio.serve(app, config, shutdown_trigger=shutdown_trigger, mode="asgi")
+class Connections:
+    """The open connections of the status page, oldest first."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[Response]]) -> None:
+        self._answer = answer
+        self._open: list[trio.CancelScope] = []
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        """Answer the one request of a connection and close it. Never raises."""
+        with trio.CancelScope() as scope:
+            self._open.append(scope)
+            if len(self._open) > CONNECTIONS:
+                self._open.pop(0).cancel()
+            try:
+                await self._exchange(stream)
+            except (trio.BrokenResourceError, h11.ProtocolError):
+                pass  # the client has gone
+            except Exception:
+                log.exception("the HTTP server failed to answer")
+            finally:
+                if scope in self._open:
+                    self._open.remove(scope)
+                await trio.aclose_forcefully(stream)
+
+    async def _exchange(self, stream: trio.SocketStream) -> None:
+        connection = h11.Connection(h11.SERVER)
+        received: Request | Response | None = None
+        with trio.move_on_after(REQUEST_SECONDS):
+            received = await _receive(connection, stream)
+        if received is None:
             return
+        with trio.move_on_after(ANSWER_SECONDS) as deadline:
+            await _send(connection, stream, await self._respond(received), received)
+        if deadline.cancelled_caught:
+            return
+        left = LINGER_BYTES
+        with trio.move_on_after(LINGER_SECONDS):
+            await stream.send_eof()
+            while left > 0 and (read := len(await stream.receive_some(READ_BYTES))):
+                left -= read
+
+    async def _respond(self, received: Request | Response) -> Response:
+        if isinstance(received, Response):
+            return received
+        try:
+            return await self._answer(received)
         except Exception:
-            log.exception("the HTTP server failed and is started again")
-            await trio.sleep(TICK_SECONDS)
+            log.exception("no answer", target=received.target)
+            return refusal(500, "the node failed to answer; see its log")
+
+
+async def _receive(
+    connection: h11.Connection, stream: trio.SocketStream
+) -> Request | Response | None:
+    """Return the request, the response to what is no request of HTTP/1.1, or None at the end."""
+    try:
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await stream.receive_some(READ_BYTES))
+    except h11.RemoteProtocolError as error:
+        return refusal(error.error_status_hint, "not a request")
+    if not isinstance(event, h11.Request):
+        return None
+    if event.http_version != b"1.1":
+        return refusal(505, "HTTP/1.1 only")
+    headers: dict[str, str] = {}
+    for name, value in event.headers:
+        key, text = name.decode("ascii"), value.decode("latin-1")
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    return Request(event.method.decode("ascii"), event.target.decode("ascii"), headers)
+
+
+async def _send(
+    connection: h11.Connection,
+    stream: trio.SocketStream,
+    response: Response,
+    request: Request | Response,
+) -> None:
+    length = (b"content-length", str(len(response.body)).encode())
+    kind = (b"content-type", response.kind.encode())
+    head = h11.Response(
+        status_code=response.status,
+        reason=HTTPStatus(response.status).phrase.encode(),
+        headers=[kind, length, *HEADERS],
+    )
+    data = connection.send(head) or b""
+    if not (isinstance(request, Request) and request.method == "HEAD"):
+        data += connection.send(h11.Data(data=response.body)) or b""
+    await stream.send_all(data)

@@ -1,5 +1,5 @@
 """One format for every line that this node writes, whoever writes it: ours through structlog,
-libp2p's, transformers' and hypercorn's through the standard library, all end in the same handler.
+libp2p's and transformers' through the standard library, all end in the same handler.
 What is bound with structlog.contextvars shows on their lines too.
 
 On a terminal the lines are for eyes, elsewhere they are JSON, one object per line, on standard
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import select
 import sys
 import time
 import traceback
@@ -36,7 +37,6 @@ NOISY = {
     "multiaddr": logging.WARNING,
     "async_service": logging.WARNING,
     "zeroconf": logging.WARNING,
-    "hypercorn": logging.WARNING,
     "httpx": logging.WARNING,
     "httpcore": logging.WARNING,
     "urllib3": logging.WARNING,
@@ -102,6 +102,37 @@ def _value(key: str, value: object) -> object:
     if isinstance(value, list | tuple | set | frozenset):
         return [_value("", item) for item in list(value)[:64]]
     return clean_text(value if isinstance(value, str) else repr(value))
+
+
+class LineHandler(logging.StreamHandler[IO[str]]):
+    """Writes lines to a stream, and drops them while the stream takes none.
+
+    A reader may stop: a pager, a terminal after Ctrl-S. A blocked write would stop the event loop,
+    and with it the node.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(stream)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_writable():
+            self._dropped += 1
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            lost = f"{dropped} lines were not written: nobody read them"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, lost, (), None))
+        super().emit(record)
+
+    def _is_writable(self) -> bool:
+        """Return False where a write would block."""
+        try:
+            poll = select.poll()
+            poll.register(self.stream.fileno(), select.POLLOUT)
+            return bool(poll.poll(0))
+        except (OSError, ValueError, AttributeError):  # no descriptor, or no poll on it
+            return True
 
 
 class LogRing(logging.Handler):
@@ -282,7 +313,7 @@ def configure(
         ]
         return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=processors)
 
-    lines, ring = logging.StreamHandler(stream), LogRing(process)
+    lines, ring = LineHandler(stream), LogRing(process)
     if as_json:
         lines.setFormatter(
             formatter(without_traceback, in_order, structlog.processors.JSONRenderer())

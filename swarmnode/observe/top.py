@@ -7,9 +7,8 @@ reads; loads neither torch nor libp2p.
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.request
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmnode.errors import Unavailable
+from swarmnode.observe.ask import decode_status, fetch_status
 from swarmnode.observe.logs import clean_text
+from swarmnode.observe.samples import visible
 from swarmnode.observe.where import Place
 
-DEADLINE_SECONDS = 5.0
-MAX_BYTES = 16 * 2**20
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 28
 NAME_WIDTH = 20
@@ -32,27 +31,9 @@ Status = Mapping[str, Any]
 
 
 def fetch(place: Place, points: int = 120) -> Status:
-    """What the node there says. Raises `Unavailable` when none answers, or another than is meant,
-    or something else."""
-    address = f"{place.url}/status?points={points}"
-    # a node is never behind the proxy of the environment
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(address, timeout=DEADLINE_SECONDS) as answer:
-            told = json.loads(answer.read(MAX_BYTES))
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
-        why = getattr(why, "strerror", None) or why
-        raise Unavailable(
-            f"no node answers at {place.url}: {why}; does it run? -d DIR or HOST:PORT names another"
-        ) from error
-    if not isinstance(told, dict) or "snapshot" not in told:
-        raise Unavailable(f"{place.url} is not a swarmnode")
-    if place.peer and told["snapshot"].get("node", {}).get("peer") not in ("", None, place.peer):
-        raise Unavailable(
-            f"the node of this directory does not run: at {place.url} another one answers"
-        )
-    return told
+    """Return what the node there reports. Raises `Unavailable` when none answers, or another than
+    is meant, or something else."""
+    return decode_status(place, fetch_status(place, points))
 
 
 def short_id(peer: str) -> str:
@@ -62,20 +43,36 @@ def short_id(peer: str) -> str:
 
 
 def names_of(s: Status) -> dict[str, str]:
-    """Peer id → the name that it gives itself."""
-    return {row["peer"]: row["name"] for row in s["swarm"]["rows"] if row["name"]}
+    """Return the names that peers give themselves, by peer id; entries of another form are left
+    out."""
+    match s:
+        case {"swarm": {"rows": [*rows]}}:
+            return {
+                row["peer"]: row["name"]
+                for row in rows
+                if isinstance(row, dict)
+                and isinstance(row.get("peer"), str)
+                and isinstance(row.get("name"), str)
+                and row["name"]
+            }
+    return {}
 
 
 def called(peer: str, names: Mapping[str, str]) -> Text:
     """Name and short id: anybody may claim a name. Without a name, more of the id."""
-    name = clean_text(names.get(peer, ""))[:NAME_WIDTH]
+    name = names.get(peer, "")[:NAME_WIDTH]
     return text(f"{name} {short_id(peer)}" if name else f"{peer[:8]}{short_id(peer)}")
 
 
 def text(value: object, style: str = "") -> Text:
-    """A peer's name must neither style the table nor move the cursor: no markup, no control
-    characters."""
-    return Text(clean_text(str(value)), style=style, no_wrap=True, overflow="ellipsis")
+    """A peer's or a server's text must neither style the table nor move the cursor: no markup, no
+    control characters."""
+    return Text(inert(value), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def inert(value: object) -> str:
+    """Return `value` as one line without control, direction and other invisible characters."""
+    return visible(clean_text(str(value)))
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> str:
@@ -106,7 +103,10 @@ class Spark:
     """A sparkline as wide as there is room for: what is cut off is the past, never the newest."""
 
     def __init__(self, values: list[float | None]) -> None:
-        self._values = values
+        self._values = [
+            value if isinstance(value, int | float) and math.isfinite(value) else None
+            for value in values
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(
@@ -137,12 +137,12 @@ def render(status: Status) -> RenderableType:
         if not troubles
         else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
     )
-    title = clean_text(node["name"] or node["swarm_name"] or short_id(node["peer"]) or "swarmnode")
+    title = inert(node["name"] or node["swarm_name"] or short_id(node["peer"]) or "swarmnode")
     facts = [
         f"swarm {node['swarm_name']}",
         node["model"],
         report.get("device"),
-        f"up {duration(s['at'] - node['started_at'])}",
+        f"up {duration(max(0.0, s['at'] - node['started_at']))}",
     ]
     head = Text.assemble(
         verdict, "   ", text(" · ".join(str(fact) for fact in facts if fact), "dim")
@@ -247,7 +247,7 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
         style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
         table.add_row(
             called(peer["peer"], names),
-            peer["direction"] or "–",
+            text(peer["direction"] or "–"),
             *counts,
             number(peer["reputation"], 2),
             seen,
@@ -312,7 +312,7 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
         )
         state = text(slot["state"], SLOT_STYLES.get(slot["state"], ""))
         table.add_row(
-            str(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"])
+            text(slot["stage"]), holder, number(slot["layers"]), state, number(slot["step"])
         )
     return Group(text(" · ".join(fact for fact in facts if fact), "" if well else "yellow"), table)
 
@@ -351,14 +351,13 @@ def _swarm(swarm: Status, most: int = 64) -> RenderableType:
 
 
 def drawn(status: Status, place: Place) -> RenderableType:
-    """`render`. Raises `Unavailable` where the node there is of a version that says it
-    otherwise."""
+    """`render`. Raises `Unavailable` where the node reports its state in another form."""
     try:
         return render(status)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unavailable(
-            f"the node at {place.url} tells its state in another form ({error!r}): ask it with its"
-            " own version"
+            f"the node at {place.url} reports its state in another form"
+            f" ({clean_text(repr(error))}): ask it with its own version"
         ) from error
 
 
@@ -372,5 +371,5 @@ def status_command(place: Place, as_json: bool = False) -> int:
         console = Console()
         console.print(drawn(told, place))
         if invite := told["snapshot"]["node"].get("invite"):  # to copy: in one piece, however long
-            console.print(Text(f"invite {clean_text(invite)}"), soft_wrap=True)
+            console.print(Text(f"invite {inert(invite)}"), soft_wrap=True)
     return 0 if told["ready"]["ok"] else 1

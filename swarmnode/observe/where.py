@@ -48,8 +48,8 @@ def written(data_dir: Path) -> Place | None:
     """The same; None where there is nothing, or nonsense."""
     try:
         told = json.loads((data_dir / "run" / "addresses.json").read_bytes())
-        url, peer = told["http"], told["peer"]
-    except (OSError, ValueError, KeyError, TypeError):
+        url, peer = told["http"], told.get("peer", "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (
         Place(reachable(url), peer)

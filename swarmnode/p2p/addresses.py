@@ -14,6 +14,8 @@ import re
 
 import base58
 
+from swarmnode.wire.envelope import is_small_order
+
 LONGEST_ADDRESS = 256
 """Characters; a DNS name is at most 253."""
 
@@ -173,6 +175,8 @@ def check_peer_id(text: str) -> str:
         or base58.b58encode(raw).decode() != text
     ):
         raise ValueError("not the peer id of an Ed25519 key")
+    if is_small_order(raw[len(ED25519_PEER_ID) :]):
+        raise ValueError("the peer id of a key of small order, for which anybody can sign")
     return text
 
 

@@ -5,8 +5,8 @@ Such a twin cannot be seen directly: gossip does not bring a peer its own messag
 a peer its own address. But whoever is connected to both hears both. Each node therefore signs a
 session, tells it to its peers, and is answered with other sessions under its own key. They prove
 themselves: signed by that key, drawn by another process, issued after this one started, and then
-issued again. So a witness can neither make one up nor serve one of an earlier run, and a clock that
-was set back since that run ends nobody.
+issued again. So a witness can neither make one up nor serve one of an earlier run. `Stamps` keeps
+that true when the clock was ahead in an earlier run and has been corrected since.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import BadMessage, PeerError, Refused
+from swarmnode.files import write_atomically
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Session, SessionResponse
@@ -44,6 +46,9 @@ suspicion."""
 AT_ONCE = 4
 """Peers told in one round."""
 REMEMBER_SECONDS = 300.0
+RESERVED_SECONDS = 30.0
+LONGEST_STAMP = 15
+"""Decimal digits: until the year 33658."""
 SUSPECTS = 16
 PEERS = 4096
 """Peers whose sessions are remembered, the latest."""
@@ -57,6 +62,46 @@ class SessionStatistics:
     """Peers whose sessions we remember."""
     twins: int
     """Proofs that our key is in use elsewhere."""
+
+
+class Stamps:
+    """Time stamps that rise over all runs with one data directory, whatever its clock does.
+
+    The file holds a stamp that no session has yet reached. It is moved RESERVED_SECONDS ahead at a
+    time, so that it is written rarely. A copy of the directory therefore starts up to that much
+    ahead of its original, and is noticed that much later.
+
+    Attributes:
+        first: the stamp of this run's start, milliseconds; above all that earlier runs issued.
+    """
+
+    def __init__(self, clock: Callable[[], float], path: Path | None = None) -> None:
+        self._clock = clock
+        self._path = path
+        now = int(clock() * 1000)
+        self._reserved = self._read()
+        self.first = self._last = max(now, self._reserved)
+        self._ahead = self.first - now
+
+    async def next(self) -> int:
+        """Return the stamp of now, above every earlier one."""
+        self._last = max(self._last + 1, int(self._clock() * 1000) + self._ahead)
+        if self._path is not None and self._last > self._reserved:
+            self._reserved = self._last + int(RESERVED_SECONDS * 1000)
+            text = f"{self._reserved}\n".encode()
+            try:
+                await trio.to_thread.run_sync(write_atomically, self._path, text)
+            except OSError as error:
+                log.debug("cannot write %s: %s", self._path, error)
+        return self._last
+
+    def _read(self) -> int:
+        """0 where nothing usable is stored."""
+        try:
+            text = self._path.read_text(encoding="ascii").strip() if self._path is not None else ""
+        except (OSError, ValueError):
+            return 0
+        return int(text) if text.isdigit() and len(text) <= LONGEST_STAMP else 0
 
 
 class Witness:
@@ -91,7 +136,7 @@ class Sessions:
     """This process's session. `run` tells it to every peer and raises when it has a twin that was
     here first.
 
-    connected: peer ids; clock: Unix seconds.
+    connected: peer ids; clock: Unix seconds; stamp_file: see `Stamps`.
     """
 
     def __init__(
@@ -104,16 +149,17 @@ class Sessions:
         *,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        stamp_file: Path | None = None,
     ) -> None:
         self._requests = requests
         self._own = own
         self._key = key
         self._swarm = swarm
         self._connected = connected
-        self._clock = clock
+        self._stamps = Stamps(clock, stamp_file)
         self._rng = rng or random.Random()
         self._session = os.urandom(limits.SESSION_BYTES)
-        self._started_at = int(clock() * 1000)
+        self._started_at = self._stamps.first
         self._witness = Witness()
         self._suspected: dict[bytes, int] = {}  # session → when it was first issued, as told
         self._answered = 0
@@ -147,7 +193,7 @@ class Sessions:
 
     async def notify(self, peer: str) -> bool:
         """Tells one peer; whether it answered. Raises Refused; never for anything the peer does."""
-        session = Session(self._session, self._started_at, int(self._clock() * 1000))
+        session = Session(self._session, self._started_at, await self._stamps.next())
         try:
             data = await self._requests.request(
                 peer,

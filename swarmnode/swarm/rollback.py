@@ -2,6 +2,7 @@
 torch: only headers are read.
 
     trainer/state.safetensors              the last one
+    trainer/weights.safetensors            weights and counters saved since (`trainer.state`)
     trainer/history/<slot>.safetensors     former ones, further and further apart
     (`trainer.checkpoints`)
     trainer/history/undone.safetensors     what the last rollback put aside: `swarmnode rollback` to
@@ -28,6 +29,7 @@ from swarmnode.errors import Unavailable
 from swarmnode.files import held_data_dir, sync_directory
 
 STATE = "state.safetensors"
+WEIGHTS = "weights.safetensors"
 HISTORY = "history"
 UNDONE = "undone.safetensors"
 DAMAGED = "damaged.safetensors"
@@ -65,7 +67,9 @@ class Kept:
 def states(trainer: Path) -> list[Kept]:
     """All states in the trainer's directory that can be read, newest first. What is damaged is left
     out."""
-    return _readable([trainer / STATE, *(trainer / HISTORY).glob("*.safetensors")])
+    return _readable(
+        [trainer / STATE, trainer / WEIGHTS, *(trainer / HISTORY).glob("*.safetensors")]
+    )
 
 
 def numbers_used(trainer: Path) -> list[Numbers]:
@@ -93,6 +97,7 @@ def replace_damaged(trainer: Path, kept: Path) -> None:
     try:
         (trainer / DAMAGED).unlink(missing_ok=True)
         os.link(trainer / STATE, trainer / DAMAGED)
+        (trainer / WEIGHTS).unlink(missing_ok=True)
         _put_back(trainer, kept)
         sync_directory(trainer)
     except OSError as error:
@@ -115,6 +120,12 @@ def _readable(paths: Iterable[Path]) -> list[Kept]:
         except (OSError, ValueError, struct.error):  # msgspec's errors are ValueErrors
             continue
     return sorted(found, key=lambda kept: kept.saved_at, reverse=True)
+
+
+def present(states: list[Kept]) -> Kept | None:
+    """Return the state from which the trainer continues."""
+    found = [kept for kept in states if kept.path.name in (STATE, WEIGHTS)]
+    return max(found, key=lambda kept: (kept.numbers.step, kept.path.name == STATE), default=None)
 
 
 def _numbers(path: Path) -> Numbers:
@@ -148,6 +159,7 @@ def roll_back(data_dir: Path, step: int) -> Kept:
         os.link(chosen.path, kept)  # the next line may replace the chosen one
         if (trainer / STATE).exists():
             os.replace(trainer / STATE, trainer / HISTORY / UNDONE)
+        (trainer / WEIGHTS).unlink(missing_ok=True)
         os.replace(kept, trainer / STATE)
         sync_directory(trainer / HISTORY)
         sync_directory(trainer)

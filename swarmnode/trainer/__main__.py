@@ -8,9 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
+from swarmnode import environment
 from swarmnode.config import Config
 from swarmnode.errors import Unavailable
 from swarmnode.install import torch_failure
+from swarmnode.observe import logs
 from swarmnode.process import Progress, die_with_parent, loading_modules, run_main
 from swarmnode.tasks import registry
 
@@ -23,14 +25,16 @@ def main() -> int:
     registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress("loading torch")
+    logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
     with loading_modules():
-        from swarmnode.observe import logs
-
         try:
             import torch  # noqa: F401
         except Exception as error:
-            logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
-            raise Unavailable(torch_failure(f"{type(error).__name__}: {error}")) from error
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            obeyed = ", ".join(environment.obeyed())
+            if obeyed:
+                cause += f" (set in the environment: {obeyed})"
+            raise Unavailable(torch_failure(cause)) from error
         from swarmnode.trainer.crew.run import make_trainer
 
     # After the import of transformers, which installs a log handler of its own.

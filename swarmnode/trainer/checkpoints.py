@@ -7,8 +7,10 @@
 
 Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is
 as long as copying memory takes. A crash loses what came after the last state that is *on disk*, so
-one is taken a step and a write before `save_every` seconds are over. A large state is saved more
-seldom: all that is written has a bound by the day, or it would wear the disk out within weeks.
+one is taken a step and a write before `save_every` seconds are over.
+
+Whole states have a bound by the day, because they would wear a disk out within weeks: where one is
+due and the bound is reached, weights and counters alone are saved, without the optimizer's moments.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -43,8 +46,8 @@ SLOTS, SPACING = 3, 4
 """Former states that are kept at most, and how many times older each is than the one before: up to
 15 minutes, an hour, four hours."""
 BYTES_PER_DAY = 10**12
-"""A state is saved less often than asked for beyond that. A disk is made for some 600 TB in all; 3
-B weights with their moments, every minute, are 52 TB a day."""
+"""Of whole states. A disk is made for some 600 TB in all; 3 B weights with their moments, every
+minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
 """Seconds. What may be written in the latter may be written at once: a small state never notices
 the bound."""
@@ -55,18 +58,23 @@ class Saver:
 
     def __init__(self, directory: Path, history_seconds: float = HISTORY_SECONDS) -> None:
         self.saved_step = 0
-        self.seconds = 0.0
-        """How long the last write took, with the copy."""
+        self.seconds = {True: 0.0, False: 0.0}
+        """How long the last write took, with the copy: of a whole state, and of weights alone."""
         self.error: str | None = None
         """Why the last write failed; None after one that succeeded. Training goes on either way."""
         self.written = 0
-        """Bytes, all writes together."""
+        """Bytes, all whole states together."""
+        self.weights_bytes = 0
+        """Size of what was last written without moments."""
         self._directory = directory
         self._history_seconds = history_seconds
         self._kept = 0
         self._kept_at = time.monotonic()
         self._condition = threading.Condition()
         self._snapshot: Snapshot | None = None
+        self._whole = True
+        self._outer: dict[str, weakref.ref[torch.Tensor]] = {}
+        """Tensors of the outer step in the last whole state."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="state", daemon=True)
 
@@ -89,10 +97,10 @@ class Saver:
                 if time.monotonic() < late:
                     alive()
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Have `snapshot` written, while idle."""
+    def submit(self, snapshot: Snapshot, whole: bool = True) -> None:
+        """Have `snapshot` written, while idle; with the optimizer's moments where it is `whole`."""
         with self._condition:
-            self._snapshot = snapshot
+            self._snapshot, self._whole = snapshot, whole
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -106,23 +114,34 @@ class Saver:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._snapshot is not None or self._closing)
-                snapshot = self._snapshot
+                snapshot, whole = self._snapshot, self._whole
             if snapshot is None:
                 return
             began = time.monotonic()
             try:
-                state.write(self._directory, snapshot, self._keep)
+                self._write(snapshot, whole)
                 self.saved_step, self.error = snapshot.counters.step, None
-                self.written += (self._directory / state.FILE).stat().st_size
             except (OSError, RuntimeError, MemoryError, StateError) as error:
                 # torch raises RuntimeError and MemoryError for want of memory to copy into
                 self.error = str(error)
                 if "No space left" in self.error:
                     self._forget()
-            self.seconds = time.monotonic() - began
+            self.seconds[whole] = time.monotonic() - began
             with self._condition:
                 self._snapshot = None
                 self._condition.notify_all()
+
+    def _write(self, snapshot: Snapshot, whole: bool) -> None:
+        if whole:
+            state.write(self._directory, snapshot, self._keep)
+            self._outer = {name: weakref.ref(tensor) for name, tensor in snapshot.outer.items()}
+            self.written += (self._directory / state.FILE).stat().st_size
+            return
+        unchanged = self._outer.keys() == snapshot.outer.keys() and all(
+            self._outer[name]() is tensor for name, tensor in snapshot.outer.items()
+        )
+        state.write_weights(self._directory, snapshot, with_outer=not unchanged)
+        self.weights_bytes = (self._directory / state.WEIGHTS_FILE).stat().st_size
 
     def _keep(self) -> None:
         """Keep the state that is about to be replaced, if the last one kept is old enough. Costs a
@@ -182,6 +201,7 @@ class Checkpoints:
         self._taken_at = self._complain_at = float("-inf")
         self._began = self._asked_at = time.monotonic()
         self._taken_sequence = counters.sequence
+        self._reported = False
 
     def __enter__(self) -> Self:
         self._saver.start()
@@ -217,20 +237,42 @@ class Checkpoints:
 
         It is due by time, and before the numbers of groups that a restart skips are used up. By
         time: where the next chance, a step from now, and a write would make it too late; but not
-        before half of `save_every`, however slow the disk is, and not while more has been written
-        than `bytes_per_day` allows.
+        before half of `save_every`, however slow the disk is. Without moments while more has been
+        written than `bytes_per_day` allows.
         """
         now = time.monotonic()
-        ahead = min(now - self._asked_at + self._saver.seconds, self._save_every / 2)
-        self._asked_at = now
         if last:
             self._saver.wait()
         allowed = self._saver.written <= (now - self._began + AT_ONCE) * self._bytes_per_second
-        due = allowed and now - self._taken_at + ahead >= self._save_every
+        whole = last or allowed
+        ahead = min(now - self._asked_at + self._saver.seconds[whole], self._save_every / 2)
+        self._asked_at = now
+        due = now - self._taken_at + ahead >= self._save_every
         due = due or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
-            self._saver.submit(self._source.snapshot(self._rng, self._counters))
+            self._saver.submit(self._source.snapshot(self._rng, self._counters), whole)
+        self._report()
         if self._saver.error and now >= self._complain_at:
             log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
             self._complain_at = now + COMPLAIN_SECONDS
+
+    def _report(self) -> None:
+        """Log once how a large state is saved."""
+        size = self._saver.weights_bytes
+        if not size or self._reported:
+            return
+        self._reported = True
+        daily = size * DAY / max(self._save_every, 1.0)
+        fields = {
+            "save_every": self._save_every,
+            "weights_gigabytes": round(size / 1e9, 1),
+            "terabytes_a_day": round(daily / 1e12, 1),
+        }
+        if daily <= self._bytes_per_second * DAY:
+            log.info("weights are saved more often than the optimizer's moments", **fields)
+        else:
+            log.warning(
+                "saving the weights so often wears the disk out; set training.save_every higher",
+                **fields,
+            )

@@ -82,7 +82,7 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            if crew is not None and crew.written > _written(trainer / state.FILE):
+            if crew is not None and crew.written > _written(trainer):
                 exported = _write_crew(base, crew, partial, merge)
             else:
                 exported = _write_whole(base, trainer, partial, merge)
@@ -130,8 +130,10 @@ class Base:
         return model
 
 
-def _written(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+def _written(trainer: Path) -> float:
+    """Unix seconds of the last save; 0 without one."""
+    files = [trainer / name for name in (state.FILE, state.WEIGHTS_FILE)]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
 def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Exported:

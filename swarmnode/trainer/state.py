@@ -12,6 +12,11 @@
 
 One file and one rename, so weights and counters can never be of different steps. No pickle.
 
+Of a large model the whole state is too much to write often. Between two whole states a second file,
+`weights.safetensors`, has the same without AdamW's moments, and without the outer step's tensors
+where these have not changed since the whole state. A restart takes from it what it has, where it is
+the newer one, and the rest from the whole state: moments may be older than the weights.
+
 A file is checked in full before anything is taken from it. `recover` falls back to the newest kept
 state (`trainer.checkpoints`) where the last one is damaged.
 """
@@ -26,7 +31,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -44,6 +49,7 @@ from swarmnode.weights.revert_monitor import RevertMonitor
 log = structlog.get_logger("swarmnode.trainer")
 
 FILE = rollback.STATE
+WEIGHTS_FILE = rollback.WEIGHTS
 LARGEST_COUNTER = 2**63 - 1
 RNG = "rng"
 
@@ -110,11 +116,14 @@ number once."""
 class Snapshot:
     """A state as it was when it was taken."""
 
-    tensors: Callable[[], dict[str, torch.Tensor]]
-    """Copies them, at its only call, from any thread; see `take`."""
+    tensors: Callable[..., dict[str, torch.Tensor]]
+    """Copies them, at its only call, from any thread; see `take`. One argument, True: with the
+    optimizer's moments."""
     counters: Counters
     owner: str
     """See `owner`."""
+    outer: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of the outer step, by their names there; they never change once they are made."""
 
 
 WEIGHTS, OUTER, OPTIMIZER = "weights.", "outer.", "optimizer."
@@ -142,25 +151,27 @@ def take(
     }
     numbers = copy.deepcopy(counters)
 
-    def copied() -> dict[str, torch.Tensor]:
+    def copied(with_moments: bool = True) -> dict[str, torch.Tensor]:
         try:
-            return tensors | _copied(model, optimizer)
+            return tensors | _copied(model, optimizer, with_moments)
         finally:
             if lock is not None:
                 lock.release()
 
     if lock is None:
         done = copied()
-        return Snapshot(lambda: done, numbers, owner)
+        return Snapshot(lambda with_moments=True: done, numbers, owner, outer or {})
     lock.acquire()
-    return Snapshot(copied, numbers, owner)
+    return Snapshot(copied, numbers, owner, outer or {})
 
 
-def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _copied(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, with_moments: bool
+) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, parameter in trainable(model).items():
         tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
-        moments = optimizer.state.get(parameter)
+        moments = optimizer.state.get(parameter) if with_moments else None
         # bitsandbytes: blocks of 8 bits with their scales, and a plain number of steps
         if moments and "exp_avg" not in moments:
             for key, value in moments.items():
@@ -177,7 +188,7 @@ def _copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def take_counters(rng: torch.Generator, counters: Counters, owner: str) -> Snapshot:
     """The same for a trainer whose weights are kept elsewhere."""
     tensors = {RNG: rng.get_state().clone()}
-    return Snapshot(lambda: tensors, copy.deepcopy(counters), owner)
+    return Snapshot(lambda with_moments=True: tensors, copy.deepcopy(counters), owner)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,27 +196,48 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lambda: None) -> None:
-    """Write to a temporary name, sync, rename; `before` the old file is replaced. Raises OSError,
-    and StateError for tensors that are not finite; the old file is then untouched."""
-    temporary = directory / f".{FILE}.tmp"
+    """Write the whole state to a temporary name, sync, rename; `before` the old file is replaced.
+    Raises OSError, and StateError for tensors that are not finite; the old file is then
+    untouched."""
+    _replace(directory / FILE, snapshot.tensors(True), snapshot, before)
+    (directory / WEIGHTS_FILE).unlink(missing_ok=True)
+
+
+def write_weights(directory: Path, snapshot: Snapshot, with_outer: bool) -> None:
+    """The same without moments, beside the last whole state."""
+    kept = (WEIGHTS, OUTER) if with_outer else (WEIGHTS,)
+    tensors = {
+        name: tensor
+        for name, tensor in snapshot.tensors(False).items()
+        if name == RNG or name.startswith(kept)
+    }
+    _replace(directory / WEIGHTS_FILE, tensors, snapshot)
+
+
+def _replace(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    snapshot: Snapshot,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
     metadata = {
         "counters": msgspec.json.encode(snapshot.counters).decode(),
         "fingerprint": snapshot.owner,
     }
-    tensors = snapshot.tensors()
     check_tensors(tensors)
     try:
         save_file(tensors, temporary, metadata=metadata)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        if (directory / FILE).exists():
+        if path.exists():
             before()
-        os.replace(temporary, directory / FILE)
+        os.replace(temporary, path)
     except (SafetensorError, OSError) as error:
         # on a full disk, half a state would take the room of what is small
         temporary.unlink(missing_ok=True)
         raise OSError(str(error)) from None
-    sync_directory(directory)
+    sync_directory(path.parent)
 
 
 def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
@@ -223,11 +255,28 @@ Found = tuple[Counters, Tensors]
 
 
 def read(directory: Path, owner: str) -> Found | None:
-    """(counters, tensors by the names above) of the last written state; None when there is none.
+    """(counters, tensors by the names above) of the last written state, its weights newer than its
+    moments where they were saved since; None when there is none.
 
-    Raises as `read_file`.
+    Raises as `read_file`. Newer weights that are damaged are left out.
     """
-    return read_file(directory / FILE, owner)
+    found = read_file(directory / FILE, owner)
+    if found is None:
+        return None
+    try:
+        newer = read_file(directory / WEIGHTS_FILE, owner)
+    except ForeignState:
+        raise
+    except StateError as error:
+        log.warning("weights that are newer than the state cannot be used", reason=str(error))
+        return found
+    if newer is None or newer[0].step <= found[0].step:
+        return found
+    counters, changed = newer
+    tensors = found[1]
+    if any(name.startswith(OUTER) for name in changed):
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(OUTER)}
+    return counters, tensors | changed
 
 
 def read_file(path: Path, owner: str) -> Found | None:
@@ -307,8 +356,10 @@ def recover(
         StateError: neither the state nor a kept one can be used.
     """
 
+    last = directory / FILE
+
     def usable(path: Path) -> Counters | None:
-        found = read_file(path, owner)
+        found = read(directory, owner) if path == last else read_file(path, owner)
         if found is None:
             return None
         try:
@@ -317,8 +368,10 @@ def recover(
             raise StateError(f"{path} cannot be used ({error})") from None
         return found[0]
 
+    if not last.exists():  # moved away by the operator, who wants to start anew
+        (directory / WEIGHTS_FILE).unlink(missing_ok=True)
     try:
-        return usable(directory / FILE)
+        return usable(last)
     except ForeignState:
         raise
     except StateError as error:

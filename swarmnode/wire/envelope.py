@@ -29,6 +29,23 @@ libp2p peer-ids specification."""
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
+SMALL_ORDER_KEYS = frozenset(
+    bytes.fromhex(text)
+    for text in (
+        "0000000000000000000000000000000000000000000000000000000000000000",
+        "0100000000000000000000000000000000000000000000000000000000000000",
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    )
+)
+"""The encodings of the eight points whose order divides 8, with the sign bit cleared. Anybody can
+sign for such a key: a fixed signature is valid for one message in eight at least. OpenSSL accepts
+these keys."""
+
+
 @dataclass(frozen=True)
 class Credentials:
     """What a node signs with: its own key, in one swarm."""
@@ -60,10 +77,8 @@ def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
     """Raises BadMessage("signature") unless `envelope.key` signed this payload for `domain` in
     `swarm`."""
     signed = _signed(envelope.payload, domain, swarm, envelope.codec)
-    try:
-        Ed25519PublicKey.from_public_bytes(envelope.key).verify(envelope.signature, signed)
-    except (InvalidSignature, ValueError):
-        raise BadMessage("signature") from None
+    if not _is_signature(envelope.key, signed, envelope.signature):
+        raise BadMessage("signature")
 
 
 def seal(
@@ -114,7 +129,7 @@ def peer_id(key: bytes) -> str:
 
 def peer_key(peer: str) -> bytes | None:
     """The raw 32-byte Ed25519 public key that a peer id is made of; None for text that is no such
-    peer id."""
+    peer id, and for a key of small order."""
     if len(peer) > limits.PEER_ID_BYTES or not peer.startswith(_BASE58[0]):
         return None
     number = 0
@@ -127,20 +142,27 @@ def peer_key(peer: str) -> bytes | None:
     if number.bit_length() > 8 * length:
         return None
     key = number.to_bytes(length, "big")[len(_KEY_PREFIX) :]
-    return key if peer_id(key) == peer else None
+    return key if peer_id(key) == peer and not is_small_order(key) else None
 
 
 def signed_by(peer: str, data: bytes, signature: bytes) -> bool:
     """Whether the holder of `peer` has signed exactly `data`. What is signed says itself what it is
     for."""
     key = peer_key(peer)
-    if key is None:
-        return False
+    return key is not None and _is_signature(key, data, signature)
+
+
+def is_small_order(key: bytes) -> bool:
+    """Return True if `key` (32 bytes) encodes a point of small order, so that it is no identity."""
+    return key[:-1] + bytes([key[-1] & 0x7F]) in SMALL_ORDER_KEYS
+
+
+def _is_signature(key: bytes, data: bytes, signature: bytes) -> bool:
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
     except (InvalidSignature, ValueError):
         return False
-    return True
+    return not is_small_order(key)
 
 
 def content_id(envelope: bytes) -> bytes:

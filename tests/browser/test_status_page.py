@@ -406,6 +406,7 @@ async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch
         return example()
 
     monkeypatch.setattr(http, "TICK_SECONDS", math.inf)
+    monkeypatch.setattr(http, "CACHE_SECONDS", 0.0)
     seen = await visit(tmp_path, monkeypatch, dying, seconds=20)
     assert 'data-state="stale"' in seen.dom
     assert "The node has not answered for" in seen.text

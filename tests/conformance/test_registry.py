@@ -27,7 +27,7 @@ from swarmnode.tasks import seeds
 from swarmnode.weights import messages as weights_messages
 from swarmnode.weights import requests as weights_requests
 from swarmnode.weights import state_server
-from swarmnode.wire import ids, limits
+from swarmnode.wire import envelope, ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
@@ -82,6 +82,10 @@ def test_domain_strings_are_those_of_the_registry():
         "crew_step": STEP_DOMAIN,
     }
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
+
+
+def test_keys_of_small_order_are_those_of_the_registry():
+    assert {key.hex() for key in envelope.SMALL_ORDER_KEYS} == set(REGISTRY["small_order_keys"])
 
 
 def test_no_domain_string_is_the_beginning_of_another():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["swarmnode", "starlette", "msgspec"]):
+with atheris.instrument_imports(include=["swarmnode", "msgspec"]):
     from tests.fuzz.targets import TARGETS, seeds
 
 LONGEST_SECONDS = 60

@@ -8,6 +8,7 @@ is a defect. A coroutine is driven by hand, since none of these waits for anythi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,7 +22,7 @@ from swarmnode.crew.messages import decode_answer, decode_request
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
 from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
-from swarmnode.observe.http import Pulse, make_app
+from swarmnode.observe.http import Pulse, Request, Response, Surface
 from swarmnode.p2p import addresses
 from swarmnode.p2p.guards import rpc
 from swarmnode.p2p.mdns import parse_service
@@ -171,38 +172,25 @@ def signed(payload: bytes) -> bytes:
 
 
 def http() -> Feed:
-    """Path, query and Host header, one a line, of a request to the status page. Only what h11 lets
-    through, visible ASCII, since it looks first: for another query a redirect of starlette raises
-    UnicodeDecodeError, which is answered with 500."""
-    history = History()
-    app: Any = make_app(example, history, _NoPulse(), only_loopback=True)
+    """Target, Accept header and Host header, one a line, of a request to the status page. Only what
+    h11 lets through, visible ASCII, since it looks first."""
+    surface = Surface(
+        example, History(), _NoPulse(), only_loopback=True, now=itertools.count().__next__
+    )
 
     def feed(data: bytes) -> None:
-        path, query, host = (*data.split(b"\n", 2), b"", b"")[:3]
-        if any(not 0x21 <= byte <= 0x7E for byte in path + query):
+        path, accept, host = (*data.split(b"\n", 2), b"", b"")[:3]
+        if any(not 0x21 <= byte <= 0x7E for byte in path):
             return
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": path.decode("latin-1"),
-            "raw_path": path,
-            "query_string": query,
-            "root_path": "",
-            "headers": [(b"host", host), (b"accept", query)],
-            "scheme": "http",
-            "server": ("127.0.0.1", 1),
-            "client": ("127.0.0.1", 2),
-        }
-        sent: list[dict[str, Any]] = []
+        headers = {"host": host.decode("latin-1"), "accept": accept.decode("latin-1")}
+        request = Request("GET", path.decode("ascii"), headers)
+        found: list[Response] = []
 
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"", "more_body": False}
+        async def answer() -> None:
+            found.append(await surface.answer(request))
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        drive(app(scope, receive, send))
-        assert sent[0]["status"] < 500 or path in (b"/readyz", b"/healthz"), sent[0]
+        drive(answer())
+        assert found[0].status < 500 or path.startswith((b"/readyz", b"/healthz")), found[0]
 
     return feed
 

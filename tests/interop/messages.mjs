@@ -255,7 +255,11 @@ export function openEnvelope (frame, limit) {
   return envelope
 }
 
+const SMALL_ORDER = new Set(REGISTRY.small_order_keys)
+const isSmallOrder = (key) => SMALL_ORDER.has(hex([...key.subarray(0, 31), key[31] & 0x7f]))
+
 export function verify (envelope, domain, swarm) {
+  check(!isSmallOrder(envelope.key), 'signature')
   let valid = false
   try {
     const key = crypto.createPublicKey({ key: { kty: 'OKP', crv: 'Ed25519', x: base64url(envelope.key) }, format: 'jwk' })

@@ -16,7 +16,7 @@ from swarmnode.errors import LocalError, Refused, Unavailable
 from swarmnode.p2p import manifests
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
-from swarmnode.p2p.sessions import Sessions, Witness
+from swarmnode.p2p.sessions import Sessions, Stamps, Witness
 from swarmnode.swarm import join
 from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest_store import ManifestStore
@@ -272,6 +272,83 @@ async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
             sessions.is_twin("somebody else", Session(other, 0, at))
             for at in (1_000_001, 1_000_002)
         )
+
+
+async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_path):
+    """Witnesses tell of the earlier run's sessions, one of which is later than the other."""
+
+    class Told:
+        def serve(self, *args, **options):
+            pass
+
+        async def request(self, peer, protocol, data, **options):
+            sessions.append(data)
+            return codec.encode(SessionResponse(told))
+
+    sessions: list[bytes] = []
+    told: list[bytes] = []
+
+    def run(now):
+        return Sessions(
+            Told(),
+            from_key(KEY).peer_id,
+            KEY,
+            FIRST.swarm,
+            lambda: ["peer"],
+            clock=lambda: now,
+            stamp_file=tmp_path / "session-stamp",
+        )
+
+    day = 86_400.0
+    earlier = run(1000.0 + day)
+    for _ in range(3):
+        assert await earlier.notify("peer")
+    issued = list(sessions)
+    for _ in range(3):  # starts, each with the right clock
+        later = run(1000.0)
+        for frame in issued:
+            told[:] = [frame]
+            assert await later.notify("peer")
+        assert later.statistics().twins == 0
+    # a copy of the directory that runs beside it is found all the same
+    shutil.copy(tmp_path / "session-stamp", tmp_path / "copied")
+    issued.clear()
+    sessions.clear()
+    twin = Sessions(
+        Told(),
+        from_key(KEY).peer_id,
+        KEY,
+        FIRST.swarm,
+        lambda: ["peer"],
+        clock=itertools.count(1000, 60).__next__,
+        stamp_file=tmp_path / "copied",
+    )
+    told[:] = []
+    original = run(1000.0)
+    for _ in range(2):
+        await twin.notify("peer")
+    issued = list(sessions)
+    for frame in issued:
+        told[:] = [frame]
+        await original.notify("peer")
+    assert original.statistics().twins == 1
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "1" * 400, "\u0663", "12\n13"])
+async def test_a_damaged_stamp_file_is_none(tmp_path, text):
+    (tmp_path / "stamp").write_text(text, encoding="utf-8")
+    stamps = Stamps(lambda: 1000.0, tmp_path / "stamp")
+    assert stamps.first == 1_000_000
+    assert await stamps.next() == 1_000_001
+    assert Stamps(lambda: 900.0, tmp_path / "stamp").first > 1_000_001
+
+
+async def test_stamps_rise_while_the_clock_falls(tmp_path):
+    clock = iter([1000.0, 1000.0, 5000.0, 10.0, 11.0, 6000.0]).__next__
+    stamps = Stamps(clock, tmp_path / "stamp")
+    issued = [await stamps.next() for _ in range(5)]
+    assert issued == sorted(set(issued))
+    assert issued[-1] == 6_000_000
 
 
 def test_a_witness_remembers_a_few_sessions_of_many_peers_for_a_while():

@@ -366,7 +366,7 @@ function head(told) {
   const title = me.name || me.swarm_name || shortId(me.peer);
   byId("name").textContent = title || "swarmnode";
   document.title = `${title} · swarmnode`;
-  const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(s.at - me.started_at)}`, `v${me.version}`];
+  const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(Math.max(0, s.at - me.started_at))}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : (s.stages.own || {}).phase) || "";
   const rests = RESTS.some((why) => s.budget.paused[why]);

@@ -8,6 +8,7 @@ from multiaddr import Multiaddr
 from swarmnode.errors import BadMessage
 from swarmnode.p2p.addresses import ED25519_PEER_ID, Address, from_socket, parse
 from swarmnode.p2p.library.errors import peer_errors
+from swarmnode.wire.envelope import is_small_order
 
 LONGEST_MULTIADDR = 256
 """Bytes."""
@@ -26,7 +27,11 @@ def peer_id_bytes(peer: str) -> bytes:
 
 def peer_id_text(raw: bytes) -> str:
     """Raises BadMessage if these are not the bytes of an Ed25519 key's peer id."""
-    if len(raw) != 38 or not raw.startswith(ED25519_PEER_ID):
+    if (
+        len(raw) != 38
+        or not raw.startswith(ED25519_PEER_ID)
+        or is_small_order(raw[len(ED25519_PEER_ID) :])
+    ):
         raise BadMessage("bounds", "not a peer id")
     return ID(raw).to_base58()
 

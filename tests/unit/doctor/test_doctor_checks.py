@@ -120,6 +120,19 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_clock(ClockFacts(1000.0, synchronised=False)), "warn", 0, "not synchronised"),
         (checks.check_clock(ClockFacts(1000.0, newest_file=5000.0)), "fail", 69, "4000 s behind"),
         (
+            checks.check_clock(ClockFacts(1000.0, synchronised=True, offset=86_400.0)),
+            "fail",
+            69,
+            "86400 s behind the clocks of most peers",
+        ),
+        (
+            checks.check_clock(ClockFacts(1000.0, synchronised=True, offset=-86_400.0)),
+            "fail",
+            69,
+            "86400 s ahead of the clocks of most peers",
+        ),
+        (checks.check_clock(ClockFacts(1000.0, synchronised=True, offset=-29.0)), "ok", 0, "sync"),
+        (
             checks.check_clock(ClockFacts(1000.0, received=40, future=30)),
             "fail",
             69,

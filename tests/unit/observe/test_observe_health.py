@@ -67,6 +67,14 @@ def test_a_clock_that_is_off_is_a_trouble_either_way() -> None:
     assert at(29.0) == at(None) == []
 
 
+def test_a_clock_set_back_hides_no_trouble() -> None:
+    s = example()
+    lonely = replace(s.network, peers=replace(s.network.peers, connected=0))
+    for day in (86_400.0, -86_400.0):
+        moved = replace(s, at=s.node.started_at + day, network=lonely)
+        assert troubles(moved) == ["no peers connected"]
+
+
 def test_a_disk_is_low_by_share_and_by_bytes() -> None:
     def left(free: int, total: int) -> bool:
         return any(

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-import socket
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
+import psutil
 import pytest
 import trio
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -14,7 +15,19 @@ from structlog.testing import capture_logs
 
 from swarmnode.config import HttpConfig
 from swarmnode.errors import Unavailable
-from swarmnode.observe.http import PORTS_TRIED, is_loopback, listen, serve_http
+from swarmnode.observe import http
+from swarmnode.observe.history import History
+from swarmnode.observe.http import (
+    CACHE_SECONDS,
+    CONNECTIONS,
+    PORTS_TRIED,
+    Pulse,
+    Request,
+    Surface,
+    is_loopback,
+    listen,
+    serve_http,
+)
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import Health, NodeSnapshot
 from tests.support.snapshots import example
@@ -49,10 +62,10 @@ async def test_metrics_come_in_the_format_that_was_asked_for() -> None:
 
 
 async def test_readyz_says_what_is_missing() -> None:
-    now = NodeSnapshot()
-    async with served(lambda: now) as client:
+    async with served(NodeSnapshot) as client:
         early = await client.get("/readyz")
-        now = NodeSnapshot(health=Health(network_ready=True, policy_loaded=True))
+    ready = NodeSnapshot(health=Health(network_ready=True, policy_loaded=True))
+    async with served(lambda: ready) as client:
         later = await client.get("/readyz")
         alive = await client.get("/healthz")
     assert (early.status_code, early.json()["reasons"]) == (
@@ -104,6 +117,9 @@ async def test_a_foreign_host_header_is_refused() -> None:
         for host in (
             "evil.example",
             "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            "localhost.evil.example:9464",
+            "evil.example.localhost.",
             "localhost@evil.example",
             "10.0.0.1:9464",
             "",
@@ -135,20 +151,6 @@ def test_an_address_that_cannot_be_had_is_one_clear_line(host: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-async def test_shutdown_trigger_ends_it() -> None:
-    stop = trio.Event()
-    async with trio.open_nursery() as nursery:
-        with trio.fail_after(120):
-            url = await nursery.start(
-                lambda task_status: serve_http(
-                    HttpConfig(port=0), example, shutdown_trigger=stop.wait, task_status=task_status
-                )
-            )
-            stop.set()
-    with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1).close()
-
-
 async def test_a_failing_snapshot_fails_requests_and_not_the_node() -> None:
     broken = True
 
@@ -165,26 +167,153 @@ async def test_a_failing_snapshot_fails_requests_and_not_the_node() -> None:
         assert (await client.get("/status")).status_code == 200
 
 
-async def test_who_does_not_read_its_answers_does_not_hold_the_shutdown() -> None:
-    large = msgspec.structs.replace(example(), peers=example().peers * 5000)
-    stop = trio.Event()
-    sock = listen(HttpConfig(port=0), stalled_reader_seconds=1)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    async with trio.open_nursery() as nursery:
-        await nursery.start(
-            lambda task_status: serve_http(
-                HttpConfig(port=0),
-                lambda: large,
-                sock=sock,
-                shutdown_trigger=stop.wait,
-                task_status=task_status,
-            )
-        )
-        async with await trio.open_tcp_stream("127.0.0.1", int(url.rpartition(":")[2])) as greedy:
-            await greedy.send_all(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
-            await greedy.receive_some(10)
-            stop.set()
-            await until(lambda: not nursery.child_tasks, seconds=15)
+async def exchange(client: httpx.AsyncClient, sent: bytes) -> bytes:
+    """Everything that the server answers to these bytes, until it closes."""
+    answer = bytearray()
+    async with await trio.open_tcp_stream(client.base_url.host, client.base_url.port) as stream:
+        with trio.fail_after(30):
+            try:
+                await stream.send_all(sent)
+                async for part in stream:
+                    answer += part
+            except trio.BrokenResourceError:
+                pass  # it closed before everything was sent
+    return bytes(answer)
+
+
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def test_a_connection_answers_one_request() -> None:
+    snapshots = 0
+
+    def counted() -> NodeSnapshot:
+        nonlocal snapshots
+        snapshots += 1
+        return example()
+
+    async with served(counted) as client:
+        for count in (2, 16_000):
+            told = await exchange(client, GET.replace(b"healthz", b"status?points=0") * count)
+            assert told.count(b"HTTP/1.1 ") <= 1
+        told = await exchange(client, GET * 2)
+    assert told.count(b"HTTP/1.1 200") == 1
+    assert b"connection: close" in told.lower()
+    assert snapshots < 20
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        GET.replace(b"1.1", b"1.0"),
+        GET.replace(b"1.1", b"2.0"),
+        GET.replace(b"1.1", b"9.9"),
+        GET.replace(b" HTTP/1.1", b""),
+        GET.replace(b"Host: localhost\r\n", b""),
+        GET.replace(b"Host", b"Host: evil.example\r\nHost"),
+        GET.replace(b"/healthz", b"http://localhost/healthz"),
+        GET.replace(b"/healthz", b"*"),
+        GET.replace(b"Host", b"X: " + b"a" * 100_000 + b"\r\nHost"),
+    ],
+    ids=lambda sent: repr(sent[:24]),
+)
+async def test_only_plain_requests_of_version_1_1_are_served(sent) -> None:
+    async with served() as client:
+        told = await exchange(client, sent)
+        assert b" 200 " not in told
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_an_upgrade_of_the_protocol_is_not_taken() -> None:
+    async with served() as client:
+        for protocol in (b"h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA", b"websocket"):
+            upgrade = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\nHost"
+            assert b"HTTP/1.1 200" in await exchange(client, GET.replace(b"Host", upgrade))
+
+
+async def test_silent_connections_take_no_place_from_a_new_one() -> None:
+    async with served() as client, contextlib.AsyncExitStack() as stack:
+        where = (client.base_url.host, client.base_url.port)
+        silent = [
+            await stack.enter_async_context(await trio.open_tcp_stream(*where))
+            for _ in range(3 * CONNECTIONS)
+        ]
+        for stream in silent:
+            await stream.send_all(GET[:10])
+        assert (await client.get("/status")).status_code == 200
+        closed = 0
+        with trio.fail_after(60):
+            for stream in silent[:CONNECTIONS]:  # the oldest
+                with contextlib.suppress(trio.BrokenResourceError):
+                    assert await stream.receive_some(1) == b""
+                closed += 1
+        assert closed == CONNECTIONS
+
+
+async def test_a_client_that_does_not_send_or_read_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr(http, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(http, "ANSWER_SECONDS", 0.2)
+    large = msgspec.structs.replace(example(), peers=example().peers * 50_000)
+    async with served(lambda: large) as client:
+        where = (client.base_url.host, client.base_url.port)
+        async with await trio.open_tcp_stream(*where) as drips:
+            with trio.fail_after(60), contextlib.suppress(trio.BrokenResourceError):
+                while True:
+                    await drips.send_all(b"G")
+                    await trio.sleep(0.05)
+        async with await trio.open_tcp_stream(*where) as greedy:
+            await greedy.send_all(GET.replace(b"healthz", b"status"))
+            got = len(await greedy.receive_some(10))
+            with trio.fail_after(60):
+                await until(lambda: not http_connections(greedy))
+            with contextlib.suppress(trio.BrokenResourceError):
+                async for part in greedy:
+                    got += len(part)
+        assert got < len(msgspec.json.encode(large))
+
+
+def http_connections(client: trio.SocketStream) -> list[object]:
+    """The server's ends of a client's connection."""
+    port = client.socket.getsockname()[1]
+    return [
+        each
+        for each in psutil.Process().net_connections("tcp4")
+        if each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
+    ]
+
+
+async def test_requests_of_a_second_share_one_snapshot(autojump_clock) -> None:
+    taken = 0
+
+    def counted() -> NodeSnapshot:
+        nonlocal taken
+        taken += 1
+        return example()
+
+    history = History()
+    surface = Surface(counted, history, Pulse(counted, history), only_loopback=True)
+
+    async def ask(target: str) -> None:
+        answered = await surface.answer(Request("GET", target, {"host": "localhost"}))
+        assert answered.status == 200
+
+    for points in range(100):
+        await ask(f"/status?points={points}")
+        await ask("/metrics")
+    assert taken == 1
+    await trio.sleep(CACHE_SECONDS)
+    await ask("/metrics")
+    assert taken == 2
+
+
+async def test_what_another_site_asks_through_a_browser_is_refused() -> None:
+    async with served() as client:
+        for path in ("/", "/status", "/metrics", "/samples", "/healthz", "/app.js"):
+            site = lambda name: {"sec-fetch-site": name}
+            assert (await client.get(path, headers=site("cross-site"))).status_code == 403, path
+            for own in ("same-origin", "none"):
+                assert (await client.get(path, headers=site(own))).status_code == 200, path
 
 
 async def test_garbage_on_the_port_leaves_it_serving() -> None:

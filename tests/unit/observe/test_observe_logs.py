@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ def test_a_terminals_line_is_short_and_in_order() -> None:
 def test_libraries_are_quiet_below_warning_and_we_below_the_level() -> None:
     stream = io.StringIO()
     configure(LogConfig(level="info"), "network", stream)
-    for name in ("libp2p.pubsub", "hypercorn.error", "transformers.x"):
+    for name in ("libp2p.pubsub", "transformers.x"):
         logging.getLogger(name).info("chatter")
     structlog.get_logger("swarmnode").debug("detail")
     assert stream.getvalue() == ""
@@ -213,3 +214,19 @@ def test_standard_error_is_the_default(capsys) -> None:
     configure(LogConfig(), "supervisor", sys.stderr)
     structlog.get_logger("swarmnode").error("oh")
     assert json.loads(capsys.readouterr().err)["event"] == "oh"
+
+
+def test_a_reader_that_stops_blocks_no_log_line() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb") as read, open(writer, "w", encoding="utf-8") as write:
+        configure(LogConfig(), "network", write)
+        logger = structlog.get_logger("swarmnode")
+        for number in range(5000):  # more than a pipe holds
+            logger.info("step", number=number)
+        os.set_blocking(reader, False)
+        assert len(read.read()) > 4096
+        logger.info("later")
+        told = [json.loads(line) for line in read.read().splitlines()]
+    configure(LogConfig(), "network", io.StringIO())
+    assert "were not written" in told[0]["event"]
+    assert told[1]["event"] == "later"

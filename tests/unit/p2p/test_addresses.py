@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.generate.frames import SMALL_ORDER_KEYS
+from swarmnode.errors import BadMessage
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import LOOPBACK, PRIVATE, PUBLIC, Address, dialable, parse
+from swarmnode.p2p.library.identifiers import peer_id_text
 
 PEER = base58.b58encode(addresses.ED25519_PEER_ID + bytes(range(32))).decode()
 
@@ -54,6 +57,15 @@ def test_an_address_comes_back_as_it_was(text):
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError):
         parse(text)
+
+
+@pytest.mark.parametrize("key", SMALL_ORDER_KEYS, ids=bytes.hex)
+def test_the_peer_id_of_a_small_order_key_is_refused(key):
+    raw = addresses.ED25519_PEER_ID + key
+    with pytest.raises(ValueError, match="small order"):
+        parse(f"/ip4/127.0.0.1/tcp/1/p2p/{base58.b58encode(raw).decode()}")
+    with pytest.raises(BadMessage):
+        peer_id_text(raw)
 
 
 @given(st.text(alphabet="/ipdns46tcp0127.:%\x00é", max_size=80) | st.text(max_size=300))

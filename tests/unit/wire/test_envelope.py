@@ -57,6 +57,18 @@ def test_signature_means_nothing_in_another_swarm_or_domain():
     assert not is_valid(SIGNED, domain=b"swarmnode/rollout/2")
 
 
+@pytest.mark.parametrize("key", frames.SMALL_ORDER_KEYS, ids=bytes.hex)
+def test_a_key_of_small_order_signs_nothing(key):
+    signed = next(
+        payload
+        for payload in (b"%d" % number for number in range(1000))
+        if frames.is_forged(key, envelope._signed(payload, DOMAIN, SWARM, "raw"))
+    )
+    forged = envelope.Envelope(key=key, payload=signed, signature=frames.FORGED_SIGNATURE)
+    assert not is_valid(forged)
+    assert envelope.peer_key(envelope.peer_id(key)) is None
+
+
 def test_signed_bytes_are_laid_out_as_documented():
     laid_out = b"\x13swarmnode/rollout/1" + SWARM + b"\x00" + b"payload"
     assert KEY.sign(laid_out) == SIGNED.signature

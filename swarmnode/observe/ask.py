@@ -1,0 +1,125 @@
+"""Asks a node's HTTP server for its state, as `status`, `top` and `doctor` do.
+
+The server may be anybody: an operator types addresses. One deadline covers everything from the name
+look-up to the last byte, the answer's size is bounded, and redirects and proxies are not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import h11
+import msgspec
+import trio
+
+from swarmnode.errors import Unavailable
+from swarmnode.observe.logs import clean_text
+from swarmnode.observe.where import Place
+
+DEADLINE_SECONDS = 5.0
+MAX_BYTES = 4 * 2**20
+"""A node with 1000 peers and a full log answers with 1 MB."""
+READ_BYTES = 2**16
+
+
+def fetch_status(place: Place, points: int, seconds: float = DEADLINE_SECONDS) -> bytes:
+    """Return the body of /status, JSON that nobody has checked yet.
+
+    Raises:
+        Unavailable: no answer in time, or one that is not 200.
+    """
+    try:
+        return trio.run(_get, place.url, f"/status?points={points}", seconds)
+    except trio.TooSlowError:
+        why = f"no whole answer within {seconds:.0f} s"
+    except (OSError, ValueError, h11.ProtocolError, trio.BrokenResourceError) as error:
+        why = _reason(error)
+    raise _no_answer(place, why)
+
+
+def decode_status(place: Place, body: bytes) -> dict[str, object]:
+    """Return the answer of /status as plain values. Raises Unavailable where it is something
+    else, or of another node than is meant."""
+    try:
+        told = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _no_answer(place, str(error)) from None
+    if not isinstance(told, dict) or "snapshot" not in told:
+        raise Unavailable(f"{place.url} is not a swarmnode")
+    match told:
+        case {"snapshot": {"node": {**node}}, "ready": {"ok": bool()}}:
+            if place.peer and node.get("peer") not in ("", None, place.peer):
+                raise Unavailable(
+                    f"the node of this directory does not run: at {place.url} another one answers"
+                )
+            return told
+    raise Unavailable(
+        f"the node at {place.url} reports its state in another form: ask it with its own version"
+    )
+
+
+def _no_answer(place: Place, why: str) -> Unavailable:
+    return Unavailable(
+        f"no node answers at {place.url}: {clean_text(why)}; does it run? -d DIR or HOST:PORT names"
+        " another"
+    )
+
+
+async def _get(url: str, target: str, seconds: float) -> bytes:
+    where = urlsplit(url)
+    host, secure = where.hostname or "", where.scheme == "https"
+    with trio.fail_after(seconds):
+        tcp = await trio.open_tcp_stream(host, where.port or (443 if secure else 80))
+        stream: trio.abc.Stream = tcp
+        if secure:
+            context = ssl.create_default_context()
+            stream = trio.SSLStream(tcp, context, server_hostname=host, https_compatible=True)
+        try:
+            return await _exchange(stream, where.netloc, target)
+        finally:
+            await trio.aclose_forcefully(stream)
+
+
+async def _exchange(stream: trio.abc.Stream, host: str, target: str) -> bytes:
+    connection = h11.Connection(h11.CLIENT)
+    headers = [("Host", host), ("Accept", "application/json"), ("Connection", "close")]
+    request = h11.Request(method="GET", target=target, headers=headers)
+    await stream.send_all(
+        (connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b"")
+    )
+    body = bytearray()
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            connection.receive_data(await stream.receive_some(READ_BYTES))
+        elif isinstance(event, h11.Response) and event.status_code != 200:
+            raise ValueError(f"status {event.status_code}")
+        elif isinstance(event, h11.Data):
+            body += event.data
+            if len(body) > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+        elif isinstance(event, h11.EndOfMessage):
+            return bytes(body)
+        elif isinstance(event, h11.ConnectionClosed):
+            raise ValueError("it closed the connection")
+
+
+def _reason(error: BaseException) -> str:
+    """The system's words for a failed connection, else the error's own."""
+    causes = [each for each in _causes(error) if isinstance(each, OSError) and each.strerror]
+    if not causes:
+        return str(error)
+    last = causes[-1]
+    # trio puts the address in front of the system's words
+    return os.strerror(last.errno) if last.errno and last.errno > 0 else str(last.strerror)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for each in (*inner, error.__cause__):
+        if each is not None:
+            yield from _causes(each)

@@ -1,0 +1,155 @@
+"""What a shell, a container or a service manager does to a process before it begins."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from swarmnode import cli, environment
+from swarmnode.config import Config
+from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.files import held_data_dir
+
+PYTHON = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+
+
+def shell(line: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`line`, in which $SN is this program, with its own output captured."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(
+        ["bash", "-c", line.replace("$SN", f"{sys.executable} -m swarmnode")],
+        env={**kept, **PYTHON, **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_descriptor_changes_no_exit_code(tmp_path, closed) -> None:
+    data_dir = tmp_path / "node"
+    with held_data_dir(data_dir):
+        ran = shell(f"$SN run -d {data_dir} {closed}", tmp_path)
+        assert ran.returncode == Unavailable.exit_code
+    assert shell(f"$SN key show -d {data_dir} {closed}", tmp_path).returncode == 0
+    assert (data_dir / "identity.key").read_bytes().startswith(b"-----BEGIN")
+
+
+def test_a_full_output_is_one_line_and_an_exit_code(tmp_path) -> None:
+    ran = shell("$SN config show >/dev/full", tmp_path)
+    assert ran.returncode == Unavailable.exit_code
+    assert ran.stderr.splitlines() == [
+        f"swarmnode: cannot write to standard output: {os.strerror(errno.ENOSPC)}"
+    ]
+    short = shell("$SN --version >/dev/full", tmp_path)
+    assert (short.returncode, len(short.stderr.splitlines())) == (Unavailable.exit_code, 1)
+    assert shell("$SN config show -s a=b 2>/dev/full", tmp_path).returncode == ConfigError.exit_code
+    assert shell("$SN config show | head -1; exit ${PIPESTATUS[0]}", tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTHONOPTIMIZE": "2"},
+        {"PYTHONINSPECT": "1"},
+        {"PYTHONWARNINGS": "error", "PYTHONSTARTUP": "/nonexistent", "PYTHONHASHSEED": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"LC_ALL": "tr_TR.ISO-8859-9", "LANG": "nonsense", "PYTHONUTF8": "0"},
+        {"COLUMNS": "0", "LINES": "-1"},
+        {"COLUMNS": "1000000000", "LINES": "abc"},
+        {"COLUMNS": "٣", "TERM": "nonsense", "NO_COLOR": ""},
+        {"TMPDIR": "/nonexistent", "HOME": "relative", "XDG_STATE_HOME": "", "USER": ""},
+        {"OMP_NUM_THREADS": "abc", "CUDA_VISIBLE_DEVICES": "junk", "TORCH_LOGS": "junk"},
+    ],
+    ids=lambda variables: ",".join(variables),
+)
+def test_odd_variables_change_nothing(tmp_path, variables) -> None:
+    (tmp_path / "config.toml").write_text('[node]\nname = "Größe–≤"\n', encoding="utf-8")
+    plain = shell("$SN run --help </dev/null", tmp_path, LC_ALL="C.UTF-8")
+    odd = shell("$SN run --help </dev/null", tmp_path, **{"LC_ALL": "C.UTF-8", **variables})
+    assert odd.returncode == 0
+    words = lambda ran: [word for word in ran.stdout.split() if word.isalnum()]
+    assert words(odd) == words(plain)
+    command = f"$SN config show -d {tmp_path / 'node'} -c config.toml </dev/null"
+    shown = shell(command, tmp_path, **{"LC_ALL": "C.UTF-8", **variables})
+    assert shown.returncode == 0
+    assert "swarmnode" not in shown.stderr
+    assert "node.name" in shown.stdout
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path) -> None:
+    (tmp_path / "config.toml").write_text('[node]\nname = "≤ß"\n', encoding="utf-8")
+    command = f"$SN config show -d {tmp_path / 'node'} -c config.toml"
+    shown = shell(command, tmp_path, PYTHONIOENCODING="ascii", LC_ALL="C.UTF-8")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "\\u2264" in shown.stdout
+
+
+def test_files_are_read_as_utf_8_whatever_the_locale() -> None:
+    assert environment.cleaned({"PYTHONUTF8": "0"}, "ISO-8859-9") == {
+        "PYTHONUTF8": "1",
+        "PYTHONIOENCODING": "ISO-8859-9:backslashreplace",
+    }
+    kept = {"PYTHONPATH": "x", "PYTHONWARNINGS": "ignore", "HOME": "/h"}
+    assert environment.cleaned({**kept, "PYTHONOPTIMIZE": "2"}, "utf-8") == kept
+
+
+NOBODY = """
+import os, pwd, sys
+def nobody(*_): raise KeyError("getpwuid(): uid not found")
+pwd.getpwuid = nobody
+from swarmnode import cli, environment
+environment.prepare()
+code = cli.run(sys.argv[1:])
+print(os.environ.get("HOME"), os.environ["LOGNAME"])
+sys.exit(code)
+"""
+
+
+def test_a_user_without_home_and_entry_needs_a_directory_only(tmp_path) -> None:
+    (tmp_path / "nobody.py").write_text(NOBODY)
+    gone = "env -u HOME -u XDG_STATE_HOME -u XDG_CONFIG_HOME -u USER -u LOGNAME -u USERNAME"
+    command = f"{gone} {sys.executable} nobody.py key show"
+    without = shell(command, tmp_path)
+    assert without.returncode == ConfigError.exit_code
+    assert "-d DIR" in without.stderr
+    assert len(without.stderr.splitlines()) == 1
+    within = shell(f"{command} -d node", tmp_path)
+    assert within.returncode == 0
+    assert within.stdout.splitlines()[-1] == f"{tmp_path / 'node'} uid{os.getuid()}"
+    assert not any(tmp_path.glob("~*"))
+
+
+def test_without_a_temporary_directory_the_node_has_its_own(monkeypatch, tmp_path) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    environment.provide_directories(tmp_path / "node")
+    assert Path(os.environ["TMPDIR"]).is_dir()
+    assert tmp_path in Path(os.environ["TMPDIR"]).parents
+
+
+def test_a_peers_text_in_an_error_is_inert(monkeypatch, capsys) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise Unavailable("the peer says \x1b]0;owned\x07\u202e\nsecond line")
+
+    monkeypatch.setattr(cli, "app", refuses)
+    assert cli.run(["status"]) == Unavailable.exit_code
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 2
+    assert all(character.isprintable() or character == "\n" for character in error)
+
+
+def test_the_default_directory_is_absolute() -> None:
+    assert Config().node.data_dir.is_absolute()

@@ -1,0 +1,221 @@
+"""`status`, `top` and `doctor` against a server that is anybody's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from swarmnode import cli
+from swarmnode.errors import Unavailable
+from swarmnode.observe import ask
+from swarmnode.observe.history import History
+from swarmnode.observe.http import status_json
+from swarmnode.observe.top import drawn, fetch, names_of
+from swarmnode.observe.where import Place
+from tests.support.snapshots import example, example_at
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+MOVES = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202e\u2066\u200b"
+Script = Callable[[socket.socket], None]
+
+
+@contextlib.contextmanager
+def serving(script: Script) -> Iterator[Place]:
+    """A server that does `script` with every connection, after it has read the request."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                script(connection)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield Place(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def whole(body: bytes) -> Script:
+    return lambda to: to.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+
+def drip(first: bytes, again: bytes) -> Script:
+    def script(to: socket.socket) -> None:
+        to.sendall(first)
+        while True:
+            to.sendall(again)
+            time.sleep(0.02)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda to: to.recv(1),
+        drip(b"", b"H"),
+        drip(HEAD, b"X-"),
+        drip(HEAD, b"X: y\r\n"),
+        drip(HEAD + b"\r\n", b" "),
+        drip(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["silent", "status line", "header", "headers", "body", "chunks", "continue"],
+)
+def test_a_server_that_drips_is_given_up_at_the_deadline(script) -> None:
+    with serving(script) as place, pytest.raises(Unavailable, match="no whole answer"):
+        ask.fetch_status(place, 1, seconds=0.5)
+
+
+def test_a_body_without_end_is_given_up() -> None:
+    def endless(to: socket.socket) -> None:
+        to.sendall(HEAD + b"\r\n")
+        while True:
+            to.sendall(b"[" * 2**20)
+
+    with serving(endless) as place, pytest.raises(Unavailable, match="more than"):
+        ask.fetch_status(place, 1, seconds=60)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 500 " + MOVES.encode("latin-1", "ignore") + b"\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n",
+        b"HTTP/1.1 401 \x1b[31m\r\n\r\n",
+        MOVES.encode() + b"\r\n\r\n",
+        HEAD + MOVES.encode() + b": x\r\n\r\n",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n\x1b[2J\r\n",
+        b"",
+    ],
+    ids=lambda head: repr(head[:30]),
+)
+def test_what_is_no_answer_is_one_plain_line(head, capsys) -> None:
+    with serving(lambda to: to.sendall(head)) as place:
+        for command in (["status"], ["status", "--json"], ["top"]):
+            assert cli.run([*command, "--url", place.url]) == Unavailable.exit_code
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert len(shown.err.splitlines()) == 3
+    assert all(character.isprintable() or character == "\n" for character in shown.err)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[",
+        b"null",
+        b"1e999",
+        b"9" * 5000,
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'"\\ud800"',
+        b"\xff\xfe",
+        b'{"snapshot": null}',
+        b'{"snapshot": []}',
+        b'{"snapshot": {"node": []}, "ready": {"ok": true}}',
+        b'{"snapshot": {"node": {}}, "ready": {"ok": "yes"}}',
+        b'{"snapshot": {"node": {}}, "ready": []}',
+        b'{"snapshot": {"node": {}}, "ready": {"ok": true}}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_json_of_another_form_is_one_plain_line(body, capsys) -> None:
+    with serving(whole(body)) as place:
+        assert cli.run(["status", "--url", place.url]) == Unavailable.exit_code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def told() -> dict[str, Any]:
+    history = History()
+    for second in range(60):
+        history.add(example_at(float(second)))
+    return json.loads(status_json(example(), history))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of everything in a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from places(each, (*path, key))
+
+
+WRONG = [None, MOVES, "\U000e0041[bold]x[/]", 10**400, 1e308, -1, True, [], {}, [MOVES], {MOVES: 1}]
+
+
+def test_any_wrong_value_is_drawn_inert_or_refused() -> None:
+    status, draw = told(), random.Random(39)
+    every = list(places(status))
+    shown = refused = 0
+    for path in draw.sample(every, 400):
+        wrong = copy.deepcopy(status)
+        at: Any = wrong
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = draw.choice(WRONG)
+        place = Place("http://127.0.0.1:9")
+        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        with console.file:
+            try:
+                console.print(drawn(ask.decode_status(place, json.dumps(wrong).encode()), place))
+            except Unavailable:
+                refused += 1
+                continue
+        shown += 1
+        text = console.export_text(styles=True)
+        assert not any(moving in text for moving in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"))
+        assert "\U000e0041" not in text
+    assert shown
+    assert refused
+
+
+def test_every_shown_text_is_inert(capsys) -> None:
+    """Each string of the answer at once, so that none is drawn as it came."""
+
+    def hostile(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hostile(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [hostile(each) for each in value]
+        return f"{value[:3]}{MOVES}[red]" if isinstance(value, str) else value
+
+    with serving(whole(json.dumps(hostile(told())).encode())) as place:
+        assert cli.run(["status", "--url", place.url]) == 0
+        assert cli.run(["status", "--json", "--url", place.url]) == 0
+    shown = capsys.readouterr().out
+    assert "[red]" in shown
+    assert all(character.isprintable() or character in "\n\u202f" for character in shown)
+
+
+def test_names_of_another_form_are_left_out() -> None:
+    assert names_of({}) == names_of({"swarm": []}) == names_of({"swarm": {"rows": 3}}) == {}
+    rows = [{"peer": "a", "name": "b"}, {"peer": 1, "name": "b"}, {"peer": "c"}, 7, {"name": None}]
+    assert names_of({"swarm": {"rows": rows}}) == {"a": "b"}
+
+
+def test_another_node_than_meant_is_refused() -> None:
+    with serving(whole(json.dumps(told()).encode())) as place:
+        assert fetch(Place(place.url, example().node.peer))["ready"]["ok"]
+        with pytest.raises(Unavailable, match="another one answers"):
+            fetch(Place(place.url, "12D3KooWsomebodyelse"))
