@@ -74,6 +74,12 @@ def main() -> None:
         ["-r trainer.txt"],
         [pin for pin in test if pin not in bootstrap + trainer],
     )
+    unused = sorted({*UNUSED, *UNUSED_BY_TASKS, "pycosat"} - {"sympy"})  # torch imports sympy
+    Path(FOLDER, "unused.txt").write_text(
+        "# Distributions that no process imports. Made by `python tools/lock.py`.\n"
+        "# uv tool install: --excludes requirements/unused.txt\n"
+        + "".join(f"{name}\n" for name in unused)
+    )
 
 
 def resolve(

@@ -1,8 +1,12 @@
 """The pinned lists of requirements/ are complete, and set-up installs them as they are."""
 
 import importlib.metadata
+import json
+import os
 import re
+import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -93,3 +97,27 @@ def test_set_up_lets_pip_resolve_torch_alone(target):
     resolving = [line for line in installs if "--no-deps" not in line]
     assert len(installs) >= 3
     assert [line for line in resolving if "requirements/torch.txt" not in line] == []
+
+
+@pytest.mark.long
+def test_uv_installs_the_tool_without_a_compiler(tmp_path):
+    """The command of docs/join.md. CC=false fails every build that needs a compiler."""
+    (command,) = re.findall(
+        r"^    (uv tool install .*)$", (ROOT / "docs/join.md").read_text(), re.M
+    )
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "uv"], check=True, timeout=120)
+    subprocess.run([tmp_path / "uv/bin/pip", "install", "-q", "uv"], check=True, timeout=120)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}/uv/bin:{os.environ['PATH']}",
+        "UV_TOOL_DIR": str(tmp_path / "tools"),
+        "UV_TOOL_BIN_DIR": str(tmp_path / "bin"),
+        "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
+        "CC": "false",
+    }
+    install = [*shlex.split(command), "--python", sys.executable]
+    subprocess.run(install, cwd=ROOT, env=environment, check=True, timeout=900)
+    doctor = [tmp_path / "bin/swarmnode", "doctor", "--data-dir", tmp_path / "node", "--json"]
+    done = subprocess.run(doctor, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    checks = {check["name"]: check["level"] for check in json.loads(done.stdout)["checks"]}
+    assert (checks["device"], checks["model"], checks["trial"]) == ("ok", "ok", "ok")

@@ -43,6 +43,8 @@ NOT_HERE = {
     r"make demo": "tests/swarm/test_demo.py runs it",
     r"make test": "runs this",
     r"pip install (--no-deps )?-r requirements/": "`make fresh` installs them",
+    r"uv tool install ": "needs a package index; `tests/deploy/test_setup.py` runs it",
+    r"pipx install ": "needs a package index and a compiler",
     r"swarmnode (config set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
     r"swarmnode config set --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
 }
