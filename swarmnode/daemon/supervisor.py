@@ -377,6 +377,8 @@ def how_it_ended(exit_code: int, last: str) -> str:
     )
     if exit_code == -signal.SIGKILL and not last:
         how += "; where nobody did that, the machine ran out of memory"
+    if exit_code == -signal.SIGILL:
+        how += ": a package, most often torch, is built for a newer processor than this one"
     return f"{last.removeprefix('crashed error=')} ({how})" if last else how
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import random
 import re
+import signal
 from collections import deque
 from dataclasses import dataclass
 
 from swarmnode.config import SupervisorConfig
+from swarmnode.errors import Unavailable
 
 DEFECT = 70
 """Exit code of a node whose process fails with the same exception at every start."""
@@ -185,6 +187,8 @@ class Watchdog:
             return End(0, f"{self.name} finished")
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
             return End(exit_code, f"{self.name} cannot run")
+        if exit_code == -signal.SIGILL:  # the processor is the same at every start
+            return End(Unavailable.exit_code, f"{self.name} cannot run")
         if self._repeats(now - self._started_at, exit_code, cause):
             code = exit_code if exit_code in START_CODES else DEFECT
             return End(code, f"{self.name} ended {self._same} times by the same error")

@@ -46,6 +46,17 @@ def test_run_ends_at_the_first_start_of_the_trainer(broken, tmp_path):
     assert processes["trainer"]["restarts"] == 0
 
 
+def test_run_ends_at_once_on_an_unsuited_processor(broken, tmp_path):
+    options = ["--set", "http.port=0", "--set", "network.mdns=false"]
+    result = broken(CRASH, "run", "--data-dir", tmp_path / "node", *options)
+    assert result.returncode == 69
+    (line,) = plain(result.stderr)
+    assert "SIGILL" in line
+    assert "processor" in line
+    processes = json.loads((tmp_path / "node" / "run" / "supervisor.json").read_text())["processes"]
+    assert processes["trainer"]["restarts"] == 0
+
+
 @pytest.mark.parametrize(
     "command", [["demo"], ["demo", "--crew"], ["export", "out"], ["eval", "embedded"]]
 )
