@@ -317,7 +317,7 @@ def test_config_show_tells_what_the_manifest_set(tmp_path, capsys):
         "value": 1.0,
         "origin": f"manifest {founded().swarm.hex()[:16]}…",
     }
-    assert shown["training.learning_rate"]["origin"] == "default"
+    assert shown["training.learning_rate"]["origin"] == "default for this model"
 
 
 def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Joining over real hosts: what a peer in an invite can get wrong, private swarms, successors, and
 a key in use twice."""
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -330,7 +331,9 @@ async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_pa
     issued = list(sessions)
     for frame in issued:
         told[:] = [frame]
-        await original.notify("peer")
+        # both started at the same time, so that the session ids decide which one ends
+        with contextlib.suppress(Refused):
+            await original.notify("peer")
     assert original.statistics().twins == 1
 
 

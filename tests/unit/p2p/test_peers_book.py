@@ -10,7 +10,7 @@ from swarmnode.p2p.reputation import Reputation, Standing
 
 
 def peer(index: int) -> str:
-    return base58.b58encode(addresses.ED25519_PEER_ID + index.to_bytes(32, "big")).decode()
+    return base58.b58encode(addresses.ED25519_PEER_ID + (index + 1).to_bytes(32, "big")).decode()
 
 
 def table() -> PeerTable:

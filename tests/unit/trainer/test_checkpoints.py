@@ -6,6 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
+import structlog
 import torch
 
 from swarmnode import cli
@@ -188,18 +189,21 @@ def test_moving_the_state_away_starts_anew(tmp_path):
     assert saved(tmp_path)[0].step == 0
 
 
-def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock, capsys):
+def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock):
     source, counters = Source(), Counters()
-    with Checkpoints(
-        tmp_path, 60.0, source, torch.Generator(), counters, bytes_per_day=1000.0
-    ) as kept:
+    with (
+        structlog.testing.capture_logs() as lines,
+        Checkpoints(
+            tmp_path, 60.0, source, torch.Generator(), counters, bytes_per_day=1000.0
+        ) as kept,
+    ):
         for _ in range(200):
             counters.step += 1
             kept.save()
             while not kept.idle:
                 time.sleep(0.001)
             clock[0] += 1.0
-    assert capsys.readouterr().out.count("set training.save_every higher") == 1
+    assert [line["save_every"] for line in lines if line["log_level"] == "warning"] == [60.0]
 
 
 def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(

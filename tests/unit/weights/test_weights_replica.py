@@ -290,8 +290,8 @@ def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(
     a.said.clear()
     a.probe.answer(losses)
     assert not a.said, "said between two steps only"
-    a.between()
-    assert a.between() == expected.committed
+    # the worker may be done before the first or the second
+    assert any([a.between(), a.between()]) == expected.committed
     assert a.said == [expected]
     assert identical(a.weights(), before) != expected.committed
     assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
