@@ -1,4 +1,5 @@
-"""Counts of what is dropped, by reason. Each reason is logged once."""
+"""Counters of dropped groups, updates, completions and messages, by reason. Each reason is logged
+once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class DropCounts(msgspec.Struct, frozen=True):
     dropped: dict[str, int] = {}
     """By reason."""
     since_kept: dict[str, int] = {}
-    """Those after the last one that was kept, by reason."""
+    """Drops since the last `keep`, by reason."""
 
 
 class DropTally:
@@ -27,8 +28,8 @@ class DropTally:
     def __init__(self, event: str, quiet: Collection[str] = ()) -> None:
         """
         Args:
-            event: what the log says of a reason's first drop.
-            quiet: reasons that are logged as information; all others are warnings.
+            event: log event of the first drop for each reason.
+            quiet: reasons that are logged at level info; all others are warnings.
         """
         self._event = event
         self._quiet = frozenset(quiet)
@@ -61,29 +62,29 @@ class DropTally:
 
 
 class TrainerDrops:
-    """Everything that the trainer drops."""
+    """One tally for each kind of thing that the trainer keeps or drops."""
 
     def __init__(self) -> None:
         self.update = DropTally("no update", quiet=("no_signal", "overflow"))
         """`no_signal`: no row had an advantage. `not_finite`: the gradient was not finite.
-        `overflow`: the gradient was beyond float16, and its scale was lowered. `refused`: the crew
-        took no step."""
+        `overflow`: the gradient overflowed float16, and the loss scale was lowered. `refused`: the
+        crew took no step."""
         self.question = DropTally("question not asked")
-        """`no_question`: the task made none. `too_long`: it does not fit into the model's
-        context."""
+        """`no_question`: the task made no question. `too_long`: the question leaves no room for an
+        answer in the model's context."""
         self.held_out = DropTally("held-out question left out")
-        """`no_question`: the task made none. `not_scored`: the scorer failed."""
+        """`no_question`: the task made no question. `not_scored`: the scorer failed."""
         self.group = DropTally("own group not shared")
-        """`not_scored`: the scorer failed. `special_ids`, `charset`: peers would take fewer than
-        two of its completions."""
+        """`not_scored`: the scorer failed. `special_ids`, `charset`: fewer than two
+        of its completions can be shared."""
         self.completion = DropTally("completion dropped", quiet=("cut",))
         """`charset`: it holds control characters, earned 0 and was not shared. `special_ids`: it
         holds tokens without text and was not shared. `cut`: it ended at the length limit, and
         `mask_truncated` is on. `too_large`: it did not fit into memory."""
         self.external = DropTally("group of a peer refused")
-        """By `rollouts.groups.Outcome`."""
+        """Reasons are those of `rollouts.groups.Outcome`."""
         self.message = DropTally("message to the network process lost")
-        """`link_full`: the network process was away while the queue filled up."""
+        """`link_full`: the queue filled up while the network process was not connected."""
 
     def statistics(self) -> dict[str, DropCounts]:
         return {name: tally.statistics() for name, tally in vars(self).items()}

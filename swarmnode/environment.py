@@ -1,6 +1,6 @@
-"""Repairs what the operator's shell, container or service manager did to this process.
+"""Repair the environment that this process inherits from a shell, container or service manager.
 
-Python and the libraries below obey many environment variables, expect three open descriptors, a
+Python and its libraries obey many environment variables. They expect three open descriptors, a
 user entry and a home directory. A node must not fail, or run with other semantics, because one of
 these is missing or odd.
 """
@@ -29,16 +29,17 @@ CHANGES_SEMANTICS = (
     "PYTHONPROFILEIMPORTTIME",
     "PYTHONASYNCIODEBUG",
 )
-"""Interpreter variables for somebody who debugs Python itself. None is for a node."""
+"""Interpreter variables for debugging. A node must run without them."""
 WIDTHS = range(20, 1001)
-"""COLUMNS and LINES outside are ignored: libraries fail at 0 and fill memory at a million."""
+"""Accepted values of COLUMNS and LINES. Libraries fail at 0 and fill memory at a million."""
 LIBRARIES = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
+"""Prefixes of variables that torch, transformers or their libraries obey."""
 
 
 def restart_if_needed() -> None:
-    """Run this process anew where the interpreter started with variables that a node must not
-    obey, or would read files in another encoding than UTF-8. Does nothing inside another
-    program."""
+    """Execute this process again with a clean environment if the interpreter started with variables
+    that a node must not obey, or would read files in another encoding than UTF-8. Do nothing if
+    another program than `swarmnode` has imported this module."""
     program = Path(sys.argv[0])
     if program.name != "swarmnode" and program.parts[-2:] != ("swarmnode", "__main__.py"):
         return
@@ -49,11 +50,11 @@ def restart_if_needed() -> None:
 
 
 def cleaned(environment: Mapping[str, str], encoding: str) -> dict[str, str]:
-    """Return `environment` as the interpreter may have it.
+    """Return `environment` without variables that a node must not obey.
 
     Args:
-        encoding: of the locale. With another than UTF-8, files are read as UTF-8 and standard
-            output keeps the locale's encoding.
+        encoding: Encoding of the locale. If it is not UTF-8, the result makes Python read files as
+            UTF-8 while standard output keeps the encoding of the locale.
     """
     clean = {name: text for name, text in environment.items() if name not in CHANGES_SEMANTICS}
     if "error" in clean.get("PYTHONWARNINGS", ""):
@@ -65,8 +66,8 @@ def cleaned(environment: Mapping[str, str], encoding: str) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Give this process what libraries expect: three open descriptors, text streams that can print
-    any character, a user name, a sensible terminal size."""
+    """Set up what libraries expect: three open descriptors, text streams that can print any
+    character, a user name, a sensible terminal size."""
     open_standard_streams()
     if Path(sys.argv[0]).name == "swarmnode":
         # `python -m` puts the working directory first, where a user's random.py would be imported
@@ -87,8 +88,8 @@ def prepare() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of a closed standard stream. Otherwise the next file would take its
-    number, and a warning or a child would write into it."""
+    """Open /dev/null in place of a closed standard stream. Otherwise the next file that
+    is opened would take its number, and a warning or a child would write into that file."""
     for fd, mode in enumerate(("r", "w", "w")):
         try:
             os.fstat(fd)
@@ -104,7 +105,7 @@ def open_standard_streams() -> None:
 
 
 def provide_directories(data_dir: Path) -> None:
-    """Name the data directory as home and as place for temporary files where there is none."""
+    """Use the data directory as home directory, and for temporary files, if there is no other."""
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = str(data_dir)
     try:
@@ -117,5 +118,5 @@ def provide_directories(data_dir: Path) -> None:
 
 
 def obeyed() -> list[str]:
-    """Return the names of the variables that torch and transformers may obey."""
+    """Return the names of the set variables that torch and transformers may obey."""
     return sorted(name for name in os.environ if name.startswith(LIBRARIES))

@@ -1,8 +1,8 @@
-"""The commands that error messages name to install what is missing, and a trial of torch.
+"""Install commands for error messages, and a check that torch can be imported.
 
-The commands name the packages that an extra of pyproject.toml stands for. They do not name this
-distribution: the name `swarmnode` on PyPI is another project's, and pip would resolve py-libp2p's
-dependencies again, of which one needs a compiler.
+The commands list the packages of an extra of pyproject.toml instead of `swarmnode[extra]`: the name
+`swarmnode` on PyPI belongs to another project, and pip would resolve py-libp2p's dependencies
+again, one of which needs a compiler.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ EXTRAS = {
     "verifiers": ("verifiers>=0.4,<0.5",),
     "wandb": ("wandb>=0.31",),
 }
-"""Packages of each extra; `train` has reasoning-gym besides."""
+"""Packages of each extra. `train` also needs `REASONING_GYM`."""
 REASONING_GYM = "reasoning-gym==0.1.25"
-"""Installed without its dependencies: the tasks import none of them but PyYAML."""
+"""Installed without its dependencies: of these, the tasks import only PyYAML."""
 LISTS = Path(__file__).resolve().parents[1] / "requirements"
-"""The pinned lists of a checkout; elsewhere there are none."""
+"""The pinned lists. They exist in a checkout only."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TRIAL_SECONDS = 300.0
-"""A cold disk takes a minute."""
+"""Timeout of importing torch, which takes a minute from a cold disk."""
 
 
 def install_command(extra: str) -> str:
-    """Return the shell command that installs what `extra` stands for."""
+    """Return the shell command that installs the packages of `extra`."""
     if extra != "train":
         return f"pip install {shlex.join(EXTRAS[extra])}"
     if (LISTS / "trainer.txt").is_file():
@@ -77,7 +77,7 @@ def check_torch() -> None:
 
 
 def torch_failure(cause: str) -> str:
-    """Return the error line for a torch whose import fails with `cause`."""
+    """Return the error line for an import of torch that failed with `cause`."""
     spec = importlib.util.find_spec("torch")
     where = f" in {Path(spec.origin).parent}" if spec is not None and spec.origin else ""
     return f"torch{where} cannot be imported: {' '.join(cause.split())[:500]}: {torch_remedy()}"

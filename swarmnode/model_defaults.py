@@ -1,7 +1,8 @@
-"""Defaults of training that follow the model. The embedded policy has 114,000 parameters and
-answers in a few tokens; its values spoil a real model, and a real model's values teach it nothing.
+"""Training defaults that depend on the model.
 
-This is the only table. `Config` fills it in wherever nobody has set a value.
+The embedded policy has 114,000 parameters and answers in a few tokens. Its learning rate would
+spoil a real model, and it would learn nothing at a real model's. `Config` takes a value from this
+table if nobody has set one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EMBEDDED = "embedded"
-"""What `policy.model` is for the policy that comes with swarmnode."""
+"""Value of `policy.model` for the policy that is part of swarmnode."""
 EMBEDDED_SHAPE = {
     "model_type": "llama",
     "vocab_size": 115,
@@ -20,10 +21,10 @@ EMBEDDED_SHAPE = {
     "intermediate_size": 192,
     "num_attention_heads": 4,
 }
-"""By this a directory is known to hold the embedded policy: exported after training, or with more
-layers."""
+"""Entries of config.json that identify the embedded policy in a directory: exported after training,
+or with more layers."""
 CONFIG_BYTES = 1024 * 1024
-"""A config.json that is longer is not the embedded policy's."""
+"""Bytes of a config.json that are read. A longer one is not the embedded policy's."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class ModelDefaults:
     max_completion_length: int
     """Sampled tokens."""
     spoiling_rate: float = math.inf
-    """Learning rate from which reinforcement learning spoils the model. Published recipes have 1e-6
-    for all weights, and 1e-5 to 1e-4 for an adapter."""
+    """Smallest learning rate at which reinforcement learning spoils the model. Published recipes
+    have 1e-6 for all weights, and 1e-5 to 1e-4 for an adapter."""
     shortest_answer: int = 1
-    """Tokens: a chat model's answer begins after some words."""
+    """Smallest sensible `max_completion_length`: a chat model writes some words before its
+    answer."""
 
     def values(self) -> dict[str, float | int]:
         """Return the defaults by their names in `[training]`."""
@@ -73,7 +75,7 @@ def _holds_embedded_policy(directory: Path) -> bool:
 
 
 def _read(directory: Path, name: str) -> dict[str, object]:
-    """Return a JSON object; an empty one where there is none."""
+    """Return the JSON object in a file, or an empty one if there is none."""
     try:
         with open(directory.expanduser() / name, "rb") as file:
             found = json.loads(file.read(CONFIG_BYTES))

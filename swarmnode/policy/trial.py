@@ -1,12 +1,12 @@
-"""A trial of a policy before it is trained: sample, score by every way, and take one gradient.
+"""Try a policy before training: sample, score by every way, and compute gradients.
 
-    sample     two questions of unlike length, by both engines
-    score      the same tokens again: both must say the same of them
+    sample     two questions of different length, by both engines
+    score      the same tokens again: log-probabilities must equal those of sampling
     length     answers as long as `training.max_completion_length` allows, by every way
-    gradient   of every way that the model takes
+    gradient   by every way that works with the model
 
-A way that the model does not take is not used (`ways.py`). A model that cannot be sampled from or
-trained at all is refused in one line, and not minutes later in a trainer's log.
+A way that does not work with the model is not used (`ways.py`). A model that cannot be sampled from
+or trained at all is refused in one line before training starts.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from swarmnode.policy.ways import bound, mean_gap, reason, refuse, refused, tria
 
 QUESTIONS = ("What is 3 + 4? Answer: ", "Calculate 12 + 25 - 3. Answer: ")
 TOKENS = 8
-"""Tokens that are sampled of an answer."""
+"""Tokens to sample for each answer."""
 ROWS = 2
 """Answers to each question."""
 NORM_BOUND = {torch.float32: 0.01}
-"""Relative difference of the gradients' norms above which a way has another gradient."""
+"""Relative difference of gradient norms from the plain way above which a way is wrong."""
 NORM_BOUND_ELSEWHERE = 0.3
-"""In 16 bits."""
+"""The same bound in 16 bits."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has found."""
+    """Result of a trial."""
 
     tokens: int
-    """Sampled."""
+    """Number of sampled tokens."""
     engines: Sequence[str]
-    """That can sample."""
+    """Engines that can sample from the model."""
     warnings: Sequence[str]
     """What an operator should change, one line each."""
     refused: Sequence[str]
@@ -77,10 +77,10 @@ class Trial:
 def try_policy(
     cfg: PolicyConfig, training: TrainingConfig | None = None
 ) -> tuple[str, Sequence[str]]:
-    """Load a policy, try it, and return the result in a few words, and warnings.
+    """Load a policy and try it. Return the result in a few words, and warnings.
 
     Raises:
-        Unavailable: it cannot be trained.
+        Unavailable: the model cannot be trained.
         LocalError: as `load_policy` does.
     """
     started = time.monotonic()
@@ -96,14 +96,14 @@ def try_loaded(
     training: TrainingConfig,
     alive: Callable[[], None] = lambda: None,
 ) -> Trial:
-    """Try a loaded policy. Leaves its weights and gradients as they were.
+    """Try a loaded policy. Weights do not change, and gradients are cleared.
 
     Args:
-        training: says how long an answer may be, and at which temperature it is sampled.
-        alive: is called between the parts of the trial.
+        training: Settings with the longest answer and the sampling temperature.
+        alive: Called between the parts of the trial, to report progress.
 
     Raises:
-        Unavailable: it cannot be trained.
+        Unavailable: the model cannot be trained.
         DeviceError: memory ran out.
     """
     name, started = f"policy.model {cfg.model!r}", time.monotonic()
@@ -131,11 +131,14 @@ def try_sampling(
     training: TrainingConfig,
     alive: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], list[str]]:
-    """Sample by every engine and score what each has sampled. An engine whose log-probabilities
-    are not those of scoring is not used.
+    """Sample by every engine and score the samples. An engine whose log-probabilities differ from
+    those of scoring is not used.
 
     Returns:
-        Rows that were sampled, and the engines that can sample. Raises Unavailable if none can.
+        The sampled rows, and the engines that can sample.
+
+    Raises:
+        Unavailable: no engine can sample.
     """
     prompts = list(QUESTIONS)
     for prompt in prompts:
@@ -193,7 +196,8 @@ def try_sampling(
 
 
 def _sampled_gap(policy: Policy, groups: Sequence[GroupSample], temperature: float) -> float:
-    """Mean difference in nats of recorded log-probabilities from those of scoring, row by row."""
+    """Return the mean difference in nats between log-probabilities recorded in sampling and those
+    of scoring row by row."""
     rows = [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
     recorded = [x for group in groups for each in group.completions for x in each.logprobs]
     return mean_gap(recorded, _flat(policy, rows, "row by row", temperature))
@@ -216,13 +220,16 @@ def try_training(
     alive: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Score and differentiate by every way, and once at the full length of an answer. A way whose
-    values or gradients are not those of the plain way is not used.
+    values or gradients differ from the plain way is not used.
 
     Args:
-        rows: what was sampled.
+        rows: Sampled rows.
 
     Returns:
-        What an operator should change, one line each. Raises Unavailable if the model cannot train.
+        Warnings: what an operator should change, one line each.
+
+    Raises:
+        Unavailable: the model cannot be trained.
     """
     warnings, long = list[str](), long_rows(policy, rows, training.max_completion_length)
     longest = max(len(answer) for _, answer in long)
@@ -246,8 +253,8 @@ def try_training(
 
 
 def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
-    """Two answers to one question, of `longest` tokens or what the context holds, and of a quarter
-    of that: sampled tokens again and again."""
+    """Return two answers to one question, made of repeated sampled tokens. The first has `longest`
+    tokens, or as many as the context holds; the second has a quarter of that."""
     prompt, answer = max(rows, key=lambda row: len(row[0]))
     length = policy.room(prompt, longest)
     tokens = [token for token in answer if token not in policy.eos_ids] or answer
@@ -256,8 +263,12 @@ def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
 
 
 def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> None:
-    """Refuse `way` unless it has the gradient of the plain way, of norm `plain`, and at the length
-    of `long` its values."""
+    """Refuse `way` unless it agrees with the plain way.
+
+    Args:
+        plain: Norm of the gradient by the plain way.
+        long: Rows whose log-probabilities are compared, besides the gradient of `trial_rows`.
+    """
     if way == "row by row" or not takes_way(policy, way):
         return
     try:
@@ -281,7 +292,7 @@ def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> Non
 
 
 def gradient_norm(policy: Policy, rows: Sequence[Row], way: Way) -> float:
-    """Norm of the gradient of the rows' mean log-probability by `way`, of all trained weights."""
+    """Return the gradient norm of the rows' mean log-probability by `way`, over trained weights."""
     policy.model.zero_grad(set_to_none=True)
     batch = collate(rows, policy.pad_id, policy.device)
     with torch.enable_grad():
@@ -291,14 +302,20 @@ def gradient_norm(policy: Policy, rows: Sequence[Row], way: Way) -> float:
 
 
 def total_norm(policy: Policy) -> float:
-    """Norm of the gradients that are there, wherever they lie."""
+    """Return the norm of all gradients, on any device; NaN if there are none."""
     norms = [float(p.grad.norm()) for p in policy.trainable_parameters() if p.grad is not None]
     return math.hypot(*norms) if norms else math.nan
 
 
 def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: float) -> list[str]:
-    """Differentiate the longest answer by the way that training would take. Raises Unavailable if
-    that cannot be done."""
+    """Differentiate the longest answer by the way that training would choose.
+
+    Returns:
+        A warning if memory is too small, else an empty list.
+
+    Raises:
+        Unavailable: it fails for another reason, or the gradient is not finite.
+    """
     policy.model.zero_grad(set_to_none=True)
     tokens = sum(map(len, long[0]))
     try:
@@ -323,7 +340,7 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
 
 
 def is_here(cfg: PolicyConfig) -> bool:
-    """Whether the model is on this machine already, so that a trial downloads nothing."""
+    """Return True if the model is on this machine already, so that a trial downloads nothing."""
     if cfg.model == "embedded" or Path(cfg.model).expanduser().is_dir():
         return True
     from huggingface_hub import try_to_load_from_cache

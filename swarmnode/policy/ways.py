@@ -1,8 +1,9 @@
-"""Which ways of computing a model takes, found by trying each of them once.
+"""Find out which ways of computing log-probabilities work with a model, by trying each way once.
 
-A flag of a model class says what its author had in mind. Whether a mask of ours is taken as it is,
-whether padding changes an answer, and whether keys and values can lie in slots shows only when it
-is done: every way is compared with the plain one, a row by itself without padding, mask or cache.
+The flags of a model class do not show whether the model applies our own attention mask correctly,
+whether padding changes an answer, or whether keys and values of several rows can share one cache
+(slots). Therefore every way is compared with the plain way: one row at a time, without padding,
+mask or cache.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from transformers.cache_utils import DynamicLayer
 from swarmnode.policy.model import Policy
 
 GAP_BOUND = {torch.float32: 0.002}
-"""Mean difference of a token's log-probability from that of the plain way, nats, above which a way
-computes something else. Rounding is a thousandth of that."""
+"""Largest mean difference of log-probabilities from the plain way, in nats per token, at which a
+way still counts as correct. Rounding is a thousandth of that."""
 GAP_BOUNDS_ELSEWHERE = 0.03, 0.2
-"""The same in 16 bits, at least and at most: ten times what rounding does to this model."""
+"""Lower and upper limit of the bound in 16 bits, which is ten times this model's rounding."""
 TEXT = "What is 3 + 4? It is 7, because 3 + 4 = 7."
 
 Row = tuple[list[int], list[int]]
@@ -28,10 +29,11 @@ Row = tuple[list[int], list[int]]
 
 
 def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
-    """Return why the model does not take `way`, in a few words; empty if it does.
+    """Return in a few words why `way` does not work with the model; empty if it works.
 
-    gap: computes by it, and returns the mean difference from the plain way in nats. It is called
-    once for each model and may raise anything.
+    Args:
+        gap: Computes by `way` and returns the mean difference from the plain way in nats. It is
+            called once for each model and may raise anything.
     """
     known = policy.obstacles
     if way not in known:
@@ -46,12 +48,12 @@ def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
 
 
 def refuse(policy: Policy, way: str, why: str) -> None:
-    """Do not take `way` with this model any more."""
+    """Exclude `way` for this model, with the reason `why`."""
     policy.obstacles[way] = why
 
 
 def refused(policy: Policy) -> dict[str, str]:
-    """Way → why the model does not take it, of those that were tried."""
+    """Return the ways that do not work with the model, each with the reason."""
     return {way: why for way, why in policy.obstacles.items() if why}
 
 
@@ -68,13 +70,13 @@ def _failure(policy: Policy, gap: Callable[[], float]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return what an exception says in one short line."""
+    """Return the first line of an exception's message, or the name of its type."""
     text = str(error).strip().split("\n")[0][:200]
     return text or type(error).__name__
 
 
 def bound(policy: Policy) -> float:
-    """Mean gap in nats that rounding explains."""
+    """Return the mean gap in nats that rounding explains for this model."""
     if policy.dtype in GAP_BOUND:
         return GAP_BOUND[policy.dtype]
     if "rounding" not in policy.measured:
@@ -84,13 +86,13 @@ def bound(policy: Policy) -> float:
 
 
 def widest_bound(policy: Policy) -> float:
-    """Mean gap in nats that rounding may explain in any model of this dtype."""
+    """Return the largest mean gap in nats that rounding explains for any model of this dtype."""
     return GAP_BOUND.get(policy.dtype, GAP_BOUNDS_ELSEWHERE[1])
 
 
 def rounding(policy: Policy) -> float:
-    """Mean gap in nats of rows by themselves from the same rows with more tokens behind them, which
-    change nothing but the order of sums."""
+    """Measure the mean gap in nats between rows and the same rows with more tokens appended. The
+    additional tokens change only the order of sums."""
     rows = trial_rows(policy)
     longer = [
         plain_logprobs(policy, (prompt, 3 * answer))[: len(answer)] for prompt, answer in rows
@@ -100,28 +102,30 @@ def rounding(policy: Policy) -> float:
 
 
 def mean_gap(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Mean absolute difference of two lists of numbers; infinite where one is not a number."""
+    """Return the mean absolute difference of two lists; infinity if a value is not finite."""
     gaps = [abs(a - b) for a, b in zip(found, expected, strict=True)]
     mean = math.fsum(gaps) / len(gaps) if all(map(math.isfinite, gaps)) else math.inf
     return mean
 
 
 def trial_rows(policy: Policy) -> list[Row]:
-    """Two answers to one prompt and one answer to a shorter prompt, all of unlike lengths."""
+    """Return two answers to one prompt and one to a shorter prompt, all of different lengths."""
     ids = list(policy.tokenizer(TEXT, add_special_tokens=False)["input_ids"]) or [policy.eos_id]
     ids = (ids * 12)[:12]
     return [(ids[:5], ids[5:9]), (ids[:5], ids[9:11]), (ids[1:3], ids[4:7])]
 
 
 def sees_everything(policy: Policy) -> bool:
-    """Return True if no layer forgets: a trial does not show a window that is longer."""
+    """Return True if every layer attends to the whole context. A short trial cannot detect a
+    sliding window that is longer than its rows."""
     cache = DynamicCache(config=policy.base.config)
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 @torch.no_grad()
 def plain_logprobs(policy: Policy, row: Row) -> list[float]:
-    """Log-probability of each completion token of a row at temperature 1, the plain way."""
+    """Return the log-probability of each completion token of a row, the plain way, at
+    temperature 1."""
     prompt, answer = row
     ids = torch.tensor([prompt + answer[:-1]], device=policy.device)
     positions = torch.arange(ids.shape[1], device=policy.device)[None]

@@ -1,4 +1,6 @@
-"""Score the suite: `python -m tests.mutations [--only TEXT] [--wide] [--json FILE]`.
+"""Measure which of the known defects the suite detects.
+
+    python -m tests.mutations [--only TEXT] [--wide] [--json FILE]
 
 Each mutation in `*.toml` beside this file puts one defect into one file of the checkout. The runner
 applies one at a time, runs the tests that the mutation names, and restores the file. A mutation is
@@ -33,14 +35,14 @@ class Mutation:
     """One defect, and the tests that should detect it."""
 
     name: str
-    """Plain words, unique."""
+    """Unique name of the defect, in plain words."""
     file: str
     """Path from the root of the checkout."""
     before: str
     """Text that occurs once in `file`."""
     after: str
     breaks: str
-    """Behaviour that a user or a peer would miss."""
+    """Behaviour that the defect breaks for a user or a peer."""
     tests: list[str]
     """Arguments for pytest: files, folders or test ids."""
     plane: str = ""
@@ -61,7 +63,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the suite said of one mutation."""
+    """Result of the suite for one mutation."""
 
     name: str
     plane: str
@@ -73,7 +75,7 @@ class Outcome:
 
 
 def load(folder: Path = HERE) -> list[Mutation]:
-    """Return the mutations of all TOML files in `folder`, by file name and order."""
+    """Return the mutations of all TOML files in `folder`, ordered by file name and position."""
     return [
         Mutation(**entry, plane=path.stem)
         for path in sorted(folder.glob("*.toml"))
