@@ -79,7 +79,9 @@ def commands(page):
         match[1]
         for line in lines
         if (
-            match := re.match(r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|make|scp) .*)", line)
+            match := re.match(
+                r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pipx?|uv|make|scp) .*)", line
+            )
         )
     ]
     return [re.split(r"\s{2,}#|\s#\s", line)[0].strip() for line in shell]
