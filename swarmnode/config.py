@@ -31,7 +31,7 @@ DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?")
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 LARGEST = 2**63 - 1
-"""Of whole numbers: torch's seeds and the messages between processes have 64 bits."""
+"""Bound of whole numbers: torch's seeds and the messages between processes have 64 bits."""
 YEAR_SECONDS = 366 * 86_400
 """Longest wait that can be set: timers overflow at some number."""
 NAME_BYTES = 64

@@ -33,7 +33,7 @@ class ModelDefaults:
     it."""
 
     trained: str
-    """What is trained, for messages."""
+    """Name of the trained part, for messages."""
     learning_rate: float
     max_completion_length: int
     """Sampled tokens."""

@@ -63,7 +63,7 @@ for group in (config_app, key_app, manifest_app, recipes_app, task_app):
 
 USAGE_EXIT_CODE = 2
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""Of a write without a file's name: standard output's. Commands report their own files'."""
+"""Error numbers of a failed write to standard output. Commands report errors of their own files."""
 
 
 def run(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LONGEST = 2**20
 PROMPT_TOKENS = 512
-"""Of a row, where nobody says how long rows are."""
+"""Tokens of a prompt, added to the default answer length if `--length` is not given."""
 
 
 def plan(

@@ -471,7 +471,7 @@ class DeviceFacts:
     """The result of loading the model and trying to train it; empty where it is not here yet, None
     where that was not tried."""
     trial_warnings: Sequence[str] = ()
-    """What an operator should change, one line each."""
+    """Settings that an operator should change, one line each."""
     gpu_error: str = ""
     """What torch says of a GPU that it cannot use."""
 
@@ -553,7 +553,7 @@ def check_model(f: DeviceFacts) -> Check:
 
 
 def check_trial(f: DeviceFacts) -> Check:
-    """Whether the model can be sampled from and trained, as far as one trial tells."""
+    """Result of trying to sample from a model and to train it."""
     name = "trial"
     if f.trial and f.trial_warnings:
         return warn(

@@ -365,7 +365,7 @@ def device(config: Config, trial: bool = False) -> DeviceFacts:
 
 
 def examined(request: str, *arguments: str) -> DeviceFacts:
-    """What a child finds. Raises ChildFailed."""
+    """Return the result of a child process. Raises ChildFailed."""
     return child(
         "swarmnode.policy.examine",
         request.encode(),

@@ -164,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """The last of these in one line, the task first."""
     state_saved_step: int = 0
     drops: dict[str, DropCounts] = {}
-    """What was dropped, by the fields of `TrainerDrops`."""
+    """Counts of dropped items, by the fields of `TrainerDrops`."""
     peers_used: dict[str, int] = {}
     """External groups trained on in total, by peer id."""
     weights: WeightsReport | None = None

@@ -262,7 +262,7 @@ def _stuck(s: NodeSnapshot) -> list[str]:
 
 
 def _mostly_dropped(s: NodeSnapshot) -> list[str]:
-    """What is dropped more often than kept, with the most frequent reason."""
+    """Return the kinds that are dropped more often than kept, with the most frequent reason."""
     admission, report = s.rollouts.admission, s.trainer.report
     own = DropCounts(s.rollouts.published, s.rollouts.unpublished)
     counts = [("own groups are not published", "group", own)]

@@ -88,7 +88,7 @@ DROPS = {
     "completion": ("charset", "special_ids", "cut", "too_large"),
     "message": ("link_full",),
 }
-"""What is dropped, and why; see `TrainerDrops` and `Publisher`."""
+"""Dropped items by kind and reason; see `TrainerDrops` and `Publisher`."""
 CREW_STATES: tuple[str, ...] = get_args(CrewState)
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)

@@ -97,7 +97,7 @@ def has_fixed_form(policy: Policy) -> bool:
 
 
 def pads(policy: Policy) -> bool:
-    """Whether prompts of unlike length can be run in one pass, padded on the left. Tried once."""
+    """Return True if left-padded prompts of unlike length can share a pass. Tried once."""
     return not obstacle(policy, "padding", lambda: decoding_gap(policy, Growing))
 
 

@@ -195,7 +195,7 @@ def logprobs_by(
 
 
 def takes_way(policy: Policy, way: Way) -> bool:
-    """Whether the model computes by `way` what it computes row by row. Tried once."""
+    """Return True if `way` gives the same values as row by row. Tried once."""
     if way in ("one pass", "packed") and not sees_everything(policy):
         return False  # its masks are its own
     return way == "row by row" or not obstacle(policy, way, lambda: way_gap(policy, way))

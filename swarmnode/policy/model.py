@@ -50,7 +50,7 @@ class Policy(PolicyText):
     device: torch.device
     """Where input ids go."""
     dtype: torch.dtype
-    """What the model computes in. Trained weights are float32 (accelerate's mixed precision)."""
+    """Dtype of the computation. Trained weights are float32 (accelerate's mixed precision)."""
     accelerator: Accelerator
     """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale
     the loss."""

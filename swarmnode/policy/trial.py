@@ -61,7 +61,7 @@ class Trial:
     engines: Sequence[str]
     """Engines that can sample from the model."""
     warnings: Sequence[str]
-    """What an operator should change, one line each."""
+    """Settings that an operator should change, one line each."""
     refused: Sequence[str]
     """Ways of computing that are not used, with the reason."""
     seconds: float
