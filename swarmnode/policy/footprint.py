@@ -43,7 +43,7 @@ holes in the allocator."""
 SCORES_COPIES = 5
 """How often the logits of all completions under way are there, in float32, while tokens are
 drawn."""
-RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 400 * 2**20}
+RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 350 * 2**20}
 """Before the first weight: a CUDA context with its kernels; on a CPU the interpreter with torch,
 transformers and accelerate."""
 QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_text"})
