@@ -1,9 +1,9 @@
-"""Learning by pull: the nodes of benchmarks.simulator, each connected with few others, of whose
-listings it asks for what it draws.
+"""Learning by pull gossip: the nodes of benchmarks.simulator, each connected with few others, whose
+listings it polls and from which it fetches what it draws.
 
-Who is whose neighbour never changes here, which is the worst that a swarm can be to what it has to
-learn: groups travel on from neighbour to neighbour as these ask for them, or not at all. Nodes take
-their steps in turns, and ask at the moments at which the product does.
+Neighbours never change here, which is the worst case for spreading: groups travel from neighbour to
+neighbour as these fetch them, or not at all. Nodes take their steps in turns. A poll is answered at
+once: what a long poll would wait for is there in the next turn.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.pullers import Puller
 from benchmarks.simulator import Node, OwnSample, Swarm
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.puller import Puller
 from swarmnode.rollouts.sampling import spread
+from swarmnode.rollouts.shelf import Shelf
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.wire import codec
 from swarmnode.wire.envelope import content_id, peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
-from swarmnode.wire.listings import Listed
+from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest
 
 STEP_SECONDS = 30.0
-"""Of a round: a peer is asked for a listing every few seconds at most, and a step takes longer."""
+"""Length of a round."""
 
 
 def rings(count: int, neighbours: int, rng: random.Random) -> list[set[int]]:
-    """A connected graph: `neighbours` / 2 rings through all of `count`, each in another order.
-    Index → whom it is connected with."""
+    """A connected graph: `neighbours` / 2 rings through all of `count`, each in another order, or
+    all of them. Index → whom it is connected with."""
+    if neighbours >= count - 1:
+        return [set(range(count)) - {index} for index in range(count)]
     linked: list[set[int]] = [set() for _ in range(count)]
     for _ in range(max(1, neighbours // 2)):
         order = list(range(count))
@@ -54,7 +57,9 @@ class PullSwarm(Swarm):
             len(self.nodes), self.arm.neighbours, random.Random(f"neighbours/{self.seed}")
         )
         near = lambda node: [self.nodes[index].peer for index in sorted(linked[node.index])]
-        self._members = {node.peer: _Member(node, self.swarm, near(node)) for node in self.nodes}
+        self._members = {
+            node.peer: _Member(node, self.swarm, near(node), self.now) for node in self.nodes
+        }
 
     def round(self) -> None:
         super().round()
@@ -63,19 +68,21 @@ class PullSwarm(Swarm):
         )
 
     def draw(self, node: Node) -> list[TrainingGroup]:
-        """The last to draw in a turn starts the asking of all whose moment has come."""
+        """Draw, and let every node fetch after the last one of a turn has drawn."""
         drawn = super().draw(node)
         assert isinstance(node.pool, Pool)
-        self._members[node.peer].puller.want(
-            node.asked, node.pool.waiting(node.trusted.belief), self.now
-        )
+        waiting = node.pool.waiting(node.trusted.belief)
+        self._members[node.peer].puller.drew(node.asked, waiting, node.step, self.now)
         if node is self.stepping[-1]:
-            # all ask before anything travels on
-            came = {peer: self._pull(member) for peer, member in self._members.items()}
-            for peer, groups in came.items():
-                for listed, frame in groups:
-                    self._members[peer].puller.catalogue.put(frame, listed)
+            self._exchange()
         return drawn
+
+    def _exchange(self) -> None:
+        """Every node polls and fetches what is due, all before anything travels on."""
+        came = {peer: self._pull(member) for peer, member in self._members.items()}
+        for peer, groups in came.items():
+            for listed, frame, holder in groups:
+                self._members[peer].shelf.put(frame, listed, self._members[holder].key)
 
     def share(self, own: dict[int, list[OwnSample]]) -> None:
         """Everybody's groups on its own shelf."""
@@ -97,40 +104,47 @@ class PullSwarm(Swarm):
                         len(frame),
                         spread(one.rewards),
                     )
-                    self._members[node.peer].puller.catalogue.put(frame, listed)
+                    self._members[node.peer].shelf.put(frame, listed)
 
-    def _pull(self, member: _Member) -> list[tuple[Listed, bytes]]:
-        puller = member.puller
-        while requests := puller.to_list(member.neighbours, self.now):
-            for peer, request in requests:
-                answer = self._members[peer].puller.catalogue.listing(request, self.now)
-                puller.listed(peer, answer, self.now)
+        if not self.trace.tokens:
+            self._exchange()  # before the first draw
+
+    def _pull(self, member: _Member) -> list[tuple[Listed, bytes, str]]:
+        puller, now = member.puller, self.now
+        while peers := puller.polls_due(member.neighbours, now, member.seen.__contains__):
+            for peer in peers:
+                request = ListingRequest(self.swarm, *puller.offers.cursor(peer), 0)
+                answer = self._members[peer].shelf.listing(request, now, member.key)
+                puller.polled(peer, answer, now, now)
                 self.asked_for += 1
                 self._received += len(codec.encode(answer))
         came = []
-        for pull in puller.to_pull(self.now, member.node.trust, member.seen.__contains__):
-            came += puller.pulled(
-                pull, self._members[pull.holder].puller.give(pull, self.now), self.now
-            )
-        for listed, frame in came:
+        for pull in puller.fetches_due(now, now, member.node.trust, member.seen.__contains__):
+            request = GroupsRequest([listed.content for listed in pull.groups])
+            answers = self._members[pull.holder].shelf.give(request, now).groups
+            puller.fetched(pull, [answer.status for answer in answers], now)
+            came += [
+                (listed, answer.body, pull.holder)
+                for listed, answer in zip(pull.groups, answers, strict=True)
+                if answer.status == "ok"
+            ]
+        for listed, frame, _ in came:
             member.seen.add(listed.content)
             group = self._groups[listed.content]
-            member.node.receive(group, self.now)
+            member.node.receive(group, now)
             member.met.add(group.peer)
-            puller.scored(listed.content, as_listed=True)
+            puller.scored(listed.content, group.rewards, now)
             self._received += len(frame)
         return came
 
 
 class _Member:
-    def __init__(self, node: Node, swarm: bytes, neighbours: Sequence[str]) -> None:
+    def __init__(self, node: Node, swarm: bytes, neighbours: Sequence[str], now: float) -> None:
         self.node = node
         self.neighbours = neighbours
-        self.puller = Puller(
-            node.key.public_key().public_bytes_raw(),
-            swarm,
-            peer_id,
-            random.Random(f"pull/{node.peer}"),
-        )
+        self.key = node.key.public_key().public_bytes_raw()
+        rng = random.Random(f"pull/{node.peer}")
+        self.shelf = Shelf(self.key, swarm, rng.randbytes(8))
+        self.puller = Puller(self.key, peer_id, rng, now)
         self.seen: set[bytes] = set()
         self.met: set[str] = set()

@@ -395,9 +395,6 @@ class SharingConfig(Section):
     """Publish groups and train on those of other nodes."""
     groups_per_second: float = Field(default=16.0, gt=0, le=GROUPS_PER_SECOND)
     """Groups accepted from one peer, sustained."""
-    exchange: Literal["auto", "gossip", "pull"] = "auto"
-    """How groups come here: `gossip` brings all of them, `pull` asks for as many as are trained on,
-    `auto` measures which is better."""
 
 
 class WeightsConfig(Section):

@@ -418,31 +418,17 @@ SWARM: dict[str, list[Panel]] = {
             (quantile(0.95, "swarmnode_rollout_staleness_versions"), "{{instance}} p95"),
         ),
         p(
-            "Groups fetched by hash",
-            (total("swarmnode_rollouts_fetched_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-        p(
-            "Nodes by how groups come to them",
-            (f"sum by (mode) (swarmnode_rollouts_exchange_mode{{{I}}})", "{{mode}}"),
-            stack=True,
-        ),
-        p(
-            "Groups for each that is asked for",
-            (f"swarmnode_rollouts_per_wanted{{{I}}}", "{{instance}} {{way}}"),
-        ),
-        p(
-            "Groups pulled",
+            "Groups fetched",
             (total("swarmnode_rollouts_pulled_total", "outcome"), "{{outcome}}"),
             unit="ops",
         ),
         p(
-            "Listings asked for",
+            "Polls of listings",
             (total("swarmnode_rollouts_listings_total", "outcome"), "{{outcome}}"),
             unit="ops",
         ),
         p(
-            "Listings that were not true per hour",
+            "False listings per hour",
             (
                 f"sum by (lie) (increase(swarmnode_rollouts_listing_lies_total{{{I}}}[1h]))",
                 "{{lie}}",
@@ -451,14 +437,14 @@ SWARM: dict[str, list[Panel]] = {
         p(
             "Groups on offer",
             (f"swarmnode_rollouts_offered{{{I}}}", "{{instance}} by peers"),
-            (f"swarmnode_rollouts_catalogue_groups{{{I}}}", "{{instance}} here"),
+            (f"swarmnode_rollouts_shelf_groups{{{I}}}", "{{instance}} here"),
         ),
-        p("Peers that list", gauge("swarmnode_rollouts_listers")),
         p(
-            "Asked of this node",
+            "Answers to peers",
             (total("swarmnode_rollouts_served_total", "outcome"), "{{outcome}}"),
             unit="ops",
         ),
+        p("Polls held open", gauge("swarmnode_rollouts_polls_held")),
         p("Pool", gauge("swarmnode_pool_groups")),
         p("Pool size", gauge("swarmnode_pool_bytes"), unit="bytes", width=6),
         p("Peers in the pool", gauge("swarmnode_pool_peers"), width=6),
@@ -711,11 +697,6 @@ SECURITY: dict[str, list[Panel]] = {
         p(
             "Drawn groups, by the trainer's verdict",
             (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-        p(
-            "Groups passed on, or not: the share of their author or origin is used up",
-            (total("swarmnode_rollouts_forwarded_total", "outcome"), "{{outcome}}"),
             unit="ops",
         ),
         p(

@@ -31,7 +31,6 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
-from swarmnode.wire import ids
 from swarmnode.wire.manifest import Opened
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.swarm import swarm_id
@@ -58,8 +57,8 @@ class Member:
     sessions: Sessions
     summaries: Summaries
     successors: Successors | None
-    spoken: ids.Spoken
-    """The ordinals that the swarm speaks, which may be older than this version's newest."""
+    members_choose: bool
+    """Whether members choose the difficulty of their questions."""
     keeps_rules: Callable[[RolloutGroup], bool]
     """Whether a group is one that the swarm's manifest allows."""
 
@@ -131,9 +130,9 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
         keeps_rules = (
             manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
         )
-        spoken = manifest.spoken(opened, config.task.names, config.training.options)
+        choose = manifest.members_choose(opened, config.task.names, config.training.options)
         yield Member(
-            identity, swarm, opened, network, sessions, summaries, successors, spoken, keeps_rules
+            identity, swarm, opened, network, sessions, summaries, successors, choose, keeps_rules
         )
 
 

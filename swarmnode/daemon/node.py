@@ -75,7 +75,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
                 config.task.names,
                 config.training.max_completion_length,
                 member.keeps_rules,
-                member.spoken,
+                member.members_choose,
             ),
             config.sharing,
             budget=meter,

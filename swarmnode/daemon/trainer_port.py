@@ -52,7 +52,7 @@ class TrainerPort:
         self.crew.trainer_left()
 
     async def own_group(self, group: OwnGroup) -> None:
-        await self.rollouts.publish(group)
+        self.rollouts.publish(group)
 
     def draw(self, draw: Draw) -> Drawn:
         return self.rollouts.draw(draw)

@@ -32,7 +32,6 @@ from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.peers import LET_GO
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
@@ -40,12 +39,10 @@ from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
 from swarmnode.recovery.messages import STATE_REFUSALS
 from swarmnode.rollouts.claims import LIES
-from swarmnode.rollouts.forward_budget import OUTCOMES as FORWARDED
 from swarmnode.rollouts.groups import Outcome
-from swarmnode.rollouts.mode import Phase
-from swarmnode.rollouts.pulling import LISTINGS, PULLED
-from swarmnode.rollouts.reasons import REASONS
-from swarmnode.rollouts.serving import SERVED as ROLLOUTS_SERVED
+from swarmnode.rollouts.pull_gossip import LISTINGS, PULLED
+from swarmnode.rollouts.pull_gossip import SERVED as ROLLOUTS_SERVED
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.driver import FAILURES
 
@@ -64,8 +61,6 @@ JUDGED: tuple[str, ...] = get_args(Outcome)
 PROCESSES = ("network", "trainer")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
-MODES = tuple(mode.value for mode in Phase)
-FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
 GOSSIP = (
     "received",
     "accepted",
@@ -96,8 +91,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 CREW_MESSAGES: tuple[str, ...] = tuple(
     str(message.__struct_config__.tag) for message in get_args(Request)
 )
-IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.IGNORE)
-REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT)
+IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
+REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
 STALENESS_BOUNDS = (0, 1, 2, 4, 8)
 """Policy versions."""
 
@@ -645,7 +640,7 @@ ROLLOUTS = (
         "swarmnode_rollouts_published_total",
         "counter",
         "rollouts.published",
-        "Own groups that were sent to the swarm, whole or announced by their hash.",
+        "Own groups that this node offers to its peers.",
     ),
     Metric(
         "swarmnode_rollouts_received_total",
@@ -678,16 +673,6 @@ ROLLOUTS = (
         REJECTED,
     ),
     Metric(
-        "swarmnode_rollouts_forwarded_total",
-        "counter",
-        "rollouts.forwarding",
-        "Groups that came by gossip and were good, by whether they were passed on: `passed`; not,"
-        " since their `author` or all of their `origin` (a network, or those behind one relay) has"
-        " used its share of this node's bytes up.",
-        ("outcome",),
-        FORWARDED,
-    ),
-    Metric(
         "swarmnode_rollouts_drawn_total",
         "counter",
         "rollouts.pool.drawn",
@@ -703,41 +688,10 @@ ROLLOUTS = (
         JUDGED,
     ),
     Metric(
-        "swarmnode_rollouts_fetched_total",
-        "counter",
-        "rollouts.fetching.fetched",
-        "Groups that were announced by their hash, by how fetching them ended.",
-        ("outcome",),
-        FETCHES,
-    ),
-    Metric(
-        "swarmnode_rollouts_exchange_mode",
-        "gauge",
-        "rollouts.pulling.modes",
-        "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while"
-        " listings show whether pulling would do; `visit` is by pull, and listens to gossip for"
-        " peers that do not list.",
-        ("mode",),
-        MODES,
-    ),
-    Metric(
-        "swarmnode_rollouts_per_wanted",
-        "gauge",
-        {
-            "arrived": "rollouts.pulling.arrived_per_wanted",
-            "listed": "rollouts.pulling.listed_per_wanted",
-        },
-        "Groups that came by gossip, or were listed, lately for each that the trainer asked for."
-        " Above 12 that arrived, gossip costs more than it brings; below 6 that are listed, there"
-        " is too little to choose from.",
-        ("way",),
-    ),
-    Metric(
         "swarmnode_rollouts_listings_total",
         "counter",
         "rollouts.pulling.listings",
-        "Peers asked what they have, by how that ended. `unsupported`: of a version without"
-        " listings.",
+        "Polls of peers' listings, by outcome. `unsupported`: the peer's version has no listings.",
         ("outcome",),
         LISTINGS,
     ),
@@ -745,7 +699,7 @@ ROLLOUTS = (
         "swarmnode_rollouts_pulled_total",
         "counter",
         "rollouts.pulling.pulled",
-        "Groups that were asked for, by how that ended. `refused`: admission says why.",
+        "Fetched groups, by outcome. `refused`: see the reasons of admission.",
         ("outcome",),
         PULLED,
     ),
@@ -753,8 +707,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_listing_lies_total",
         "counter",
         "rollouts.pulling.claims.lies",
-        "Listings that were not true, by what was wrong. `absent` and `slow` happen to honest peers"
-        " too; the others do not.",
+        "False listings, by kind. `absent` and `slow` also happen with honest peers; the others do"
+        " not.",
         ("lie",),
         LIES,
     ),
@@ -762,28 +716,28 @@ ROLLOUTS = (
         "swarmnode_rollouts_offered",
         "gauge",
         "rollouts.pulling.offered",
-        "Groups that connected peers list and this node has not got.",
-    ),
-    Metric(
-        "swarmnode_rollouts_listers",
-        "gauge",
-        "rollouts.pulling.listers",
-        "Connected peers that list what they have.",
+        "Groups that connected peers list and this node does not have; one per peer that lists it.",
     ),
     Metric(
         "swarmnode_rollouts_served_total",
         "counter",
         "rollouts.serving.served",
-        "What peers asked for, by what they were answered: a `listing`, a `group`, `unknown`,"
-        " `busy` (their allowance or our budget), `malformed`.",
+        "Answers to polls and fetches of peers: a `listing`, a `group`, `unknown`, `busy` (the"
+        " peer's allowance or this node's budget is used up), `malformed`.",
         ("outcome",),
         ROLLOUTS_SERVED,
     ),
     Metric(
-        "swarmnode_rollouts_catalogue_groups",
+        "swarmnode_rollouts_shelf_groups",
         "gauge",
-        "rollouts.serving.catalogue.groups",
-        "Groups that this node lists.",
+        "rollouts.serving.shelf.groups",
+        "Groups that this node offers to its peers.",
+    ),
+    Metric(
+        "swarmnode_rollouts_polls_held",
+        "gauge",
+        "rollouts.serving.waiting",
+        "Polls of peers that this node holds open until it has news, at most 512.",
     ),
     Metric(
         "swarmnode_rollout_staleness_versions",

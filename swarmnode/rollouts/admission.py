@@ -1,17 +1,16 @@
-"""Admission: what a frame from a stranger must pass before a node trains on it, cheapest check
+"""Admission: the checks that a group from a stranger must pass before a node trains on it, cheapest
 first. Pure, bounded, cannot raise.
 
-    frame ─ size ─ seen before? ─ envelope ─ own? greylisted? ─ pace ─ signature ─ payload (schema,
-    bounds)
-          ─ clock ─ sequence ─ policy version ─ task known, version equal ─ seed is the sender's ─
-          tokens, length, charset ─► Candidate
-    Candidate ─ [scorer: prompt, rewards] ─ rewards sane ─ zero advantage ─► ExternalGroup
+    envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ pace ─ signature ─ payload
+             ─ clock ─ sequence ─ policy version ─ task and version ─ seed ─ tokens, length, charset
+             ─▶ Candidate
+    Candidate ─ [scorer: prompt, rewards] ─ rewards in range ─ not all equal ─▶ ExternalGroup
 
 A sender chooses neither the question nor its answer nor the reward: the question follows from
-(swarm, its peer id, its counter), and the rest is recomputed here. That is also why a rollout
-cannot be stolen: whoever signs another's completions must carry its own seed, whose question they
-do not answer; with the owner's seed they are refused as `seed`. What is left to a liar is bounded
-elsewhere: its share of the pool, of a step (sampling), and a correction that never exceeds 1.
+(swarm, its peer id, its counter), and the rest is recomputed here. So a rollout cannot be stolen:
+whoever signs another's completions must carry its own seed, whose question they do not answer. The
+share of a liar is bounded elsewhere: in the pool, in a step (sampling), and by an importance weight
+of at most 1.
 """
 
 from __future__ import annotations
@@ -25,21 +24,19 @@ import msgspec
 
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.groups import (
-    Announced,
     Candidate,
     ExternalGroup,
     has_unwanted_characters,
     is_useful,
 )
 from swarmnode.rollouts.pool import DROP_VERSIONS
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.signers import Frames, Signer, Signers
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import check_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Announce, Completion, Envelope, RolloutGroup
+from swarmnode.wire.messages import Completion, Envelope, RolloutGroup
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +50,10 @@ LONGER_THAN_OURS = 4
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """Not taken. `peer` is the author where the signature proved it, else None: then whoever passed
-    it on is answerable."""
+    """A refused group. `peer` is the author where the signature proved it, else None: then the peer
+    that gave it is answerable."""
 
-    verdict: Validation
+    verdict: Verdict
     reason: str
     peer: str | None = None
 
@@ -67,8 +64,6 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
 
     candidates: int = 0
     """Complete groups that passed every check but the scorer's."""
-    announced: int = 0
-    """Announcements of longer groups that passed theirs."""
     admitted: int = 0
     """Groups that passed every check and went into the pool."""
     ignored: dict[str, int] = {}
@@ -84,7 +79,6 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
         """All of them by name, without those that did not occur."""
         passed = {
             "candidate": self.candidates,
-            "announced": self.announced,
             "admitted": self.admitted,
         }
         return {
@@ -134,25 +128,24 @@ class Admission:
         self.policy = (model, tokenizer)
         self.tokens_per_text_byte = tokens_per_text_byte
 
-    def check_frame(self, frame: bytes, now: float) -> Candidate | Announced | Rejected:
-        """Everything that needs no scorer, on a frame from gossip. Cannot raise."""
-        return self._guarded(lambda: self._check_frame(frame, limits.GOSSIP_BYTES, now))
-
-    def check_pulled(self, body: bytes, now: float) -> Candidate | Rejected:
-        """The same for a group that a peer was asked for, which may be longer. Cannot raise."""
-        result = self._guarded(lambda: self._check_frame(body, limits.GROUP_BYTES, now))
-        return self.refuse("mismatch") if isinstance(result, Announced) else result
+    def check(self, body: bytes, now: float) -> Candidate | Rejected:
+        """Check everything that needs no scorer on a fetched envelope. Cannot raise."""
+        try:
+            result = self._check(body, now)
+        except Exception as error:  # noqa: BLE001
+            # a defect of ours that an envelope found must cost that group, not the node
+            self._last_internal_error = f"{type(error).__name__}: {error}"[:200]
+            return self.refuse("internal")
+        if isinstance(result, str):
+            return self.refuse(result)
+        if isinstance(result, tuple):
+            return self.refuse(*result)
+        self._outcomes["candidate"] += 1
+        return result
 
     def has_seen(self, content: bytes) -> bool:
         """Whether this frame was here before, whatever became of it."""
         return content in self._seen
-
-    def check_fetched(self, announced: Announced, body: bytes, now: float) -> Candidate | Rejected:
-        """The same for the body of an announced group, which its author was asked for. Cannot
-        raise."""
-        result = self._guarded(lambda: self._check_fetched(announced, body, now))
-        assert not isinstance(result, Announced)
-        return result
 
     def check_scored(
         self, candidate: Candidate, prompt: str, rewards: list[float]
@@ -173,7 +166,7 @@ class Admission:
         scorer, fetch, trainer)."""
         verdict = REASONS[reason]
         if not self._outcomes[reason]:
-            level = log.warning if verdict is Validation.REJECT else log.info
+            level = log.warning if verdict is Verdict.REJECT else log.info
             level("group from a peer refused for the first time: %s, peer %s", reason, peer)
         self._outcomes[reason] += 1
         return Rejected(verdict, reason, peer)
@@ -188,41 +181,24 @@ class Admission:
         }
         return AdmissionStatistics(
             candidates=self._outcomes["candidate"],
-            announced=self._outcomes["announced"],
             admitted=self._outcomes["admitted"],
-            ignored=by_verdict(Validation.IGNORE),
-            rejected=by_verdict(Validation.REJECT),
+            ignored=by_verdict(Verdict.IGNORE),
+            rejected=by_verdict(Verdict.REJECT),
             signers=len(self._signers),
             seen=len(self._seen),
             last_internal_error=self._last_internal_error,
         )
 
-    def _guarded(
-        self, check: Callable[[], Candidate | Announced | str | tuple[str, str]]
-    ) -> Candidate | Announced | Rejected:
-        try:
-            result = check()
-        except Exception as error:  # noqa: BLE001
-            # a defect of ours that a frame found: it must cost that frame, not the node
-            self._last_internal_error = f"{type(error).__name__}: {error}"[:200]
-            return self.refuse("internal")
-        if isinstance(result, str):
-            return self.refuse(result)
-        if isinstance(result, tuple):
-            return self.refuse(*result)
-        self._outcomes["announced" if isinstance(result, Announced) else "candidate"] += 1
-        return result
-
-    def _check_frame(
-        self, frame: bytes, limit: int, now: float
-    ) -> Candidate | Announced | str | tuple[str, str]:
-        if len(frame) > limit:
+    def _check(self, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
+        """Return the candidate, or the reason why there is none, with the author where the
+        signature proved it."""
+        if len(body) > limits.GROUP_BYTES:
             return "oversize"
-        content = envelope.content_id(frame)
+        content = envelope.content_id(body)
         if content in self._seen:
             return "duplicate"
         try:
-            signed = codec.decode(frame, Envelope, limit)
+            signed = codec.decode(body, Envelope, limits.GROUP_BYTES)
             signer = self._signers.find(signed.key)
             peer = signer.peer if signer else envelope.peer_id(signed.key)
             if peer == self.own_peer:
@@ -230,8 +206,8 @@ class Admission:
             if self.is_greylisted(peer):
                 return "greylisted"
             if signer and not signer.has_token(self.cfg.groups_per_second, now):
-                # before the signature on purpose: a storm costs a hash, and a forged frame takes no
-                # token
+                # before the signature on purpose: a storm costs a hash, and a forged envelope takes
+                # no token
                 return "rate"
             envelope.verify(signed, ids.DOMAIN_ROLLOUT, self.swarm)
         except BadMessage as bad:
@@ -242,64 +218,23 @@ class Admission:
             self._signers.add(signed.key, signer)
         signer.take_token()
         try:
-            message = codec.decode_payload(signed, limits.GROUP_BYTES)
-        except BadMessage as bad:
-            return bad.reason, peer
-        forgotten = "stale" if self._seen.is_forgotten(message.created_at) else None
-        reason = (
-            _clock_reason(message.created_at, now)
-            or forgotten
-            or signer.sequence_reason(message.sequence, now)
-        )
-        if reason:
-            return reason, peer
-        if isinstance(message, Announce):
-            if message.content in self._seen:
-                return "duplicate", peer
-            return Announced(
-                message.content, message.size, peer, message.sequence, message.created_at
-            )
-        return self._check_group(message, frame, signed.key, signer, now)
-
-    def _check_fetched(
-        self, announced: Announced, body: bytes, now: float
-    ) -> Candidate | str | tuple[str, str]:
-        """Its sequence must be the one announced, which takes it only now: what does not come by a
-        fetch may still be pulled."""
-        peer = announced.peer
-        if len(body) != announced.size or envelope.content_id(body) != announced.content:
-            return "mismatch", peer
-        try:
-            signed = codec.decode(body, Envelope, limits.GROUP_BYTES)
-            if envelope.peer_id(signed.key) != peer:
-                return "mismatch", peer
-            envelope.verify(signed, ids.DOMAIN_ROLLOUT, self.swarm)
             group = codec.decode_payload(signed, limits.GROUP_BYTES)
         except BadMessage as bad:
             return bad.reason, peer
-        if isinstance(group, Announce) or (group.sequence, group.created_at) != (
-            announced.sequence,
-            announced.created_at,
-        ):
-            return "mismatch", peer
-        if self._seen.was_candidate(announced.content):
-            return "duplicate", peer
-        signer = self._signers.find(signed.key) or Signer(peer, self.cfg.groups_per_second, now)
-        reason = signer.sequence_reason(group.sequence, now)
-        return (reason, peer) if reason else self._check_group(group, body, signed.key, signer, now)
-
-    def _check_group(
-        self, group: RolloutGroup, frame: bytes, key: bytes, signer: Signer, now: float
-    ) -> Candidate | tuple[str, str]:
-        reason = self._group_reason(group, signer, now)
+        forgotten = "stale" if self._seen.is_forgotten(group.created_at) else None
+        reason = (
+            _clock_reason(group.created_at, now)
+            or forgotten
+            or signer.sequence_reason(group.sequence, now)
+            or self._group_reason(group, signer, now)
+        )
         if reason:
-            return reason, signer.peer
+            return reason, peer
         signer.note(group.sequence, now)
         signer.note_version(group.model, group.policy_version, now)
-        candidate = Candidate(envelope.content_id(frame), signer.peer, group, frame)
-        self._signers.prove(key, signer)
-        self._seen.prove(candidate.content, now)
-        return candidate
+        self._signers.prove(signed.key, signer)
+        self._seen.prove(content, now)
+        return Candidate(content, peer, group, body)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):

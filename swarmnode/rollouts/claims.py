@@ -1,11 +1,12 @@
-"""Whose listings are believed: what a holder said of a group, against the group. Pure, bounded.
+"""How far the listings of each peer are believed, by comparing them with the groups that came. Pure
+and bounded.
 
-listed ─▶ asked for ─▶ not there           absent     a little: it may have been pushed out
-meanwhile
-                    └▶ came ─▶ other bytes, or not its size, author, task or time: content, size,
-                    author, task, age
-                           └▶ scored ─▶ not its spread
-a claim that was kept pays back a little of what a lie has cost
+    listed ─▶ fetched ─▶ not there                     `absent`, a quarter: it may have expired
+                      └▶ other bytes, or not its size, author, task or creation time
+                      └▶ scored ─▶ another spread of rewards
+
+A lie halves the belief in a holder, up to six times; eight groups that were as listed restore one
+halving.
 """
 
 from __future__ import annotations
@@ -33,26 +34,31 @@ LIES: tuple[Lie, ...] = (
     "slow",
 )
 PROVEN: frozenset[Lie] = frozenset({"content", "size", "author", "task", "age"})
-"""What no honest holder says: listing and signed group contradict each other. The rest may have
-another reason."""
+"""Lies that a signed group proves. The others may have an honest reason."""
 COST: dict[Lie, float] = {"absent": 0.25, "slow": 0.5}
-"""Halvings of belief that a lie costs; every other costs one."""
+"""Halvings of belief per lie; every other kind costs one."""
 KEPT = 0.125
-"""Halvings that a kept claim gives back."""
+"""Halvings that one group as listed restores."""
 DEEPEST = 6.0
-"""Halvings at most, so that a holder can come back: by being asked for one group in 64."""
+"""Most halvings: such a holder is still asked for one group in 64 and can recover."""
 PROVING_GROUPS = 8
 NEWCOMER = 0.25
-"""Belief in a holder of which nothing came yet: identities are free. It rises to 1 over the first
-PROVING_GROUPS that were as listed."""
+"""Belief in a holder of which nothing came yet. It rises to 1 over the first PROVING_GROUPS groups
+that were as listed."""
 SPREAD_SLACK = 0.01
-"""Rewards are the same at everybody up to rounding."""
+"""Tolerance for rounding: rewards are deterministic."""
 MOST_HOLDERS = 1024
 
 
 def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int) -> Lie | None:
-    """What the listing said that the signed group does not. author: its raw key; size: of its
-    envelope."""
+    """Return how a listing contradicts the signed group, None where it does not.
+
+    Args:
+        listed: the line of the listing.
+        author: raw key of the group's signer.
+        group: the group.
+        size: bytes of its envelope.
+    """
     if size != listed.size:
         return "size"
     if author != listed.author:
@@ -63,21 +69,21 @@ def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int)
 
 
 def has_spread(listed: Listed, rewards: list[float]) -> bool:
-    """Whether rewards (G,), as computed here, are as spread as the listing said."""
+    """Return whether rewards (G,), as computed here, have the listed spread."""
     return math.isclose(sampling.spread(rewards), listed.spread, abs_tol=SPREAD_SLACK)
 
 
 class BeliefStatistics(msgspec.Struct, frozen=True):
     kept: int = 0
-    """Groups that were as listed, rewards included."""
+    """Groups that were as listed, spread of rewards included."""
     lies: dict[str, int] = {}
-    """Claims that were not, by what was wrong."""
+    """Listings that were wrong, by kind of LIES."""
     holders: int = 0
-    """Peers whose claims are remembered."""
+    """Peers whose listings are remembered."""
 
 
 class Claims:
-    """Kept claims and lies of the MOST_HOLDERS peers that were asked last."""
+    """True and false listings of the MOST_HOLDERS peers asked last."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, int] = OrderedDict()
@@ -85,7 +91,7 @@ class Claims:
         self._counts: Counter[str] = Counter()
 
     def keep(self, holder: str) -> None:
-        """A group of its listing was what it said."""
+        """Count a group that was as `holder` listed it."""
         self._counts["kept"] += 1
         self._touch(holder)
         self._kept[holder] = min(PROVING_GROUPS, self._kept[holder] + 1)
@@ -93,17 +99,18 @@ class Claims:
             self._debt[holder] = left
 
     def lie(self, holder: str, lie: Lie) -> None:
+        """Count a lie of `holder`."""
         self._counts[lie] += 1
         self._touch(holder)
         self._debt[holder] = min(DEEPEST, self._debt.get(holder, 0.0) + COST.get(lie, 1.0))
 
     def credit(self, holder: str) -> float:
-        """What its lies have left of it, above 0 to 1."""
+        """Return 0.5 to the power of its halvings."""
         return float(0.5 ** self._debt.get(holder, 0.0))
 
     def belief(self, holder: str) -> float:
-        """How gladly it is asked, above 0 to 1: its credit, and whether anything has come of it
-        yet."""
+        """Return how far `holder` is believed, above 0 to 1: its credit × a share that rises with
+        the groups that were as listed."""
         proven = self._kept.get(holder, 0) / PROVING_GROUPS
         return self.credit(holder) * (NEWCOMER + (1 - NEWCOMER) * proven)
 

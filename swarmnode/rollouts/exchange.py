@@ -1,41 +1,29 @@
-"""The rollout service at work: it carries groups between network, scorer and trainer; the decisions
-are its parts'.
+"""The rollout service of a node: shares its own groups and collects those of others (SAPO, arXiv
+2509.08721).
 
-    trainer ─ publisher ─▶ check, sign ─▶ gossip                        up to 64 KB
-                                       └▶ its hash on gossip            longer; whoever wants it
-                                       fetches it
-    gossip ─▶ admission.check_frame (in the validator) ─▶ scoring queue ─▶ admission.check_scored ─▶
-    pool ─ draw ─▶ trainer
-                          ├ announced ─▶ fetching ─▶ admission.check_fetched ─▶ scoring queue
-    pulling ─ listings, groups asked for ─▶ admission.check_pulled ─▶ scoring queue
-    serving ◀─ what is published and what is admitted: listed, and given to whoever asks or fetches
+    trainer ─ publish ─▶ publisher: check, sign ─▶ shelf ─▶ peers that fetch it
+    peers' shelves ─ pull_gossip ─▶ admission ─▶ scorer ─▶ pool, shelf
+    trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ authors (trust)
 
-Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What
-fails otherwise is a defect of ours and ends `run`, visibly; nothing is restarted in silence.
+A failed fetch or scorer costs one group and is counted. Any other exception is a defect of ours and
+ends `run` visibly.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import AsyncIterable, Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import trio
 
 from swarmnode.config import SharingConfig
 from swarmnode.p2p.api import Network
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
 from swarmnode.rollouts.authors import Authors
-from swarmnode.rollouts.catalogue import Catalogue
-from swarmnode.rollouts.fetch_queue import FetchQueue
-from swarmnode.rollouts.fetching import Fetching, FetchStatistics
-from swarmnode.rollouts.forward_budget import ForwardBudget
 from swarmnode.rollouts.groups import (
-    Announced,
     Candidate,
     Draw,
     Drawn,
@@ -46,37 +34,28 @@ from swarmnode.rollouts.groups import (
 )
 from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.publisher import Publisher
-from swarmnode.rollouts.pulling import Around, Pulling, PullStatistics
+from swarmnode.rollouts.pull_gossip import Hooks, PullGossip, PullStatistics, ServingStatistics
+from swarmnode.rollouts.reasons import Verdict
 from swarmnode.rollouts.scoring import Scorer, ScoringQueue
-from swarmnode.rollouts.serving import Serving, ServingStatistics
+from swarmnode.rollouts.shelf import Shelf
 from swarmnode.tasks.frames import Scored
 from swarmnode.wire import limits
 from swarmnode.wire.envelope import Credentials
 
-log = logging.getLogger(__name__)
-
 EXPIRE_SECONDS = 30.0
-LEAST_RATE = 16.0
-"""Groups per second that nobody is disconnected for: without a manifest that says how many, another
-node's setting may be another."""
-BUDGET_SECONDS = 1.0
-"""Between two looks whether the budget still lets us listen."""
 
 
 class Budget(Protocol):
-    """What is needed of `p2p.metering.Meter`."""
+    """The part of `p2p.metering.Meter` that is needed here."""
 
     def allows(self, choice: str) -> bool: ...
-    def listening(self) -> bool: ...
 
 
 class Unlimited:
-    """No budget to mind."""
+    """A budget without limits."""
 
     def allows(self, choice: str) -> bool:
-        return True
-
-    def listening(self) -> bool:
+        """Return True."""
         return True
 
 
@@ -84,47 +63,39 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     """Groups on their way from and to peers."""
 
     published: int = 0
-    """Own groups that went out, whole or announced by their hash."""
+    """Own groups that were put on the shelf."""
     unpublished: dict[str, int] = {}
     """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`,
-    `failed`, `budget`, `disabled`."""
+    `budget`, `disabled`."""
     unpublished_since: dict[str, int] = {}
-    """Those after the last one that went out."""
+    """Those after the last one that was published."""
     received: int = 0
-    """Groups that arrived: admitted, ignored, rejected, and those still being fetched or scored."""
+    """Groups that arrived: admitted, ignored, rejected, and those that wait for the scorer."""
     admission: AdmissionStatistics = AdmissionStatistics()
-    fetching: FetchStatistics = FetchStatistics()
     pulling: PullStatistics = PullStatistics()
     serving: ServingStatistics = ServingStatistics()
-    forwarding: dict[str, int] = {}
-    """Admitted groups of others by whether they were passed on, of `forward_budget.OUTCOMES`."""
     waiting: int = 0
-    """Candidates before the scorer."""
+    """Groups that wait for the scorer."""
     pool: PoolStatistics = PoolStatistics()
     judged: dict[str, int] = {}
-    """Drawn groups by what the trainer made of them."""
+    """Drawn groups by the trainer's judgement."""
     peers_used: int = 0
     """Peers of which a group was trained on."""
 
 
-class _Bounds(NamedTuple):
-    """What this node spends on others, beside what it takes."""
-
-    budget: Budget
-    forwarding: ForwardBudget
-
-
-class _ByListing(NamedTuple):
-    """Both ends of listings and pulls."""
-
-    serving: Serving
-    pulling: Pulling
-
-
 class RolloutExchange:
-    """Shares this node's groups and gathers others'. clock: Unix seconds.
+    """One node's rollout service. Start it with `await nursery.start(exchange.run)`; the other
+    methods are for the process link.
 
-    Start it with `await nursery.start(exchange.run)`; the other methods are for the process link.
+    Args:
+        network: the node's network.
+        scorer: computes rewards, in a sandbox.
+        credentials: the node's key and its swarm.
+        rules: what this node samples and accepts.
+        cfg: the settings `sharing.*`.
+        clock: Unix seconds.
+        rng: source of randomness.
+        budget: what the node may send and receive; None for no limits.
     """
 
     def __init__(
@@ -151,68 +122,52 @@ class RolloutExchange:
             max_completion_length=rules.max_completion_length,
             is_greylisted=lambda peer: not network.welcome(peer),
             keeps_rules=rules.keeps_rules,
-            chooses=rules.spoken.chooses,
+            chooses=rules.members_choose,
         )
         self.pool = Pool()
         self.authors = Authors(network)
+        self._scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
         budget = budget or Unlimited()
-        self._bounds = _Bounds(budget, ForwardBudget(self.authors.known, clock))
-        self._policy: PolicyFacts | None = None
-        self._version = 0
-        self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
-        life, own_key = (
-            self._rng.randbytes(limits.LIFE_BYTES),
+        shelf = Shelf(
             credentials.key.public_key().public_bytes_raw(),
+            credentials.swarm,
+            self._rng.randbytes(limits.LIFE_BYTES),
         )
-        around = Around(budget.allows, self.authors.worth, self._enqueue, self._in_topic)
-        gives = lambda peer: self.authors.admitted_of(peer) > 0
-        queue = FetchQueue(gives, network.connected, self._rng)
-        self._fetching = Fetching(
-            network, queue, self._fetched, self._refuse, budget.allows, rules.spoken.fetch
+        hooks = Hooks(
+            allows=budget.allows,
+            trust=self.authors.fetch_weight,
+            gives=lambda peer: self.authors.admitted_of(peer) > 0,
+            enqueue=self._enqueue,
         )
-        self._by_listing = _ByListing(
-            Serving(
-                Catalogue(own_key, credentials.swarm, life),
-                budget.allows,
-                gives,
-                clock,
-                rules.spoken.fetch,
-            ),
-            Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
-        )
+        self._gossip = PullGossip(network, self.admission, shelf, hooks, clock, self._rng)
         self._publisher = Publisher(
-            network,
+            network.peer_id,
             credentials,
             rules,
             cfg.groups_per_second,
             budget.allows,
-            self._by_listing.serving,
+            self._gossip,
             clock,
         )
+        self._policy: PolicyFacts | None = None
+        self._version = 0
 
     # -- for the node
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Until cancelled. Started once the topic is joined and long groups are served. With
-        sharing off it only waits."""
+        """Run until cancelled. Started once peers are served. With sharing off it only waits."""
         if not self.cfg.enabled:
             task_status.started()
             await trio.sleep_forever()
-        self._by_listing.serving.start(self._network.requests)
-        rate = max(self.cfg.groups_per_second, LEAST_RATE)
-        topic = await self._network.gossip.join(self._publisher.topic, self.validate, rate=rate)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_drain, topic)
+            await nursery.start(self._gossip.run)
             nursery.start_soon(self._expire)
-            nursery.start_soon(self._mind_budget)
-            self._fetching.start(nursery)
-            nursery.start_soon(self._by_listing.pulling.run)
-            self.scoring.start(nursery)
+            self._scoring.start(nursery)
             task_status.started()
 
     def statistics(self) -> ExchangeStatistics:
-        admission, fetching = self.admission.statistics(), self._fetching.statistics()
-        own = self._publisher.statistics()
+        """Return everything that is counted."""
+        admission, own = self.admission.statistics(), self._publisher.statistics()
         decided = (
             admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
         )
@@ -220,13 +175,11 @@ class RolloutExchange:
             published=own.kept,
             unpublished=own.dropped,
             unpublished_since=own.since_kept,
-            received=decided + len(self.scoring) + fetching.pending,
+            received=decided + len(self._scoring),
             admission=admission,
-            fetching=fetching,
-            pulling=self._by_listing.pulling.statistics(),
-            serving=self._by_listing.serving.statistics(),
-            forwarding=self._bounds.forwarding.outcomes(),
-            waiting=len(self.scoring),
+            pulling=self._gossip.statistics(),
+            serving=self._gossip.serving(),
+            waiting=len(self._scoring),
             pool=self.pool.statistics(self._clock()),
             judged=self.authors.outcomes,
             peers_used=self.authors.used,
@@ -235,26 +188,21 @@ class RolloutExchange:
     # -- for the trainer
 
     def set_policy(self, policy: PolicyFacts) -> None:
-        """The trainer (re)started with this model: its Hello."""
+        """Take the model of a trainer that has just started."""
         self._policy = policy
         self._version = policy.policy_version
         self.admission.set_policy(policy.model, policy.tokenizer, policy.tokens_per_text_byte)
 
-    async def publish(self, own: OwnGroup) -> str:
-        """Sign a group and send it out; returns its outcome, which is also counted. Never raises
-        for a group that cannot be sent.
-
-        A group whose rewards are all equal stays here: receivers would drop it.
-        """
-        return (
-            await self._publisher.publish(own, self._policy)
-            if self.cfg.enabled
-            else self._publisher.note("disabled")
-        )
+    def publish(self, own: OwnGroup) -> str:
+        """Sign a group and put it on the shelf; return its outcome, which is also counted. Never
+        raises for a group that cannot be shared."""
+        if not self.cfg.enabled:
+            return self._publisher.note("disabled")
+        return self._publisher.publish(own, self._policy)
 
     def draw(self, request: Draw) -> Drawn:
-        """Up to `count` groups for the step at `policy_version`; each group of the pool is drawn at
-        most once."""
+        """Take up to `count` groups out of the pool for the step at `policy_version`; each group is
+        drawn at most once."""
         self._version = request.policy_version
         groups = self.pool.draw(
             request.count,
@@ -272,46 +220,20 @@ class RolloutExchange:
             else msgspec.structs.replace(g, group=without_token_ids(g.group))
             for g in groups
         ]
-        self._bounds.forwarding.want(request.count)
-        self._by_listing.pulling.want(request.count, self.pool.waiting(self.authors.belief))
+        waiting = self.pool.waiting(self.authors.belief)
+        self._gossip.drew(request.count, waiting, request.policy_version)
         return Drawn(request.request, groups)
 
-    # -- in
-
-    def validate(self, frame: bytes, forwarder: str) -> Validation:
-        """Gossip's validator: admission without the scorer. Cannot raise."""
-        self._by_listing.pulling.arrived()
-        result = self.admission.check_frame(frame, self._clock())
-        if isinstance(result, Rejected):
-            if (
-                result.verdict is Validation.REJECT
-                and result.peer is not None
-                and result.peer != forwarder
-            ):
-                # gossip holds it against the forwarder
-                self._network.rejected(result.peer, result.reason)
-            return result.verdict
-        if isinstance(result, Announced):
-            if (reason := self._fetching.want(result, forwarder)) is not None:
-                self.admission.refuse(reason, result.peer)
-        else:
-            self._enqueue(result)
-        if not self._bounds.budget.allows("forward"):
-            return Validation.IGNORE  # taken, and not passed on
-        origin, near = self._network.group(forwarder) or forwarder, result.peer == forwarder
-        if not self._bounds.forwarding.allows(result.peer, origin, len(frame), near=near):
-            return Validation.IGNORE
-        return Validation.ACCEPT  # even when we are too busy for it: others need not be
-
-    def _in_topic(self) -> list[str]:
-        return self._network.gossip.peers(self._publisher.topic)
+    # -- from peers
 
     def _enqueue(self, candidate: Candidate) -> None:
-        if (reason := self.scoring.put(candidate)) is not None:
+        """Have a group scored that passed admission."""
+        if (reason := self._scoring.put(candidate)) is not None:
             self.admission.refuse(reason, candidate.peer)
 
     def _scored(self, candidate: Candidate, scored: Scored) -> None:
-        self._by_listing.pulling.scored(candidate.content, scored.rewards)
+        """Put a scored group into the pool and on the shelf."""
+        self._gossip.scored(candidate.content, scored.rewards)
         group = self.admission.check_scored(candidate, scored.prompt, scored.rewards)
         if isinstance(group, Rejected):
             return
@@ -319,52 +241,22 @@ class RolloutExchange:
         if self.pool.add(group, self._clock(), self._version):
             self.admission.note_admitted()
             self.authors.admitted(candidate.peer)
-            self._by_listing.serving.put(
-                candidate.group, candidate.peer, candidate.envelope, group.rewards
+            self._gossip.put(
+                candidate.group,
+                candidate.peer,
+                candidate.envelope,
+                group.rewards,
+                source=candidate.source,
             )
         else:
             self.admission.refuse("pool_full", candidate.peer)
 
     def _refuse(self, reason: str, peer: str) -> None:
-        """Refuse a group after it was passed on: only `peer` can be answerable."""
-        if self.admission.refuse(reason, peer).verdict is Validation.REJECT:
+        """Refuse a group whose scoring failed; only its author can be to blame."""
+        if self.admission.refuse(reason, peer).verdict is Verdict.REJECT:
             self._network.rejected(peer, reason)
-
-    def _fetched(self, announced: Announced, body: bytes) -> None:
-        result = self.admission.check_fetched(announced, body, self._clock())
-        if isinstance(result, Candidate):
-            self._enqueue(result)
-        elif result.verdict is Validation.REJECT:
-            self._network.rejected(announced.peer, result.reason)
-
-    async def _mind_budget(self) -> None:
-        """In the topic while there is budget for what others send and this node does not pull
-        instead, out of it otherwise."""
-        topic, listening = self._publisher.topic, True
-        while True:
-            affordable = self._bounds.budget.listening()
-            if (affordable and self._by_listing.pulling.in_topic) != listening:
-                listening = not listening
-                why = "asking for groups instead" if affordable else "the budget is used up for now"
-                log.info(
-                    "taking part in the swarm's topic again"
-                    if listening
-                    else f"leaving the swarm's topic: {why}"
-                )
-                await (
-                    self._network.gossip.rejoin(topic)
-                    if listening
-                    else self._network.gossip.leave(topic)
-                )
-            await trio.sleep(BUDGET_SECONDS)
 
     async def _expire(self) -> None:
         while True:
             await trio.sleep(EXPIRE_SECONDS)
             self.pool.expire(self._clock(), self._version)
-
-
-async def _drain(topic: AsyncIterable[object]) -> None:
-    """Everything was taken in the validator; what gossip then delivers is only emptied out."""
-    async for _ in topic:
-        pass

@@ -1,9 +1,8 @@
 """A group at each stage of its way through a node, and what the trainer asks of the rollout
 service.
 
-    OwnGroup       trainer → publish              what this node sampled
-    Candidate      frame → signed, fresh, ours to score
-    Announced      frame → signed, fresh, too long for gossip: to be fetched
+    OwnGroup       trainer → publisher            what this node sampled
+    Candidate      envelope → signed, recent, not yet scored
     ExternalGroup  candidate → scored → pool → drawn for training
 
 They live here, below the trainer, because both ends of the process link need them
@@ -14,12 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
 
-from swarmnode.wire import ids, limits
+from swarmnode.wire import limits
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 
 Outcome = Literal[
@@ -109,8 +108,8 @@ class GroupRules:
     """Its own, tokens."""
     keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True
     """Whether a group is one that the swarm's manifest allows."""
-    spoken: ids.Spoken = field(default_factory=ids.Spoken)
-    """Ordinals of the swarm."""
+    members_choose: bool = False
+    """Whether the swarm's members choose the difficulty of their questions."""
 
 
 class PolicyFacts(Protocol):
@@ -133,21 +132,9 @@ class Candidate(msgspec.Struct, frozen=True):
     peer: str
     group: RolloutGroup
     envelope: bytes = b""
-    """As it was signed, for whoever asks for it."""
-
-
-class Announced(msgspec.Struct, frozen=True):
-    """A signed promise of a group too long for gossip."""
-
-    content: bytes
-    """Content id that the fetched envelope must have."""
-    size: int
-    """Bytes that it must have."""
-    peer: str
-    """Its signer, to be fetched from and to have signed the body too."""
-    sequence: int
-    created_at: int
-    """Unix time, milliseconds."""
+    """As its author signed it, for other peers."""
+    source: str = ""
+    """The peer that gave it."""
 
 
 def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:

@@ -1,15 +1,14 @@
-"""What peers say they have, and which of it to ask whom for. Pure: time, belief and randomness are
-arguments.
+"""The groups that peers list, and the choice of which to fetch from whom. Pure: time, belief and
+randomness are arguments.
 
-listing ─▶ offers of a holder (64 holders, the newest 32 groups of each) choose ─▶ those that are
-new, in an order drawn by spread × freshness × trust × novelty of the author × belief in who lists
-it
-       ─▶ an author's all together as likely as its best alone: who lists more is not asked for
-       before others; and so with all that a
-          holder lists of others whom nobody knows here, since names cost nothing
-       ─▶ of a few holders, where nothing is urgent ─▶ each from one of its holders, drawn by
-       belief; a step's worth over several authors and holders ─▶ one request for each holder: at
-       most 16 groups, and 1 MiB as listed
+    listing ─▶ offers of a holder (at most 64 holders, the newest 32 groups of each)
+    choose ─▶ unknown groups in a random order, weighted by
+              spread × freshness × trust in the author ÷ (1 + recent fetches of the author)
+              × belief in the holder
+           ─▶ one request per holder: at most 16 groups, and 1 MiB as listed
+
+An author's groups together have the weight of its best one, so that listing more gains nothing. The
+groups of unknown authors that one holder lists count as one author's, since identities are free.
 """
 
 from __future__ import annotations
@@ -27,33 +26,31 @@ from swarmnode.wire.listings import Listed, ListingResponse
 
 MOST_HOLDERS = 64
 MOST_OFFERED = 32
-"""Offers of one holder, its newest. What is older is hardly ever chosen, and each costs four
-microseconds whenever a choice is made."""
+"""Offers of one holder, its newest. Older ones are hardly ever chosen, and each costs 4 µs per
+choice."""
 HALF_LIFE_SECONDS = 60.0
-"""In which a listed group's weight halves: two steps or so."""
+"""Time in which the weight of a listed group halves: about two steps."""
 FEW_HOLDERS = 3
-"""Holders that a choice is made from where nothing is urgent: a request costs what six more groups
-in it do."""
+"""Holders asked by one choice that is not urgent: a request costs as much as six more groups in
+it."""
 SECOND_HAND = 0.3
-"""Weight of a holder that is not the author: the author's own groups are on one shelf first, and on
-all soon."""
+"""Weight of a holder that is not the author: the author has its own groups first."""
 BELIEVED = 0.25
-"""Belief from which on a holder takes part whenever groups are chosen, as a new one does; below it
-is left out the more often: it shall not be asked for want of others."""
+"""Belief of a new holder. A holder with less takes part in a choice with probability `belief /
+0.25`, so that it is not asked merely because there is no other."""
 REMEMBERED_AUTHORS = 64
-"""Groups asked for last, of whose authors more is less welcome."""
-REMEMBERED_CONTENTS = 4096
-
+"""Fetched groups whose authors are remembered: a second group of one author has half the
+weight."""
 
 _Claim = tuple[bytes, bytes, int]
-"""(content id, author, when it was made): what a choice is among. What holders say differently of
-one group is several, so that a lie stands beside what others say, and never in its place."""
+"""(content id, author, creation time): one choice. Contradicting listings of one group are separate
+claims, so that a lie never replaces the truth."""
 _Held = dict[_Claim, list[tuple[str, Listed]]]
-"""Claim → (holder, what it says)."""
+"""Claim → (holder, its listing)."""
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """One request: the most wanted first."""
+    """One fetch request: the most wanted group first."""
 
     holder: str
     groups: tuple[Listed, ...]
@@ -66,61 +63,64 @@ class _Holder(msgspec.Struct):
 
 
 class Offers:
-    """author_of: raw key → peer id."""
+    """Offers by holder. author_of: raw key → peer id."""
 
     def __init__(self, own_key: bytes, author_of: Callable[[bytes], str]) -> None:
         self._own_key = own_key
         self._author_of = author_of
         self._holders: OrderedDict[str, _Holder] = OrderedDict()
-        self._listed: OrderedDict[bytes, None] = OrderedDict()
         self._asked_of: deque[str] = deque(maxlen=REMEMBERED_AUTHORS)
 
     def __len__(self) -> int:
-        """Offers, each as often as there are holders of it."""
+        """Offers; a group counts once for each of its holders."""
         return sum(len(holder.groups) for holder in self._holders.values())
 
     def cursor(self, holder: str) -> tuple[bytes, int]:
-        """(life, position) for the next request."""
+        """Return (life, position) for the next poll of `holder`."""
         known = self._holders.get(holder)
         return (known.life, known.position) if known else (b"", 0)
 
-    def take(self, holder: str, response: ListingResponse, now: float) -> int | None:
-        """Take an `ok` listing. Returns how many groups nobody listed before, of those that it
-        leaves out as of those that it names, and 64 at most; or None where its cursor went back
-        within one life: an endless listing of the same."""
+    def count(self, is_known: Callable[[bytes], bool]) -> int:
+        """Return the number of distinct offered groups that are not known."""
+        contents = {content for holder in self._holders.values() for content in holder.groups}
+        return sum(not is_known(content) for content in contents)
+
+    def take(self, holder: str, response: ListingResponse, now: float) -> bool:
+        """Take a listing with the status `ok`. Return False where its cursor went back within one
+        life, or advanced by less than the groups listed: such a listing never ends."""
         known = self._holders.pop(holder, None)
         if known is None or known.life != response.life:
             known = _Holder(response.life, 0, OrderedDict())
         self._holders[holder] = known
         if len(self._holders) > MOST_HOLDERS:
             self._holders.popitem(last=False)
-        if response.position < known.position or response.position - known.position < len(
-            response.groups
-        ):
-            return None
-        since = min(response.position - known.position, limits.LISTED)
+        if response.position - known.position < len(response.groups):
+            return False
         known.position = response.position
-        new = 0
         for listed in response.groups:
             if listed.author != self._own_key and is_timely(listed, now):
                 known.groups[listed.content] = listed
-                new += self._note(listed.content)
         while len(known.groups) > MOST_OFFERED:
             known.groups.popitem(last=False)
-        return round(new * since / len(response.groups)) if new else 0
+        return True
+
+    def restore(self, holder: str, listed: Listed) -> None:
+        """Offer a group again that `holder` could not give now."""
+        if (known := self._holders.get(holder)) is not None:
+            known.groups.setdefault(listed.content, listed)
 
     def forget(self, holder: str, contents: Iterable[bytes]) -> None:
-        """Do not ask `holder` for these again."""
+        """Do not fetch these groups from `holder`."""
         if (known := self._holders.get(holder)) is not None:
             for content in contents:
                 known.groups.pop(content, None)
 
     def drop(self, holder: str) -> None:
-        """Ask `holder` for nothing that it has listed so far."""
+        """Forget everything that `holder` listed, and its cursor: the next poll lists it again."""
         self._holders.pop(holder, None)
 
     def keep(self, connected: Collection[str]) -> None:
-        """Drop the offers of whoever is not connected."""
+        """Drop the offers of peers that are not connected."""
         for holder in [holder for holder in self._holders if holder not in connected]:
             del self._holders[holder]
 
@@ -135,42 +135,54 @@ class Offers:
         busy: Collection[str] = (),
         *,
         few: bool = False,
+        requests: int = MOST_HOLDERS,
     ) -> list[Pull]:
-        """Requests for up to `count` groups, at most half of them from one holder where there are
-        several; what is asked for is no longer offered. trust: of a peer as author, below that of a
-        new one it is left out the more often, since each author has one group before any has two;
-        belief: in a peer as holder; busy: peers that are not to be asked now; few: ask FEW_HOLDERS
-        at most."""
+        """Choose up to `count` groups and the holder of each. Chosen groups are no longer offered.
+
+        At most half of the groups come from one holder where there are several.
+
+        Args:
+            count: groups to fetch.
+            now: Unix seconds.
+            rng: source of randomness.
+            trust: peer id of an author → 0 to 1. An author with less trust than a new one takes
+                part with probability `trust / 0.25`, since each author has one group before any
+                has two.
+            belief: peer id of a holder → 0 to 1.
+            is_known: whether the group with a content id was received before.
+            busy: peers that may not be asked now.
+            few: ask at most FEW_HOLDERS holders.
+        """
         if count <= 0:
             return []
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
         held = self._held(now, is_known, {*busy, *doubted})
         authors = {claim: self._author_of(claim[1]) for claim in held}
         trusted = {author: trust(author) for author in dict.fromkeys(authors.values())}
-        heeded = {
+        allowed = {
             author
             for author, much in trusted.items()
             if rng.random() < much / sampling.PROBATION_TRUST
         }
-        held = {claim: holders for claim, holders in held.items() if authors[claim] in heeded}
+        held = {claim: holders for claim, holders in held.items() if authors[claim] in allowed}
         if not held:
             return []
-        met = Counter(self._asked_of)
-        worth = {
+        recent = Counter(self._asked_of)
+        weight = {
             claim: max(belief(holder) for holder, _ in holders)
             * _spread(holders, belief)
             * freshness(holders[0][1], now)
             * trusted[authors[claim]]
-            / (1 + met[authors[claim]])
+            / (1 + recent[authors[claim]])
             for claim, holders in held.items()
         }
-        known = {author for author in heeded if trusted[author] > sampling.PROBATION_TRUST}
+        known = {author for author in allowed if trusted[author] > sampling.PROBATION_TRUST}
         names = {
             claim: _name(authors[claim], known, holders, rng) for claim, holders in held.items()
         }
-        worth = _by_name(worth, names)
-        held = _of_few(held, worth, belief, rng) if few else held
-        ordered = sampling.shuffle_weighted(list(held), [worth[claim] for claim in held], rng)
+        weight = _by_name(weight, names)
+        held = _of_few(held, weight, belief, rng) if few else held
+        ordered = sampling.shuffle_weighted(list(held), [weight[claim] for claim in held], rng)
         ordered = sampling.spread_over_peers(
             ordered, len(ordered), authors.__getitem__, len(ordered)
         )
@@ -187,7 +199,7 @@ class Offers:
         return pulls
 
     def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> _Held:
-        """Everything that may be asked for; what is old or known is forgotten."""
+        """Return all groups that may be fetched; forget the old and the known ones."""
         held: _Held = {}
         for holder, known in self._holders.items():
             gone = [
@@ -202,32 +214,23 @@ class Offers:
                 )
         return held
 
-    def _note(self, content: bytes) -> bool:
-        """Whether nobody listed it before, as far as that is remembered."""
-        new = content not in self._listed
-        self._listed.pop(content, None)
-        self._listed[content] = None
-        if len(self._listed) > REMEMBERED_CONTENTS:
-            self._listed.popitem(last=False)
-        return new
-
 
 def is_timely(listed: Listed, now: float) -> bool:
-    """Whether admission would take a group of this age."""
+    """Return whether admission would take a group of this age."""
     return -limits.CLOCK_SKEW_SECONDS <= now - listed.created_at / 1000 <= limits.GROUP_AGE_SECONDS
 
 
 def freshness(listed: Listed, now: float) -> float:
-    """1 for a group that was just made, half of it every HALF_LIFE_SECONDS."""
+    """Return 1 for a group that was just made, half of it after each HALF_LIFE_SECONDS."""
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
 
 
 def _name(
     author: str, known: Collection[str], holders: list[tuple[str, Listed]], rng: random.Random
 ) -> str:
-    """Whose a group is when places are given out. One by an author nobody knows, who does not list
-    it itself, is a holder's among others', whichever holder's: who lists what everybody has shall
-    not have it all go by its name."""
+    """Return the name under which a group takes a place in a choice: its author where that is known
+    or lists the group itself, else a random holder of it. All groups of unknown authors at one
+    holder share a name."""
     return (
         author
         if author in known or any(holder == author for holder, _ in holders)
@@ -235,28 +238,27 @@ def _name(
     )
 
 
-def _by_name(worth: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Claim, float]:
-    """Each claim's share of what goes by one name, so that these add up to what the best of them is
-    worth."""
+def _by_name(weight: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Claim, float]:
+    """Scale the weights so that all claims of one name add up to the weight of the best one."""
     best, total = defaultdict[str, float](float), defaultdict[str, float](float)
-    for claim, value in worth.items():
+    for claim, value in weight.items():
         best[names[claim]] = max(best[names[claim]], value)
         total[names[claim]] += value
     return {
         claim: value * best[names[claim]] / total[names[claim]] if value else 0.0
-        for claim, value in worth.items()
+        for claim, value in weight.items()
     }
 
 
 def _of_few(
-    held: _Held, worth: dict[_Claim, float], belief: Callable[[str], float], rng: random.Random
+    held: _Held, weight: dict[_Claim, float], belief: Callable[[str], float], rng: random.Random
 ) -> _Held:
-    """What FEW_HOLDERS offer, drawn by how far they are believed and what their offers are worth
-    together."""
+    """Return the claims of FEW_HOLDERS holders, drawn by belief × the total weight of their
+    offers."""
     total: defaultdict[str, float] = defaultdict(float)
     for claim, holders in held.items():
         for holder, _ in holders:
-            total[holder] += worth[claim]
+            total[holder] += weight[claim]
     chosen = sampling.shuffle_weighted(
         list(total), [belief(holder) * value for holder, value in total.items()], rng
     )[:FEW_HOLDERS]
@@ -272,10 +274,12 @@ def _pack(
     belief: Callable[[str], float],
     rng: random.Random,
 ) -> list[Pull]:
-    """Requests for `count` of (claim, author, name, holders): each name has one place before any
-    has two, an author and, where there are several, a name and a holder half of all. A place goes
-    to the next of its name where the group is asked for already, by another claim, or nobody has
-    room."""
+    """Return requests for `count` of (claim, author, name, holders), in that order.
+
+    Each name has one place before any has two. An author has at most half of all places; so has a
+    name and a holder where there are several holders. A place goes to the next claim of its name
+    where the group is already requested by another claim, or no holder has room.
+    """
     half = -(-count // 2)
     most = half if len({holder for *_, holders in ordered for holder, _ in holders}) > 1 else count
     waiting: defaultdict[str, deque[int]] = defaultdict(deque)
@@ -312,8 +316,7 @@ def _pack(
 
 
 def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -> float:
-    """What they say of one group's spread, each as far as it is believed: nobody alone makes a
-    group look good, or not worth asking for."""
+    """Return the mean of the listed spreads of one group, weighted by belief in the holders."""
     total = sum(belief(holder) for holder, _ in holders)
     return max(
         sampling.SPREAD_FLOOR,

@@ -1,5 +1,5 @@
-"""Sends this node's own groups out: checked against a stranger's bounds, signed, by gossip or
-announced by their hash."""
+"""Shares this node's own groups: checked against the bounds that peers apply, signed, put on the
+shelf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from swarmnode.drops import DropCounts, DropTally
 from swarmnode.errors import BadMessage
-from swarmnode.p2p.api import Network
 from swarmnode.rollouts.groups import (
     GroupRules,
     OwnGroup,
@@ -16,70 +15,78 @@ from swarmnode.rollouts.groups import (
     is_useful,
     without_token_ids,
 )
-from swarmnode.rollouts.serving import Serving
+from swarmnode.rollouts.pull_gossip import PullGossip
 from swarmnode.rollouts.signers import Signer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
-from swarmnode.wire.messages import Announce, RolloutGroup
+from swarmnode.wire.messages import RolloutGroup
 
 log = logging.getLogger(__name__)
 
-PUBLISHED = ("gossip", "announced")
-"""Outcomes of `Publisher.publish` where the group went out."""
+PUBLISHED = "published"
+"""Outcome of `Publisher.publish` for a group that was put on the shelf."""
 EXPECTED = ("zero_advantage", "budget", "disabled")
 """Outcomes that are no fault."""
 
 
 class Publisher:
-    """rate: own groups per second, at most. allows("publish"): whether there is budget for it.
-    clock: Unix seconds.
+    """Publishes own groups.
 
-    serving: from where peers get what is announced or listed.
+    Args:
+        own_peer: this node's peer id.
+        credentials: the node's key and its swarm.
+        rules: what the swarm's manifest allows.
+        rate: own groups per second, at most.
+        allows: allows("publish") is whether there is budget for it.
+        gossip: puts groups on the shelf.
+        clock: Unix seconds.
     """
 
     def __init__(
         self,
-        network: Network,
+        own_peer: str,
         credentials: Credentials,
         rules: GroupRules,
         rate: float,
         allows: Callable[[str], bool],
-        serving: Serving,
+        gossip: PullGossip,
         clock: Callable[[], float],
     ) -> None:
-        self.topic = ids.rollout_topic(credentials.swarm, rules.spoken.rollouts)
-        self._network = network
+        self._own_peer = own_peer
         self._credentials = credentials
         self._keeps_rules = rules.keeps_rules
         self._rate = rate
-        self._pace = Signer(network.peer_id, rate, clock())
+        self._pace = Signer(own_peer, rate, clock())
         self._allows = allows
-        self._serving = serving
+        self._gossip = gossip
         self._clock = clock
         self._tally = DropTally("own group not published", quiet=EXPECTED)
 
     def statistics(self) -> DropCounts:
-        """Groups that went out, and those that stayed here by outcome."""
+        """Return the groups that were published, and those that were not by outcome."""
         return self._tally.statistics()
 
-    async def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
-        """Sign a group that `policy` sampled and send it out; returns its outcome. Never raises for
-        a group that cannot be sent."""
+    def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
+        """Sign a group that `policy` sampled and put it on the shelf; return its outcome. Never
+        raises for a group that cannot be shared.
+
+        A group whose rewards are all equal is not shared: peers would drop it.
+        """
         try:
-            outcome = await self._publish(own, policy)
+            outcome = self._publish(own, policy)
         except BadMessage as bad:
             return self.note("invalid", str(bad))
         return self.note(outcome)
 
     def note(self, outcome: str, error: str = "") -> str:
-        """Count the outcome of an own group."""
-        if outcome in PUBLISHED:
+        """Count the outcome of an own group and return it."""
+        if outcome == PUBLISHED:
             self._tally.keep()
         else:
             self._tally.drop(outcome, error=error)
         return outcome
 
-    async def _publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
+    def _publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
         if policy is None:
             return "no_policy"
         if not is_useful(own.rewards):
@@ -109,22 +116,6 @@ class Publisher:
         frame = envelope.seal(
             group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
         )
-        outcome = "gossip"
-        self._serving.put(group, self._network.peer_id, frame, own.rewards)
-        if len(frame) > limits.GOSSIP_BYTES:
-            announce = Announce(
-                envelope.content_id(frame), len(frame), group.created_at, group.sequence
-            )
-            frame, outcome = (
-                envelope.seal(
-                    announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
-                ),
-                "announced",
-            )
         self._pace.take_token()
-        try:
-            await self._network.gossip.publish(self.topic, frame)
-        except Exception:  # whatever the library raises, it is one group of ours that was not sent
-            log.exception("publishing group %d failed", own.sequence)
-            return "failed"
-        return outcome
+        self._gossip.put(group, self._own_peer, frame, own.rewards)
+        return PUBLISHED

@@ -177,9 +177,6 @@ class Frames:
         if len(self._others) > self.most:
             self._others.popitem(last=False)
 
-    def was_candidate(self, content: bytes) -> bool:
-        return content in self._candidates
-
     def prove(self, content: bytes, now: float) -> None:
         """A frame became a candidate."""
         self._others.pop(content, None)

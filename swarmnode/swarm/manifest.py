@@ -102,17 +102,16 @@ class Terms:
 
 
 def protocols_of(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
-    """What a swarm with these tasks, which are installed, and training options speaks."""
+    """Return the protocols and rules of a swarm with these tasks and training options."""
     levels = max((TASKS[name].levels for name in tasks if name in TASKS), default=1)
-    return ids.BUCKET_PROTOCOLS if levels > 1 or "curriculum" in options else ids.PROTOCOLS
+    return ids.CHOICE_PROTOCOLS if levels > 1 or "curriculum" in options else ids.PROTOCOLS
 
 
-def spoken(opened: Opened | None, tasks: Collection[str], options: Collection[str]) -> ids.Spoken:
-    """What the swarm of this manifest speaks, or, without one, a swarm with these tasks and
-    training options."""
-    return ids.spoken_in(
-        opened.manifest.protocols if opened is not None else protocols_of(tasks, options)
-    )
+def members_choose(opened: Opened | None, tasks: Collection[str], options: Collection[str]) -> bool:
+    """Return whether members choose the difficulty of their questions: as the manifest says, or
+    without one as a swarm with these tasks and training options does."""
+    protocols = opened.manifest.protocols if opened is not None else protocols_of(tasks, options)
+    return ids.CHOICE_RULE in protocols
 
 
 def draft(

@@ -36,7 +36,7 @@ from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
-from swarmnode.swarm.manifest import spoken
+from swarmnode.swarm.manifest import members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
@@ -148,9 +148,9 @@ class Loop:
         self._oom_before = counters.oom_retries_total
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
-        speaks = spoken(stored(config.node.data_dir), config.task.names, training.options)
+        choose = members_choose(stored(config.node.data_dir), config.task.names, training.options)
         self._questions = Questions(
-            config.task.names, counters, speaks, "curriculum" in training.options
+            config.task.names, counters, choose, "curriculum" in training.options
         )
         self._link = link
         self._lost_messages = 0

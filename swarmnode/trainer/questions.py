@@ -11,7 +11,6 @@ from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import bucket_seed, choose_task, task_seed
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.state import Counters
-from swarmnode.wire.ids import Spoken
 from swarmnode.wire.messages import TaskRef
 
 
@@ -27,23 +26,23 @@ class Questions:
         self,
         tasks: Sequence[str],
         counters: Counters,
-        spoken: Spoken = Spoken(),  # noqa: B008 - immutable
+        members_choose: bool = False,
         curriculum: bool = False,
     ) -> None:
         self._tasks = tasks
-        self._chooses = spoken.chooses
+        self._chooses = members_choose
         self._alike = not curriculum
         self._counters = counters
         buckets = [
             Bucket(task, difficulty)
             for task in tasks
-            for difficulty in range(TASKS[task].levels if spoken.chooses else 1)
+            for difficulty in range(TASKS[task].levels if members_choose else 1)
         ]
         self._curriculum = (
             Curriculum(buckets)
             if curriculum
             else Curriculum(buckets, explore=1.0)
-            if spoken.chooses
+            if members_choose
             else None
         )
 

@@ -25,6 +25,7 @@ from swarmnode.wire.fields import (
     utf8,
 )
 from swarmnode.wire.listings import (
+    GroupResponse,
     GroupsRequest,
     GroupsResponse,
     Listed,
@@ -32,7 +33,6 @@ from swarmnode.wire.listings import (
     ListingResponse,
 )
 from swarmnode.wire.messages import (
-    Announce,
     BulkManifest,
     BulkManifestRequest,
     BulkManifestResponse,
@@ -42,8 +42,6 @@ from swarmnode.wire.messages import (
     BulkSocketResponse,
     Completion,
     Envelope,
-    FetchRequest,
-    FetchResponse,
     ManifestRequest,
     ManifestResponse,
     PeersRequest,
@@ -122,32 +120,16 @@ def _check_completion(completion: Completion, max_tokens: int) -> None:
             raise BadMessage("bounds", "logprobs")
 
 
-def _check_announce(announce: Announce) -> None:
-    check_length("content", announce.content, limits.CONTENT_ID_BYTES)
-    check_between("size", announce.size, 1, limits.GROUP_BYTES)
-    check_counter("created_at", announce.created_at)
-    check_counter("sequence", announce.sequence)
-
-
 def _check_envelope(envelope: Envelope) -> None:
     check_length("key", envelope.key, limits.KEY_BYTES)
     check_length("signature", envelope.signature, limits.SIGNATURE_BYTES)
-
-
-def _check_fetch_request(request: FetchRequest) -> None:
-    check_length("content", request.content, limits.CONTENT_ID_BYTES)
-
-
-def _check_fetch_response(response: FetchResponse) -> None:
-    if bool(response.body) != (response.status == "ok"):
-        raise BadMessage("bounds", "a body comes with `ok` and only with it")
-    check_between("body", len(response.body), 0, limits.GROUP_BYTES)
 
 
 def _check_listing_request(request: ListingRequest) -> None:
     check_length("swarm", request.swarm, limits.SWARM_ID_BYTES)
     check_length("life", request.life, limits.LIFE_BYTES if request.life else 0)
     check_between("position", request.position, 0, COUNTER if request.life else 0)
+    check_between("patience", request.patience, 0, limits.PATIENCE_SECONDS)
 
 
 def _check_listing_response(response: ListingResponse) -> None:
@@ -179,10 +161,16 @@ def _check_groups_request(request: GroupsRequest) -> None:
         raise BadMessage("bounds", "a group is asked for twice")
 
 
+def _check_group_response(response: GroupResponse) -> None:
+    if bool(response.body) != (response.status == "ok"):
+        raise BadMessage("bounds", "a body comes with `ok` and only with it")
+    check_between("body", len(response.body), 0, limits.GROUP_BYTES)
+
+
 def _check_groups_response(response: GroupsResponse) -> None:
     check_between("groups", len(response.groups), 1, limits.PULLED)
     for group in response.groups:
-        _check_fetch_response(group)
+        _check_group_response(group)
     check_between(
         "groups", sum(len(group.body) for group in response.groups), 0, limits.GROUP_BYTES
     )
@@ -349,10 +337,7 @@ def _check_bulk_socket_response(response: BulkSocketResponse) -> None:
 
 _CHECKS: dict[type, Callable[[Any], None]] = {
     RolloutGroup: check_group,
-    Announce: _check_announce,
     Envelope: _check_envelope,
-    FetchRequest: _check_fetch_request,
-    FetchResponse: _check_fetch_response,
     ListingRequest: _check_listing_request,
     ListingResponse: _check_listing_response,
     GroupsRequest: _check_groups_request,

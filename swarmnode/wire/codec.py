@@ -16,7 +16,7 @@ import zstandard
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits, strict
 from swarmnode.wire.bounds import check_group, check_message
-from swarmnode.wire.messages import Announce, Envelope, Payload, RolloutGroup
+from swarmnode.wire.messages import Envelope, RolloutGroup
 from swarmnode.wire.strict import encode
 
 __all__ = [
@@ -44,8 +44,8 @@ def decode(data: bytes, type: type[M], limit: int) -> M:
     return _decode(data, type, limit)
 
 
-def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> RolloutGroup | Announce:
-    """What a signer signed; `limit` caps the payload both as sent and once decompressed, bytes.
+def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> RolloutGroup:
+    """Return the group in an envelope. `limit` caps the payload as sent and decompressed, bytes.
 
     The signature is not looked at: verify first, so that the signer can be held to what this
     raises. Raises BadMessage with a reason of DECODE_REASONS.
@@ -55,7 +55,8 @@ def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> Rollo
         raise BadMessage("oversize", f"{len(data)} bytes of payload, at most {limit}")
     if envelope.codec == "zstd":
         data = decompress(data, limit)
-    return _decode(data, Payload, limit)
+    group: RolloutGroup = _decode(data, RolloutGroup, limit)
+    return group
 
 
 def _decode(data: bytes, type: Any, limit: int) -> Any:  # noqa: ANN401

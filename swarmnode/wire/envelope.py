@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from swarmnode.errors import BadMessage
 from swarmnode.wire import limits
 from swarmnode.wire.codec import compress, decode, decode_payload, encode
-from swarmnode.wire.messages import Announce, Codec, Envelope, RolloutGroup
+from swarmnode.wire.messages import Codec, Envelope, RolloutGroup
 
 _CODECS: dict[Codec, bytes] = {"raw": b"\x00", "zstd": b"\x01"}
 
@@ -82,7 +82,7 @@ def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
 
 
 def seal(
-    message: RolloutGroup | Announce, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes
+    message: RolloutGroup, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes
 ) -> bytes:
     """The bytes of a signed envelope around `message`, compressed when that makes it shorter."""
     payload = encode(message)
@@ -92,9 +92,7 @@ def seal(
     return encode(sign(payload, private_key, domain, swarm))
 
 
-def unseal(
-    frame: bytes, domain: bytes, swarm: bytes, limit: int
-) -> tuple[Envelope, RolloutGroup | Announce]:
+def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envelope, RolloutGroup]:
     """The envelope of at most `limit` bytes in `frame`, and what it carries: decoded, verified,
     then opened.
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
-
 DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
 """Domain string of a rollout envelope's signature."""
 
@@ -44,22 +41,15 @@ DOMAIN_EVALUATION = b"swarmnode/evaluation/1"
 DOMAIN_TASK = b"swarmnode/task/1"
 """Prefix of what is hashed to choose a question's task."""
 
-ROLLOUT_TOPIC = "/swarmnode/rollouts/1"
-"""Prefix of the gossip topic; the swarm id in hex follows: `rollout_topic(swarm)`."""
-
-BUCKET_TOPIC = "/swarmnode/rollouts/2"
-"""The same in a swarm whose members choose task and difficulty of their questions: a question's
-address follows from that choice too."""
-
-FETCH_PROTOCOL = "/swarmnode/fetch/1"
-"""Request/response: the body of a group that was announced by its hash."""
-
-LISTING_PROTOCOL = "/swarmnode/listing/1"
-"""Request/response: which groups the responder can give. Not in `PROTOCOLS`: whoever does without
-is reached by gossip."""
+LISTING_PROTOCOL = "/swarmnode/listing/2"
+"""Request/response: which groups the responder can give. A poll that may be held open."""
 
 GROUPS_PROTOCOL = "/swarmnode/groups/1"
-"""Request/response: several groups by their content ids. Not in `PROTOCOLS`."""
+"""Request/response: several groups by their content ids."""
+
+CHOICE_RULE = "/swarmnode/choice/1"
+"""Not a protocol but a rule, named among them in the manifest of a swarm whose members choose the
+difficulty of their questions."""
 
 PEERS_PROTOCOL = "/swarmnode/peers/1"
 """Request/response: peers of the same swarm that the responder is connected to. Not in `PROTOCOLS`:
@@ -103,45 +93,16 @@ STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/9"
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"
 """Security protocol of a swarm with a pre-shared secret, in place of `/noise`."""
 
-FETCH_ORDINALS = (FETCH_PROTOCOL,)
-ROLLOUT_ORDINALS = (ROLLOUT_TOPIC,)
-"""What this version speaks with members, newest first: the present ordinal and, for a release at
-least, the one before."""
+PROTOCOLS = (GROUPS_PROTOCOL, LISTING_PROTOCOL)
+"""Protocols that all members of a swarm speak, sorted; part of the swarm id."""
 
-PROTOCOLS = (FETCH_ORDINALS[0], ROLLOUT_ORDINALS[0])
-"""Everything two nodes must speak alike, sorted; part of the swarm id. A swarm that is founded now
-speaks the newest."""
+CHOICE_PROTOCOLS = (CHOICE_RULE, GROUPS_PROTOCOL, LISTING_PROTOCOL)
+"""The same for a swarm whose members choose the difficulty of their questions."""
 
-BUCKET_PROTOCOLS = (FETCH_ORDINALS[0], BUCKET_TOPIC)
-"""The same of a swarm in which there is a choice."""
-
-SPOKEN = frozenset({*FETCH_ORDINALS, *ROLLOUT_ORDINALS, BUCKET_TOPIC})
-"""Names in a manifest that this version can honour."""
+SPOKEN = frozenset({*PROTOCOLS, *CHOICE_PROTOCOLS})
+"""Names in a manifest that this version supports."""
 
 
-class Spoken(NamedTuple):
-    """Which ordinals a swarm speaks."""
-
-    fetch: str = FETCH_ORDINALS[0]
-    rollouts: str = ROLLOUT_ORDINALS[0]
-
-    @property
-    def chooses(self) -> bool:
-        """Whether members choose task and difficulty of their questions."""
-        return self.rollouts == BUCKET_TOPIC
-
-
-def spoken_in(protocols: Collection[str]) -> Spoken:
-    """What to speak in a swarm whose manifest names `protocols`: what all its members do, however
-    much newer this version is."""
-    fetch, rollouts = (
-        next((name for name in known if name in protocols), known[0])
-        for known in (FETCH_ORDINALS, ROLLOUT_ORDINALS)
-    )
-    return Spoken(fetch, BUCKET_TOPIC if BUCKET_TOPIC in protocols else rollouts)
-
-
-def rollout_topic(swarm: bytes, prefix: str = ROLLOUT_ORDINALS[0]) -> str:
-    """The gossip topic of one swarm. `swarm` is the 32-byte swarm id, `prefix` the ordinal that it
-    speaks."""
-    return f"{prefix}/{swarm.hex()}"
+def rollout_topic(swarm: bytes) -> str:
+    """Return the gossip topic of a swarm."""
+    return f"/swarmnode/rollouts/1/{swarm.hex()}"

@@ -6,21 +6,16 @@ rest right after.
 """
 
 GOSSIP_BYTES = 64 * 1024
-"""A gossip frame (envelope) is at most this long; a longer group is announced and fetched."""
+"""Longest message of the gossip topic."""
 GROUP_BYTES = 1024 * 1024
-"""A fetched envelope is at most this long, and so is a payload once decompressed, wherever it came
-from."""
-FETCH_REQUEST_BYTES = 64
-"""A fetch request is at most this long."""
-FETCH_RESPONSE_BYTES = GROUP_BYTES + 64
-"""A fetch response is at most this long: an envelope and the map around it."""
+"""Longest envelope of a group, and longest payload once decompressed."""
 LISTING_REQUEST_BYTES = 96
-LISTING_RESPONSE_BYTES = 10 * 1024
-LISTED = 64
-"""Groups in a listing, at most."""
-NEWEST = 14
-"""Groups that we put into one (earlier versions: 64): two peers' worth of a step. Each is a hundred
-bytes, and a short group 1.5 KB."""
+LISTING_RESPONSE_BYTES = 4 * 1024
+LISTED = 14
+"""Groups in a listing, at most: two peers' groups of a step. Each takes about 110 bytes, at most
+170."""
+PATIENCE_SECONDS = 10
+"""Longest time for which a responder may hold a poll open, seconds."""
 LIFE_BYTES = 8
 """Tells one process that lists from the next under the same key."""
 SPREAD = 0.5

@@ -65,41 +65,17 @@ class RolloutGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     completions: list[Completion]
 
 
-class Announce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
-    """A group too long for gossip: fetch it from the signer by its content id."""
-
-    content: bytes
-    """32 bytes: blake2b-256 of the envelope's bytes."""
-    size: int
-    """Length of that envelope, bytes."""
-    created_at: int
-    sequence: int
-
-
-Payload = RolloutGroup | Announce
-"""What an envelope carries."""
-
-
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Signed bytes. The signature covers domain string, swarm id and the exact payload bytes."""
 
     key: bytes
     """32 bytes: the signer's raw Ed25519 public key; its peer id follows from it."""
     payload: bytes
-    """msgpack of a RolloutGroup or an Announce."""
+    """msgpack of a RolloutGroup."""
     signature: bytes
     """64 bytes."""
     codec: Codec = "raw"
     """How `payload` is compressed. The signature covers this field, and `payload` as sent."""
-
-
-class FetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    content: bytes
-
-
-class FetchResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    status: Status
-    body: bytes = b""
 
 
 class PeerAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ from swarmnode.pauses import Told
 from swarmnode.policy.device import probe
 from swarmnode.policy.load import config_directory
 from swarmnode.process import Progress
-from swarmnode.swarm.manifest import spoken
+from swarmnode.swarm.manifest import members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.crew.average import StageAveraging, averaged
@@ -239,13 +239,13 @@ class CrewTrainer:
                 0.0,
                 copy=self.copy,
             )
-            speaks = spoken(stored(c.node.data_dir), c.task.names, c.training.options)
+            choose = members_choose(stored(c.node.data_dir), c.task.names, c.training.options)
             self._beside = MemberSampler(
                 stage.lineage,
                 engine,
                 c.training,
                 lambda counters: Questions(
-                    c.task.names, counters, speaks, "curriculum" in c.training.options
+                    c.task.names, counters, choose, "curriculum" in c.training.options
                 ),
                 lambda counters: Identity(self._link, counters, c.swarm.id),
                 self._link,

@@ -21,7 +21,7 @@ from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids, limits, tensors
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import ListingRequest, ListingResponse
-from swarmnode.wire.messages import Announce, FetchRequest, FetchResponse, TaskRef
+from swarmnode.wire.messages import TaskRef
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0

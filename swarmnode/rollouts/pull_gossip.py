@@ -1,0 +1,472 @@
+"""Pull gossip: each node keeps a shelf of groups, polls the listings of connected peers, and
+fetches the groups that its trainer will use. Groups travel on from shelf to shelf; no peer can push.
+
+    shelf ─ listing, held open up to 10 s until there is news ─▶ peers' polls
+          ─ groups, up to 16 and 1 MiB ────────────────────────▶ peers' fetches
+    own polls ─▶ listings ─▶ puller (which groups, from whom) ─▶ own fetches ─▶ admission ─▶ scorer
+
+This is the anti-entropy of Demers et al. (PODC 1987) in its pull variant, with long polls: news
+travels as fast as by a push, and costs an answer only where a reader asked for it. Serving never
+depends on the node's own demand; a node that is paused or over its budget neither fetches nor
+serves.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.p2p.api import Network
+from swarmnode.rollouts import sampling
+from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Lie, contradiction
+from swarmnode.rollouts.groups import Candidate
+from swarmnode.rollouts.offers import Pull
+from swarmnode.rollouts.pace import Throughput
+from swarmnode.rollouts.puller import Puller
+from swarmnode.rollouts.reasons import Verdict
+from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
+from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.listings import (
+    GroupResponse,
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
+from swarmnode.wire.messages import RolloutGroup
+
+ANSWER_SECONDS = 5.0
+"""A poll is answered so long after its patience at the latest."""
+NEWS_SECONDS = 0.1
+"""How long a waiting poll collects news before it is answered: a step's groups are published
+together."""
+ANSWER_INTERVAL_SECONDS = 1.0
+"""Between two answers to one peer's waiting polls, at least."""
+POLLS_PER_PEER = 2
+POLLS_SERVED = 512
+"""Polls held open: of one peer and in all. More are refused."""
+FETCHES_SERVED = 8
+"""Fetches answered at a time; a quarter of them of one peer."""
+MOST_READERS = 1024
+BUDGET_SECONDS = 1.0
+"""How often a node that may not fetch checks whether it may again."""
+LISTINGS = ("ok", "busy", "other_swarm", "unsupported", "timeout", "failed", "malformed")
+"""Outcomes of polls."""
+PULLED = ("ok", "refused", "unknown", "busy", "timeout", "failed", "malformed", "mismatch")
+"""Outcomes of fetched groups; `refused` by admission, which counts the reason."""
+SERVED = ("listing", "group", "unknown", "busy", "malformed")
+"""Outcomes of what peers ask for: a listing, or each group of a fetch."""
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+
+class PullStatistics(msgspec.Struct, frozen=True):
+    """Polls and fetches of this node."""
+
+    polled: int = 0
+    """Peers whose listings are being polled now."""
+    listings: dict[str, int] = {}
+    """Polls by outcome, of LISTINGS."""
+    pulled: dict[str, int] = {}
+    """Fetched groups by outcome, of PULLED."""
+    offered: int = 0
+    """Groups that could be fetched now; a group counts once for each peer that lists it."""
+    claims: BeliefStatistics = BeliefStatistics()
+
+
+class ServingStatistics(msgspec.Struct, frozen=True):
+    """Answers to peers."""
+
+    served: dict[str, int] = {}
+    """Answers by outcome, of SERVED."""
+    waiting: int = 0
+    """Polls held open now."""
+    shelf: ShelfStatistics = ShelfStatistics()
+    askers: int = 0
+    """Peers whose allowance is remembered."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What pull gossip needs from the rest of the rollout service."""
+
+    allows: Callable[[str], bool]
+    """allows("fetch"), allows("serve"): whether the node's budget and pauses permit it."""
+    trust: Callable[[str], float]
+    """Peer id of an author → how much its groups count, 0 to 1."""
+    gives: Callable[[str], bool]
+    """Peer id → whether a group of it was ever admitted."""
+    enqueue: Callable[[Candidate], None]
+    """Takes a group that passed admission, to have it scored."""
+
+
+class PullGossip:
+    """One node's pull gossip. Start it with `await nursery.start(gossip.run)`.
+
+    Args:
+        network: polls, fetches, and the standing of peers.
+        admission: checks of fetched groups.
+        shelf: the groups to give.
+        hooks: see Hooks.
+        clock: Unix seconds.
+        rng: source of randomness.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        admission: Admission,
+        shelf: Shelf,
+        hooks: Hooks,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._network = network
+        self._admission = admission
+        self._shelf = shelf
+        self._hooks = hooks
+        self._clock = clock
+        self._rng = rng
+        self._puller: Puller | None = None
+        self._pace = Throughput()
+        self._changed = trio.Event()
+        self._polls: Counter[str] = Counter()
+        self._fetches: Counter[str] = Counter()
+        self._server = Server(network, shelf, hooks, clock)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
+        """Serve, poll and fetch until cancelled."""
+        self._server.start()
+        puller = self._started()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_connections)
+            task_status.started()
+            while True:
+                self._changed = trio.Event()
+                now = trio.current_time()
+                if self._hooks.allows("fetch"):
+                    self._start_due(puller, nursery)
+                    wake = puller.next_time(now)
+                else:
+                    wake = now + BUDGET_SECONDS
+                with trio.move_on_at(wake):
+                    await self._changed.wait()
+
+    def put(
+        self,
+        group: RolloutGroup,
+        author: str,
+        frame: bytes,
+        rewards: list[float],
+        source: str = "",
+    ) -> None:
+        """Put a group on the shelf.
+
+        Args:
+            group: the decoded group.
+            author: peer id of its signer.
+            frame: its envelope, as signed.
+            rewards: (G,), as this node computed them.
+            source: peer id of the peer that gave it; empty for an own group.
+        """
+        key = envelope.peer_key(author)
+        if key is None:
+            return
+        listed = Listed(
+            envelope.content_id(frame),
+            key,
+            group.task.id,
+            group.created_at,
+            len(frame),
+            min(limits.SPREAD, sampling.spread(rewards)),
+        )
+        self._shelf.put(frame, listed, envelope.peer_key(source) or b"" if source else key)
+        self._server.news()
+
+    def drew(self, count: int, waiting: int, policy_version: int) -> None:
+        """Note that the trainer drew `count` groups for the step at `policy_version`, after which
+        `waiting` groups are in the pool."""
+        self._started().drew(count, waiting, policy_version, trio.current_time())
+        self._changed.set()
+
+    def scored(self, content: bytes, rewards: list[float]) -> None:
+        """Take a group's rewards (G,), which may not be those that its holder listed."""
+        self._started().scored(content, rewards, trio.current_time())
+        self._changed.set()
+
+    def statistics(self) -> PullStatistics:
+        """Return the counts of polls and fetches."""
+        puller = self._started()
+        return PullStatistics(
+            polled=puller.polling,
+            listings=dict(self._polls),
+            pulled=dict(self._fetches),
+            offered=len(puller.offers),
+            claims=puller.claims.statistics(),
+        )
+
+    def serving(self) -> ServingStatistics:
+        """Return the counts of answers."""
+        return self._server.statistics()
+
+    def _started(self) -> Puller:
+        """Return the puller, whose clock begins with the event loop."""
+        if self._puller is None:
+            own_key = envelope.peer_key(self._network.peer_id) or b""
+            self._puller = Puller(own_key, envelope.peer_id, self._rng, trio.current_time())
+        return self._puller
+
+    async def _watch_connections(self) -> None:
+        while True:
+            await self._network.changed()
+            self._changed.set()
+
+    def _start_due(self, puller: Puller, nursery: trio.Nursery) -> None:
+        """Start the polls and fetches that are due."""
+        now, seen = trio.current_time(), self._admission.has_seen
+        connected = [peer for peer in self._network.connected() if self._network.welcome(peer)]
+        for peer in puller.polls_due(connected, now, seen):
+            nursery.start_soon(self._poll, puller, peer)
+        for pull in puller.fetches_due(now, self._clock(), self._hooks.trust, seen):
+            nursery.start_soon(self._fetch, puller, pull)
+
+    # -- polls
+
+    async def _poll(self, puller: Puller, peer: str) -> None:
+        """Poll the listing of `peer` once."""
+        life, position = puller.offers.cursor(peer)
+        patience = limits.PATIENCE_SECONDS
+        request = ListingRequest(self._admission.swarm, life, position, patience)
+        now = trio.current_time
+        try:
+            response = await self._ask(
+                peer,
+                ids.LISTING_PROTOCOL,
+                request,
+                ListingResponse,
+                deadline=patience + ANSWER_SECONDS,
+                limit=limits.LISTING_RESPONSE_BYTES,
+            )
+        except _Unanswered as why:
+            outcome = why.outcome
+            if outcome == "unsupported":
+                puller.unsupported(peer, now())
+            else:
+                puller.polled(peer, None, now(), self._clock())
+        else:
+            outcome = "other_swarm" if response.status == "unknown" else response.status
+            puller.polled(peer, response, now(), self._clock())
+        self._polls[outcome] += 1
+        self._changed.set()
+
+    # -- fetches
+
+    async def _fetch(self, puller: Puller, pull: Pull) -> None:
+        """Fetch the groups of one choice from their holder."""
+        size = sum(listed.size for listed in pull.groups)
+        deadline, began = self._pace.deadline(size), trio.current_time()
+        try:
+            response = await self._ask(
+                pull.holder,
+                ids.GROUPS_PROTOCOL,
+                GroupsRequest([listed.content for listed in pull.groups]),
+                GroupsResponse,
+                deadline=deadline,
+                limit=min(limits.GROUPS_RESPONSE_BYTES, size + 512),
+            )
+            if len(response.groups) != len(pull.groups):
+                self._network.rejected(pull.holder, "bounds")
+                raise _Unanswered("malformed")
+        except _Unanswered as why:
+            puller.failed(pull, trio.current_time())
+            self._fetches[why.outcome] += len(pull.groups)
+        else:
+            outcomes = [
+                self._take(puller, pull.holder, listed, group.body)
+                if group.status == "ok"
+                else group.status
+                for listed, group in zip(pull.groups, response.groups, strict=True)
+            ]
+            puller.fetched(pull, outcomes, trio.current_time())
+            self._fetches.update(outcomes)
+            took = trio.current_time() - began
+            self._pace.observe(pull.holder, sum(len(g.body) for g in response.groups), took)
+            if took > deadline / 2:
+                puller.claims.lie(pull.holder, "slow")
+        self._changed.set()
+
+    def _take(self, puller: Puller, holder: str, listed: Listed, body: bytes) -> str:
+        """Check one fetched group against its listing and by admission; return its outcome, of
+        PULLED."""
+        if envelope.content_id(body) != listed.content:
+            self._lied(puller, holder, "content")
+            return "mismatch"
+        result = self._admission.check(body, self._clock())
+        if isinstance(result, Rejected):
+            if result.verdict is Verdict.REJECT:
+                # the holder applied the same checks before it listed the group
+                self._lied(puller, holder, "content")
+                if result.peer is not None and result.peer != holder:
+                    self._network.rejected(result.peer, result.reason)
+            return "refused"
+        lie = contradiction(listed, envelope.peer_key(result.peer) or b"", result.group, len(body))
+        if lie is not None:
+            self._lied(puller, holder, lie)  # the group itself is signed, so it is taken
+            puller.contradicted(listed.content)
+        self._hooks.enqueue(msgspec.structs.replace(result, source=holder))
+        return "ok"
+
+    def _lied(self, puller: Puller, holder: str, lie: Lie) -> None:
+        puller.claims.lie(holder, lie)
+        if lie in PROVEN:
+            self._network.rejected(holder, "mismatch")
+
+    async def _ask(
+        self,
+        peer: str,
+        protocol: str,
+        request: msgspec.Struct,
+        kind: type[Answer],
+        *,
+        deadline: float,
+        limit: int,
+    ) -> Answer:
+        """Send a request and decode the response. Raises _Unanswered, whatever the peer does."""
+        try:
+            data = await self._network.requests.request(
+                peer, protocol, codec.encode(request), deadline=deadline, max_response_bytes=limit
+            )
+            return codec.decode(data, kind, limit)
+        except Incompatible:
+            raise _Unanswered("unsupported") from None
+        except PeerTimeout:
+            raise _Unanswered("timeout") from None
+        except BadMessage as bad:
+            self._network.rejected(peer, bad.reason)
+            raise _Unanswered("malformed") from None
+        except PeerError:
+            raise _Unanswered("failed") from None
+
+
+class Server:
+    """Answers peers' polls and fetches from the shelf."""
+
+    def __init__(
+        self, network: Network, shelf: Shelf, hooks: Hooks, clock: Callable[[], float]
+    ) -> None:
+        self._network = network
+        self._shelf = shelf
+        self._hooks = hooks
+        self._clock = clock
+        self._allowances = Allowances()
+        self._answered: OrderedDict[str, float] = OrderedDict()
+        """Reader → when its last waiting poll was answered."""
+        self._news = trio.Event()
+        self._waiting = 0
+        self._served: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Serve both protocols for as long as the network runs."""
+        self._network.requests.serve(
+            ids.LISTING_PROTOCOL,
+            self._list,
+            concurrent=POLLS_SERVED,
+            per_peer=POLLS_PER_PEER,
+            max_request_bytes=limits.LISTING_REQUEST_BYTES,
+            max_response_bytes=limits.LISTING_RESPONSE_BYTES,
+        )
+        self._network.requests.serve(
+            ids.GROUPS_PROTOCOL,
+            self._give,
+            concurrent=FETCHES_SERVED,
+            max_request_bytes=limits.GROUPS_REQUEST_BYTES,
+            max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
+        )
+
+    def news(self) -> None:
+        """Wake the waiting polls: the shelf has changed."""
+        self._news.set()
+        self._news = trio.Event()
+
+    def statistics(self) -> ServingStatistics:
+        """Return the counts of answers."""
+        return ServingStatistics(
+            dict(self._served), self._waiting, self._shelf.statistics(), len(self._allowances)
+        )
+
+    async def _list(self, peer: str, data: bytes) -> bytes:
+        """Answer a poll: at once where the listing is not empty, else when there is news or the
+        patience is over. Raises BadMessage for a malformed request, which resets the stream."""
+        request = self._read(data, ListingRequest, limits.LISTING_REQUEST_BYTES)
+        if not self._may_answer(peer):
+            self._served["busy"] += 1
+            return codec.encode(self._shelf.busy())
+        reader = envelope.peer_key(peer) or b""
+        listing = self._shelf.listing(request, self._clock(), reader)
+        if listing.status == "ok" and not listing.groups and request.patience:
+            self._waiting += 1
+            try:
+                with trio.move_on_after(request.patience):
+                    await self._wait_for_news(peer, request, reader)
+            finally:
+                self._waiting -= 1
+            listing = self._shelf.listing(request, self._clock(), reader)
+        answer = codec.encode(listing)
+        self._served["listing"] += 1
+        self._allowances.charge(peer, len(answer), self._hooks.gives(peer), self._clock())
+        return answer
+
+    async def _wait_for_news(self, peer: str, request: ListingRequest, reader: bytes) -> None:
+        """Return when the shelf has news for `reader`, collected for NEWS_SECONDS, and the last
+        answer is ANSWER_INTERVAL_SECONDS ago."""
+        while not self._shelf.has_news(request, reader):
+            await self._news.wait()
+        await trio.sleep(NEWS_SECONDS)
+        answered_at = self._answered.pop(peer, -math.inf)
+        await trio.sleep_until(max(trio.current_time(), answered_at + ANSWER_INTERVAL_SECONDS))
+        self._answered[peer] = trio.current_time()
+        if len(self._answered) > MOST_READERS:
+            self._answered.popitem(last=False)
+
+    async def _give(self, peer: str, data: bytes) -> bytes:
+        """Answer a fetch. Raises BadMessage for a malformed request, which resets the stream."""
+        request = self._read(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        if self._may_answer(peer):
+            response = self._shelf.give(request, self._clock())
+            size = sum(len(group.body) for group in response.groups)
+            self._allowances.charge(peer, size, self._hooks.gives(peer), self._clock())
+        else:
+            response = GroupsResponse([GroupResponse("busy")] * len(request.contents))
+        self._served.update(
+            "group" if group.status == "ok" else group.status for group in response.groups
+        )
+        return codec.encode(response)
+
+    def _read(self, data: bytes, kind: type[Request], limit: int) -> Request:
+        try:
+            return codec.decode(data, kind, limit)
+        except BadMessage:
+            self._served["malformed"] += 1
+            raise
+
+    def _may_answer(self, peer: str) -> bool:
+        return self._allowances.has_room(peer, self._clock()) and self._hooks.allows("serve")
+
+
+class _Unanswered(Exception):
+    """Raised when a request has no usable response. `outcome`: of LISTINGS or PULLED."""
+
+    def __init__(self, outcome: str) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
