@@ -33,12 +33,12 @@ from typing import Any
 
 import psutil
 import trio
+from swarmnode.p2p.library.certificates import Contexts
 
 from benchmarks import report, stalls
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.hosts import host
 

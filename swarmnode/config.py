@@ -159,9 +159,6 @@ class NetworkConfig(Section):
     """Find peers on the local network."""
     max_connections: int = Field(default=200, ge=2, le=65535)
     """Inbound and outbound connections together."""
-    bulk_port: int = Field(default=0, ge=-1, le=65535)
-    """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every
-    start, -1 none: they share libp2p's."""
     relay: Literal["off", "client", "server", "auto"] = "auto"
     """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the
     one or the other by whether it can be reached, `off` neither."""
