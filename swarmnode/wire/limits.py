@@ -19,7 +19,7 @@ LISTING_RESPONSE_BYTES = 10 * 1024
 LISTED = 64
 """Groups in a listing, at most."""
 NEWEST = 14
-"""Groups that we put into one (earlier versions: 64): two peers' worth of a step. Each is a hundred
+"""Groups that we put into one: two peers' worth of a step. Each is a hundred
 bytes, and a short group 1.5 KB."""
 LIFE_BYTES = 8
 """Tells one process that lists from the next under the same key."""
