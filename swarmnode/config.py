@@ -452,18 +452,6 @@ class StagesConfig(Section):
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
 
-    @field_validator("keep_policy", mode="before")
-    @classmethod
-    def _formerly_on_disk(cls, value: object) -> object:
-        """Files that were written when it was true or false keep their meaning."""
-        return {True: "disk", False: "off"}[value] if isinstance(value, bool) else value
-
-    @field_validator("paper_mode", mode="before")
-    @classmethod
-    def _former_switch(cls, value: object) -> object:
-        """Manifests and files that were written when it was true or false keep their meaning."""
-        return {True: "checkfree+", False: "off"}[value] if isinstance(value, bool) else value
-
 
 class HttpConfig(Section):
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
