@@ -1,16 +1,13 @@
-"""Bulk transfer between two processes on loopback, over a libp2p stream and over a pinned TLS
-socket, against plain TLS.
+"""Bulk transfer between two processes on loopback, against plain TLS.
 
-    serving process  ─ 256 MB ─▶  this process (fetches, verifies)        per round: plain TLS,
-    stream, socket, one after the other
+    serving process  ─ 256 MB ─▶  this process (fetches, verifies)     each round: plain TLS, bulk
             ▲                          ▲
-            └── pings ── third process ┘      what a transfer does to everybody else's requests
+            └── pings ── third process ┘      latency of other requests during a transfer
 
-Plain TLS is the fastest that Python's ssl writes and reads: a blocking socket in a thread at either
-end, with the same certificates, 1 MiB writes, read into where the bytes shall be, nothing hashed,
-no trio in between: what a bare transport would do. Ours hash every chunk besides. Goals (benchmarks
-of weights.md): 0.6 for the stream, 0.9 for the socket; and training stands still for less than 1 %
-of the time (benchmarks/stalls.py).
+Plain TLS is the fastest that Python's ssl module reads and writes: a blocking socket in a thread at
+either end, 1 MiB writes, received into the destination, nothing hashed. A bulk transfer shares the
+libp2p connection, and hashes every chunk. Goals (benchmarks of weights.md): 0.6 of plain TLS; and
+training stands still for less than 1 % of the time (benchmarks/stalls.py).
 """
 
 from __future__ import annotations
@@ -33,12 +30,12 @@ from typing import Any
 
 import psutil
 import trio
+from libp2p.security.tls.transport import TLSTransport
 
 from benchmarks import report, stalls
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.p2p.library.certificates import Contexts
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.hosts import host
 
@@ -46,8 +43,8 @@ MIB = 2**20
 TRANSFER = b"exchange".ljust(32, b"\0")
 PING = "/benchmark/ping/1"
 PING_SECONDS = 0.02
-PATHS = ("plain TLS", "stream", "socket")
-GOALS = {"stream": 0.6, "socket": 0.9}
+PATHS = ("plain TLS", "bulk")
+GOALS = {"bulk": 0.6}
 
 
 async def pong(peer: str, data: bytes) -> bytes:
@@ -63,8 +60,10 @@ async def node(directory: Path, known: list[str]) -> Any:
         yield network
 
 
-def contexts(directory: Path) -> Contexts:
-    return Contexts(identity.load_or_create(directory / "identity.key").key_pair)
+def tls_context(directory: Path, *, server: bool) -> ssl.SSLContext:
+    """Return a context with the libp2p certificate of the node in `directory`."""
+    transport = TLSTransport(identity.load_or_create(directory / "identity.key").key_pair)
+    return transport.create_ssl_context(server_side=server)
 
 
 # -- the serving process
@@ -81,7 +80,7 @@ async def _serve(directory: Path, size: int, pipe: Connection) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             threading.Thread(
                 target=_serve_plain,
-                args=(listener, contexts(directory).server, source),
+                args=(listener, tls_context(directory, server=True), source),
                 daemon=True,
             ).start()
             pipe.send((network.listen_addrs[0], listener.getsockname()[1]))
@@ -132,7 +131,7 @@ async def _ping_one(network: Libp2pNetwork, peer: str, series: list[tuple[float,
 
 
 def fetch_plain(context: ssl.SSLContext, port: int, data: memoryview) -> None:
-    """What the others are compared with."""
+    """Fetch the content over plain TLS."""
     filled, size = 0, len(data)
     with context.wrap_socket(socket.create_connection(("127.0.0.1", port))) as tls:
         while filled < size:
@@ -159,7 +158,10 @@ async def measure(size: int, rounds: int) -> dict[str, Any]:
             pinger, _ = start(ping, directory / "pinger", [network.listen_addrs[0], address])
             await trio.to_thread.run_sync(pinger.recv)
             plain = functools.partial(
-                trio.to_thread.run_sync, fetch_plain, contexts(directory / "client").client, port
+                trio.to_thread.run_sync,
+                fetch_plain,
+                tls_context(directory / "client", server=False),
+                port,
             )
             result = await _measure(
                 network,
@@ -207,7 +209,7 @@ async def _measure(
             used = _cpu(processes)
             began = time.monotonic()
             if path in GOALS:
-                await network.bulk.fetch(peer, TRANSFER, manifest, sink, deadline=600, path=path)  # type: ignore[arg-type]
+                await network.bulk.fetch(peer, TRANSFER, manifest, sink, deadline=600)
             else:
                 await plain(memory)
             ended = time.monotonic()
@@ -273,7 +275,7 @@ def show(results: dict[str, Any]) -> str:
             report.heading("exchange: bulk transfer between two processes"),
             (
                 f"{results['bytes'] / 1e6:.0f} MB on loopback, {results['rounds']} rounds, the"
-                " three in turn; median [least–greatest]:\n"
+                " two in turn; median [least–greatest]:\n"
             ),
             report.table(
                 [

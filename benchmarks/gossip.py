@@ -160,7 +160,7 @@ async def swarm(
                 network.listen_addrs[0]
                 for _, _, network in rng.sample(nodes, min(len(nodes), KNOWN_PEERS))
             ]
-            cfg = NetworkConfig(mdns=False, relay="off", bulk_port=-1, initial_peers=known)
+            cfg = NetworkConfig(mdns=False, relay="off", initial_peers=known)
             network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
             author = Author(SWARM, key=key.private_key)
             credentials = Credentials(author.key, SWARM)

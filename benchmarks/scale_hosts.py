@@ -68,7 +68,6 @@ async def two(directory: Path) -> AsyncIterator[tuple[Network, Network]]:
             cfg = NetworkConfig(
                 mdns=False,
                 relay="off",
-                bulk_port=-1,
                 initial_peers=[n.listen_addrs[0] for n in opened],
             )
             key = identity.load_or_create(directory / name / "identity.key")

@@ -10,8 +10,6 @@ BULK_MANIFEST_REQUEST = {"transfer": bytes}
 BULK_MANIFEST_RESPONSE = {"status": STATUS, "manifest": bytes}
 BULK_REQUEST = {"transfer": bytes, "root": bytes, "wanted": bytes}
 BULK_RESPONSE = {"status": STATUS, "size": int}
-BULK_SOCKET_REQUEST = {"transfer": bytes, "root": bytes}
-BULK_SOCKET_RESPONSE = {"status": STATUS, "port": int, "token": bytes}
 
 
 def read_bulk(frame, name, shape):
@@ -40,9 +38,6 @@ def read_bulk(frame, name, shape):
             if ok
             else message["size"] == 0
         )
-    elif shape is BULK_SOCKET_RESPONSE:
-        require(0 < message["port"] < 2**16 if ok else message["port"] == 0)
-        require(len(message["token"]) == (EXACT["token"] if ok else 0))
     return message
 
 
@@ -64,11 +59,5 @@ READERS = {
     ),
     "bulk_request": lambda frame, domain, swarm: read_bulk(frame, "bulk_request", BULK_REQUEST),
     "bulk_response": lambda frame, domain, swarm: read_bulk(frame, "bulk_response", BULK_RESPONSE),
-    "bulk_socket_request": lambda frame, domain, swarm: read_bulk(
-        frame, "bulk_socket_request", BULK_SOCKET_REQUEST
-    ),
-    "bulk_socket_response": lambda frame, domain, swarm: read_bulk(
-        frame, "bulk_socket_response", BULK_SOCKET_RESPONSE
-    ),
 }
 DERIVATIONS = {"bulk_root": bulk_root}

@@ -159,9 +159,6 @@ class NetworkConfig(Section):
     """Find peers on the local network."""
     max_connections: int = Field(default=200, ge=2, le=65535)
     """Inbound and outbound connections together."""
-    bulk_port: int = Field(default=0, ge=-1, le=65535)
-    """Port of a second listener, over which tensors travel beside libp2p; 0 is a free one at every
-    start, -1 none: they share libp2p's."""
     relay: Literal["off", "client", "server", "auto"] = "auto"
     """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the
     one or the other by whether it can be reached, `off` neither."""
@@ -451,18 +448,6 @@ class StagesConfig(Section):
     `allowed`, or anyone."""
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
-
-    @field_validator("keep_policy", mode="before")
-    @classmethod
-    def _formerly_on_disk(cls, value: object) -> object:
-        """Files that were written when it was true or false keep their meaning."""
-        return {True: "disk", False: "off"}[value] if isinstance(value, bool) else value
-
-    @field_validator("paper_mode", mode="before")
-    @classmethod
-    def _former_switch(cls, value: object) -> object:
-        """Manifests and files that were written when it was true or false keep their meaning."""
-        return {True: "checkfree+", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class HttpConfig(Section):

@@ -145,8 +145,7 @@ def check_format(data_dir: Path) -> None:
         with open(data_dir / FORMAT_FILE, "rb") as file:
             text = file.read(32)
     except OSError:
-        # none yet, or of a version before there was one; what cannot be used is said where it is
-        return
+        return  # A new directory. Unreadable files are reported where they are used.
     if not text.strip().isdigit():
         raise StateError(
             f"{data_dir / FORMAT_FILE} is damaged: copy the directory again, or remove that file"

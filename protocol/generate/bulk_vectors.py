@@ -11,14 +11,12 @@ from swarmnode.wire.messages import BulkManifest
 
 TRANSFER = b"\x55" * 32
 ROOT = b"\x66" * 32
-TOKEN = b"\x77" * 32
 MIB = 2**20
 
 
 def messages() -> Iterator[Vector]:
     yield from _manifests()
     yield from _requests()
-    yield from _sockets()
 
 
 def _manifests() -> Iterator[Vector]:
@@ -141,35 +139,6 @@ def _requests() -> Iterator[Vector]:
     )
     yield rejected(
         "schema", "a status of its own", pack({"status": "later", "size": 0}), "bulk_response"
-    )
-
-
-def _sockets() -> Iterator[Vector]:
-    request = {"transfer": TRANSFER, "root": ROOT}
-    yield accepted("a request for a socket", "bulk_socket_request", pack(request), request)
-    yield rejected(
-        "bounds",
-        "a request for a socket without a root",
-        pack({**request, "root": b""}),
-        "bulk_socket_request",
-    )
-    good: dict[str, Any] = {"status": "ok", "port": 65535, "token": TOKEN}
-    yield accepted("a port and a token", "bulk_socket_response", pack(good), good)
-    busy = {"status": "busy", "port": 0, "token": b""}
-    yield accepted("neither port nor token", "bulk_socket_response", pack(busy), busy)
-    yield rejected("bounds", "port 0", pack({**good, "port": 0}), "bulk_socket_response")
-    yield rejected("bounds", "port 65,536", pack({**good, "port": 65536}), "bulk_socket_response")
-    yield rejected(
-        "bounds", "a token of 31 bytes", pack({**good, "token": TOKEN[1:]}), "bulk_socket_response"
-    )
-    yield rejected(
-        "bounds", "busy, with a port", pack({**busy, "port": 9513}), "bulk_socket_response"
-    )
-    yield rejected(
-        "bounds", "busy, with a token", pack({**busy, "token": TOKEN}), "bulk_socket_response"
-    )
-    yield rejected(
-        "schema", "an address", pack({**good, "host": "192.0.2.7"}), "bulk_socket_response"
     )
 
 

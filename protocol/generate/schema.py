@@ -23,8 +23,6 @@ from swarmnode.wire.messages import (
     BulkManifestResponse,
     BulkRequest,
     BulkResponse,
-    BulkSocketRequest,
-    BulkSocketResponse,
     Envelope,
     FetchRequest,
     FetchResponse,
@@ -66,8 +64,6 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "bulk_manifest_response": BulkManifestResponse,
     "bulk_request": BulkRequest,
     "bulk_response": BulkResponse,
-    "bulk_socket_request": BulkSocketRequest,
-    "bulk_socket_response": BulkSocketResponse,
 }
 """File name to message."""
 

@@ -296,10 +296,7 @@ def _line(connection: socket.socket) -> bytes:
 
 def _nobody(data_dir: Path) -> str:
     if _held(data_dir):
-        return (
-            f"the node in {data_dir} has no control socket: it is of an earlier version, or its log"
-            " says why"
-        )
+        return f"the node in {data_dir} has no control socket: its log says why"
     return (
         f"no node runs in {data_dir}: name its directory with -d, or start it with `swarmnode run`"
     )

@@ -155,7 +155,7 @@ def render(status: Status) -> RenderableType:
         "",
         _peers(s["peers"], names),
     ]
-    if s.get("stages", {}).get("enabled"):  # a node of the release before has none
+    if s["stages"]["enabled"]:
         parts += ["", _crew(s["stages"], node["peer"], names)]
     if s["swarm"]["rows"]:
         parts += ["", _swarm(s["swarm"])]

@@ -20,7 +20,7 @@ nothing else. A peer is named by its peer id as text, base58.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -39,9 +39,6 @@ error, and the stream is reset too."""
 
 StreamHandler = Callable[["PeerStream"], None]
 """Takes a stream that a peer has opened, at once; whoever does not want it resets it."""
-
-BulkPath = Literal["stream", "socket"]
-"""How chunks travel: over a libp2p stream, or over a TLS connection beside libp2p."""
 
 
 class Declined(PeerError):
@@ -271,7 +268,6 @@ class Bulk(Protocol):
         sink: BulkSink,
         *,
         deadline: float,
-        path: BulkPath | None = None,
     ) -> None:
         """Pulls the chunks that `sink` is missing; returns when all of them are verified and
         accepted.

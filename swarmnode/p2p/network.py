@@ -113,9 +113,7 @@ class Libp2pNetwork:
         self.gossip = Libp2pGossip(pubsub, router, host.peer_id, host.nursery, scores)
         self.requests = Libp2pRequests(host, scores.welcome)
         self.streams = Libp2pStreams(host, scores.welcome)
-        self.bulk = Libp2pBulk(
-            host, self.requests, self.connections, scores, self.traffic, own.listen, cfg.bulk_port
-        )
+        self.bulk = Libp2pBulk(host, self.requests, scores)
         self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.welcome, rng)
         dialer = Dialer(self.peers, self.nat.connect)
         exchange = PeerExchange(
@@ -160,7 +158,7 @@ class Libp2pNetwork:
         """Reads the book and starts what runs for as long as the host does."""
         loaded = self.discovery.load()
         self.host.watch(self.connections, self.traffic.meter)
-        await self.bulk.start()
+        self.bulk.start()
         self.nat.start()
         self.host.nursery.start_soon(self.manager.run)
         self.host.nursery.start_soon(self.discovery.run)

@@ -72,7 +72,6 @@ async def reach(request: Request) -> Reached:
         listen_addrs=request.listen or ["/ip4/127.0.0.1/tcp/0"],
         mdns=False,
         relay=request.relay,
-        bulk_port=-1,
     )
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="swarmnode-reach-") as directory:

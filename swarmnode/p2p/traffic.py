@@ -28,11 +28,6 @@ class Traffic:
         self._received = collections.Counter[str]()
         self._sent = collections.Counter[str]()
 
-    def count(self, protocol: str, received: int, sent: int) -> None:
-        """Bytes that went by on a connection of our own, beside libp2p."""
-        self._received[protocol] += received
-        self._sent[protocol] += sent
-
     def meter(self, stream: NetStream) -> None:
         """A new stream, from which nothing has been read yet: replaces its read and write by
         counting ones."""

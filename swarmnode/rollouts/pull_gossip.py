@@ -1,5 +1,5 @@
 """Pull gossip: each node keeps a shelf of groups, polls the listings of connected peers, and
-fetches the groups that its trainer will use. Groups travel on from shelf to shelf; no peer can push.
+fetches the groups that its trainer will use. Groups travel from shelf to shelf; no peer can push.
 
     shelf ─ listing, held open up to 10 s until there is news ─▶ peers' polls
           ─ groups, up to 16 and 1 MiB ────────────────────────▶ peers' fetches

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
-from swarmnode.p2p.api import BulkPath, Declined, StreamHandler
+from swarmnode.p2p.api import Declined, StreamHandler
 from swarmnode.wire import bulk
 
 if TYPE_CHECKING:  # loads libp2p
@@ -207,7 +207,6 @@ class MemoryBulk:
         sink: BulkSink,
         *,
         deadline: float,
-        path: BulkPath | None = None,
     ) -> None:
         if sink.size != manifest.size:
             raise ValueError(f"the sink is for {sink.size} bytes, the manifest of {manifest.size}")

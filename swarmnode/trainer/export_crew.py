@@ -65,7 +65,7 @@ def find_copies(trainer: Path) -> CrewCopies | None:
         try:
             about = msgspec.json.decode(ran.read_bytes(), type=About)
         except (OSError, msgspec.MsgspecError):
-            continue  # of an older version
+            continue  # Damaged, or written by another version.
         copies = [
             path.stat().st_mtime
             for stage in range(len(about.layers))

@@ -38,8 +38,6 @@ from swarmnode.wire.messages import (
     BulkManifestResponse,
     BulkRequest,
     BulkResponse,
-    BulkSocketRequest,
-    BulkSocketResponse,
     Completion,
     Envelope,
     ManifestRequest,
@@ -324,17 +322,6 @@ def _check_bulk_response(response: BulkResponse) -> None:
     check_between("size", response.size, low, high)
 
 
-def _check_bulk_socket_request(request: BulkSocketRequest) -> None:
-    check_length("transfer", request.transfer, limits.TRANSFER_BYTES)
-    check_length("root", request.root, limits.CHUNK_HASH_BYTES)
-
-
-def _check_bulk_socket_response(response: BulkSocketResponse) -> None:
-    ok = response.status == "ok"
-    check_between("port", response.port, int(ok), 65535 if ok else 0)
-    check_length("token", response.token, limits.TOKEN_BYTES if ok else 0)
-
-
 _CHECKS: dict[type, Callable[[Any], None]] = {
     RolloutGroup: check_group,
     Envelope: _check_envelope,
@@ -357,6 +344,4 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     BulkManifestResponse: _check_bulk_manifest_response,
     BulkRequest: _check_bulk_request,
     BulkResponse: _check_bulk_response,
-    BulkSocketRequest: _check_bulk_socket_request,
-    BulkSocketResponse: _check_bulk_socket_response,
 }

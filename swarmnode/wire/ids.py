@@ -72,9 +72,6 @@ BULK_PROTOCOL = "/swarmnode/bulk/1"
 BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
 """Request/response: what a transfer consists of. Not in `PROTOCOLS`."""
 
-BULK_SOCKET_PROTOCOL = "/swarmnode/bulk-socket/1"
-"""Request/response: a port and a token for a TLS connection beside libp2p. Not in `PROTOCOLS`."""
-
 WEIGHTS_PROTOCOL = "/swarmnode/weights/2"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts
 without it."""

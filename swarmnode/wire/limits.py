@@ -65,8 +65,6 @@ BULK_MANIFEST_REQUEST_BYTES = 64
 BULK_MANIFEST_BYTES = 32 * BULK_CHUNKS + 128
 """A transfer's manifest: a hash per chunk, and the map around them."""
 BULK_MANIFEST_RESPONSE_BYTES = BULK_MANIFEST_BYTES + 64
-BULK_SOCKET_REQUEST_BYTES = 128
-BULK_SOCKET_RESPONSE_BYTES = 96
 BULK_REQUEST_BYTES = BULK_CHUNKS // 8 + 128
 """A request for chunks: one bit for each, and the map around them."""
 BULK_RESPONSE_BYTES = 48
@@ -135,8 +133,6 @@ TRANSFER_BYTES = 32
 """A transfer's id."""
 CHUNK_HASH_BYTES = 32
 """The hash of a chunk, and the root over all of them."""
-TOKEN_BYTES = 32
-"""Admits one TLS connection, once."""
 
 FINGERPRINT_BYTES = 32
 SWARM_ID_BYTES = 32

@@ -217,7 +217,7 @@ class BulkManifestResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class BulkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first frame of a transfer, on a stream or behind the token on a TLS connection."""
+    """The first frame of a transfer."""
 
     transfer: bytes
     root: bytes
@@ -234,20 +234,6 @@ class BulkResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status
     size: int
     """Bytes that follow; 0 unless `status` is ok."""
-
-
-class BulkSocketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    transfer: bytes
-    root: bytes
-
-
-class BulkSocketResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    status: Status
-    port: int
-    """TCP port of the responder's TLS listener, at the IP address of the libp2p connection; 0
-    unless `status` is ok."""
-    token: bytes
-    """32 bytes that admit the requester once; empty unless `status` is ok."""
 
 
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

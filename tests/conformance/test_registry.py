@@ -13,7 +13,8 @@ from protocol.generate.schema_weights import schemas as weights_schemas
 from swarmnode.crew import messages as crews
 from swarmnode.crew import record, service, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
-from swarmnode.p2p import bulk, exchange, manifests, sessions, summaries
+from swarmnode.p2p import exchange, manifests, sessions, summaries
+from swarmnode.p2p.bulk import fetching
 from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.library import build
 from swarmnode.pipeline import frames as stage_frames
@@ -49,7 +50,6 @@ def test_names_are_those_of_the_registry():
         "stage_stream": ids.STAGE_STREAM_PROTOCOL,
         "bulk": ids.BULK_PROTOCOL,
         "bulk_manifest": ids.BULK_MANIFEST_PROTOCOL,
-        "bulk_socket": ids.BULK_SOCKET_PROTOCOL,
     }
     assert REGISTRY["topics"] == {
         "rollouts": ids.ROLLOUT_TOPIC,
@@ -121,8 +121,6 @@ def test_caps_are_those_of_the_registry():
         "bulk_manifest_response": limits.BULK_MANIFEST_RESPONSE_BYTES,
         "bulk_request": limits.BULK_REQUEST_BYTES,
         "bulk_response": limits.BULK_RESPONSE_BYTES,
-        "bulk_socket_request": limits.BULK_SOCKET_REQUEST_BYTES,
-        "bulk_socket_response": limits.BULK_SOCKET_RESPONSE_BYTES,
         "weights_message": weights_messages.MESSAGE_BYTES,
         "weights_state_request": weights_messages.STATE_REQUEST_BYTES,
         "weights_state_response": weights_messages.STATE_BYTES,
@@ -159,7 +157,6 @@ def test_caps_are_those_of_the_registry():
         "nonce": weights_messages.NONCE_BYTES,
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
-        "token": limits.TOKEN_BYTES,
         "crew": record.HASH_BYTES,
         "crew_prefix": limits.CREW_PREFIX_BYTES,
         "description": limits.DESCRIPTION_BYTES,
@@ -232,9 +229,7 @@ def test_timeouts_are_those_of_the_registry():
         "crews": service.REQUEST_TIMEOUT,
         "stage_open": stream_proxy.OPEN_SECONDS,
         "stage_stream": stream_proxy.PARK_SECONDS,
-        "bulk_manifest": bulk.service.REQUEST_SECONDS,
-        "bulk_socket": bulk.calling.AGREE_SECONDS,
-        "bulk_token": bulk.listener.TOKEN_SECONDS,
+        "bulk_manifest": fetching.MANIFEST_TIMEOUT_SECONDS,
     }
 
 

@@ -65,8 +65,6 @@ from swarmnode.wire.messages import (
     BulkManifestResponse,
     BulkRequest,
     BulkResponse,
-    BulkSocketRequest,
-    BulkSocketResponse,
     FetchRequest,
     FetchResponse,
     ManifestRequest,
@@ -109,8 +107,6 @@ MESSAGES = {
     "bulk_manifest_response": (BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES),
     "bulk_request": (BulkRequest, limits.BULK_REQUEST_BYTES),
     "bulk_response": (BulkResponse, limits.BULK_RESPONSE_BYTES),
-    "bulk_socket_request": (BulkSocketRequest, limits.BULK_SOCKET_REQUEST_BYTES),
-    "bulk_socket_response": (BulkSocketResponse, limits.BULK_SOCKET_RESPONSE_BYTES),
 }
 CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}

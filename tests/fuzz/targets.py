@@ -80,8 +80,6 @@ STRUCTS = (
     messages.BulkManifestResponse,
     messages.BulkRequest,
     messages.BulkResponse,
-    messages.BulkSocketRequest,
-    messages.BulkSocketResponse,
     listings.ListingRequest,
     listings.GroupsRequest,
     listings.GroupsResponse,

@@ -29,7 +29,6 @@ from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import Credentials
-from tests.support.before import Before
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 
@@ -277,16 +276,14 @@ async def test_requests_end_in_an_answer_or_in_one_of_three_errors(kind, tmp_pat
 
 @contextlib.asynccontextmanager
 async def mixed(directory, scorer, *choices):
-    """(exchange, author, network) of real hosts, each with its `sharing.exchange`; `before` is a
-    node of the version before, which neither lists nor asks."""
+    """(exchange, author, network) of real hosts, each with its `sharing.exchange`."""
     async with networks("libp2p", directory, len(choices)) as nodes, trio.open_nursery() as nursery:
         running = []
         for (network, author), choice in zip(nodes, choices, strict=True):
-            cfg = SharingConfig(exchange="gossip" if choice == "before" else choice)
+            cfg = SharingConfig(exchange=choice)
             credentials = Credentials(author.key, SWARM)
-            spoken = Before(network) if choice == "before" else network
             exchange = RolloutExchange(
-                spoken, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0)
+                network, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0)
             )
             exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
             await nursery.start(exchange.run)
@@ -301,14 +298,11 @@ async def mixed(directory, scorer, *choices):
         nursery.cancel_scope.cancel()
 
 
-async def test_nodes_that_gossip_that_pull_and_of_the_version_before_get_each_others_groups(
-    tmp_path,
-):
-    """Two that pull, two that gossip, of which one does not list: all have groups of all, a long
-    one too."""
+async def test_nodes_that_gossip_and_that_pull_get_each_others_groups(tmp_path):
+    """Two that pull, two that gossip: all have groups of all, a long one too."""
     async with (
         AsyncScorer() as scorer,
-        mixed(tmp_path, scorer, "pull", "pull", "gossip", "before") as nodes,
+        mixed(tmp_path, scorer, "pull", "pull", "gossip", "gossip") as nodes,
     ):
         await until(
             lambda: (

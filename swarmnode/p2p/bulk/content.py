@@ -1,8 +1,6 @@
-"""What is sent and where it goes: sources that do not change, and sinks that know which chunks they
-have.
+"""The content of transfers: immutable sources, and sinks that know which chunks they have.
 
-Both are memory, the process's own or a file's, so that a socket reads into it and writes out of it
-without a copy of the whole.
+Both are views of memory or of a mapped file, so that no transfer is copied as a whole.
 """
 
 from __future__ import annotations
@@ -21,12 +19,17 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class BulkSource:
-    """Bytes that do not change from now on. Hashes all of them when it is made: do that in a thread
-    if there are many.
+    """Bytes to offer, which must not change while they are offered.
 
-    data: bytes, or anything with a buffer; kept, not copied. Whoever changes it afterwards will be
-    taken for a liar by peers. chunk_bytes: 4 KiB to 1 MiB. Raises ValueError for nothing at all,
-    and for more than 32,768 chunks.
+    The constructor hashes all of them: call it in a thread if there are many.
+
+    Args:
+        data: Any buffer. It is referenced, not copied. Peers that receive changed bytes reject this
+            node as a liar.
+        chunk_bytes: 4 KiB to 1 MiB.
+
+    Raises:
+        ValueError: `data` is empty or has more than 32,768 chunks.
     """
 
     def __init__(self, data: Buffer, *, chunk_bytes: int = limits.BULK_CHUNK_BYTES) -> None:
@@ -45,9 +48,15 @@ class BulkSource:
 
     @classmethod
     def from_file(cls, path: Path, *, chunk_bytes: int = limits.BULK_CHUNK_BYTES) -> BulkSource:
-        """A file, mapped: its pages come and go as they are read. It may be replaced by renaming
-        another over it, never cut short: reading what is no longer there would end the process.
-        Raises Unavailable if it cannot be read, ValueError if it is empty."""
+        """Map a file.
+
+        The file may be replaced by a rename. It must not be truncated: a read of a missing page
+        ends the process.
+
+        Raises:
+            Unavailable: The file cannot be read.
+            ValueError: The file is empty.
+        """
         try:
             with open(path, "rb") as file:
                 return cls(
@@ -60,42 +69,43 @@ class BulkSource:
         return BulkManifest(transfer, self.size, self.chunk_bytes, self.hashes)
 
     def chunk(self, index: int) -> memoryview:
-        """Read-only; shorter than `chunk_bytes` for the last."""
+        """Return a read-only view of a chunk. The last chunk may be shorter than `chunk_bytes`."""
         start = index * self.chunk_bytes
         return self._view[start : start + self.chunk_bytes]
 
 
 class BulkSink(Protocol):
-    """Where a fetch puts what it receives. Called in the event loop or in a worker thread, `accept`
-    in one at a time."""
+    """Destination of a fetch. The fetch calls it in the event loop."""
 
     size: int
-    """Bytes in all; that of the manifest."""
+    """Total bytes, equal to the manifest's size."""
 
     def missing(self) -> list[int]:
-        """Chunks that are still to be fetched, ascending."""
+        """Return the chunks that are still to be fetched, ascending."""
 
     def view(self, index: int) -> memoryview:
-        """Where chunk `index` belongs: writable, of its length. What is in there counts for nothing
-        before `accept`."""
+        """Return the writable memory of a chunk. Its bytes are valid only after `accept`."""
 
     def accept(self, index: int) -> None:
-        """What is in `view(index)` is the chunk that the manifest announced."""
+        """Mark a chunk as present: the bytes in its view have the hash of the manifest."""
 
 
 class MemorySink:
-    """A manifest's bytes in memory.
+    """Sink in memory.
 
-    limit: bytes; a manifest of more raises BadMessage("oversize") before anything is allocated.
-    memory: to be filled instead of pages of its own (which the kernel hands out as they are
-    written; a bytearray would be zeroed first, in the event loop); writable and exactly as long,
-    ValueError if not.
+    Args:
+        limit: Bytes. A larger manifest is refused before anything is allocated.
+        memory: Writable buffer of exactly the manifest's size. The default is an anonymous map,
+            whose pages the kernel zeroes when they are written; a bytearray would be zeroed at
+            once, in the event loop.
+
+    Raises:
+        BadMessage: The manifest contradicts itself, or is above the limit ("oversize").
+        ValueError: `memory` does not fit.
     """
 
     def __init__(self, manifest: BulkManifest, *, limit: int, memory: Buffer | None = None) -> None:
-        check_message(manifest)
-        if manifest.size > limit:
-            raise BadMessage("oversize", f"{manifest.size} bytes announced, {limit} allowed")
+        _check_size(manifest, limit)
         self.manifest = manifest
         self.size = manifest.size
         self.data = memoryview(mmap.mmap(-1, manifest.size) if memory is None else memory).cast("B")
@@ -119,18 +129,18 @@ class MemorySink:
 
 
 class FileSink(MemorySink):
-    """A manifest's bytes in a file of their own, mapped. What an earlier process left at `path` is
-    taken up where its hashes are right.
+    """Sink in a mapped file. Chunks of an earlier process with the right hash are present at once.
 
-    That hashes the whole file if there is one: make it in a thread. The disk space is taken at
-    once, because a mapped file that finds the disk full ends the process. Raises
-    BadMessage("oversize") as MemorySink does, Unavailable if there is no room or no access.
+    The constructor hashes an existing file: call it in a thread. It reserves the disk space,
+    because a mapped file on a full disk would end the process.
+
+    Raises:
+        BadMessage: See `MemorySink`.
+        Unavailable: The disk is full, or the file cannot be used.
     """
 
     def __init__(self, manifest: BulkManifest, path: Path, *, limit: int) -> None:
-        check_message(manifest)
-        if manifest.size > limit:
-            raise BadMessage("oversize", f"{manifest.size} bytes announced, {limit} allowed")
+        _check_size(manifest, limit)
         self.path = path
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -149,5 +159,11 @@ class FileSink(MemorySink):
                     self.accept(index)
 
     def flush(self) -> None:
-        """Returns once everything is on disk."""
+        """Write everything to disk."""
         self._map.flush()
+
+
+def _check_size(manifest: BulkManifest, limit: int) -> None:
+    check_message(manifest)
+    if manifest.size > limit:
+        raise BadMessage("oversize", f"{manifest.size} bytes announced, {limit} allowed")

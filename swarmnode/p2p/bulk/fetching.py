@@ -1,218 +1,256 @@
-"""The side that wants something: reads chunks into a sink, verifies each beside the reading,
-accepts what fits.
+"""The requesting side: ask a peer for chunks, verify each chunk, store it in the caller's sink.
 
-    stream   event loop: read ─▶ sink's memory ─▶ (4 chunks) ─▶ worker thread: hash ─▶ accept
-    socket   thread: recv_into the sink's memory ─▶ (4 chunks) ─▶ another thread: hash ─▶ accept
+    fetch ─▶ wait for a slot ─▶ request ─▶ response ─▶ each chunk: read, compare its hash, accept
 
-Reading and hashing overlap, because each of them can use a core; four chunks bound what one may be
-ahead of the other.
+The sink knows which chunks it has. A fetch that fails is not repeated here: the caller calls again
+for the missing chunks.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import math
-import queue
-import socket
-import ssl
+from collections.abc import Iterator
 
 import trio
 
-from swarmnode.errors import BadMessage, PeerError
-from swarmnode.p2p.api import BulkPath, Declined
-from swarmnode.p2p.bulk import tls
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
+from swarmnode.p2p.api import Declined, PeerScoring, Requests
 from swarmnode.p2p.bulk.content import BulkSink
-from swarmnode.p2p.conversations import LENGTH, converse, frame, read_frame
+from swarmnode.p2p.bulk.serving import STALL_SECONDS
+from swarmnode.p2p.conversations import converse, frame, read_frame
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.slots import PeerSlots
 from swarmnode.wire import bulk, codec, ids, limits
-from swarmnode.wire.messages import BulkManifest, BulkRequest, BulkResponse
+from swarmnode.wire.bounds import check_message
+from swarmnode.wire.messages import (
+    BulkManifest,
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+)
 
-AHEAD = 4
-"""Chunks that may wait to be verified."""
+MANIFEST_TIMEOUT_SECONDS = 10.0
+FETCHES = 4
+FETCHES_PER_PEER = 1
+"""Concurrent fetches. Others wait for a slot within their own deadlines."""
+OUTCOMES = ("ok", "timeout", "unknown", "busy", "hash", "malformed", "failed", "cancelled")
 
 
-class Pull:
-    """What is fetched, and how far it is. Once `live` is False, because a chunk was wrong or nobody
-    waits any more, nothing is written to the sink."""
+class BulkFetcher:
+    """Fetches manifests and chunks from peers. `outcomes` counts finished fetches by OUTCOMES."""
 
-    def __init__(
-        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, wanted: list[int]
+    def __init__(self, host: Host, requests: Requests, scores: PeerScoring) -> None:
+        self.bandwidth = BandwidthEstimates()
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.received_bytes = 0
+        self.seconds = 0.0
+        self.slots = PeerSlots(FETCHES_PER_PEER, FETCHES)
+        self._host = host
+        self._requests = requests
+        self._scores = scores
+
+    async def manifest(
+        self, peer: str, transfer: bytes, deadline: float, root: bytes | None
+    ) -> BulkManifest:
+        """See `api.Bulk.manifest`."""
+        data = await self._requests.request(
+            peer,
+            ids.BULK_MANIFEST_PROTOCOL,
+            codec.encode(BulkManifestRequest(transfer)),
+            deadline=deadline,
+            max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
+        )
+        response = codec.decode(data, BulkManifestResponse, limits.BULK_MANIFEST_RESPONSE_BYTES)
+        if response.status != "ok":
+            raise Declined(response.status)
+        manifest = codec.decode(response.manifest, BulkManifest, limits.BULK_MANIFEST_BYTES)
+        if manifest.transfer != transfer or (root is not None and bulk.root(manifest) != root):
+            raise BadMessage("bounds", "the manifest belongs to another transfer")
+        return manifest
+
+    async def fetch(
+        self, peer: str, transfer: bytes, manifest: BulkManifest, sink: BulkSink, deadline: float
     ) -> None:
-        self.peer = peer
-        self.transfer = transfer
-        self.root = bulk.root(manifest)
-        self.manifest = manifest
-        self.sink = sink
-        self.wanted = wanted
-        self.size = sum(
-            end - start for start, end in (bulk.span(manifest, index) for index in wanted)
-        )
-        self.path: BulkPath = "stream"
-        self.moved = 0
-        self.accepted = 0
-        self.metered = 0
-        self.live = True
-        self.error: Exception | None = None
-        self.stream: Stream | None = None
-
-    def request(self) -> bytes:
-        """The frame that asks for what is wanted."""
-        return frame(
-            codec.encode(
-                BulkRequest(
-                    self.transfer,
-                    self.root,
-                    bulk.pack_wanted(self.wanted, bulk.count(self.manifest)),
+        """See `api.Bulk.fetch`. After it returns or raises, nothing writes to the sink."""
+        check_message(manifest)
+        if sink.size != manifest.size:
+            raise ValueError(f"the sink is for {sink.size} bytes, the manifest of {manifest.size}")
+        download = Download(transfer, manifest, sink)
+        if not download.wanted:
+            return
+        outcome = "failed"
+        try:
+            with trio.move_on_after(deadline) as scope:
+                async with self.slots.turn(peer):
+                    await self._receive(peer, download)
+            if scope.cancelled_caught:
+                raise PeerTimeout(
+                    f"{peer} sent {download.received} of {download.size} bytes in {deadline:g} s"
                 )
-            )
-        )
+            outcome = "ok"
+        except trio.Cancelled:
+            outcome = "cancelled"
+            raise
+        except PeerError as error:
+            outcome = _outcome(error)
+            if isinstance(error, BadMessage):
+                self._scores.rejected(peer, f"bulk_{outcome}")
+            raise
+        finally:
+            self.outcomes[outcome] += 1
 
-    def check_response(self, data: bytes) -> None:
-        """Raises Declined, or BadMessage when what is to follow is not what was asked for."""
+    async def _receive(self, peer: str, download: Download) -> None:
+        """Receive all wanted chunks on one stream, and record the bandwidth."""
+        began = trio.current_time()
+        try:
+            with download.stall_scope:
+                download.postpone_stall()
+                await converse(
+                    self._host, peer, ids.BULK_PROTOCOL, download.receive, deadline=math.inf
+                )
+            if download.stall_scope.cancelled_caught:
+                raise PeerTimeout(f"{peer} sent nothing for {STALL_SECONDS:g} s")
+        except PeerError:
+            if download.sink_error is not None:
+                raise download.sink_error from None
+            raise
+        finally:
+            download.abandoned = True
+            elapsed = trio.current_time() - began
+            self.bandwidth.observe(peer, download.received, elapsed)
+            self.received_bytes += download.received
+            self.seconds += elapsed
+
+
+class Download:
+    """One fetch on one stream.
+
+    `receive` runs in a task of the host, because a cancel scope around stream I/O would break the
+    connection (library/streams.py). `abandoned` stops that task from writing to the sink after the
+    caller has left.
+    """
+
+    def __init__(self, transfer: bytes, manifest: BulkManifest, sink: BulkSink) -> None:
+        self.wanted = sink.missing()
+        spans = [bulk.span(manifest, index) for index in self.wanted]
+        self.size = sum(end - start for start, end in spans)
+        self.received = 0
+        self.stall_scope = trio.CancelScope()
+        self.abandoned = False
+        self.sink_error: Exception | None = None
+        self._transfer = transfer
+        self._manifest = manifest
+        self._sink = sink
+
+    async def receive(self, stream: Stream) -> None:
+        """Send the request, then read, verify and accept the chunks in ascending order.
+
+        Raises:
+            Declined: The peer does not send.
+            BadMessage: The response does not fit the request, or a chunk has another hash.
+            PeerError: The stream ended, or the sink failed (see `sink_error`).
+        """
+        bits = bulk.pack_wanted(self.wanted, bulk.count(self._manifest))
+        request = BulkRequest(self._transfer, bulk.root(self._manifest), bits)
+        await stream.write(frame(codec.encode(request)))
+        data = await read_frame(stream, limits.BULK_RESPONSE_BYTES)
         response = codec.decode(data, BulkResponse, limits.BULK_RESPONSE_BYTES)
         if response.status != "ok":
             raise Declined(response.status)
         if response.size != self.size:
-            raise BadMessage(
-                "bounds", f"{response.size} bytes are to follow, {self.size} were asked for"
-            )
+            raise BadMessage("bounds", f"{response.size} bytes announced, {self.size} requested")
+        for index in self.wanted:
+            with self._sink_errors():
+                view = self._sink.view(index)
+            await self._fill(stream, view)
+            # In the event loop: BLAKE3 hashes 1 MiB faster than a thread starts and returns.
+            if bulk.digest(view) != bulk.expected(self._manifest, index):
+                raise BadMessage("hash", f"chunk {index} does not have the hash of the manifest")
+            with self._sink_errors():
+                self._sink.accept(index)
 
-    def verify(self, index: int) -> bool:
-        """In a worker thread, one chunk at a time. Whether the chunk is right and accepted; if not,
-        nothing more is verified."""
-        if not self.live:
-            return False
-        try:
-            if bulk.digest(self.sink.view(index)) != bulk.expected(self.manifest, index):
-                raise BadMessage("hash", f"chunk {index} is not what the manifest says")
-            self.sink.accept(index)
-        except Exception as error:  # noqa: BLE001
-            # the peer's chunk is wrong, or the caller's sink cannot take it: the caller is told
-            self.error, self.live = error, False
-            return False
-        self.accepted += 1
-        return True
+    def postpone_stall(self) -> None:
+        """Start the stall timeout again."""
+        self.stall_scope.deadline = trio.current_time() + STALL_SECONDS
 
-    def fail(self, error: Exception) -> None:
-        """The first cause counts, later ones follow from it; but a chunk that was wrong counts
-        however the reading ended."""
-        self.error = self.error or error
-
-    def count(self, more: int) -> None:
-        self.moved += more
-
-    def conclude(self) -> None:
-        """Raises what went wrong, if anything did."""
-        if self.error is not None:
-            raise self.error
-        if self.accepted < len(self.wanted):
-            raise PeerError("this host was closed")
-
-
-# -- over a libp2p stream
-
-
-async def over_stream(host: Host, pull: Pull, limiter: trio.CapacityLimiter) -> None:
-    """Returns when everything is accepted; raises PeerError, and what the sink raises. May be
-    cancelled: the stream is reset then, and nothing touches the sink when this has ended, which
-    takes no longer than to hash a chunk."""
-    read, arrived = trio.open_memory_channel[int](AHEAD)
-    verified = trio.Event()
-    host.nursery.start_soon(_verify, host, pull, arrived, verified, limiter)
-
-    async def ask(stream: Stream) -> None:
-        pull.stream = stream
-        await stream.write(pull.request())
-        pull.check_response(await read_frame(stream, limits.BULK_RESPONSE_BYTES))
-        await _read_chunks(stream, pull, read)
-
-    try:
-        try:
-            await converse(host, pull.peer, ids.BULK_PROTOCOL, ask, deadline=math.inf)
-        except PeerError as error:
-            pull.fail(error)
-        read.close()
-        await verified.wait()
-    finally:
-        pull.live = False
-        read.close()
-        with trio.CancelScope(shield=True):
-            await verified.wait()
-    pull.conclude()
-
-
-async def _read_chunks(stream: Stream, pull: Pull, read: trio.MemorySendChannel[int]) -> None:
-    for index in pull.wanted:
-        view, filled = pull.sink.view(index), 0
+    async def _fill(self, stream: Stream, view: memoryview) -> None:
+        filled = 0
         while filled < len(view):
             data = await stream.read(len(view) - filled)
-            if not pull.live:
-                raise PeerError("given up")
+            if self.abandoned:
+                raise PeerError("the fetch was abandoned")
             view[filled : filled + len(data)] = data
             filled += len(data)
-            pull.moved += len(data)
-        await read.send(index)
+            self.received += len(data)
+            self.postpone_stall()
 
-
-async def _verify(
-    host: Host,
-    pull: Pull,
-    arrived: trio.MemoryReceiveChannel[int],
-    verified: trio.Event,
-    limiter: trio.CapacityLimiter,
-) -> None:
-    """Never raises; takes everything from the channel until it is closed, so that the reader is
-    never held up."""
-    try:
-        async for index in arrived:
-            if not pull.live:
-                continue
-            if (
-                not await trio.to_thread.run_sync(pull.verify, index, limiter=limiter)
-                and pull.stream is not None
-            ):
-                host.nursery.start_soon(pull.stream.reset)
-    finally:
-        verified.set()
-
-
-# -- over a TLS socket
-
-
-def open_socket(connection: ssl.SSLSocket, token: bytes, pull: Pull) -> None:
-    """Blocks. Presents the token, asks, reads the answer. Raises PeerError."""
-    tls.send(connection, token + pull.request())
-    (length,) = LENGTH.unpack(tls.receive_exactly(connection, LENGTH.size))
-    if length > limits.BULK_RESPONSE_BYTES:
-        raise BadMessage(
-            "oversize", f"{length} bytes announced, {limits.BULK_RESPONSE_BYTES} allowed"
-        )
-    pull.check_response(tls.receive_exactly(connection, length))
-
-
-async def over_socket(
-    control: socket.socket, connection: ssl.SSLSocket, pull: Pull, limiter: trio.CapacityLimiter
-) -> None:
-    """Returns when everything is accepted; raises PeerError. May be cancelled; nothing touches the
-    sink when it has returned."""
-    read: queue.Queue[int | None] = queue.Queue(AHEAD)
-
-    def verify() -> None:
-        while (index := read.get()) is not None:
-            if not pull.verify(index):
-                tls.shut_down(control)
-
-    def receive() -> None:
+    @contextlib.contextmanager
+    def _sink_errors(self) -> Iterator[None]:
         try:
-            for index in pull.wanted:
-                tls.fill(connection, pull.sink.view(index), pull.count)
-                read.put(index)
-        except Exception as error:  # of the connection, or of the caller's sink  # noqa: BLE001
-            pull.fail(error)
-        finally:
-            read.put(None)
+            yield
+        except Exception as error:
+            # Whatever the caller's sink raises is raised to the caller; the peer is not at fault.
+            self.sink_error = error
+            raise PeerError("the sink failed") from error
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(tls.in_thread, control, limiter, verify)
-        nursery.start_soon(tls.in_thread, control, limiter, receive)
-    pull.conclude()
+
+def _outcome(error: PeerError) -> str:
+    """Return the entry of OUTCOMES for an error."""
+    if isinstance(error, Declined):
+        return error.status
+    if isinstance(error, BadMessage):
+        return "hash" if error.reason == "hash" else "malformed"
+    return "timeout" if isinstance(error, PeerTimeout) else "failed"
+
+
+BANDWIDTH_PEERS = 1024
+"""Number of peers with an estimate; the least recently measured is dropped."""
+NEWEST_WEIGHT = 0.3
+"""Weight of the newest transfer in the moving average."""
+DEFAULT_BANDWIDTH = 2e6
+"""Bytes per second: upper bound for a peer without measurements."""
+DEFAULT_QUANTILE = 0.75
+"""A peer without measurements is estimated at this quantile of the measured peers. A mean would let
+slow peers lower the estimate for everybody."""
+MIN_BANDWIDTH = 64 * 1024
+"""Bytes per second: lower bound of every estimate, so that no deadline is without bound."""
+MIN_MEASURED_BYTES = 256 * 1024
+"""Shorter transfers measure latency, not bandwidth."""
+DEADLINE_FACTOR = 3.0
+DEADLINE_SLACK_SECONDS = 2.0
+
+
+class BandwidthEstimates:
+    """Exponential moving average of bytes per second for each peer, and the deadlines from it."""
+
+    def __init__(self) -> None:
+        self._peers: collections.OrderedDict[str, float] = collections.OrderedDict()
+
+    def observe(self, peer: str, count: int, seconds: float) -> None:
+        """Record that `peer` sent `count` bytes in `seconds`, whether or not it sent all."""
+        if count < MIN_MEASURED_BYTES or seconds <= 0:
+            return
+        rate = max(MIN_BANDWIDTH, count / seconds)
+        before = self._peers.pop(peer, rate)
+        self._peers[peer] = before + NEWEST_WEIGHT * (rate - before)
+        if len(self._peers) > BANDWIDTH_PEERS:
+            self._peers.popitem(last=False)
+
+    def estimate(self, peer: str) -> float:
+        """Return bytes per second: the peer's average, or a cautious default without one."""
+        if peer in self._peers or not self._peers:
+            return self._peers.get(peer, DEFAULT_BANDWIDTH)
+        rates = sorted(self._peers.values())
+        return min(DEFAULT_BANDWIDTH, rates[int(DEFAULT_QUANTILE * len(rates))])
+
+    def deadline(self, peer: str, count: int) -> float:
+        """Return the seconds that `count` bytes from `peer` may take."""
+        return count / self.estimate(peer) * DEADLINE_FACTOR + DEADLINE_SLACK_SECONDS
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the estimates by peer, the most recently measured peer last."""
+        return dict(self._peers)

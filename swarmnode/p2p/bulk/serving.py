@@ -1,325 +1,274 @@
-"""The side that has something: what is offered, to whom, how many at a time, and the writing of it.
+"""The serving side: offers, upload slots, and the writing of chunks.
 
-Transfers offered to everybody may fill at most half of the slots, so that strangers cannot keep a
-partner from what is offered to it alone. Of these a slow one makes room for a peer that has none,
-and takes up again what is left when there is room.
+    stream ─▶ request ─▶ look up the offer ─▶ take a slot ─▶ response ─▶ chunks ─▶ close
+
+Uploads of offers without an audience (public uploads) may use at most half of the slots, so that
+strangers cannot block a partner. When those are taken, the slowest public upload yields its slot to
+a peer that has none; the displaced peer asks again for the missing chunks.
+
+No cancel scope may be put around stream I/O (library/streams.py). A watchdog task resets the stream
+instead.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import logging
-import socket
-import ssl
 from collections.abc import Callable
 from typing import Literal
 
 import trio
 
-from swarmnode.errors import BadMessage, PeerError
-from swarmnode.p2p.api import BulkPath
-from swarmnode.p2p.bulk import tls
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.bulk.content import BulkSource
-from swarmnode.p2p.bulk.listener import Caller
-from swarmnode.p2p.conversations import frame, read_frame
+from swarmnode.p2p.conversations import frame, read_frame, within
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerCap
-from swarmnode.p2p.traffic import Traffic
-from swarmnode.wire import bulk, codec, ids, limits
-from swarmnode.wire.messages import BulkRequest, BulkResponse
+from swarmnode.wire import bulk, codec, limits
+from swarmnode.wire.messages import (
+    BulkManifestRequest,
+    BulkManifestResponse,
+    BulkRequest,
+    BulkResponse,
+)
 
 log = logging.getLogger(__name__)
 
-SERVING = 8
-"""Transfers served at a time, on both paths together."""
-SERVING_PUBLIC = SERVING // 2
-"""Transfers that anybody may ask for get at most so many of these slots."""
-SERVING_PER_PEER = 2
-STEADY = 10**6
-"""Bytes per second. While all slots for strangers are taken, one in which less has moved is given
-to the next peer."""
-SETTLED_SECONDS = 10.0
-"""A transfer keeps its slot at least for so long."""
+UPLOADS = 8
+"""Concurrent uploads."""
+PUBLIC_UPLOADS = UPLOADS // 2
+"""Concurrent uploads of offers without an audience."""
+UPLOADS_PER_PEER = 2
 STREAMS = 64
-"""Streams that may be open to us at a time, those included that have not asked for anything yet.
-More are reset."""
+"""Open streams, including those that have not sent a request yet. Others are reset."""
 STREAMS_PER_PEER = 4
+YIELD_BANDWIDTH = 10**6
+"""Bytes per second. A public upload below this rate yields its slot when all public slots are
+taken."""
+SETTLED_SECONDS = 10.0
+"""An upload keeps its slot at least this long."""
 STALL_SECONDS = 30.0
-"""A transfer of which nothing moves for this long is ended, by either side."""
-SLOWEST = 64 * 1024
-"""Bytes per second: no peer may hold a slot longer than its transfer would take at this rate, and
-STALL_SECONDS."""
-REFUSAL_SECONDS = 5.0
+"""A transfer ends when nothing moves for this long, on either side."""
+MIN_BANDWIDTH = 64 * 1024
+"""Bytes per second. An upload may take its size at this rate plus STALL_SECONDS, so that a peer
+that reads slowly without pausing does not keep its slot."""
 Refusal = Literal["unknown", "busy"]
 OUTCOMES = ("ok", "unknown", "busy", "unwelcome", "malformed", "stalled", "withdrawn", "failed")
 
 
-class BulkOffer:
-    """`audience`: peer ids, None for everybody. `pushes`: transfers of it that are under way."""
+class BulkServer:
+    """Answers peers' requests for manifests and chunks.
 
-    def __init__(self, source: BulkSource, audience: frozenset[str] | None) -> None:
-        self.source = source
-        self.audience = audience
-        self.pushes: set[Push] = set()
-
-
-@dataclasses.dataclass(eq=False)
-class Push:
-    """One transfer under way. `stop()` ends its connection; `outcome` says why, once somebody
-    has."""
-
-    peer: str
-    offer: BulkOffer
-    indices: list[int]
-    stop: Callable[[], None]
-    began: float
-    moved: int = 0
-    metered: int = 0
-    """As much of `moved` was counted as traffic."""
-    outcome: str | None = None
-
-    @property
-    def size(self) -> int:
-        return sum(len(self.offer.source.chunk(index)) for index in self.indices)
-
-    @property
-    def longest(self) -> float:
-        """Seconds after which even a transfer that moves is ended."""
-        return STALL_SECONDS + self.size / SLOWEST
-
-    def end(self, outcome: str) -> None:
-        if self.outcome is None:
-            self.outcome = outcome
-            self.stop()
-
-
-class Serving:
-    """`nursery`: outlives every stream. `welcome(peer)`: whether anything of it is looked at.
-    `allows()`: whether there is budget. `clock`: seconds."""
+    Args:
+        welcome: Returns False for a peer whose streams are reset unread.
+        clock: Returns the time in seconds.
+    """
 
     def __init__(
-        self,
-        nursery: trio.Nursery,
-        limiter: trio.CapacityLimiter,
-        welcome: Callable[[str], bool],
-        traffic: Traffic,
-        clock: Callable[[], float] = trio.current_time,
+        self, welcome: Callable[[str], bool], clock: Callable[[], float] = trio.current_time
     ) -> None:
         self.allows: Callable[[], bool] = lambda: True
+        """Returns False while the byte budget or quiet hours forbid uploads."""
         self.offers: dict[bytes, BulkOffer] = {}
-        self.outcomes: dict[BulkPath, collections.Counter[str]] = {
-            "stream": collections.Counter(),
-            "socket": collections.Counter(),
-        }
-        self.sent: collections.Counter[str] = collections.Counter()
-        self._nursery = nursery
-        self._limiter = limiter
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.sent_bytes = 0
         self._welcome = welcome
-        self._traffic = traffic
         self._clock = clock
         self._streams = PeerCap(STREAMS_PER_PEER, STREAMS)
-        self._pushes: set[Push] = set()
+        self._uploads: set[Upload] = set()
 
-    @property
-    def active(self) -> int:
-        return len(self._pushes)
+    async def on_stream(self, stream: Stream) -> None:
+        """Handle a stream of the bulk protocol. Never raises; always closes or resets."""
+        outcome = "unwelcome"
+        if self._welcome(stream.peer):
+            with self._streams.entered(stream.peer) as has_room:
+                outcome = await self._answer(stream) if has_room else "busy"
+        self.outcomes[outcome] += 1
+        await (stream.close() if outcome in ("ok", "unknown") else stream.reset())
+
+    async def answer_manifest(self, peer: str, data: bytes) -> bytes:
+        """Handle a request for a manifest."""
+        request = codec.decode(data, BulkManifestRequest, limits.BULK_MANIFEST_REQUEST_BYTES)
+        await trio.lowlevel.checkpoint()
+        offer = self.find(peer, request.transfer)
+        if offer is None:
+            return codec.encode(BulkManifestResponse("unknown", b""))
+        manifest = codec.encode(offer.source.manifest(request.transfer))
+        return codec.encode(BulkManifestResponse("ok", manifest))
+
+    # -- offers
+
+    def offer(self, transfer: bytes, source: BulkSource, audience: frozenset[str] | None) -> None:
+        """Offer `source` under `transfer` to the peers in `audience`, or to all if it is None."""
+        if len(transfer) != limits.TRANSFER_BYTES:
+            raise ValueError(f"a transfer id has {limits.TRANSFER_BYTES} bytes")
+        self.withdraw(transfer)
+        self.offers[transfer] = BulkOffer(source, audience)
 
     def withdraw(self, transfer: bytes) -> None:
+        """Remove an offer and end its uploads."""
         offer = self.offers.pop(transfer, None)
-        for push in tuple(offer.pushes) if offer else ():
-            push.end("withdrawn")
+        for upload in self._uploads:
+            if upload.offer is offer:
+                upload.end("withdrawn")
 
     def find(self, peer: str, transfer: bytes, root: bytes | None = None) -> BulkOffer | None:
-        """What `peer` may have under this id and root."""
+        """Return the offer with this id and root, if `peer` is in its audience."""
         offer = self.offers.get(transfer)
         if offer is None or (offer.audience is not None and peer not in offer.audience):
             return None
         return offer if root is None or offer.source.root == root else None
 
-    def has_room(self, peer: str, offer: BulkOffer) -> bool:
-        if sum(push.peer == peer for push in self._pushes) >= SERVING_PER_PEER or not self.allows():
-            return False
-        return (
-            self._yielding(peer) is not None if self._is_crowded(offer) else self.active < SERVING
-        )
+    # -- slots
 
-    def _is_crowded(self, offer: BulkOffer) -> bool:
-        """Whether it is to everybody, and strangers have all the slots that they may have."""
-        return offer.audience is None and len(self._public()) >= SERVING_PUBLIC
+    def begin(self, peer: str, request: BulkRequest) -> Upload | Refusal:
+        """Take an upload slot, or return the refusal.
 
-    def _public(self) -> list[Push]:
-        return [push for push in self._pushes if push.offer.audience is None]
-
-    def _yielding(self, peer: str) -> Push | None:
-        """The slowest of the strangers' transfers, where it is slow enough to make room for `peer`,
-        which has none of them."""
-        public, now = self._public(), self._clock()
-        slow = [
-            push
-            for push in public
-            if now - push.began >= SETTLED_SECONDS and push.moved < STEADY * (now - push.began)
-        ]
-        has_none = all(push.peer != peer for push in public)
-        return (
-            min(slow, key=lambda push: push.moved / (now - push.began))
-            if slow and has_none
-            else None
-        )
-
-    def begin(self, peer: str, request: BulkRequest, stop: Callable[[], None]) -> Push | Refusal:
-        """Takes a slot, or says why not: `unknown` or `busy`. Raises BadMessage when the request
-        does not fit what is offered."""
+        Raises:
+            BadMessage: The request does not fit the offer.
+        """
         offer = self.find(peer, request.transfer, request.root)
         if offer is None:
             return "unknown"
-        indices = bulk.unpack_wanted(
-            request.wanted, bulk.count(offer.source.manifest(request.transfer))
-        )
-        if not self.has_room(peer, offer):
+        chunks = bulk.count(offer.source.manifest(request.transfer))
+        indices = bulk.unpack_wanted(request.wanted, chunks)
+        if sum(each.peer == peer for each in self._uploads) >= UPLOADS_PER_PEER:
             return "busy"
-        if self._is_crowded(offer) and (slow := self._yielding(peer)) is not None:
+        if not self.allows():
+            return "busy"
+        if offer.audience is None and len(self._public_uploads()) >= PUBLIC_UPLOADS:
+            slow = self._yielding_upload(peer)
+            if slow is None:
+                return "busy"
             slow.end("stalled")
             self.finish(slow)
-        push = Push(peer, offer, indices, stop, self._clock())
-        self._pushes.add(push)
-        offer.pushes.add(push)
-        return push
+        elif self.active >= UPLOADS:
+            return "busy"
+        upload = Upload(peer, offer, indices, self._clock())
+        self._uploads.add(upload)
+        return upload
 
-    def finish(self, push: Push) -> None:
-        self._pushes.discard(push)
-        push.offer.pushes.discard(push)
+    def finish(self, upload: Upload) -> None:
+        """Free the slot of an upload."""
+        self._uploads.discard(upload)
 
-    async def on_stream(self, stream: Stream) -> None:
-        """Handler of the bulk protocol. Never raises; always closes or resets."""
-        outcome = "unwelcome"
-        if self._welcome(stream.peer):
-            with self._streams.entered(stream.peer) as room:
-                outcome = await self._answer(stream) if room else "busy"
-        self.outcomes["stream"][outcome] += 1
-        await (stream.close() if outcome in ("ok", "unknown") else stream.reset())
+    @property
+    def active(self) -> int:
+        """The number of uploads."""
+        return len(self._uploads)
+
+    def _public_uploads(self) -> list[Upload]:
+        return [each for each in self._uploads if each.offer.audience is None]
+
+    def _yielding_upload(self, peer: str) -> Upload | None:
+        """Return the slowest public upload below YIELD_BANDWIDTH, if `peer` has none itself."""
+        public, now = self._public_uploads(), self._clock()
+        slow = [
+            each
+            for each in public
+            if now - each.began >= SETTLED_SECONDS
+            and each.sent < YIELD_BANDWIDTH * (now - each.began)
+        ]
+        if any(each.peer == peer for each in public):
+            return None
+        return min(slow, key=lambda each: each.sent / (now - each.began), default=None)
+
+    # -- one stream
 
     async def _answer(self, stream: Stream) -> str:
-        """As for requests: no scope around stream I/O, a watchdog resets the stream instead."""
+        """Serve one request. Returns the outcome; the stream is the caller's to end."""
+        try:
+            request = await within(STALL_SECONDS, stream, _read_request)
+            upload = self.begin(stream.peer, request)
+            if isinstance(upload, str):
+                refusal = _response(upload, 0)
+                await within(STALL_SECONDS, stream, lambda stream: stream.write(refusal))
+                return upload
+        except BadMessage:
+            return "malformed"
+        except PeerError as error:
+            log.debug("a bulk stream of %s ended: %s", stream.peer, error)
+            return "stalled" if isinstance(error, PeerTimeout) else "failed"
+        try:
+            return await self._send(stream, upload)
+        finally:
+            self.finish(upload)
+            self.sent_bytes += upload.sent
+
+    async def _send(self, stream: Stream, upload: Upload) -> str:
+        """Write the response and the chunks. Returns the outcome."""
+        stream.keep_connection()
         outcome = "failed"
-        push: Push | Refusal | None = None
         async with trio.open_nursery() as nursery:
-            # not this nursery: it may be gone when an offer is withdrawn
-            stop = lambda: self._nursery.start_soon(stream.reset)
-            asking = trio.CancelScope()
-            nursery.start_soon(_watch_request, asking, stop)
+            nursery.start_soon(self._watch, stream, upload)
             try:
-                request = codec.decode(
-                    await read_frame(stream, limits.BULK_REQUEST_BYTES),
-                    BulkRequest,
-                    limits.BULK_REQUEST_BYTES,
-                )
-                asking.cancel()
-                push = self.begin(stream.peer, request, stop)
-                if isinstance(push, str):
-                    await stream.write(refusal(push))
-                    outcome = push
-                else:
-                    stream.keep_connection()
-                    nursery.start_soon(
-                        watch, lambda: push.moved, lambda: push.end("stalled"), push.longest
-                    )
-                    await stream.write(response(push))
-                    for index in push.indices:
-                        await stream.write(push.offer.source.chunk(index))
-                        push.moved += len(push.offer.source.chunk(index))
-                    outcome = "ok"
-            except BadMessage:
-                outcome = "malformed"
+                await stream.write(_response("ok", upload.size))
+                for index in upload.indices:
+                    chunk = upload.offer.source.chunk(index)
+                    await stream.write(chunk)
+                    upload.progress(len(chunk), self._clock())
+                outcome = "ok"
             except PeerError as error:
                 log.debug("a bulk stream of %s ended: %s", stream.peer, error)
-            finally:
-                if isinstance(push, Push):
-                    self.finish(push)
-                    self.sent["stream"] += push.moved
+                outcome = upload.end_reason or outcome
             nursery.cancel_scope.cancel()
-        if isinstance(push, Push):
-            outcome = outcome if outcome == "ok" else push.outcome or outcome
         return outcome
 
-    async def on_caller(self, caller: Caller, control: socket.socket) -> None:
-        """A TLS connection whose token was good. Never raises; whoever calls closes the
-        connection."""
-        outcome = "unwelcome"
-        if self._welcome(caller.peer):
-            try:
-                push = self.begin(caller.peer, caller.request, lambda: tls.shut_down(control))
-                outcome = await self._send(caller.connection, control, push)
-            except BadMessage:
-                outcome = "malformed"
-        self.outcomes["socket"][outcome] += 1
-
-    async def _send(
-        self, connection: ssl.SSLSocket, control: socket.socket, push: Push | Refusal
-    ) -> str:
-        if isinstance(push, str):
-            with trio.move_on_after(REFUSAL_SECONDS), contextlib.suppress(PeerError):
-                await tls.in_thread(control, self._limiter, tls.send, connection, refusal(push))
-            return push
-        outcome = "failed"
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(
-                    watch, lambda: self._meter(push), lambda: push.end("stalled"), push.longest
-                )
-                try:
-                    await tls.in_thread(control, self._limiter, _send_chunks, connection, push)
-                    outcome = "ok"
-                except PeerError as error:
-                    log.debug("a bulk connection of %s ended: %s", push.peer, error)
-                    outcome = push.outcome or outcome
-                nursery.cancel_scope.cancel()
-        finally:
-            self.finish(push)
-            self.sent["socket"] += push.moved
-            self._meter(push)
-        return outcome
-
-    def _meter(self, push: Push) -> int:
-        self._traffic.count(ids.BULK_SOCKET_PROTOCOL, 0, push.moved - push.metered)
-        push.metered = push.moved
-        return push.moved
+    async def _watch(self, stream: Stream, upload: Upload) -> None:
+        """Reset the stream once the upload has ended, stalled or taken too long."""
+        while not upload.ended.is_set():
+            left = upload.due - self._clock()
+            if left <= 0:
+                upload.end("stalled")
+            with trio.move_on_after(max(0.0, left)):
+                await upload.ended.wait()
+        await stream.reset()
 
 
-def _send_chunks(connection: ssl.SSLSocket, push: Push) -> None:
-    """Blocks, in a thread. Raises PeerError."""
-    tls.send(connection, response(push))
-    for index in push.indices:
-        chunk = push.offer.source.chunk(index)
-        tls.send(connection, chunk)
-        push.moved += len(chunk)
+class BulkOffer:
+    """A source and the peer ids that may fetch it; `audience` None means all peers."""
+
+    def __init__(self, source: BulkSource, audience: frozenset[str] | None) -> None:
+        self.source = source
+        self.audience = audience
 
 
-def response(push: Push) -> bytes:
-    """The frame that precedes the chunks."""
-    return frame(codec.encode(BulkResponse("ok", push.size)))
+class Upload:
+    """One transfer to a peer. It has a slot from `BulkServer.begin` to `BulkServer.finish`."""
+
+    def __init__(self, peer: str, offer: BulkOffer, indices: list[int], now: float) -> None:
+        self.peer = peer
+        self.offer = offer
+        self.indices = indices
+        self.size = sum(len(offer.source.chunk(index)) for index in indices)
+        self.began = now
+        self.sent = 0
+        self.ended = trio.Event()
+        self.end_reason = ""
+        self._moved_at = now
+
+    @property
+    def due(self) -> float:
+        """The time at which it has stalled, or has taken longer than MIN_BANDWIDTH allows."""
+        longest = STALL_SECONDS + self.size / MIN_BANDWIDTH
+        return min(self._moved_at + STALL_SECONDS, self.began + longest)
+
+    def progress(self, count: int, now: float) -> None:
+        """Record that `count` more bytes were written."""
+        self.sent += count
+        self._moved_at = now
+
+    def end(self, reason: str) -> None:
+        """Have the watchdog reset the stream. The first reason counts."""
+        self.end_reason = self.end_reason or reason
+        self.ended.set()
 
 
-def refusal(status: Refusal) -> bytes:
-    return frame(codec.encode(BulkResponse(status, 0)))
+async def _read_request(stream: Stream) -> BulkRequest:
+    data = await read_frame(stream, limits.BULK_REQUEST_BYTES)
+    return codec.decode(data, BulkRequest, limits.BULK_REQUEST_BYTES)
 
 
-async def _watch_request(scope: trio.CancelScope, stop: Callable[[], None]) -> None:
-    """Until `scope`, which is the watch's and not the stream's, is cancelled."""
-    with scope:
-        await watch(lambda: 0, stop, STALL_SECONDS)
-
-
-async def watch(moved: Callable[[], int], stop: Callable[[], None], longest: float) -> None:
-    """Calls `stop` once `moved()` has not changed for STALL_SECONDS, or `longest` seconds have
-    passed."""
-    began = changed = trio.current_time()
-    last = moved()
-    while True:
-        await trio.sleep(1.0)
-        now, current = trio.current_time(), moved()
-        if current != last:
-            last, changed = current, now
-        if now - changed >= STALL_SECONDS or now - began >= longest:
-            return stop()
+def _response(status: Literal["ok", "unknown", "busy"], size: int) -> bytes:
+    """Return the frame that precedes the chunks."""
+    return frame(codec.encode(BulkResponse(status, size)))

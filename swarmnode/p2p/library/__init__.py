@@ -5,7 +5,6 @@ addresses are `Address`, and whatever the library raises is a PeerError.
     streams.py      Stream: reads and writes of one stream
     circuits.py     a stream through a relay as a connection of its own
     gater.py        who may connect, asked at the end of a handshake
-    certificates.py libp2p's TLS certificates, for connections that are none of libp2p's
     identifiers.py  peer ids and addresses in the library's bytes
     errors.py       the translation of errors
     objects.py      what the library's objects can do, as far as we use it

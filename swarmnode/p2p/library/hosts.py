@@ -8,7 +8,6 @@ from typing import Protocol
 
 import trio
 from libp2p.abc import INetConn, INetStream, INetwork, INotifee, IRawConnection
-from libp2p.crypto.keys import KeyPair
 from libp2p.custom_types import TProtocol
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
@@ -103,10 +102,6 @@ class Host:
         self.library = host
         self._swarm = host.get_network()
         self.held: frozenset[str] = frozenset()
-
-    @property
-    def key_pair(self) -> KeyPair:
-        return KeyPair(self.library.get_private_key(), self.library.get_public_key())
 
     # -- streams
 

@@ -99,7 +99,7 @@ class CrewTerms:
         terms = {
             "codec": self.codec,
             "gradient_codec": self.gradient_codec,
-            "paper_mode": {"off": False, "checkfree+": True}.get(self.paper_mode, self.paper_mode),
+            "paper_mode": self.paper_mode,
             "lora": self.lora.model_dump() if self.lora.r else None,
             "shares_a": self.frozen_a,
             "weight_decay": WEIGHT_DECAY,

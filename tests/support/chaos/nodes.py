@@ -67,7 +67,6 @@ class ChaosNode(DemoNode):
             "listen_addrs": [f"/ip4/127.0.0.1/tcp/{self.port}"],
             "announce_addrs": [f"/ip4/127.0.0.1/tcp/{self.cable.port}"],
             "mdns": False,
-            "bulk_port": -1,
         }
         training = {**SETTINGS["training"], "seed": number, "step_interval": pace}
         super().__init__(

@@ -683,7 +683,6 @@ class SimBulk:
         sink: Any,
         *,
         deadline: float,
-        path: Any = None,
     ) -> None:
         until = trio.current_time() + deadline
         own = self._network.peer_id

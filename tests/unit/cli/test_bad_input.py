@@ -187,7 +187,7 @@ def test_doctor_tells_of_a_newer_version_too(node, capsys):
     assert "is of a newer version" in check["what"]
 
 
-def test_a_directory_says_how_it_is_written_and_one_of_before_that_is_read(node, capsys):
+def test_a_directory_states_its_format(node, capsys):
     assert (node / FORMAT_FILE).read_text() == f"{FORMAT}\n"
     (node / FORMAT_FILE).unlink()
     assert typed("key show", node) == 0

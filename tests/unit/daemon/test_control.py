@@ -144,7 +144,7 @@ def test_a_node_without_a_socket_is_told_apart(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(control, "ASK_SECONDS", 0.2)
     lock = lock_data_dir(tmp_path)
     assert cli.run(["pause", "-d", str(tmp_path)]) == 69
-    assert "has no control socket: it is of an earlier version" in capsys.readouterr().err
+    assert "has no control socket: its log says why" in capsys.readouterr().err
     os.close(lock)
 
 

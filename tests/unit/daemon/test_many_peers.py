@@ -156,7 +156,7 @@ async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_th
 ):
     key = identity.load_or_create(tmp_path / "identity.key")
     async with open_host(
-        NetworkConfig(mdns=False, relay="off", bulk_port=-1), key, tmp_path, swarm=SWARM
+        NetworkConfig(mdns=False, relay="off"), key, tmp_path, swarm=SWARM
     ) as network:
         node = Node(network, key.private_key, tmp_path)
         async with trio.open_nursery() as nursery:

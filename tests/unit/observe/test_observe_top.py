@@ -100,17 +100,6 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesStatistics()))
 
 
-def test_a_node_of_the_release_before_is_drawn_too() -> None:
-    status = told(example())
-    del status["snapshot"]["stages"]
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(render(status))
-    shown = console.export_text()
-    assert "kitchen-3090" in shown
-    assert "crew" not in shown
-
-
 def test_an_empty_node_is_drawn_too() -> None:
     shown = drawn(NodeSnapshot())
     assert "network not up yet" in shown

@@ -1,6 +1,5 @@
 """Bulk transfers between real hosts on loopback, both honest."""
 
-import contextlib
 import os
 import tracemalloc
 
@@ -8,15 +7,12 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerError, PeerTimeout
-from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink, calling
-from swarmnode.wire import codec, ids
-from swarmnode.wire.messages import BulkSocketResponse
+from swarmnode.p2p.bulk import BulkSource, Declined, FileSink, MemorySink
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
 TRANSFER = b"t" * 32
 KIB, MIB = 2**10, 2**20
-PATHS = pytest.mark.parametrize("path", ["stream", "socket"])
 
 
 def offer(
@@ -32,106 +28,39 @@ def same(source: BulkSource, sink: MemorySink) -> bool:
     return sink.complete and all(source.chunk(index) == sink.view(index) for index in chunks)
 
 
-async def fetch(client, server, sink: MemorySink, deadline: float = 20.0, path=None) -> None:
-    await client.bulk.fetch(
-        server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline, path=path
-    )
+async def fetch(client, server, sink: MemorySink, deadline: float = 20.0) -> None:
+    await client.bulk.fetch(server.peer_id, TRANSFER, sink.manifest, sink, deadline=deadline)
 
 
-@PATHS
 @pytest.mark.parametrize(
     ("size", "chunk_bytes"),
     [(1, 4 * KIB), (4 * KIB, 4 * KIB), (50 * KIB + 1, 4 * KIB), (2 * MIB + 7, MIB)],
 )
-async def test_what_is_offered_arrives_byte_for_byte(tmp_path, path, size, chunk_bytes):
+async def test_what_is_offered_arrives_byte_for_byte(tmp_path, size, chunk_bytes):
     async with hosts(tmp_path, 2) as (server, client):
         source, _ = offer(server, size, chunk_bytes)
         manifest = await client.bulk.manifest(server.peer_id, TRANSFER, root=source.root)
         sink = MemorySink(manifest, limit=size)
-        await fetch(client, server, sink, path=path)
+        await fetch(client, server, sink)
         assert same(source, sink)
         await until(lambda: server.bulk.statistics().serving == 0)
+        assert client.bulk.statistics().fetched == server.bulk.statistics().served == {"ok": 1}
         assert (
-            client.bulk.statistics().fetched[path]
-            == server.bulk.statistics().served[path]
-            == {"ok": 1}
-        )
-        assert (
-            client.bulk.statistics().received_bytes
-            == server.bulk.statistics().sent_bytes
-            == {path: size}
+            client.bulk.statistics().received_bytes == server.bulk.statistics().sent_bytes == size
         )
 
 
-@PATHS
-async def test_only_missing_chunks_travel(tmp_path, path):
+async def test_only_missing_chunks_travel(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 64 * KIB)
         for index in (0, 3, 4, 15):
             sink.view(index)[:] = source.chunk(index)
             sink.accept(index)
-        await fetch(client, server, sink, path=path)
-        assert same(source, sink)
-        assert client.bulk.statistics().received_bytes == {path: 12 * 4 * KIB}
-        await fetch(client, server, sink, path=path)  # nothing is missing: nobody is asked
-        assert client.bulk.statistics().fetched[path] == {"ok": 1}
-
-
-async def test_the_socket_is_the_first_choice_and_its_bytes_are_metered(tmp_path):
-    async with hosts(tmp_path, 2) as (server, client):
-        source, sink = offer(server, MIB, MIB)
         await fetch(client, server, sink)
         assert same(source, sink)
-        assert client.bulk.statistics().fallbacks == {}
-        await until(lambda: server.bulk.statistics().serving == 0)
-        assert client.statistics().traffic.received[ids.BULK_SOCKET_PROTOCOL] >= MIB
-        assert server.statistics().traffic.sent[ids.BULK_SOCKET_PROTOCOL] >= MIB
-
-
-@pytest.mark.parametrize(
-    ("server_port", "client_port", "reason"), [(-1, 0, "agree"), (0, -1, "off")]
-)
-async def test_without_a_socket_on_either_side_a_stream_is_used(
-    tmp_path, server_port, client_port, reason
-):
-    async with host(tmp_path / "server", bulk_port=server_port) as server:
-        async with host(
-            tmp_path / "client", bulk_port=client_port, initial_peers=server.listen_addrs
-        ) as client:
-            await client.wait_connected()
-            source, sink = offer(server, 10 * KIB)
-            with pytest.raises(PeerError, match=reason):
-                await fetch(client, server, sink, path="socket")
-            await fetch(client, server, sink)
-            assert same(source, sink)
-            assert client.bulk.statistics().fallbacks == {reason: 1}
-
-
-async def test_a_port_that_does_not_answer_is_not_tried_again_soon(tmp_path, monkeypatch):
-    """The second host listens at an address where nobody accepts: a backlog that is full answers
-    like a firewall, with nothing."""
-    monkeypatch.setattr(calling, "CONNECT_SECONDS", 0.2)
-    async with hosts(tmp_path, 2) as (server, client):
-        source, sink = offer(server, 10 * KIB)
-        full = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=0)
-        async with contextlib.AsyncExitStack() as stack:
-            port = full[0].socket.getsockname()[1]
-            for _ in range(3):
-                with trio.move_on_after(0.1):
-                    await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port))
-
-            async def elsewhere(peer: str, data: bytes) -> bytes:
-                await trio.lowlevel.checkpoint()
-                return codec.encode(BulkSocketResponse("ok", port, bytes(32)))
-
-            server.requests.serve(
-                ids.BULK_SOCKET_PROTOCOL, elsewhere, max_request_bytes=128, max_response_bytes=96
-            )
-            await fetch(client, server, sink)
-            assert same(source, sink)
-            await fetch(client, server, MemorySink(sink.manifest, limit=MIB))
-            assert client.bulk.statistics().fallbacks == {"connect": 1, "unreachable": 1}
-            await full[0].aclose()
+        assert client.bulk.statistics().received_bytes == 12 * 4 * KIB
+        await fetch(client, server, sink)  # nothing is missing: nobody is asked
+        assert client.bulk.statistics().fetched == {"ok": 1}
 
 
 async def test_nobody_else_may_have_what_is_offered_to_one(tmp_path):
@@ -139,9 +68,8 @@ async def test_nobody_else_may_have_what_is_offered_to_one(tmp_path):
         source, sink = offer(server, 10 * KIB, audience=[client.peer_id])
         with pytest.raises(Declined, match="unknown"):
             await other.bulk.manifest(server.peer_id, TRANSFER)
-        for path in ("stream", "socket", None):
-            with pytest.raises(Declined, match="unknown"):
-                await fetch(other, server, MemorySink(sink.manifest, limit=MIB), path=path)
+        with pytest.raises(Declined, match="unknown"):
+            await fetch(other, server, MemorySink(sink.manifest, limit=MIB))
         await fetch(client, server, sink)
         assert same(source, sink)
 
@@ -150,58 +78,53 @@ async def test_after_a_withdrawal_or_under_another_root_nothing_is_sent(tmp_path
     async with hosts(tmp_path, 2) as (server, client):
         _, old = offer(server, 10 * KIB)
         offer(server, 10 * KIB)
-        for path in ("stream", "socket"):
-            with pytest.raises(Declined, match="unknown"):
-                await fetch(client, server, old, path=path)
+        with pytest.raises(Declined, match="unknown"):
+            await fetch(client, server, old)
         server.bulk.withdraw(TRANSFER)
         with pytest.raises(Declined, match="unknown"):
             await client.bulk.manifest(server.peer_id, TRANSFER)
         assert len(old.missing()) == 3
 
 
-@PATHS
-async def test_a_cancelled_fetch_writes_nothing_more_and_leaves_the_connection_whole(
-    tmp_path, path
-):
+async def test_a_cancelled_fetch_writes_nothing_more_and_leaves_the_connection_whole(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 8 * MIB, MIB)
         for seconds in (0.0, 0.005, 0.02, 0.04):
             with trio.move_on_after(seconds):
-                await fetch(client, server, sink, path=path)
+                await fetch(client, server, sink)
             before = bytes(sink.data)
             await trio.sleep(0.02)
             assert bytes(sink.data) == before
             # it may be told a little later, and until then is busy with us
             await until(lambda: server.bulk.statistics().serving == 0)
-        await fetch(client, server, sink, path=path)
+        await fetch(client, server, sink)
         assert same(source, sink)
-        assert set().union(*client.bulk.statistics().fetched.values()) == {"ok", "cancelled"}
+        assert set(client.bulk.statistics().fetched) == {"ok", "cancelled"}
         assert client.peers.statistics().dials == 1  # never reconnected
         await until(
             lambda: server.bulk.statistics().serving == client.bulk.statistics().fetching == 0
         )
 
 
-@PATHS
-async def test_a_withdrawal_ends_what_is_under_way(tmp_path, path):
+async def test_a_withdrawal_ends_what_is_under_way(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 32 * MIB, MIB)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_expect_failure, client, server, sink, path)
+            nursery.start_soon(_expect_failure, client, server, sink)
             await until(lambda: len(sink.missing()) < 30, interval=0.001)
             server.bulk.withdraw(TRANSFER)
         await until(lambda: server.bulk.statistics().serving == 0)
         # counted once its stream is closed
-        await until(lambda: server.bulk.statistics().served[path] == {"withdrawn": 1})
+        await until(lambda: server.bulk.statistics().served == {"withdrawn": 1})
         assert all(
             source.chunk(index) == sink.view(index)
             for index in set(range(32)) - set(sink.missing())
         )
 
 
-async def _expect_failure(client, server, sink, path) -> None:
+async def _expect_failure(client, server, sink) -> None:
     with pytest.raises(PeerError):
-        await fetch(client, server, sink, path=path)
+        await fetch(client, server, sink)
 
 
 async def test_fetches_from_one_peer_take_turns_within_their_deadlines(tmp_path):
@@ -209,8 +132,8 @@ async def test_fetches_from_one_peer_take_turns_within_their_deadlines(tmp_path)
         source, _ = offer(server, 4 * MIB, MIB)
         sinks = [MemorySink(source.manifest(TRANSFER), limit=4 * MIB) for _ in range(4)]
         async with trio.open_nursery() as nursery:
-            for sink, path in zip(sinks, ("stream", "socket") * 2, strict=True):
-                nursery.start_soon(fetch, client, server, sink, 20.0, path)
+            for sink in sinks:
+                nursery.start_soon(fetch, client, server, sink)
         assert all(same(source, sink) for sink in sinks)
         assert client.bulk.statistics().bandwidth[server.peer_id] > 0
         assert client.bulk.statistics().fetching == 0
@@ -233,15 +156,13 @@ async def test_a_sink_that_fails_is_heard_of_and_costs_the_peer_nothing(tmp_path
 
     async with hosts(tmp_path, 2) as (server, client):
         source, _ = offer(server, 8 * KIB)
-        for path in ("stream", "socket"):
-            with pytest.raises(OSError, match="no space"):
-                await fetch(client, server, Full(source.manifest(TRANSFER), limit=MIB), path=path)
+        with pytest.raises(OSError, match="no space"):
+            await fetch(client, server, Full(source.manifest(TRANSFER), limit=MIB))
         assert client.reputation.rejections(server.peer_id) == 0
         assert client.connected() == [server.peer_id]
 
 
-@PATHS
-async def test_from_file_to_file_memory_stays_small(tmp_path, path):
+async def test_from_file_to_file_memory_stays_small(tmp_path):
     size = 16 * MIB
     (tmp_path / "source").write_bytes(os.urandom(size))
     source = BulkSource.from_file(tmp_path / "source")
@@ -250,14 +171,13 @@ async def test_from_file_to_file_memory_stays_small(tmp_path, path):
         sink = FileSink(source.manifest(TRANSFER), tmp_path / "sink", limit=size)
         tracemalloc.start()
         try:
-            await fetch(client, server, sink, path=path)
+            await fetch(client, server, sink)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         sink.flush()
         assert (tmp_path / "sink").read_bytes() == (tmp_path / "source").read_bytes()
-        # a window of 8 MiB, and what is in hand
-        assert peak < (11 * MIB if path == "stream" else 3 * MIB)
+        assert peak < 11 * MIB, "more than Yamux's window of 8 MiB and a chunk at either end"
 
 
 async def test_closing_a_host_ends_its_fetches(tmp_path):
@@ -265,18 +185,16 @@ async def test_closing_a_host_ends_its_fetches(tmp_path):
         source, _ = offer(server, 32 * MIB, MIB)
         failed = []
 
-        async def attempt(client, path: str) -> None:
+        async def attempt(client) -> None:
             try:
-                await fetch(
-                    client, server, MemorySink(source.manifest(TRANSFER), limit=32 * MIB), path=path
-                )
+                await fetch(client, server, MemorySink(source.manifest(TRANSFER), limit=32 * MIB))
             except PeerError as error:
                 failed.append(type(error))
 
         async with trio.open_nursery() as nursery:
             async with host(tmp_path / "client", initial_peers=server.listen_addrs) as client:
                 await client.wait_connected()
-                nursery.start_soon(attempt, client, "stream")
+                nursery.start_soon(attempt, client)
                 await until(lambda: server.bulk.statistics().serving == 1, interval=0.001)
         assert failed
         assert not issubclass(failed[0], PeerTimeout)

@@ -1,25 +1,16 @@
-"""What bulk transfers are made of, without a network: wanted bits, roots, sources, sinks, tokens,
-bandwidth, slots."""
-
-import itertools
+"""Parts of bulk transfers without a network: wanted bits, roots, sources, sinks, bandwidth, slots,
+and an upload to a slow reader."""
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.errors import BadMessage, Unavailable
-from swarmnode.p2p.bulk import (
-    Bandwidth,
-    BulkSource,
-    FileSink,
-    MemorySink,
-    bandwidth,
-    listener,
-    serving,
-)
-from swarmnode.p2p.bulk.listener import Tokens
-from swarmnode.p2p.traffic import Traffic
-from swarmnode.wire import bulk
+from swarmnode.errors import BadMessage, PeerError, Unavailable
+from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, fetching, serving
+from swarmnode.p2p.bulk.fetching import BandwidthEstimates
+from swarmnode.p2p.conversations import frame
+from swarmnode.wire import bulk, codec
 from swarmnode.wire.messages import BulkManifest, BulkRequest
 
 KIB = 1024
@@ -130,64 +121,29 @@ def test_a_file_that_cannot_be_made_is_this_machines_fault(tmp_path):
         BulkSource.from_file(tmp_path / "none")
 
 
-def tokens() -> Tokens:
-    numbers = itertools.count()
-    return Tokens(lambda size: next(numbers).to_bytes(size, "big"))
-
-
-def test_a_token_is_good_once():
-    granted = tokens()
-    token = granted.issue("A", TRANSFER, 0.0)
-    assert "A" in granted
-    assert granted.redeem(token, "A", TRANSFER, 1.0)
-    assert not granted.redeem(token, "A", TRANSFER, 1.0)
-    assert "A" not in granted
-
-
-@pytest.mark.parametrize(
-    ("peer", "transfer", "at"),
-    [("B", TRANSFER, 1.0), ("A", b"o" * 32, 1.0), ("A", TRANSFER, listener.TOKEN_SECONDS)],
-)
-def test_a_token_is_for_one_peer_one_transfer_and_a_while(peer, transfer, at):
-    granted = tokens()
-    token = granted.issue("A", TRANSFER, 0.0)
-    assert not granted.redeem(token, peer, transfer, at)
-    assert len(granted) == 0  # and whoever tried has used it up
-
-
-def test_tokens_are_bounded_for_a_peer_and_for_all():
-    granted = tokens()
-    issued = [granted.issue("A", TRANSFER, 0.0) for _ in range(listener.TOKENS_PER_PEER + 1)]
-    assert [granted.redeem(each, "A", TRANSFER, 0.0) for each in issued] == [False] + [
-        True
-    ] * listener.TOKENS_PER_PEER
-    for number in range(listener.TOKENS + 10):
-        granted.issue(f"peer {number}", TRANSFER, 0.0)
-    assert len(granted) == listener.TOKENS
-    assert "peer 9" not in granted
-
-
 def test_a_deadline_follows_what_was_measured():
-    measured = Bandwidth()
-    assert measured.deadline("A", 2_000_000) == pytest.approx(2_000_000 / bandwidth.UNKNOWN * 3 + 2)
+    measured = BandwidthEstimates()
+    assert measured.deadline("A", 2_000_000) == pytest.approx(
+        2_000_000 / fetching.DEFAULT_BANDWIDTH * 3 + 2
+    )
     measured.observe("A", 10_000_000, 1.0)
     assert measured.deadline("A", 10_000_000) == pytest.approx(5.0)
     measured.observe("A", 10_000_000, 10.0)  # 1 MB/s enters with its weight
-    assert measured.estimate("A") == pytest.approx(10e6 + bandwidth.WEIGHT * (1e6 - 10e6))
+    assert measured.estimate("A") == pytest.approx(10e6 + fetching.NEWEST_WEIGHT * (1e6 - 10e6))
 
 
 def test_a_fast_peer_makes_no_stranger_late_and_a_slow_one_gets_no_eternity():
-    measured = Bandwidth()
+    measured = BandwidthEstimates()
     measured.observe("fast", 10**9, 1.0)
-    assert measured.estimate("stranger") == bandwidth.UNKNOWN
+    assert measured.estimate("stranger") == fetching.DEFAULT_BANDWIDTH
     measured.observe("slow", 10**6, 10_000.0)
-    assert measured.estimate("slow") == bandwidth.SLOWEST
+    assert measured.estimate("slow") == fetching.MIN_BANDWIDTH
     measured.observe("tiny", 1000, 10.0)
     assert "tiny" not in measured.snapshot()
 
 
 def test_slow_peers_do_not_set_the_time_limit_of_strangers():
-    measured = Bandwidth()
+    measured = BandwidthEstimates()
     for number in range(8):
         measured.observe(str(number), 10**6, 2.0 if number < 5 else 5.0)
     assert measured.estimate("stranger") == 500_000
@@ -197,31 +153,31 @@ def test_slow_peers_do_not_set_the_time_limit_of_strangers():
 
 
 def test_only_so_many_peers_are_remembered():
-    measured = Bandwidth()
-    for number in range(bandwidth.PEERS + 5):
+    measured = BandwidthEstimates()
+    for number in range(fetching.BANDWIDTH_PEERS + 5):
         measured.observe(str(number), 10**6, 1.0)
     assert next(iter(measured.snapshot())) == "5"
 
 
-def slots(clock=lambda: 0.0) -> serving.Serving:
-    return serving.Serving(None, None, lambda peer: True, Traffic(), clock)
+def slots(clock=lambda: 0.0) -> serving.BulkServer:
+    return serving.BulkServer(lambda peer: True, clock)
 
 
 def begin(
-    served: serving.Serving, peer: str, transfer: bytes = TRANSFER, root: bytes | None = None
-) -> serving.Push | str:
+    served: serving.BulkServer, peer: str, transfer: bytes = TRANSFER, root: bytes | None = None
+) -> serving.Upload | str:
     root = served.offers[transfer].source.root if root is None else root
-    return served.begin(peer, BulkRequest(transfer, root, b"\x01"), lambda: None)
+    return served.begin(peer, BulkRequest(transfer, root, b"\x01"))
 
 
 def test_a_peer_gets_its_share_of_the_slots_and_gets_it_back():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), frozenset({"A", "B"}))
-    pushes = [begin(served, "A") for _ in range(serving.SERVING_PER_PEER)]
+    uploads = [begin(served, "A") for _ in range(serving.UPLOADS_PER_PEER)]
     assert begin(served, "A") == "busy"
-    assert isinstance(begin(served, "B"), serving.Push)
-    served.finish(pushes[0])
-    assert isinstance(begin(served, "A"), serving.Push)
+    assert isinstance(begin(served, "B"), serving.Upload)
+    served.finish(uploads[0])
+    assert isinstance(begin(served, "A"), serving.Upload)
 
 
 def test_strangers_cannot_take_the_slots_of_partners():
@@ -229,9 +185,9 @@ def test_strangers_cannot_take_the_slots_of_partners():
     partner = b"p" * 32
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     served.offers[partner] = serving.BulkOffer(BulkSource(b"y"), frozenset({"partner"}))
-    outcomes = [begin(served, f"stranger {number}") for number in range(serving.SERVING)]
-    assert outcomes.count("busy") == serving.SERVING - serving.SERVING_PUBLIC
-    assert isinstance(begin(served, "partner", partner), serving.Push)
+    outcomes = [begin(served, f"stranger {number}") for number in range(serving.UPLOADS)]
+    assert outcomes.count("busy") == serving.UPLOADS - serving.PUBLIC_UPLOADS
+    assert isinstance(begin(served, "partner", partner), serving.Upload)
     assert begin(served, "stranger", partner) == "unknown"
 
 
@@ -239,28 +195,30 @@ def test_a_stranger_that_hardly_reads_keeps_no_other_waiting():
     now = 0.0
     served = slots(lambda: now)
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
-    held = [begin(served, f"holder {number}") for number in range(serving.SERVING_PUBLIC)]
+    held = [begin(served, f"holder {number}") for number in range(serving.PUBLIC_UPLOADS)]
     now = serving.SETTLED_SECONDS - 1
     assert begin(served, "newcomer") == "busy", "nobody is slow yet"
     now = 3600.0
-    for number, push in enumerate(held):
-        push.moved = int((1.5 - 0.5 * number) * serving.STEADY * now)  # the last two are slow
+    for number, upload in enumerate(held):
+        upload.sent = int(
+            (1.5 - 0.5 * number) * serving.YIELD_BANDWIDTH * now
+        )  # the last two are slow
     assert begin(served, "holder 0") == "busy", "who has one gets no other one's"
     assert [
-        isinstance(begin(served, f"newcomer {number}"), serving.Push) for number in range(3)
+        isinstance(begin(served, f"newcomer {number}"), serving.Upload) for number in range(3)
     ] == [True, True, False]
-    assert [push.outcome for push in held] == [None, None, "stalled", "stalled"]
-    assert served.active == serving.SERVING_PUBLIC
+    assert [upload.end_reason for upload in held] == ["", "", "stalled", "stalled"]
+    assert served.active == serving.PUBLIC_UPLOADS
 
 
 def test_a_slow_line_keeps_its_slot_while_there_is_room():
     now = 0.0
     served = slots(lambda: now)
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
-    slow = [begin(served, f"slow {number}") for number in range(serving.SERVING_PUBLIC - 1)]
+    slow = [begin(served, f"slow {number}") for number in range(serving.PUBLIC_UPLOADS - 1)]
     now = 3600.0
-    assert isinstance(begin(served, "newcomer"), serving.Push)
-    assert [push.outcome for push in slow] == [None] * len(slow)
+    assert isinstance(begin(served, "newcomer"), serving.Upload)
+    assert [upload.end_reason for upload in slow] == [""] * len(slow)
 
 
 def test_what_is_offered_with_another_root_is_unknown_and_nothing_is_served_without_budget():
@@ -274,12 +232,54 @@ def test_what_is_offered_with_another_root_is_unknown_and_nothing_is_served_with
 def test_withdrawing_ends_what_is_under_way():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
-    stopped = []
-    push = served.begin(
-        "A",
-        BulkRequest(TRANSFER, served.offers[TRANSFER].source.root, b"\x01"),
-        lambda: stopped.append(1),
-    )
+    upload = begin(served, "A")
     served.withdraw(TRANSFER)
     served.withdraw(TRANSFER)
-    assert (push.outcome, stopped, served.offers) == ("withdrawn", [1], {})
+    assert upload.ended.is_set()
+    assert (upload.end_reason, served.offers) == ("withdrawn", {})
+
+
+class SlowReader:
+    """The server's end of a stream whose peer requests eight chunks, then reads `rate` bytes/s."""
+
+    peer = "A"
+
+    def __init__(self, source: BulkSource, rate: float) -> None:
+        self._request = frame(codec.encode(BulkRequest(TRANSFER, source.root, b"\xff")))
+        self._rate = rate
+        self._gone = trio.Event()
+
+    async def read_exactly(self, count: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        data, self._request = self._request[:count], self._request[count:]
+        return data
+
+    async def write(self, data: bytes | memoryview) -> None:
+        with trio.move_on_after(len(data) / self._rate):
+            await self._gone.wait()
+            raise PeerError("reset")
+
+    def keep_connection(self) -> None:
+        pass
+
+    async def reset(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self._gone.set()
+
+    close = reset
+
+
+@pytest.mark.parametrize(
+    ("rate", "outcome", "seconds"),
+    [(70 * KIB, "ok", 8 * 1024 / 70), (40 * KIB, "stalled", 30 + 128), (KIB, "stalled", 30)],
+)
+async def test_a_peer_that_reads_too_slowly_loses_its_slot(autojump_clock, rate, outcome, seconds):
+    """At 40 KiB/s every chunk moves within STALL_SECONDS, but the whole takes too long."""
+    served = serving.BulkServer(lambda peer: True)
+    source = BulkSource(bytes(8 * 2**20), chunk_bytes=2**20)
+    served.offer(TRANSFER, source, None)
+    began = trio.current_time()
+    await served.on_stream(SlowReader(source, rate))
+    assert served.outcomes == {outcome: 1}
+    assert served.active == 0
+    assert trio.current_time() - began == pytest.approx(seconds, abs=0.1)

@@ -328,7 +328,7 @@ async def test_peers_are_seen_by_ipv6_too_so_that_limits_by_prefix_hold(tmp_path
         sink = MemorySink(manifest, limit=len(data))
         await b.bulk.fetch(a.peer_id, bytes(32), manifest, sink, deadline=20.0)
         assert bytes(sink.data) == data
-        assert b.bulk.statistics().fetched["socket"]["ok"] == 1
+        assert b.bulk.statistics().fetched == {"ok": 1}
 
 
 STOCK = """

@@ -6,7 +6,7 @@ import pytest
 import trio
 from libp2p.peer.id import ID
 
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p import requests
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
@@ -91,27 +91,6 @@ async def test_a_request_that_is_too_late_before_it_begins_is_a_timeout(tmp_path
                     max_response_bytes=100,
                     urgent=urgent,
                 )
-
-
-async def test_a_peer_of_the_release_before_is_asked_again_by_the_older_ordinal(tmp_path):
-    """Protocol 00, section 7: a peer that speaks only the older ordinal says so at once, and the
-    connection stays."""
-    newer, older = "/test/echo/2", ECHO
-    async with hosts(tmp_path, 2) as (server, client):
-        server.requests.serve(older, echo, **LIMITS)
-        with pytest.raises(Incompatible):
-            await client.requests.request(
-                server.peer_id, newer, b"x", deadline=5.0, max_response_bytes=1
-            )
-        assert await ask(client, server) == b"x"
-        server.requests.serve(newer, echo, **LIMITS)  # upgraded: it serves both
-        assert (
-            await client.requests.request(
-                server.peer_id, newer, b"x", deadline=5.0, max_response_bytes=1
-            )
-            == b"x"
-        )
-        assert await ask(client, server) == b"x"
 
 
 async def test_a_cancelled_caller_leaves_the_connection_whole(tmp_path):

@@ -27,7 +27,6 @@ from swarmnode.wire.listings import (
     ListingResponse,
 )
 from swarmnode.wire.messages import FetchResponse
-from tests.support.before import Before
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0
@@ -46,8 +45,7 @@ async def rewards_of(group):
 
 
 class Swarm:
-    """Exchanges on one network, each with its own setting of `sharing.exchange`; `before` is of the
-    version that neither lists nor asks."""
+    """Exchanges on one network, each with its own setting of `sharing.exchange`."""
 
     def __init__(self, *choices):
         self.allowed = {}
@@ -58,23 +56,19 @@ class Swarm:
         self.scorer = InProcessScorer()
         self.authors = [Author(SWARM, seed=n) for n in range(len(choices))]
         self.networks = [self.medium.join(author.peer) for author in self.authors]
-        spoken = [
-            Before(network) if choice == "before" else network
-            for network, choice in zip(self.networks, choices, strict=True)
-        ]
         self.exchanges = [
             RolloutExchange(
                 network,
                 self.scorer,
                 Credentials(author.key, SWARM),
                 GroupRules(BUILTIN_TASKS),
-                SharingConfig(exchange="gossip" if choice == "before" else choice),
+                SharingConfig(exchange=choice),
                 clock=clock,
                 rng=random.Random(seed),
                 budget=budget,
             )
             for seed, (network, author, choice) in enumerate(
-                zip(spoken, self.authors, choices, strict=True)
+                zip(self.networks, self.authors, choices, strict=True)
             )
         ]
 
@@ -380,28 +374,6 @@ async def test_requests_for_a_thousand_groups_and_of_a_taker_are_refused_and_oth
     assert served["busy"] >= 60
 
 
-async def test_those_that_cannot_be_pulled_from_are_learnt_from_and_learn_while_all_others_pull(
-    nursery, autojump_clock
-):
-    swarm, visits = await Swarm("pull", "pull", "before").start(nursery), []
-    for step in range(60):
-        for number in range(3):
-            await swarm.publish(number, *range(3 * step, 3 * step + 3))
-        for number in range(3):
-            await swarm.draw(number, count=2)
-        told = swarm.told(0)[0]
-        assert [mode for mode, is_it in told.modes.items() if is_it] == [told.mode]
-        visits.append(told.mode)
-    before = swarm.authors[2].peer
-    assert all(swarm.exchanges[number].authors.admitted_of(before) > 20 for number in range(2))
-    assert all(
-        swarm.exchanges[2].authors.admitted_of(swarm.authors[number].peer) > 100
-        for number in range(2)
-    )
-    assert {"visit", "pull"} == set(visits)
-    assert swarm.told(0)[0].arrived_per_wanted < 3
-
-
 async def test_what_is_made_during_a_step_is_here_at_the_next_draw(nursery, autojump_clock):
     swarm = await Swarm("pull").start(nursery)
     holder, made = Holder(swarm.medium), []
@@ -467,7 +439,7 @@ async def test_what_does_not_fit_the_budget_is_neither_asked_for_nor_given(nurse
     assert swarm.told(1)[0].pulled == {"ok": 4}
 
 
-async def test_a_peer_of_the_version_before_is_left_alone(nursery, autojump_clock):
+async def test_a_peer_that_does_not_list_is_left_alone(nursery, autojump_clock):
     swarm = await Swarm("gossip", "pull").start(nursery)
     swarm.medium.join(Author(SWARM, seed=99).peer)
     await swarm.publish(0, *range(2))

@@ -10,7 +10,7 @@ from protocol.generate.frames import KEY, OTHER_KEY, OTHER_PEER, PEER
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused
 from swarmnode.swarm import manifest, requirements
-from swarmnode.wire import ids, limits
+from swarmnode.wire import limits
 from swarmnode.wire.manifest import follows, manifest_id, open_manifest
 from swarmnode.wire.messages import Access, Envelope, ModelRef, Setting, TaskEntry
 from tests.support.manifests import CONFIG, MODEL, founded, succeeding
@@ -119,19 +119,6 @@ def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
     found = problems(founded(minimum_version=minimum))
     assert (found == []) is ok
     assert ok or "upgrade" in found[0]
-
-
-def test_a_protocol_that_is_not_spoken_is_named():
-    assert (
-        "/swarmnode/rollouts/9"
-        in problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/9"]))[0]
-    )
-
-
-def test_the_older_of_two_ordinals_is_honoured(monkeypatch):
-    monkeypatch.setattr(ids, "SPOKEN", ids.SPOKEN | {"/swarmnode/rollouts/3"})
-    assert problems(founded()) == []
-    assert problems(founded(protocols=["/swarmnode/fetch/1", "/swarmnode/rollouts/3"])) == []
 
 
 @pytest.mark.parametrize(

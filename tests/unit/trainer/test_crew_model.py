@@ -110,11 +110,6 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
         ]
 
 
-def test_what_was_a_switch_keeps_its_meaning(tmp_path):
-    assert config_of(tmp_path, paper_mode=True).stages.paper_mode == "checkfree+"
-    assert config_of(tmp_path, paper_mode=False).stages.paper_mode == "off"
-
-
 def _copy_untrained(directory, target):
     from transformers import AutoConfig, AutoTokenizer
 

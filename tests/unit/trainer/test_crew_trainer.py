@@ -449,7 +449,7 @@ async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
     configs = make(tmp_path, model, 4, stages={"shadow_every": 1})
     keeper = 1
     configs[keeper] = config(
-        tmp_path / f"node{keeper}", model, stages={"shadow_every": 1, "keep_policy": True}
+        tmp_path / f"node{keeper}", model, stages={"shadow_every": 1, "keep_policy": "disk"}
     )
     async with crew(tmp_path, configs, [1, 1, 1, 1]):
         await until(lambda: trained_copies(tmp_path / f"node{keeper}" / "trainer"), seconds=60)

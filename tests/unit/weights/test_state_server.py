@@ -6,7 +6,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, serving
-from swarmnode.p2p.traffic import Traffic
 from swarmnode.weights import local, state_server
 from swarmnode.weights.messages import StateRequest, decode_state, encode_message
 from swarmnode.weights.payload_store import LocalPayload, PayloadStore
@@ -132,11 +131,11 @@ async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(
 
 
 async def test_whoever_fetches_states_leaves_room_for_partners(tmp_path, autojump_clock):
-    served, slots = Served(tmp_path), serving.Serving(None, None, lambda peer: True, Traffic())
+    served, slots = Served(tmp_path), serving.BulkServer(lambda peer: True)
     partner = b"p" * 32
     slots.offers[partner] = serving.BulkOffer(BulkSource(b"x"), frozenset({"partner"}))
     strangers = [
-        f"stranger {number}" for number in range(serving.SERVING // serving.SERVING_PER_PEER)
+        f"stranger {number}" for number in range(serving.UPLOADS // serving.UPLOADS_PER_PEER)
     ]
     for peer in strangers:
         await served.ask(peer)
@@ -147,16 +146,16 @@ async def test_whoever_fetches_states_leaves_room_for_partners(tmp_path, autojum
                 serving.BulkOffer(source, None if audience is None else frozenset(audience)),
             )
     push = lambda peer, name: slots.begin(
-        peer, BulkRequest(name, slots.offers[name].source.root, b"\x01"), lambda: None
+        peer, BulkRequest(name, slots.offers[name].source.root, b"\x01")
     )
     begun = [
         push(peer, name)
         for peer in strangers
         for name in slots.offers
-        for _ in range(serving.SERVING_PER_PEER)
+        for _ in range(serving.UPLOADS_PER_PEER)
     ]
-    assert sum(isinstance(each, serving.Push) for each in begun) == serving.SERVING_PUBLIC
-    assert isinstance(push("partner", partner), serving.Push)
+    assert sum(isinstance(each, serving.Upload) for each in begun) == serving.PUBLIC_UPLOADS
+    assert isinstance(push("partner", partner), serving.Upload)
 
 
 async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
