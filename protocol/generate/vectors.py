@@ -216,7 +216,7 @@ def hostile_signatures() -> Iterator[Vector]:
     yield rejected(
         "signature", "a key that is not a point", pack({**good, "key": b"\x02" + bytes(31)})
     )
-    yield rejected("signature", "codec flipped by a forwarder", pack({**good, "codec": "zstd"}))
+    yield rejected("signature", "codec flipped by a holder", pack({**good, "codec": "zstd"}))
     yield rejected(
         "signature", "only the payload signed", pack({**good, "signature": KEY.sign(payload)})
     )
