@@ -10,11 +10,11 @@ has 63 bits:
     bits 20..61   block: 42 bits of a hash
     bits 0..19    zero: room for the index
 
-A training block follows from (swarm, peer, sequence >> 20, difficulty, task), so a receiver can check
-it. The task and the difficulty are chosen first: a node cannot look for a choice under which a
-question that it has seen is an easy one. Blocks are drawn, not assigned: of n blocks in use, two
-coincide with probability about n**2 / 2**43 (a thousand nodes with a million groups each: 1e-7), and
-then two nodes merely meet the same questions.
+A training block follows from (swarm, peer, sequence >> 20, difficulty, task), so a receiver can
+check it. The task and the difficulty are chosen first: a node cannot look for a choice under which
+a question that it has seen is an easy one. Blocks are drawn, not assigned: of n blocks in use, two
+coincide with probability about n**2 / 2**43 (a thousand nodes with a million groups each: 1e-7),
+and then two nodes merely meet the same questions.
 """
 
 from __future__ import annotations
