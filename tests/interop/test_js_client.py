@@ -233,7 +233,7 @@ def test_copies_of_the_nodes_own_groups_are_refused(foreign, node, alice, bob):
         )
 
 
-def test_a_malformed_group_is_refused_for_the_reason_that_the_vectors_name(foreign, node):
+def test_what_is_malformed_is_refused_for_the_reason_that_the_vectors_name(foreign, node):
     expected, found = reasons(), {}
     faults = foreign("faults")
     assert len(faults) >= 35
