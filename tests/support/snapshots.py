@@ -270,14 +270,14 @@ def example_at(t: float) -> NodeSnapshot:
             ),
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
             pulling=PullStatistics(
-                polled=min(2, connected),
+                polled=3,
                 listings={"ok": 12, "unsupported": 1},
                 pulled={"ok": 8, "unknown": 1},
                 offered=5,
                 claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
             serving=ServingStatistics(
-                {"listing": 14, "group": 9}, 3, ShelfStatistics(40, 680_000), 2
+                {"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000), 2
             ),
             pool=PoolStatistics(
                 groups=148,
@@ -314,14 +314,14 @@ def example_at(t: float) -> NodeSnapshot:
             ),
             requests=RequestStatistics(
                 requests={
-                    "/swarmnode/fetch/1": {"ok": 4, "timeout": 1},
+                    "/swarmnode/groups/1": {"ok": 4, "timeout": 1},
                     "/swarmnode/peers/1": {"ok": 8},
                 },
                 served={"/swarmnode/peers/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
-                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/fetch/1": 21000},
-                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/fetch/1": 9000},
+                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/groups/1": 21000},
+                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/groups/1": 9000},
             ),
             reputation=ReputationStatistics(peers=4, greylisted=1),
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},
