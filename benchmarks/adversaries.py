@@ -393,8 +393,9 @@ class Adversary:
 def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     """A question of its own choice (easy, answer known), a task or version that does not exist, an
     exam question."""
-    seed, index = task_seed(self.world.swarm, self.identity.peer, self.rng.randrange(2**40))
-    name = choose_task(self.world.names, seed, index)
+    asked, chosen = (self.world.swarm, self.identity.peer), self.rng.randrange(2**40)
+    name = choose_task(self.world.names, *asked, chosen)
+    seed, index = task_seed(*asked, chosen, name)
     answer = self.gym[name].item(seed, index).answer
     exam = evaluation_seed(name)
     ref = self.rng.choice(
@@ -403,12 +404,12 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
             TaskRef(
                 "rg/binary_matrix",
                 task_version(name),
-                *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence),
+                *task_seed(*asked, self.identity.sequence, "rg/binary_matrix"),
             ),
             TaskRef(
                 name,
                 "0" * 16,
-                *task_seed(self.world.swarm, self.identity.peer, self.identity.sequence),
+                *task_seed(*asked, self.identity.sequence, name),
             ),
             TaskRef(name, task_version(name), exam, index),
         ]

@@ -30,7 +30,7 @@ from swarmnode.rl.curricula import Bucket, Curriculum
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
-from swarmnode.tasks.seeds import bucket_seed, evaluation_seed
+from swarmnode.tasks.seeds import evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.wire.messages import TaskRef
 
@@ -116,7 +116,7 @@ class CurriculumSwarm(Swarm):
             asked = []
             for _ in range(count):
                 task, difficulty = self._curricula[node.index].choose(self._rngs[node.index])
-                seed, index = bucket_seed(self.swarm, node.peer, node.sequence, task, difficulty)
+                seed, index = task_seed(self.swarm, node.peer, node.sequence, task, difficulty)
                 asked.append(
                     (TaskRef(task, task_version(task), seed, index, difficulty), node.sequence)
                 )

@@ -341,8 +341,8 @@ class Node:
         """The addresses of the next `count` questions of this node's own stream."""
         asked = []
         for _ in range(count):
-            seed, index = task_seed(self.swarm, self.peer, self.sequence)
-            name = choose_task(names, seed, index)
+            name = choose_task(names, self.swarm, self.peer, self.sequence)
+            seed, index = task_seed(self.swarm, self.peer, self.sequence, name)
             asked.append((TaskRef(name, task_version(name), seed, index), self.sequence))
             self.sequence += 1
         return asked

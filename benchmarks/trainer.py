@@ -253,8 +253,8 @@ def trl_trainer(
     names = Config().task.names
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
-        seed, index = task_seed(swarm_of(case), "trl", sequence)
-        name = choose_task(names, seed, index)
+        name = choose_task(names, swarm_of(case), "trl", sequence)
+        seed, index = task_seed(swarm_of(case), "trl", sequence, name)
         refs.append(TaskRef(name, task_version(name), seed, index))
     prompts = [
         s.prompt for s in scorer.score_many([(r, []) for r in refs]) if isinstance(s, Scored)

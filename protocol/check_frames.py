@@ -121,8 +121,8 @@ def read_tagged(stream, data, shapes):
 
 
 def decode(data, limit, *shapes):
-    """The message in `data`: of the one shape, or of the one among several that its first field
-    names."""
+    """Return the message in `data`: of the one shape, or of the shape that its first field names
+    where messages have a `type`."""
     require(len(data) <= limit, "oversize")
     stream = msgpack.Unpacker(
         raw=False,
@@ -133,10 +133,10 @@ def decode(data, limit, *shapes):
     )
     stream.feed(data)
     try:
-        if len(shapes) == 1:
-            message = read(stream, data, shapes[0])
-        else:
+        if "type" in shapes[0]:
             message = read_tagged(stream, data, {shape["type"][0]: shape for shape in shapes})
+        else:
+            message = read(stream, data, shapes[0])
     except (msgpack.OutOfData, ValueError):  # truncated, bad UTF-8
         raise Refused("malformed") from None
     # trailing bytes, duplicate keys, longer headers than needed

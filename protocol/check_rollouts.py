@@ -1,4 +1,4 @@
-"""02-rollouts: groups, announcements, fetching, and which seeds are whose."""
+"""02-rollouts: groups, listings, fetches, admission, and which questions are whose."""
 
 import hashlib
 import math
@@ -45,16 +45,7 @@ GROUP = {
     "sampling": SAMPLING,
     "completions": [COMPLETION],
 }
-ANNOUNCE = {
-    "type": ("announce",),
-    "content": bytes,
-    "size": int,
-    "created_at": int,
-    "sequence": int,
-}
-FETCH_REQUEST = {"content": bytes}
-FETCH_RESPONSE = {"status": ("ok", "unknown", "busy"), "body": bytes}
-LISTING_REQUEST = {"swarm": bytes, "life": bytes, "position": int}
+LISTING_REQUEST = {"swarm": bytes, "life": bytes, "position": int, "patience": int}
 LISTED = Row(content=bytes, author=bytes, task=str, created_at=int, size=int, spread=float)
 LISTING_RESPONSE = {
     "status": ("ok", "unknown", "busy"),
@@ -63,7 +54,7 @@ LISTING_RESPONSE = {
     "groups": [LISTED],
 }
 GROUPS_REQUEST = {"contents": [bytes]}
-GROUPS_RESPONSE = {"groups": [FETCH_RESPONSE]}
+GROUPS_RESPONSE = {"groups": [{"status": ("ok", "unknown", "busy"), "body": bytes}]}
 
 UNWANTED = re.compile(
     "[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]"
@@ -99,15 +90,8 @@ def check_group(group):
         )
 
 
-def check_announce(announce):
-    require(
-        len(announce["content"]) == EXACT["content_id"] and 1 <= announce["size"] <= BYTES["group"]
-    )
-    counter(announce["created_at"], announce["sequence"])
-
-
-def open_envelope(frame, limit, domain, swarm):
-    envelope = decode(frame, limit, ENVELOPE)
+def open_group(frame, domain, swarm):
+    envelope = decode(frame, BYTES["group"], ENVELOPE)
     require(
         len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
     )
@@ -117,29 +101,14 @@ def open_envelope(frame, limit, domain, swarm):
         if envelope["codec"] == "raw"
         else decompress(envelope["payload"], BYTES["group"])
     )
-    message = decode(payload, BYTES["group"], GROUP, ANNOUNCE)
-    check_group(message) if message["type"] == "rollout" else check_announce(message)
+    group = decode(payload, BYTES["group"], GROUP)
+    check_group(group)
     return {
         "peer": peer_id(envelope["key"]),
         "content": digest(frame),
         "codec": envelope["codec"],
-        "message": message,
+        "group": group,
     }
-
-
-def read_fetch_request(frame):
-    request = decode(frame, BYTES["fetch_request"], FETCH_REQUEST)
-    require(len(request["content"]) == EXACT["content_id"])
-    return request
-
-
-def read_fetch_response(frame):
-    response = decode(frame, BYTES["fetch_response"], FETCH_RESPONSE)
-    require(
-        (response["status"] == "ok") == bool(response["body"])
-        and len(response["body"]) <= BYTES["group"]
-    )
-    return response
 
 
 def read_listing_request(frame):
@@ -149,6 +118,7 @@ def read_listing_request(frame):
     )
     counter(request["position"])
     require(request["life"] or request["position"] == 0)
+    require(0 <= request["patience"] <= REGISTRY["seconds"]["patience"])
     return request
 
 
@@ -184,30 +154,33 @@ def read_groups_response(frame):
     return {"groups": groups}
 
 
-def listing(life, held, last, request):
-    """02, section 6: the positions that are listed, of those that are `held`; `last` was the last
-    one given."""
+def listing(life, last, held, own, reader, request):
+    """02, section 4.1: the positions that are listed, of those that are `held`: [position, author,
+    source]; `last` was the last one given."""
     since = request["position"] if request["life"] == life and request["position"] <= last else 0
-    return [position for position in held if position > since][-COUNTS["newest"] :]
+    news = [row for row in sorted(held, reverse=True) if row[0] > since and reader not in row[1:]]
+    first = [row for row in news if row[1] == own][: COUNTS["listed"] // 2]
+    rest = [row for row in news if row not in first]
+    before = [
+        sum(other[1] == row[1] for other in [*first, *rest[:n]]) for n, row in enumerate(rest)
+    ]
+    in_turn = [row for _, row in sorted(zip(before, rest, strict=True), key=lambda pair: pair[0])]
+    return sorted(row[0] for row in [*first, *in_turn][: COUNTS["listed"]])
 
 
 def listed_falsely(listed, frame, domain, swarm):
-    """Whether whoever listed a group said what its envelope contradicts."""
+    """02, section 4.4: "mismatch" where a listing contradicts the envelope of its group."""
     content, author, task, created_at, size, _ = listed
-    opened = open_envelope(frame, BYTES["group"], domain, swarm)
-    group = opened["message"]
+    opened = open_group(frame, domain, swarm)
     true = [
         opened["content"].hex(),
         opened["peer"],
-        group["task"]["id"],
-        group["created_at"],
+        opened["group"]["task"]["id"],
+        opened["group"]["created_at"],
         len(frame),
     ]
-    return (
-        None
-        if [content, peer_id(bytes.fromhex(author)), task, created_at, size] == true
-        else "mismatch"
-    )
+    claimed = [content, peer_id(bytes.fromhex(author)), task, created_at, size]
+    return None if claimed == true else "mismatch"
 
 
 def seed_block(domain, *data):
@@ -218,19 +191,11 @@ def seed_block(domain, *data):
     return block << COUNTS["index_bits"]
 
 
-def task_seed(swarm, peer, sequence):
+def task_seed(swarm, peer, sequence, task, difficulty):
     number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
+    choice = bytes([difficulty]) + task.encode()
     return {
-        "seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number)),
-        "index": index,
-    }
-
-
-def bucket_seed(swarm, peer, sequence, task, difficulty):
-    number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
-    chosen = bytes([difficulty]) + task.encode()
-    return {
-        "seed": seed_block("bucket_seed", swarm, peer.encode(), struct.pack(">Q", number), chosen),
+        "seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number), choice),
         "index": index,
     }
 
@@ -239,51 +204,49 @@ def evaluation_seed(task, block):
     return 2**62 + seed_block("evaluation", task.encode(), b"\0", struct.pack(">Q", block))
 
 
-def choose_task(tasks, seed, index):
-    drawn = hashlib.blake2b(
-        REGISTRY["domains"]["task"].encode() + struct.pack(">QI", seed, index), digest_size=8
-    ).digest()
+def choose_task(tasks, swarm, peer, sequence):
+    domain = REGISTRY["domains"]["task"].encode()
+    number = struct.pack(">Q", sequence)
+    drawn = hashlib.blake2b(domain + swarm + peer.encode() + number, digest_size=8).digest()
     return sorted(set(tasks))[int.from_bytes(drawn, "big") % len(set(tasks))]
 
 
 def admit(frames, given, domain, swarm):
-    """02, section 4.1 to 4.3, for the last of `frames`, which come one after the other: (verdict,
-    reason)."""
-    contents, sequences, outcome = set(), set(), None
+    """02, section 5.1 to 5.3: the reason for which the last of `frames`, which come one after the
+    other, is refused, or None."""
+    contents, sequences, reason = set(), set(), None
     for frame in frames:
-        outcome = admit_one(frame, given, domain, swarm, contents, sequences)
+        reason = admit_one(frame, given, domain, swarm, contents, sequences)
         contents.add(digest(frame))
-    return outcome
+    return reason
 
 
 def admit_one(frame, given, domain, swarm, contents, sequences):
-    if digest(frame) in contents:
-        return "duplicate"
     try:
-        if peer_id(decode(frame, BYTES["gossip_frame"], ENVELOPE)["key"]) == given["own"]:
-            return "own"
-        opened = open_envelope(frame, BYTES["gossip_frame"], domain, swarm)
+        require(len(frame) <= BYTES["group"], "oversize")
+        require(digest(frame) not in contents, "duplicate")
+        key = decode(frame, BYTES["group"], ENVELOPE)["key"]
+        require(peer_id(key) != given["own"], "own")
+        opened = open_group(frame, domain, swarm)
     except Refused as refused:
         return refused.args[0]
-    peer, message = opened["peer"], opened["message"]
-    age, sequence = given["now"] - message["created_at"] / 1000, message["sequence"]
+    peer, group = opened["peer"], opened["group"]
+    age, sequence = given["now"] - group["created_at"] / 1000, group["sequence"]
     if age > REGISTRY["seconds"]["group_age"]:
         return "stale"
     if age < -REGISTRY["seconds"]["clock_skew"]:
         return "future"
     if (peer, sequence) in sequences:
         return "sequence_reused"
-    if message["type"] == "announce":
-        return None
-    reason = group_reason(message, peer, given, swarm)
+    reason = group_reason(group, peer, given, swarm)
     if reason is None:
         sequences.add((peer, sequence))
     return reason
 
 
 def within(group, rules, models):
-    """Whether the manifest allows it. `models`: [fingerprint, tokenizer] in hex of each; none:
-    any."""
+    """Return True if the manifest allows the group. `models`: [fingerprint, tokenizer] in hex of
+    each; none: any."""
     sampling = group["sampling"]
     return (
         rules["min_completions"] <= len(group["completions"]) <= rules["max_completions"]
@@ -295,12 +258,9 @@ def within(group, rules, models):
 
 def group_reason(group, peer, given, swarm):
     task, tasks, rules = group["task"], given["tasks"], REGISTRY["rollouts"]
-    asked = (swarm, peer, group["sequence"])
-    address = (
-        bucket_seed(*asked, task["id"], task["difficulty"])
-        if given.get("chooses")
-        else task_seed(*asked)
-    )
+    if task["difficulty"] and not given.get("chooses"):
+        return "seed"
+    address = task_seed(swarm, peer, group["sequence"], task["id"], task["difficulty"])
     if address != {"seed": task["seed"], "index": task["index"]}:
         return "seed"
     if task["id"] not in tasks:
@@ -322,22 +282,16 @@ def group_reason(group, peer, given, swarm):
 
 
 READERS = {
-    "gossip": lambda frame, domain, swarm: open_envelope(
-        frame, BYTES["gossip_frame"], domain, swarm
-    ),
-    "fetched": lambda frame, domain, swarm: open_envelope(frame, BYTES["group"], domain, swarm),
-    "fetch_request": lambda frame, domain, swarm: read_fetch_request(frame),
-    "fetch_response": lambda frame, domain, swarm: read_fetch_response(frame),
+    "group": open_group,
     "listing_request": lambda frame, domain, swarm: read_listing_request(frame),
     "listing_response": lambda frame, domain, swarm: read_listing_response(frame),
     "groups_request": lambda frame, domain, swarm: read_groups_request(frame),
     "groups_response": lambda frame, domain, swarm: read_groups_response(frame),
 }
 DERIVATIONS = {
-    "task_seed": lambda swarm, peer, sequence: task_seed(bytes.fromhex(swarm), peer, sequence),
-    "bucket_seed": lambda swarm, **asked: bucket_seed(bytes.fromhex(swarm), **asked),
+    "task_seed": lambda swarm, **asked: task_seed(bytes.fromhex(swarm), **asked),
+    "choose_task": lambda swarm, **asked: choose_task(swarm=bytes.fromhex(swarm), **asked),
     "evaluation_seed": evaluation_seed,
-    "choose_task": choose_task,
     "listing": listing,
     "listed": lambda listed, frame, swarm: listed_falsely(
         listed, bytes.fromhex(frame), REGISTRY["domains"]["rollout"].encode(), bytes.fromhex(swarm)

@@ -62,13 +62,6 @@ GROUP: dict[str, Any] = {
         {**COMPLETION, "text": "8", "tokens": 8, "logprob": -9.5, "finish": "length"},
     ],
 }
-ANNOUNCE: dict[str, Any] = {
-    "type": "announce",
-    "content": b"\x33" * 32,
-    "size": 200_000,
-    "created_at": 1_790_000_000_000,
-    "sequence": 8,
-}
 PACKED = {
     "token_ids": struct.pack("<3I", 1, 2**32 - 1, 300),
     "logprobs": struct.pack("<3f", -0.5, -1.25, 0.0),
@@ -181,7 +174,7 @@ def accepted(name: str, read_as: str, frame: bytes, value: Any) -> Vector:
     }
 
 
-def rejected(reason: str, name: str, frame: bytes, read_as: str = "gossip") -> Vector:
+def rejected(reason: str, name: str, frame: bytes, read_as: str = "group") -> Vector:
     return {
         "name": name,
         "read_as": read_as,

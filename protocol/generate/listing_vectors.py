@@ -31,7 +31,7 @@ LISTED: list[Any] = [
     len(sealed(GROUP)),
     0.5,
 ]
-REQUEST: dict[str, Any] = {"swarm": SWARM, "life": LIFE, "position": 17}
+REQUEST: dict[str, Any] = {"swarm": SWARM, "life": LIFE, "position": 17, "patience": 10}
 LISTING: dict[str, Any] = {"status": "ok", "life": LIFE, "position": 18, "groups": [LISTED]}
 
 
@@ -39,12 +39,22 @@ def numbered(count: int) -> list[list[Any]]:
     return [[bytes([number]) * 32, *LISTED[1:]] for number in range(count)]
 
 
-def listings() -> Iterator[Vector]:
+def polls() -> Iterator[Vector]:
     beginning = {**REQUEST, "life": b"", "position": 0}
     yield accepted("a request", "listing_request", pack(REQUEST), REQUEST)
     yield accepted("a request from the beginning", "listing_request", pack(beginning), beginning)
     last = {**REQUEST, "position": 2**63 - 1}
     yield accepted("the last position", "listing_request", pack(last), last)
+    hasty = {**REQUEST, "patience": 0}
+    yield accepted("a request without patience", "listing_request", pack(hasty), hasty)
+    for patience in (-1, limits.PATIENCE_SECONDS + 1):
+        frame = pack({**REQUEST, "patience": patience})
+        yield rejected("bounds", f"a patience of {patience} s", frame, "listing_request")
+    for name, frame in (
+        ("a patience of 2.5 s", pack({**REQUEST, "patience": 2.5})),
+        ("a request of /swarmnode/listing/1", pack(without(REQUEST, "patience"))),
+    ):
+        yield rejected("schema", name, frame, "listing_request")
     yield rejected(
         "bounds", "a position without a life", pack({**beginning, "position": 1}), "listing_request"
     )
@@ -84,12 +94,12 @@ def listings() -> Iterator[Vector]:
         ("a listing", LISTING),
         ("nothing new", {**LISTING, "groups": []}),
         (
-            "64 groups, none of them short",
+            "14 groups, none of them short",
             {
                 **LISTING,
                 "groups": [
                     [content, AUTHOR, "a" * 64, 2**63 - 1, limits.GROUP_BYTES, 0.125]
-                    for content, *_ in numbered(64)
+                    for content, *_ in numbered(limits.LISTED)
                 ],
             },
         ),
@@ -99,7 +109,10 @@ def listings() -> Iterator[Vector]:
     ):
         yield accepted(name, "listing_response", pack(listing), listing)
     yield rejected(
-        "bounds", "65 groups", pack({**LISTING, "groups": numbered(65)}), "listing_response"
+        "bounds",
+        "15 groups",
+        pack({**LISTING, "groups": numbered(limits.LISTED + 1)}),
+        "listing_response",
     )
     yield rejected(
         "bounds", "a group twice", pack({**LISTING, "groups": [LISTED] * 2}), "listing_response"
@@ -160,39 +173,39 @@ def listings() -> Iterator[Vector]:
     )
 
 
-def pulls() -> Iterator[Vector]:
+def fetches() -> Iterator[Vector]:
     contents = [listed[0] for listed in numbered(16)]
     for name, request in (
-        ("a pull", {"contents": contents[:1]}),
-        ("a pull of 16 groups", {"contents": contents}),
+        ("a fetch", {"contents": contents[:1]}),
+        ("a fetch of 16 groups", {"contents": contents}),
     ):
         yield accepted(name, "groups_request", pack(request), request)
-    yield rejected("bounds", "a pull of nothing", pack({"contents": []}), "groups_request")
+    yield rejected("bounds", "a fetch of nothing", pack({"contents": []}), "groups_request")
     yield rejected(
         "bounds",
-        "a pull of 17 groups",
+        "a fetch of 17 groups",
         pack({"contents": [bytes([n]) * 2 for n in range(17)]}),
         "groups_request",
     )
     yield rejected(
         "oversize",
-        "a pull of a thousand groups",
+        "a fetch of a thousand groups",
         pack({"contents": [contents[0]] * 1000}),
         "groups_request",
     )
     yield rejected(
         "bounds",
-        "a pull of one group twice",
+        "a fetch of one group twice",
         pack({"contents": contents[:1] * 2}),
         "groups_request",
     )
     yield rejected(
-        "bounds", "a pull of 31 bytes", pack({"contents": [contents[0][:31]]}), "groups_request"
+        "bounds", "a fetch of 31 bytes", pack({"contents": [contents[0][:31]]}), "groups_request"
     )
-    yield rejected("schema", "a pull of text", pack({"contents": ["3" * 32]}), "groups_request")
+    yield rejected("schema", "a fetch of text", pack({"contents": ["3" * 32]}), "groups_request")
     yield rejected(
         "schema",
-        "a pull with an offset",
+        "a fetch with an offset",
         pack({"contents": contents[:1], "offset": 0}),
         "groups_request",
     )
@@ -233,22 +246,48 @@ def pulls() -> Iterator[Vector]:
 
 
 def derivations() -> Iterator[Vector]:
-    """What a responder lists, and what a listing said falsely."""
-    held = list(range(3, 103))  # positions 1 and 2 were pushed out
-    for name, request, ok in (
-        ("from the beginning", {"life": "", "position": 0}, held[-limits.NEWEST :]),
-        ("since a position", {"life": LIFE.hex(), "position": 99}, [100, 101, 102]),
-        ("since what was pushed out", {"life": LIFE.hex(), "position": 1}, held[-limits.NEWEST :]),
-        ("since the last", {"life": LIFE.hex(), "position": 102}, []),
+    """Which groups a listing has, and which listings contradict their groups."""
+    one = [[position, "a", "a"] for position in range(3, 103)]  # 1 and 2 were pushed out
+    last14 = list(range(89, 103))
+    own = [[position, "me", "me"] for position in range(93, 103)]
+    several = [[position, author, author] for position, author in enumerate("bbbc" + 16 * "a", 1)]
+    passed_on = [[1, "a", "a"], [2, "a", "reader"], [3, "reader", "b"], [4, "b", "reader"]]
+    beginning = {"life": "", "position": 0}
+
+    def since(position: int, life: bytes = LIFE) -> dict[str, Any]:
+        return {"life": life.hex(), "position": position}
+
+    for name, held, request, listed in (
+        ("from the beginning", one, beginning, last14),
+        ("since a position", one, since(99), [100, 101, 102]),
+        ("since a position that was pushed out", one, since(1), last14),
+        ("since the last", one, since(102), []),
+        ("since a position of another life", one, since(101, b"\x55" * 8), last14),
+        ("since a position to come", one, since(103), last14),
+        ("of ten own groups alone", own, beginning, list(range(93, 103))),
         (
-            "since a position of another life",
-            {"life": "55" * 8, "position": 101},
-            held[-limits.NEWEST :],
+            "of own groups before others",
+            [*one[:-10], *own],
+            beginning,
+            [*range(86, 93), *range(96, 103)],
         ),
-        ("since a position to come", {"life": LIFE.hex(), "position": 103}, held[-limits.NEWEST :]),
+        (
+            "of several authors",
+            several,
+            beginning,
+            [1, 2, 3, 4, *range(11, 21)],
+        ),
+        ("without groups that the reader made or gave", passed_on, beginning, [1]),
     ):
-        given = {"life": LIFE.hex(), "held": held, "last": 102, "request": request}
-        yield {"name": f"a listing {name}", "derive": "listing", "input": given, "output": ok}
+        given = {
+            "life": LIFE.hex(),
+            "last": held[-1][0],
+            "held": held,
+            "own": "me",
+            "reader": "reader",
+            "request": request,
+        }
+        yield {"name": f"a listing {name}", "derive": "listing", "input": given, "output": listed}
     frame = sealed(GROUP)
     other = OTHER_KEY.public_key().public_bytes_raw()
     for name, place, value, verdict in (

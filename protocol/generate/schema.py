@@ -17,15 +17,12 @@ import msgspec
 
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, ListingRequest, ListingResponse
 from swarmnode.wire.messages import (
-    Announce,
     BulkManifest,
     BulkManifestRequest,
     BulkManifestResponse,
     BulkRequest,
     BulkResponse,
     Envelope,
-    FetchRequest,
-    FetchResponse,
     ManifestRequest,
     ManifestResponse,
     PeersRequest,
@@ -41,10 +38,7 @@ from swarmnode.wire.messages import (
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     "rollout_group": RolloutGroup,
-    "announce": Announce,
     "envelope": Envelope,
-    "fetch_request": FetchRequest,
-    "fetch_response": FetchResponse,
     "listing_request": ListingRequest,
     "listing_response": ListingResponse,
     "groups_request": GroupsRequest,

@@ -30,7 +30,6 @@ from protocol.generate import (
     weight_vectors,
 )
 from protocol.generate.frames import (
-    ANNOUNCE,
     COMPLETION,
     FORGED_SIGNATURE,
     GROUP,
@@ -59,26 +58,38 @@ from protocol.generate.frames import (
     without,
     zstd,
 )
-from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
+from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import content_id, peer_id, sign
 from swarmnode.wire.swarm import swarm_id
 
 
+def padded(size: int) -> tuple[dict[str, Any], bytes]:
+    """Return a group and its envelope of `size` bytes, compressed with empty blocks in front."""
+    for text in ("7", "77", "777"):  # an empty block has three bytes
+        group = changed(GROUP, "completions.0.text", text)
+        frame = padded_by(group, count := (size - len(padded_by(group, 2**15))) // 3 + 2**15)
+        if len(frame) == size:
+            return group, frame
+    raise AssertionError(count)
+
+
+def padded_by(group: dict[str, Any], blocks: int) -> bytes:
+    payload = pack(group)
+    frame = zstd(raw_block(b"", last=False) * blocks + raw_block(payload), len(payload))
+    return sealed(frame, "zstd")
+
+
 def valid() -> Iterator[Vector]:
     def opened(
-        name: str,
-        message: dict[str, Any],
-        read_as: str = "gossip",
-        frame: bytes | None = None,
-        codec: str = "raw",
+        name: str, group: dict[str, Any], frame: bytes | None = None, codec: str = "raw"
     ) -> Vector:
-        frame = frame or sealed(message)
+        frame = frame or sealed(group)
         return accepted(
             name,
-            read_as,
+            "group",
             frame,
-            {"peer": PEER, "content": content_id(frame), "codec": codec, "message": message},
+            {"peer": PEER, "content": content_id(frame), "codec": codec, "group": group},
         )
 
     yield opened("a group", GROUP)
@@ -97,57 +108,31 @@ def valid() -> Iterator[Vector]:
         {**GROUP, **largest, "task": {**GROUP["task"], "seed": 2**63 - 2**20, "index": 2**20 - 1}},
     )
     yield opened("zero counters", {**GROUP, "policy_version": 0, "created_at": 0, "sequence": 0})
-    yield opened("an announcement", ANNOUNCE)
     payload = pack(GROUP)
     split = zstd(raw_block(payload[:40], last=False) + raw_block(payload[40:]), len(payload))
     yield opened("zstd, two raw blocks", GROUP, frame=sealed(split, "zstd"), codec="zstd")
     checked = zstandard.ZstdCompressor(write_checksum=True).compress(payload)
     yield opened("zstd with a checksum", GROUP, frame=sealed(checked, "zstd"), codec="zstd")
     long = changed(GROUP, "completions.1.text", "a" * limits.TEXT_BYTES)
-    yield opened("a group too long for gossip", long, read_as="fetched")
+    yield opened("a text of the largest size", long)
     before, after = pack(long).split(b"a" * limits.TEXT_BYTES)
     blocks = (
         raw_block(before, last=False)
         + repeat_block(b"a", limits.TEXT_BYTES, last=False)
         + raw_block(after)
     )
-    yield opened(
-        "the same, zstd with a repeated byte, fits gossip",
-        long,
-        frame=sealed(zstd(blocks, len(pack(long))), "zstd"),
-        codec="zstd",
-    )
-    room = (
-        limits.GOSSIP_BYTES
-        - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000)))
-        + 60_000
-    )
-    yield opened(
-        "a gossip frame of exactly the largest size",
-        changed(GROUP, "completions.1.text", "a" * room),
-    )
+    repeated = sealed(zstd(blocks, len(pack(long))), "zstd")
+    yield opened("the same, zstd with a repeated byte", long, frame=repeated, codec="zstd")
+    largest, frame = padded(limits.GROUP_BYTES)
+    yield opened("an envelope of the largest size", largest, frame=frame, codec="zstd")
 
 
 def hostile_envelopes() -> Iterator[Vector]:
     good = envelope(pack(GROUP))
     frame = pack(good)
     key, payload, signature = good["key"], good["payload"], good["signature"]
-    room = (
-        limits.GOSSIP_BYTES
-        - len(sealed(changed(GROUP, "completions.1.text", "a" * 60_000)))
-        + 60_000
-    )
-    yield rejected(
-        "oversize",
-        "one byte too long for gossip",
-        sealed(changed(GROUP, "completions.1.text", "a" * (room + 1))),
-    )
-    yield rejected(
-        "oversize",
-        "one byte too long to be fetched",
-        frame + b"\0" * (limits.GROUP_BYTES + 1 - len(frame)),
-        "fetched",
-    )
+    _, too_long = padded(limits.GROUP_BYTES + 1)
+    yield rejected("oversize", "an envelope of one byte too many", too_long)
     yield rejected("malformed", "nothing", b"")
     yield rejected("malformed", "last byte missing", frame[:-1])
     yield rejected("malformed", "half of it", frame[: len(frame) // 2])
@@ -177,12 +162,11 @@ def hostile_envelopes() -> Iterator[Vector]:
     yield rejected("schema", "nil", b"\xc0")
     yield rejected("schema", "an empty map", b"\x80")
     yield rejected("schema", "fields as an array", pack(list(good.values())))
-    yield rejected("schema", "100,000 nested arrays", b"\x91" * 100_000, "fetched")
+    yield rejected("schema", "100,000 nested arrays", b"\x91" * 100_000)
     yield rejected(
         "schema",
         "100,000 nested arrays in payload",
         b"\x82" + pack("key") + pack(key) + pack("payload") + b"\x91" * 100_000,
-        "fetched",
     )
     yield rejected("schema", "60,000 nested maps", (b"\x81" + pack("")) * 30_000)
     yield rejected("schema", "unknown field", pack({**good, "extra": 1}))
@@ -232,7 +216,7 @@ def hostile_signatures() -> Iterator[Vector]:
     yield rejected(
         "signature", "a key that is not a point", pack({**good, "key": b"\x02" + bytes(31)})
     )
-    yield rejected("signature", "codec flipped by a forwarder", pack({**good, "codec": "zstd"}))
+    yield rejected("signature", "codec flipped by a holder", pack({**good, "codec": "zstd"}))
     yield rejected(
         "signature", "only the payload signed", pack({**good, "signature": KEY.sign(payload)})
     )
@@ -311,17 +295,16 @@ def hostile_payloads() -> Iterator[Vector]:
             payload.split(pack("completions"))[0] + pack("completions") + b"\xdd\xff\xff\xff\xff"
         ),
     )
-    yield rejected("schema", "100,000 nested arrays in task", sealed(deep), "fetched")
+    yield rejected("schema", "100,000 nested arrays in task", sealed(deep))
     yield rejected(
         "schema",
         "100,000 nested arrays before the tag",
         sealed(b"\x82" + pack("task") + b"\x91" * 100_000 + b"\xc0" + tail[1:]),
-        "fetched",
     )
     yield rejected("schema", "60,000 empty maps", sealed(b"\xdc\xea\x60" + b"\x80" * 60_000))
     yield rejected("schema", "unknown tag", sealed(changed(GROUP, "type", "rollout2")))
     yield rejected("schema", "tag is an integer", sealed(changed(GROUP, "type", 1)))
-    yield rejected("schema", "tag is not first", sealed(pairs(list(reversed(fields)))))
+    yield rejected("schema", "tag is not first", sealed(pairs(fields[::-1])))
     yield rejected("schema", "no tag", sealed(without(GROUP, "type")))
     yield rejected("schema", "an envelope in an envelope", sealed(sealed(GROUP)))
     yield rejected("schema", "unknown field", sealed({**GROUP, "reward": 1.0}))
@@ -330,11 +313,6 @@ def hostile_payloads() -> Iterator[Vector]:
         "schema",
         "unknown field in a completion",
         sealed(changed(GROUP, "completions.0.reward", 1.0)),
-    )
-    yield rejected(
-        "schema",
-        "fields of an announcement under the tag of a group",
-        sealed({**ANNOUNCE, "type": "rollout"}),
     )
     yield rejected("schema", "sequence missing", sealed(without(GROUP, "sequence")))
     yield rejected(
@@ -446,27 +424,12 @@ def out_of_bounds() -> Iterator[Vector]:
         "bounds",
         "text of one byte too many",
         sealed(changed(GROUP, "completions.0.text", "a" * (limits.TEXT_BYTES + 1))),
-        "fetched",
     )
     yield rejected(
         "bounds",
         "text too long in bytes, not in characters",
         sealed(changed(GROUP, "completions.0.text", "é" * 40_000)),
-        "fetched",
     )
-    for path, value in (
-        ("content", b"\x33" * 31),
-        ("size", 0),
-        ("size", -1),
-        ("size", limits.GROUP_BYTES + 1),
-        ("created_at", -1),
-        ("sequence", 2**63),
-    ):
-        yield rejected(
-            "bounds",
-            f"announcement, {path}: {_shown(value)}",
-            sealed(changed(ANNOUNCE, path, value)),
-        )
 
 
 def _shown(value: Any) -> str:
@@ -542,53 +505,6 @@ def hostile_compression() -> Iterator[Vector]:
         sealed(zstd(raw_block(payload[:-1]), size - 1), "zstd"),
     )
     yield rejected("schema", "compressed, but codec says raw", sealed(good))
-
-
-def fetch() -> Iterator[Vector]:
-    request = {"content": b"\x33" * 32}
-    body = sealed(GROUP)
-    yield accepted("a request", "fetch_request", pack(request), request)
-    yield rejected(
-        "bounds", "a request for 31 bytes", pack({"content": b"\x33" * 31}), "fetch_request"
-    )
-    yield rejected(
-        "schema", "a request with an unknown field", pack({**request, "offset": 0}), "fetch_request"
-    )
-    yield rejected("schema", "a request for text", pack({"content": "3" * 32}), "fetch_request")
-    yield rejected("malformed", "a request, truncated", pack(request)[:-1], "fetch_request")
-    yield rejected(
-        "oversize", "a request of 65 bytes", pack({"content": b"\x33" * 54}), "fetch_request"
-    )
-    for response in (
-        {"status": "ok", "body": body},
-        {"status": "unknown", "body": b""},
-        {"status": "busy", "body": b""},
-    ):
-        yield accepted(
-            f"a response: {response['status']}", "fetch_response", pack(response), response
-        )
-    yield rejected(
-        "bounds", "ok without a body", pack({"status": "ok", "body": b""}), "fetch_response"
-    )
-    yield rejected(
-        "bounds", "unknown with a body", pack({"status": "unknown", "body": body}), "fetch_response"
-    )
-    yield rejected(
-        "schema", "unknown status", pack({"status": "later", "body": b""}), "fetch_response"
-    )
-    yield rejected("schema", "no status", pack({"body": body}), "fetch_response")
-    yield rejected(
-        "bounds",
-        "a body one byte too long",
-        pack({"status": "ok", "body": bytes(limits.GROUP_BYTES + 1)}),
-        "fetch_response",
-    )
-    yield rejected(
-        "oversize",
-        "a response one byte too long",
-        bytes(limits.FETCH_RESPONSE_BYTES + 1),
-        "fetch_response",
-    )
 
 
 def peers() -> Iterator[Vector]:
@@ -678,12 +594,18 @@ def peers() -> Iterator[Vector]:
     )
 
 
+def asked(sequence: int = 7, task: str = "rg/chain_sum", difficulty: int = 0) -> dict[str, Any]:
+    """Return a group with the seed and index of its question."""
+    seed, index = task_seed(SWARM, PEER, sequence, task, difficulty)
+    address = {"id": task, "seed": seed, "index": index, "difficulty": difficulty}
+    return {**GROUP, "sequence": sequence, "task": {**GROUP["task"], **address}}
+
+
 def admission() -> Iterator[Vector]:
-    """The rules of 02, section 4, that need neither scorer nor policy."""
+    """The rules of 02, section 5.1 to 5.3, that need no policy."""
     now = GROUP["created_at"] / 1000
-    seed, index = task_seed(SWARM, PEER, GROUP["sequence"])
-    other_seed, _ = task_seed(SWARM, OTHER_PEER, GROUP["sequence"])
-    honest = changed(changed(GROUP, "task.seed", seed), "task.index", index)
+    honest = asked()
+    other_seed, _ = task_seed(SWARM, OTHER_PEER, GROUP["sequence"], GROUP["task"]["id"])
     frame = sealed(honest)
 
     def case(
@@ -711,9 +633,9 @@ def admission() -> Iterator[Vector]:
         # PACKED sums to -1.75
         return changed(honest, "completions.0", {**COMPLETION, **PACKED, "logprob": total})
 
-    later = sealed(changed(changed(honest, "sequence", 8), "task.index", 8))
+    seed, index = honest["task"]["seed"], honest["task"]["index"]
+    later = sealed(asked(sequence=8))
     yield case("accept", "a group", honest)
-    yield case("accept", "an announcement", ANNOUNCE)
     yield case("accept", "an older sequence after a newer one", honest, later)
     yield case("ignore duplicate", "the same frame again", frame, frame)
     yield case("ignore own", "one's own", honest, own=PEER)
@@ -724,18 +646,6 @@ def admission() -> Iterator[Vector]:
     )
     yield case("reject bounds", "a single completion", changed(honest, "completions", [COMPLETION]))
     yield case("ignore sequence_reused", "another group with the same sequence", text("8"), frame)
-    yield case(
-        "ignore sequence_reused",
-        "an announcement with the same sequence",
-        {**ANNOUNCE, "sequence": 7},
-        frame,
-    )
-    yield case(
-        "accept",
-        "a group after an announcement with its sequence",
-        honest,
-        sealed({**ANNOUNCE, "sequence": 7}),
-    )
     yield case(
         "accept", "an hour old", changed(honest, "created_at", GROUP["created_at"] - 3_600_000)
     )
@@ -752,26 +662,28 @@ def admission() -> Iterator[Vector]:
         "two minutes and a second ahead",
         changed(honest, "created_at", GROUP["created_at"] + 121_000),
     )
-    yield case(
-        "ignore future",
-        "an announcement from the end of time",
-        {**ANNOUNCE, "created_at": 2**63 - 1},
-    )
+    yield case("ignore future", "from the end of time", changed(honest, "created_at", 2**63 - 1))
     yield case("reject seed", "another block", changed(honest, "task.seed", seed + 2**20))
     yield case("reject seed", "another index", changed(honest, "task.index", index + 1))
     yield case("reject seed", "another sequence", {**honest, "sequence": 8})
     yield case("reject seed", "the seed of another peer", changed(honest, "task.seed", other_seed))
-    yield from chosen(case, honest)
+    for name, task, value in (
+        ("another task than the seed is for", "id", "builtin/copy"),
+        ("another difficulty than the seed is for", "difficulty", 1),
+    ):
+        yield case(
+            "reject seed", name, changed(asked(difficulty=3), f"task.{task}", value), chooses=True
+        )
+    yield case("accept", "a chosen difficulty", asked(difficulty=3), chooses=True)
+    yield case("accept", "the largest difficulty", asked(difficulty=255), chooses=True)
+    yield case("accept", "the difficulty 0 where members choose", honest, chooses=True)
+    yield case("reject seed", "a difficulty where members do not choose", asked(difficulty=3))
     yield case(
         "reject seed",
         "an evaluation seed",
         changed(honest, "task.seed", evaluation_seed("rg/chain_sum", 0)),
     )
-    yield case(
-        "reject unknown_task",
-        "a task that the swarm does not have",
-        changed(honest, "task.id", "rg/gcd"),
-    )
+    yield case("reject unknown_task", "a task that the swarm does not have", asked(task="rg/gcd"))
     yield case(
         "reject unknown_version",
         "a task at another version",
@@ -823,31 +735,6 @@ def admission() -> Iterator[Vector]:
         yield case("ignore charset", f"text with {name}", text(f"a{character}b"))
 
 
-def chosen(case: Callable[..., Vector], honest: Any) -> Iterator[Vector]:
-    """Of a swarm whose members choose task and difficulty."""
-
-    def asked(difficulty: int) -> Any:
-        seed, index = bucket_seed(SWARM, PEER, GROUP["sequence"], GROUP["task"]["id"], difficulty)
-        task = {**GROUP["task"], "seed": seed, "index": index, "difficulty": difficulty}
-        return {**GROUP, "task": task}
-
-    yield case("accept", "a chosen difficulty", asked(3), chooses=True)
-    yield case(
-        "reject seed",
-        "another difficulty than the seed is for",
-        changed(asked(3), "task.difficulty", 0),
-        chooses=True,
-    )
-    yield case(
-        "reject seed",
-        "another task than the seed is for",
-        changed(asked(3), "task.id", "builtin/copy"),
-        chooses=True,
-    )
-    yield case("reject seed", "the seed of a swarm without a choice", honest, chooses=True)
-    yield case("reject seed", "a chosen difficulty where there is no choice", asked(3))
-
-
 def derivations() -> Iterator[Vector]:
     def derived(name: str, what: str, given: dict[str, Any], output: Any) -> Vector:
         return {"name": name, "derive": what, "input": given, "output": output}
@@ -874,22 +761,13 @@ def derivations() -> Iterator[Vector]:
             given,
             swarm_id(name, tasks).hex(),
         )
-    for sequence in (0, 7, 2**20 - 1, 2**20, 12_345_678_901, 2**63 - 1):
-        seed, index = task_seed(SWARM, PEER, sequence)
-        given = {"swarm": SWARM.hex(), "peer": PEER, "sequence": sequence}
-        yield derived(
-            f"seed and index of sequence {sequence}",
-            "task_seed",
-            given,
-            {"seed": seed, "index": index},
-        )
-    for task, difficulty, sequence in (
-        ("rg/chain_sum", 0, 7),
-        ("rg/chain_sum", 1, 7),
-        ("rg/gcd", 1, 7),
-        ("builtin/copy", 255, 2**63 - 1),
+    for sequence, task, difficulty in (
+        *((sequence, "rg/chain_sum", 0) for sequence in (0, 7, 2**20 - 1, 2**20, 12_345_678_901)),
+        (7, "rg/chain_sum", 1),
+        (7, "rg/gcd", 1),
+        (2**63 - 1, "builtin/copy", 255),
     ):
-        seed, index = bucket_seed(SWARM, PEER, sequence, task, difficulty)
+        seed, index = task_seed(SWARM, PEER, sequence, task, difficulty)
         given = {
             "swarm": SWARM.hex(),
             "peer": PEER,
@@ -897,8 +775,8 @@ def derivations() -> Iterator[Vector]:
             "task": task,
             "difficulty": difficulty,
         }
-        name = f"seed and index of sequence {sequence}, {task} at {difficulty}"
-        yield derived(name, "bucket_seed", given, {"seed": seed, "index": index})
+        name = f"seed and index of question {sequence}, {task} at difficulty {difficulty}"
+        yield derived(name, "task_seed", given, {"seed": seed, "index": index})
     for task, block in (("rg/chain_sum", 0), ("rg/chain_sum", 2**64 - 1), ("builtin/copy", 0)):
         given = {"task": task, "block": block}
         yield derived(
@@ -907,18 +785,11 @@ def derivations() -> Iterator[Vector]:
             given,
             evaluation_seed(task, block),
         )
-    for index in range(6):
-        given = {
-            "tasks": ["rg/gcd", "builtin/copy", "rg/chain_sum"],
-            "seed": 5 << 20,
-            "index": index,
-        }
-        yield derived(
-            f"task of index {index}",
-            "choose_task",
-            given,
-            choose_task(given["tasks"], 5 << 20, index),
-        )
+    tasks = ["rg/gcd", "builtin/copy", "rg/chain_sum"]
+    for sequence in (*range(6), 2**63 - 1):
+        given = {"tasks": tasks, "swarm": SWARM.hex(), "peer": PEER, "sequence": sequence}
+        name = f"task of question {sequence}"
+        yield derived(name, "choose_task", given, choose_task(tasks, SWARM, PEER, sequence))
 
 
 DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
@@ -938,15 +809,14 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         ),
         (hostile_compression,),
     ),
-    "fetch": ("Requests and responses of the fetch protocol.", (fetch,)),
     "listings": (
         (
-            "What a node lists and is asked for, which of it a listing has, and what a listing says"
-            " falsely."
+            "Polls and fetches, which groups a listing has, and listings that contradict their"
+            " groups."
         ),
         (
-            listing_vectors.listings,
-            listing_vectors.pulls,
+            listing_vectors.polls,
+            listing_vectors.fetches,
             listing_vectors.derivations,
         ),
     ),
@@ -1004,7 +874,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         ),
     ),
     "admission": (
-        "What a node makes of a frame from gossip, up to where it needs a scorer.",
+        "Admission of a fetched group, up to the rules that need a scorer.",
         (admission,),
     ),
     "tasks": (

@@ -91,7 +91,7 @@ class Admission:
 
     swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on;
     is_greylisted: peers not to be listened to; keeps_rules: whether a group is one that the swarm's
-    manifest allows; chooses: members choose their questions' task and difficulty.
+    manifest allows; chooses: members choose the difficulty of their questions.
     """
 
     def __init__(
@@ -240,8 +240,9 @@ class Admission:
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
             return "outdated"
         task = group.task
-        chosen = (task.id, task.difficulty) if self.chooses else None
-        if not check_seed(self.swarm, signer.peer, group.sequence, task.seed, task.index, chosen):
+        if task.difficulty and not self.chooses:
+            return "seed"
+        if not check_seed(self.swarm, signer.peer, group.sequence, task):
             return "seed"
         version = self._versions.get(task.id)
         if version is None:

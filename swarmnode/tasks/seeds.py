@@ -10,9 +10,11 @@ has 63 bits:
     bits 20..61   block: 42 bits of a hash
     bits 0..19    zero: room for the index
 
-A training block follows from (swarm, peer, sequence >> 20), so a receiver can check it. Blocks are
-drawn, not assigned: of n blocks in use, two coincide with probability about n**2 / 2**43 (a
-thousand nodes with a million groups each: 1e-7), and then two nodes merely meet the same questions.
+A training block follows from (swarm, peer, sequence >> 20, difficulty, task), so a receiver can
+check it. The task and the difficulty are chosen first: a node cannot look for a choice under which
+a question that it has seen is an easy one. Blocks are drawn, not assigned: of n blocks in use, two
+coincide with probability about n**2 / 2**43 (a thousand nodes with a million groups each: 1e-7),
+and then two nodes merely meet the same questions.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from swarmnode.wire.ids import DOMAIN_BUCKET_SEED, DOMAIN_EVALUATION, DOMAIN_SEED, DOMAIN_TASK
-from swarmnode.wire.limits import DIFFICULTY, INDEX_BITS
+from swarmnode.wire.ids import DOMAIN_EVALUATION, DOMAIN_SEED, DOMAIN_TASK
+from swarmnode.wire.limits import DIFFICULTY, INDEX_BITS, INTEGER_BITS
+from swarmnode.wire.messages import TaskRef
 
 INDEX_SPAN = 2**INDEX_BITS
 """Items in a block."""
@@ -29,68 +32,56 @@ BLOCK_BITS = 42
 EVALUATION_BIT = 1 << (INDEX_BITS + BLOCK_BITS)
 SEED_LIMIT = EVALUATION_BIT << 1
 """Seeds, and seed + index, are below this: 2**63."""
-SEQUENCE_LIMIT = 2 ** (64 + INDEX_BITS)
+SEQUENCE_LIMIT = 2**INTEGER_BITS
 
 
-def task_seed(swarm: bytes, peer: str, sequence: int) -> tuple[int, int]:
-    """The address (seed, index) of a node's question number `sequence`.
-
-    swarm: 32-byte swarm id; peer: base58 peer id; sequence: the node's own counter, 0 <= sequence <
-    2**84. Raises ValueError when one of them is outside its range.
-    """
-    return _address(DOMAIN_SEED, swarm, peer, sequence, b"")
-
-
-def bucket_seed(
-    swarm: bytes, peer: str, sequence: int, task: str, difficulty: int
+def task_seed(
+    swarm: bytes, peer: str, sequence: int, task: str, difficulty: int = 0
 ) -> tuple[int, int]:
-    """The same where a node chooses task and difficulty itself: the question follows from that
-    choice as well, so that it cannot look for a choice under which a question that it has seen is
-    an easy one.
+    """Return the address (seed, index) of a node's question number `sequence`.
 
-    Raises ValueError as `task_seed`, and for a difficulty that is not in 0 to 255.
+    Args:
+        swarm: 32-byte swarm id.
+        peer: base58 peer id.
+        sequence: the node's own counter of questions, 0 to 2**63 - 1.
+        task: name of the question's task.
+        difficulty: 0 to 255; 0 where the task has none.
+
+    Raises:
+        ValueError: an argument is outside its range.
     """
     if not 0 <= difficulty <= DIFFICULTY:
         raise ValueError(f"difficulty is outside 0 to {DIFFICULTY}")
-    return _address(DOMAIN_BUCKET_SEED, swarm, peer, sequence, bytes([difficulty]) + task.encode())
-
-
-def _address(
-    domain: bytes, swarm: bytes, peer: str, sequence: int, choice: bytes
-) -> tuple[int, int]:
-    if len(swarm) != 32:
-        raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
-    if not 0 <= sequence < SEQUENCE_LIMIT:
-        raise ValueError("sequence is outside 0 to 2**84 - 1")
-    digest = hashlib.blake2b(
-        domain + swarm + peer.encode() + (sequence >> INDEX_BITS).to_bytes(8, "big") + choice,
-        digest_size=32,
-    ).digest()
+    stream = _stream(swarm, peer, sequence, sequence >> INDEX_BITS)
+    data = DOMAIN_SEED + stream + bytes([difficulty]) + task.encode()
+    digest = hashlib.blake2b(data, digest_size=32).digest()
     return _block(digest) << INDEX_BITS, sequence & (INDEX_SPAN - 1)
 
 
-def check_seed(
-    swarm: bytes,
-    peer: str,
-    sequence: int,
-    seed: int,
-    index: int,
-    chosen: tuple[str, int] | None = None,
-) -> bool:
-    """Whether (seed, index) is what `peer` had to ask at `sequence`. Never raises: all of it may
-    come from a peer.
+def check_seed(swarm: bytes, peer: str, sequence: int, ref: TaskRef) -> bool:
+    """Return whether `ref` has the address of its task and difficulty for `peer` at `sequence`.
 
-    chosen: task and difficulty that it chose, in a swarm where it may.
+    Never raises: all of it may come from a peer.
     """
     try:
-        address = (
-            task_seed(swarm, peer, sequence)
-            if chosen is None
-            else bucket_seed(swarm, peer, sequence, *chosen)
-        )
-        return address == (seed, index)
+        return task_seed(swarm, peer, sequence, ref.id, ref.difficulty) == (ref.seed, ref.index)
     except ValueError:  # a length or range that nobody honest sends; UnicodeEncodeError is one too
         return False
+
+
+def choose_task(names: Sequence[str], swarm: bytes, peer: str, sequence: int) -> str:
+    """Return the task of a node's question number `sequence`, uniform over the distinct `names` in
+    whatever order they are given.
+
+    Raises:
+        ValueError: there is no name, or an argument is outside its range (`task_seed`).
+    """
+    distinct = sorted(set(names))
+    if not distinct:
+        raise ValueError("no task to choose from")
+    data = DOMAIN_TASK + _stream(swarm, peer, sequence, sequence)
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return distinct[int.from_bytes(digest, "big") % len(distinct)]
 
 
 def evaluation_seed(task_id: str, block: int = 0) -> int:
@@ -118,16 +109,13 @@ def is_address(seed: int, index: int) -> bool:
     return 0 <= seed < SEED_LIMIT and seed % INDEX_SPAN == 0 and 0 <= index < INDEX_SPAN
 
 
-def choose_task(names: Sequence[str], seed: int, index: int) -> str:
-    """The task of a question: uniform over the distinct `names`, in whatever order they are given.
-    Raises ValueError when there is none."""
-    distinct = sorted(set(names))
-    if not distinct:
-        raise ValueError("no task to choose from")
-    digest = hashlib.blake2b(
-        DOMAIN_TASK + seed.to_bytes(8, "big") + index.to_bytes(4, "big"), digest_size=8
-    ).digest()
-    return distinct[int.from_bytes(digest, "big") % len(distinct)]
+def _stream(swarm: bytes, peer: str, sequence: int, number: int) -> bytes:
+    """Return what names a node's questions in a hash, up to `number`. Raises ValueError."""
+    if len(swarm) != 32:
+        raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
+    if not 0 <= sequence < SEQUENCE_LIMIT:
+        raise ValueError("sequence is outside 0 to 2**63 - 1")
+    return swarm + peer.encode() + number.to_bytes(8, "big")
 
 
 def _block(digest: bytes) -> int:

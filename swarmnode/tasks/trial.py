@@ -54,7 +54,7 @@ def try_task(
     spec, version = TASKS[task], task_version(task)
     refs = []
     for number in range(count):
-        seed, index = task_seed(_SWARM, _PEER, number)
+        seed, index = task_seed(_SWARM, _PEER, number, task)
         refs.append(TaskRef(task, version, evaluation_seed(task) if number % 2 else seed, index))
     with Scorer() as scorer:
         asked = scorer.score_many([(ref, []) for ref in refs], reveal=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from swarmnode.rl.curricula import Bucket, Curriculum
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.registry import TASKS, task_version
-from swarmnode.tasks.seeds import bucket_seed, choose_task, task_seed
+from swarmnode.tasks.seeds import choose_task, task_seed
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
@@ -30,7 +30,6 @@ class Questions:
         curriculum: bool = False,
     ) -> None:
         self._tasks = tasks
-        self._chooses = members_choose
         self._alike = not curriculum
         self._counters = counters
         buckets = [
@@ -47,21 +46,17 @@ class Questions:
         )
 
     def next(self) -> tuple[int, TaskRef]:
-        """The next number and what is asked at it."""
+        """Return the next number and the question that has it."""
         c = self._counters
         sequence = c.sequence
         c.sequence += 1
         swarm = bytes.fromhex(c.swarm)
         if self._curriculum is None:
-            seed, index = task_seed(swarm, c.peer, sequence)
-            name = choose_task(self._tasks, seed, index)
-            return sequence, TaskRef(name, task_version(name), seed, index)
-        name, difficulty = self._curriculum.choose(random.Random(f"{c.swarm}/{c.peer}/{sequence}"))
-        seed, index = (
-            bucket_seed(swarm, c.peer, sequence, name, difficulty)
-            if self._chooses
-            else task_seed(swarm, c.peer, sequence)
-        )
+            name, difficulty = choose_task(self._tasks, swarm, c.peer, sequence), 0
+        else:
+            rng = random.Random(f"{c.swarm}/{c.peer}/{sequence}")
+            name, difficulty = self._curriculum.choose(rng)
+        seed, index = task_seed(swarm, c.peer, sequence, name, difficulty)
         return sequence, TaskRef(name, task_version(name), seed, index, difficulty)
 
     def signals(self) -> dict[str, float]:

@@ -29,16 +29,13 @@ DOMAIN_BULK = b"swarmnode/bulk/1"
 DOMAIN_STATE = b"swarmnode/state/1"
 """Domain string of the signature of an outer state's manifest."""
 
-DOMAIN_SEED = b"swarmnode/seed/1"
+DOMAIN_SEED = b"swarmnode/seed/2"
 """Prefix of what is hashed into a block of training seeds."""
-
-DOMAIN_BUCKET_SEED = b"swarmnode/seed/2"
-"""The same where task and difficulty are the node's choice, which is hashed too."""
 
 DOMAIN_EVALUATION = b"swarmnode/evaluation/1"
 """Prefix of what is hashed into a block of evaluation seeds."""
 
-DOMAIN_TASK = b"swarmnode/task/1"
+DOMAIN_TASK = b"swarmnode/task/2"
 """Prefix of what is hashed to choose a question's task."""
 
 LISTING_PROTOCOL = "/swarmnode/listing/2"

@@ -1,5 +1,5 @@
 """Messages of pull gossip: listings and groups. Field order and names are normative: protocol/02,
-section 6.
+section 4.
 
     requester ─ ListingRequest: what is new since my cursor? ─▶ responder, which answers when it has
               ◀─ ListingResponse: at most 14 Listed ───────────  news or the patience is over

@@ -56,9 +56,7 @@ def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:  # noqa: AN
 
 @functools.cache
 def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:  # noqa: ANN401
-    """And whether `kind` is one of several messages, told apart by their first field."""
-    parts = get_args(kind) if isinstance(kind, types.UnionType) else ()
-    tagged = bool(parts) and all(
-        hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in parts
-    )
+    """Return a decoder, and whether the first field of a `kind` is its `type`."""
+    parts = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    tagged = all(hasattr(one, "__struct_config__") and one.__struct_config__.tag for one in parts)
     return msgspec.msgpack.Decoder(kind), tagged

@@ -15,15 +15,13 @@ from swarmnode.crew import record, service, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import exchange, manifests, sessions, summaries
 from swarmnode.p2p.bulk import fetching
-from swarmnode.p2p.gossip import Validation
-from swarmnode.p2p.library import build
 from swarmnode.pipeline import frames as stage_frames
 from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
-from swarmnode.rollouts import admission, pulling
+from swarmnode.rollouts import admission, pull_gossip
 from swarmnode.rollouts.pace import LONGEST
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.tasks import seeds
 from swarmnode.weights import messages as weights_messages
 from swarmnode.weights import requests as weights_requests
@@ -37,7 +35,6 @@ REGISTRY = tomllib.loads((PROTOCOL / "registry.toml").read_text())
 
 def test_names_are_those_of_the_registry():
     assert REGISTRY["protocols"] == {
-        "fetch": ids.FETCH_PROTOCOL,
         "listing": ids.LISTING_PROTOCOL,
         "groups": ids.GROUPS_PROTOCOL,
         "peers": ids.PEERS_PROTOCOL,
@@ -51,15 +48,13 @@ def test_names_are_those_of_the_registry():
         "bulk": ids.BULK_PROTOCOL,
         "bulk_manifest": ids.BULK_MANIFEST_PROTOCOL,
     }
-    assert REGISTRY["topics"] == {
-        "rollouts": ids.ROLLOUT_TOPIC,
-        "bucket_rollouts": ids.BUCKET_TOPIC,
-    }
+    assert REGISTRY["rules"] == {"choice": ids.CHOICE_RULE}
 
 
-def test_swarm_id_covers_what_two_nodes_cannot_do_without():
-    names = {**REGISTRY["protocols"], **REGISTRY["topics"]}
-    assert tuple(sorted(names[name] for name in REGISTRY["swarm"]["protocols"])) == ids.PROTOCOLS
+def test_swarm_id_covers_the_protocols_that_all_members_speak():
+    spoken = sorted(REGISTRY["protocols"][name] for name in REGISTRY["swarm"]["protocols"])
+    assert tuple(spoken) == ids.PROTOCOLS
+    assert tuple(sorted([*spoken, ids.CHOICE_RULE])) == ids.CHOICE_PROTOCOLS
 
 
 def test_domain_strings_are_those_of_the_registry():
@@ -74,7 +69,6 @@ def test_domain_strings_are_those_of_the_registry():
         "bulk": ids.DOMAIN_BULK,
         "state": ids.DOMAIN_STATE,
         "seed": ids.DOMAIN_SEED,
-        "bucket_seed": ids.DOMAIN_BUCKET_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
         "crew_record": record.RECORD_DOMAIN,
@@ -95,10 +89,7 @@ def test_no_domain_string_is_the_beginning_of_another():
 
 def test_caps_are_those_of_the_registry():
     assert REGISTRY["bytes"] == {
-        "gossip_frame": limits.GOSSIP_BYTES,
         "group": limits.GROUP_BYTES,
-        "fetch_request": limits.FETCH_REQUEST_BYTES,
-        "fetch_response": limits.FETCH_RESPONSE_BYTES,
         "listing_request": limits.LISTING_REQUEST_BYTES,
         "listing_response": limits.LISTING_RESPONSE_BYTES,
         "groups_request": limits.GROUPS_REQUEST_BYTES,
@@ -169,7 +160,6 @@ def test_caps_are_those_of_the_registry():
         "max_completions": limits.COMPLETIONS,
         "tokens": limits.TOKENS,
         "listed": limits.LISTED,
-        "newest": limits.NEWEST,
         "pulled": limits.PULLED,
         "peers": limits.PEERS,
         "peer_addresses": limits.PEER_ADDRESSES,
@@ -208,6 +198,7 @@ def test_caps_are_those_of_the_registry():
         "crew_amount": 1e30,
     }
     assert REGISTRY["seconds"] == {
+        "patience": limits.PATIENCE_SECONDS,
         "clock_skew": limits.CLOCK_SKEW_SECONDS,
         "group_age": limits.GROUP_AGE_SECONDS,
         "summary": limits.SUMMARY_SECONDS,
@@ -217,8 +208,7 @@ def test_caps_are_those_of_the_registry():
 
 def test_timeouts_are_those_of_the_registry():
     assert REGISTRY["timeouts"] == {
-        "fetch": LONGEST,
-        "listing": pulling.LISTING_SECONDS,
+        "listing": pull_gossip.ANSWER_SECONDS,
         "groups": LONGEST,
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
@@ -231,10 +221,6 @@ def test_timeouts_are_those_of_the_registry():
         "stage_stream": stream_proxy.PARK_SECONDS,
         "bulk_manifest": fetching.MANIFEST_TIMEOUT_SECONDS,
     }
-
-
-def test_gossip_protocol_is_that_of_the_registry():
-    assert REGISTRY["transport"]["gossip"] == [build.MESHSUB]
 
 
 def test_security_protocols_are_those_of_the_registry():
@@ -277,13 +263,13 @@ def test_what_makes_a_group_impossible_is_what_the_registry_says():
 
 
 def test_what_costs_reputation_is_what_the_registry_says_and_nothing_else():
-    ours = {reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT}
+    ours = {reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT}
     assert ours == set(REGISTRY["verdicts"]["reject"])
     assert ours >= {*DECODE_REASONS, "signature"}
 
 
 def test_what_the_registry_calls_blameless_is_ignored():
-    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Validation.IGNORE}
+    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Verdict.IGNORE}
 
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
@@ -304,13 +290,13 @@ def test_documents_name_everything_in_the_registry():
     text = "".join(path.read_text() for path in PROTOCOL.glob("0*.md"))
     names = [
         *REGISTRY["protocols"].values(),
-        *REGISTRY["topics"].values(),
+        *REGISTRY["rules"].values(),
         *REGISTRY["domains"].values(),
     ]
     names += [f"`{name}`" for verdict in REGISTRY["verdicts"].values() for name in verdict]
     names += [
         f"`{name}`"
-        for table in ("security", "private_security", "muxers", "gossip")
+        for table in ("security", "private_security", "muxers")
         for name in REGISTRY["transport"][table]
     ]
     assert [name for name in names if name not in text] == []

@@ -5,11 +5,13 @@ import dataclasses
 import importlib
 import json
 import random
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
@@ -35,12 +37,12 @@ from swarmnode.pipeline.frames import FRAME_REASONS, Place, policy_fingerprint
 from swarmnode.pipeline.routes import Routes
 from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.rollouts.catalogue import Catalogue
 from swarmnode.rollouts.claims import PROVEN, contradiction
+from swarmnode.rollouts.shelf import Shelf
 from swarmnode.tasks.frames import prepare
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.scorer import judge as judge_answers
-from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
+from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
@@ -65,8 +67,6 @@ from swarmnode.wire.messages import (
     BulkManifestResponse,
     BulkRequest,
     BulkResponse,
-    FetchRequest,
-    FetchResponse,
     ManifestRequest,
     ManifestResponse,
     PeersRequest,
@@ -87,10 +87,7 @@ DOCUMENTS = {
     path.name: json.loads(path.read_text())
     for path in sorted((PROTOCOL / "vectors").glob("*.json"))
 }
-ENVELOPES = {"gossip": limits.GOSSIP_BYTES, "fetched": limits.GROUP_BYTES}
 MESSAGES = {
-    "fetch_request": (FetchRequest, limits.FETCH_REQUEST_BYTES),
-    "fetch_response": (FetchResponse, limits.FETCH_RESPONSE_BYTES),
     "listing_request": (ListingRequest, limits.LISTING_REQUEST_BYTES),
     "listing_response": (ListingResponse, limits.LISTING_RESPONSE_BYTES),
     "groups_request": (GroupsRequest, limits.GROUPS_REQUEST_BYTES),
@@ -169,19 +166,29 @@ def weights_fragments(given: dict) -> list:
     ]
 
 
+def in_bytes(given: dict, *without: str) -> dict:
+    """Return the arguments of a seed's formula, the swarm id as bytes."""
+    named = {name: value for name, value in given.items() if name not in without}
+    return {**named, "swarm": bytes.fromhex(given["swarm"])}
+
+
 def listed_positions(given: dict) -> list[int]:
-    """Positions that a catalogue lists: each group is made at the second of its position."""
-    catalogue = Catalogue(
-        b"o" * 32, b"s" * 32, bytes.fromhex(given["life"]), groups=len(given["held"])
-    )
-    for position in range(1, given["last"] + 1):
-        content = position.to_bytes(32, "big")
-        catalogue.put(b"envelope", Listed(content, b"k" * 32, "t", 1000 * position, 8, 0.5))
+    """Return the positions that a shelf lists. Groups before those that are held have expired."""
+    key = lambda peer: peer.encode().ljust(32)
+    now, first = 1e6, given["held"][0][0]
+    rows = [[position, "expired", ""] for position in range(1, first)] + given["held"]
+    shelf = Shelf(key(given["own"]), b"s" * 32, bytes.fromhex(given["life"]))
+    for position, author, source in rows:
+        content, made_at = position.to_bytes(32, "big"), 1000 * now * (position >= first)
+        listed = Listed(content, key(author), "t", int(made_at), 8, 0.5)
+        shelf.put(b"envelope", listed, key(source))
     request = given["request"]
-    response = catalogue.listing(
-        ListingRequest(b"s" * 32, bytes.fromhex(request["life"]), request["position"]),
-        given["last"],
+    response = shelf.listing(
+        ListingRequest(b"s" * 32, bytes.fromhex(request["life"]), request["position"], 0),
+        now,
+        key(given["reader"]),
     )
+    assert response.position == given["last"]
     return [int.from_bytes(listed.content, "big") for listed in response.groups]
 
 
@@ -288,12 +295,13 @@ def judge(
             peer, summary = open_summary(frame, swarm)
             value = {"peer": peer, "summary": plain(summary)}
         else:
-            envelope, message = unseal(frame, domain, swarm, ENVELOPES[read_as])
+            assert read_as == "group"
+            envelope, group = unseal(frame, domain, swarm, limits.GROUP_BYTES)
             value = {
                 "peer": peer_id(envelope.key),
                 "content": content_id(frame).hex(),
                 "codec": envelope.codec,
-                "message": plain(message),
+                "group": plain(group),
             }
     except BadMessage as error:
         return {"verdict": "reject", "reason": error.reason}
@@ -354,8 +362,8 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
     )
     for earlier in given["after"]:
-        assert not isinstance(admission.check_frame(joined(earlier), given["now"]), Rejected)
-    got = admission.check_frame(frame_of(vector), given["now"])
+        assert not isinstance(admission.check(joined(earlier), given["now"]), Rejected)
+    got = admission.check(frame_of(vector), given["now"])
     outcome = (got.verdict.value, got.reason) if isinstance(got, Rejected) else ("accept", None)
     assert outcome == (vector["verdict"], vector.get("reason"))
 
@@ -369,22 +377,11 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "swarm_id": (
             lambda: swarm_id(given["name"], given["tasks"], tuple(given["protocols"])).hex()
         ),
-        "bucket_seed": lambda: dict(
-            zip(
-                ("seed", "index"),
-                bucket_seed(**{**given, "swarm": bytes.fromhex(given["swarm"])}),
-                strict=True,
-            )
-        ),
         "task_seed": lambda: dict(
-            zip(
-                ("seed", "index"),
-                task_seed(bytes.fromhex(given["swarm"]), given["peer"], given["sequence"]),
-                strict=True,
-            )
+            zip(("seed", "index"), task_seed(**in_bytes(given)), strict=True)
         ),
         "evaluation_seed": lambda: evaluation_seed(given["task"], given["block"]),
-        "choose_task": lambda: choose_task(given["tasks"], given["seed"], given["index"]),
+        "choose_task": lambda: choose_task(names=given["tasks"], **in_bytes(given, "tasks")),
         "listing": lambda: listed_positions(given),
         "listed": lambda: listed_falsely(given),
         "edge_rank": (
@@ -433,6 +430,42 @@ def test_swarmnode_derives_what_is_recorded(vector):
     assert got == vector["output"]
 
 
+def test_the_code_in_the_document_derives_what_is_recorded():
+    """The formulas of 02-rollouts.md are run as they stand there."""
+    document = (PROTOCOL / "02-rollouts.md").read_text()
+    said: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL):
+        exec(block, said)
+    derived = Counter()
+    for vector in DERIVATIONS:
+        given = vector["input"]
+        match vector["derive"]:
+            case "task_seed":
+                got = dict(
+                    zip(("seed", "index"), said["task_seed"](**in_bytes(given)), strict=True)
+                )
+            case "choose_task":
+                got = said["choose_task"](**in_bytes(given))
+            case "evaluation_seed":
+                got = said["evaluation_seed"](given["task"], given["block"])
+            case "listing":
+                groups = [
+                    SimpleNamespace(position=position, author=author, source=source)
+                    for position, author, source in reversed(given["held"])
+                ]
+                shelf = SimpleNamespace(
+                    life=given["life"], position=given["last"], owner=given["own"], groups=groups
+                )
+                request = SimpleNamespace(**given["request"])
+                chosen = said["listing"](shelf, request, given["reader"])
+                got = [group.position for group in chosen]
+            case _:
+                continue
+        assert got == vector["output"], vector["name"]
+        derived[vector["derive"]] += 1
+    assert len(derived) == 4
+
+
 def test_vectors_are_those_that_the_generator_writes():
     written = {name: (PROTOCOL / "vectors" / name).read_text() for name in DOCUMENTS}
     assert written == vectors.documents()
@@ -449,7 +482,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
     others = {"crews_founded", "state_manifest", "manifest", "session", "summary"}
-    readers = {*ENVELOPES, *MESSAGES, *WEIGHTS, *STAGES, *CREWS, *others}
+    readers = {"group", *MESSAGES, *WEIGHTS, *STAGES, *CREWS, *others}
     assert accepted == refused == readers
 
 
@@ -475,9 +508,9 @@ def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "vectors").mkdir()
     wrong = {
-        **DOCUMENTS["fetch.json"],
+        **DOCUMENTS["peers.json"],
         "vectors": [
-            {**DOCUMENTS["fetch.json"]["vectors"][0], "verdict": "reject", "reason": "bounds"}
+            {**DOCUMENTS["peers.json"]["vectors"][0], "verdict": "reject", "reason": "bounds"}
         ],
     }
     (tmp_path / "vectors" / "wrong.json").write_text(json.dumps(wrong))
@@ -509,12 +542,11 @@ def test_independent_decoder_does_not_know_swarmnode():
 def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
     """Payloads are altered before they are signed, so that mutations get past the signature."""
     rng = random.Random(2)
-    seeds = [frames.pack(frames.GROUP), frames.pack(frames.ANNOUNCE)]
-    seeds.append(
-        frames.pack(
-            frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})
-        )
-    )
+    packed = {**frames.COMPLETION, **frames.PACKED}
+    seeds = [
+        frames.pack(frames.GROUP),
+        frames.pack(frames.changed(frames.GROUP, "completions.0", packed)),
+    ]
     accepted = 0
     for _ in range(4000):
         payload = bytearray(rng.choice(seeds))
@@ -523,8 +555,8 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
                 (0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256))
             )
         frame = frames.sealed(bytes(payload))
-        ours = judge("gossip", frame, b"swarmnode/rollout/1", frames.SWARM)
-        theirs = check.judge("gossip", frame, b"swarmnode/rollout/1", frames.SWARM)
+        ours = judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
+        theirs = check.judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
         assert (ours["verdict"], ours.get("value")) == (
             theirs["verdict"],
             theirs.get("value"),

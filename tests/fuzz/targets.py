@@ -24,13 +24,11 @@ from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
 from swarmnode.observe.http import Pulse, Request, Response, Surface
 from swarmnode.p2p import addresses
-from swarmnode.p2p.guards import rpc
 from swarmnode.p2p.mdns import parse_service
 from swarmnode.pipeline.frames import FrameLimits, read_frame
 from swarmnode.recovery.messages import read as read_state
-from swarmnode.rollouts import offers
+from swarmnode.rollouts import offers, shelf
 from swarmnode.rollouts.admission import Admission
-from swarmnode.rollouts.groups import Announced
 from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
@@ -66,8 +64,6 @@ HEADER = payload.Header(
 )
 STRUCTS = (
     messages.Envelope,
-    messages.FetchRequest,
-    messages.FetchResponse,
     messages.PeersRequest,
     messages.PeersResponse,
     messages.ManifestRequest,
@@ -81,6 +77,7 @@ STRUCTS = (
     messages.BulkRequest,
     messages.BulkResponse,
     listings.ListingRequest,
+    listings.ListingResponse,
     listings.GroupsRequest,
     listings.GroupsResponse,
 )
@@ -109,37 +106,58 @@ def bulk_manifest(data: bytes) -> None:
 
 
 def admission() -> Feed:
-    """Frames from gossip; half of them, by their last bit, around a payload that a stranger did
+    """Fetched groups; half of them, by their last bit, around a payload that a stranger did
     sign."""
     checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
 
     def feed(data: bytes) -> None:
-        frame = signed(data[:-1]) if data and data[-1] & 1 else data
-        got = checks.check_frame(frame, NOW)
-        if isinstance(got, Announced):
-            checks.check_fetched(got, data, NOW)
+        checks.check(signed(data[:-1]) if data and data[-1] & 1 else data, NOW)
         internal = checks.statistics().outcomes.get("internal", 0)
         assert not internal, checks.statistics().last_internal_error
 
     return feed
 
 
-def pulled() -> Feed:
-    """Groups that a peer gave when it was asked, which may be longer than those of gossip."""
-    checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
-    checks.set_policy(b"", TOKENIZER, 1.0)
+def stocked() -> shelf.Shelf:
+    """Return a shelf with as many groups as a step of two peers makes."""
+    groups = shelf.Shelf(AUTHOR.key.public_key().public_bytes_raw(), SWARM, b"life" * 2)
+    for sequence in range(16):
+        frame = AUTHOR.frame(group := AUTHOR.group(sequence, NOW))
+        content, author = envelope.content_id(frame), envelope.peer_key(AUTHOR.peer) or b""
+        listed = (content, author, group.task.id, group.created_at, len(frame), 0.5)
+        groups.put(frame, listings.Listed(*listed))
+    return groups
+
+
+def polled() -> Feed:
+    """Polls of a stranger."""
+    groups = stocked()
 
     def feed(data: bytes) -> None:
-        checks.check_pulled(signed(data[:-1]) if data and data[-1] & 1 else data, NOW)
-        internal = checks.statistics().outcomes.get("internal", 0)
-        assert not internal, checks.statistics().last_internal_error
+        request = codec.decode(data, listings.ListingRequest, limits.LISTING_REQUEST_BYTES)
+        groups.has_news(request, b"")
+        answer = codec.encode(groups.listing(request, NOW))
+        codec.decode(answer, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)
+
+    return feed
+
+
+def fetched() -> Feed:
+    """Fetches of a stranger."""
+    groups = stocked()
+
+    def feed(data: bytes) -> None:
+        request = codec.decode(data, listings.GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        answer = groups.give(request, NOW)
+        assert len(answer.groups) == len(request.contents)
+        codec.decode(codec.encode(answer), listings.GroupsResponse, limits.GROUPS_RESPONSE_BYTES)
 
     return feed
 
 
 def offered() -> Feed:
-    """Listings of one peer after the other, which are kept and chosen from."""
+    """Listings of one peer after the other, which are stored and chosen from."""
     kept, rng = offers.Offers(b"", lambda key: key.hex()), random.Random(0)
 
     def feed(data: bytes) -> None:
@@ -222,8 +240,9 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
         (BadMessage,),
     ),
     "admission": (admission, ()),
-    "pulled": (pulled, ()),
     "listing": (offered, (BadMessage,)),
+    "poll": (polled, (BadMessage,)),
+    "fetch": (fetched, (BadMessage,)),
     "manifest": (lambda: open_manifest, (BadMessage,)),
     "invite": (lambda: text(invite.parse), (ConfigError,)),
     "summary": (lambda: lambda data: open_summary(data, SWARM), (BadMessage,)),
@@ -242,7 +261,6 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
     "stream-open": (lambda: stream_open, (BadMessage,)),
     "state-frame": (lambda: lambda data: drive(read_state(Bytes(data), FRAMES)), (BadMessage,)),
-    "gossip": (lambda: lambda data: rpc.parse(data, ["t"]), (rpc.Undecodable,)),
     "address": (lambda: text(addresses.parse_any), (ValueError,)),
     "mdns": (
         lambda: (

@@ -1,6 +1,6 @@
-// 02, section 4.1 to 4.3: what becomes of a frame before its rewards are looked at.
+// 02, section 5.1 to 5.3: admission of a group before its rewards are computed.
 import {
-  BYTES, bucketSeed, contentOf, hex, openEnvelope, packedFloats, payloadOf, peerOf, Refused, REGISTRY, taskSeed, verify
+  BYTES, contentOf, groupOf, hex, openEnvelope, packedFloats, peerOf, Refused, REGISTRY, taskSeed, verify
 } from './messages.mjs'
 
 const UNWANTED = new RegExp('[\\u0000-\\u0008\\u000b\\u000c\\u000e-\\u001f\\u007f-\\u009f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef]|[\\ufffe\\uffff]')
@@ -8,7 +8,7 @@ const { rollouts: POSSIBLE, seconds: SECONDS } = REGISTRY
 
 export const verdictOf = (reason) => reason === null ? 'accept' : Object.keys(REGISTRY.verdicts).find((verdict) => REGISTRY.verdicts[verdict].includes(reason))
 
-// swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one. chooses: members choose their questions.
+// swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one. chooses: members choose the difficulty of their questions.
 export class Admission {
   constructor ({ swarm, domain, own, tasks, rules = null, models = [], chooses = false }) {
     Object.assign(this, { swarm, domain, own, tasks, rules, models, chooses })
@@ -16,27 +16,24 @@ export class Admission {
     this.sequences = new Set()
   }
 
-  // {reason: null or a word, group: what was accepted and is no announcement, peer, content}. now: Unix seconds.
-  judge (frame, now, limit = BYTES.gossip_frame) {
+  // {reason: null or a word, group: null where it was refused, peer, content}. now: Unix seconds.
+  judge (frame, now) {
     const content = hex(contentOf(frame))
     const seen = this.contents.has(content)
     this.contents.add(content)
     const about = { content, peer: null, group: null, reason: null }
     try {
-      if (frame.length > limit) throw new Refused('oversize')
+      if (frame.length > BYTES.group) throw new Refused('oversize')
       if (seen) throw new Refused('duplicate')
-      const envelope = openEnvelope(frame, limit)
+      const envelope = openEnvelope(frame, BYTES.group)
       if (peerOf(envelope.key) === this.own) throw new Refused('own')
       verify(envelope, this.domain, this.swarm)
       about.peer = peerOf(envelope.key)
-      const message = payloadOf(envelope)
-      const reason = this.#late(message, now) ?? this.#repeated(about.peer, message) ?? this.#group(message, about.peer)
+      const group = groupOf(envelope)
+      const reason = this.#late(group, now) ?? this.#repeated(about.peer, group) ?? this.#group(group, about.peer)
       if (reason !== null) throw new Refused(reason)
-      about.message = message
-      if (message.type === 'rollout') {
-        this.sequences.add(`${about.peer} ${message.sequence}`)
-        about.group = message
-      }
+      this.sequences.add(`${about.peer} ${group.sequence}`)
+      about.group = group
     } catch (error) {
       if (!(error instanceof Refused)) throw error
       about.reason = error.reason
@@ -55,11 +52,9 @@ export class Admission {
   }
 
   #group (group, peer) {
-    if (group.type !== 'rollout') return null
     const { task, completions } = group
-    const own = this.chooses
-      ? bucketSeed(this.swarm, peer, group.sequence, task.id, task.difficulty)
-      : taskSeed(this.swarm, peer, group.sequence)
+    if (task.difficulty !== 0n && !this.chooses) return 'seed'
+    const own = taskSeed(this.swarm, peer, group.sequence, task.id, task.difficulty)
     if (task.seed !== own.seed || task.index !== own.index) return 'seed'
     if (!Object.hasOwn(this.tasks, task.id)) return 'unknown_task'
     if (this.tasks[task.id] !== task.version) return 'unknown_version'

@@ -1,5 +1,5 @@
 // Frames with exactly one fault each, made like the vectors of the same name: `vectors file/name` → (member, group) → frame.
-import { ENVELOPE, PAYLOAD, peerOf, REGISTRY, seal, taskSeed, DOMAINS } from './messages.mjs'
+import { DOMAINS, ENVELOPE, GROUP, hash, MESSAGES, peerOf, REGISTRY, seal, taskSeed, write } from './messages.mjs'
 import { decode, encode, tagged } from './msgpack.mjs'
 import { store } from './zstd.mjs'
 
@@ -18,24 +18,21 @@ const changed = (change) => (member, group) => {
   change(group, member)
   return member.sign(group)
 }
+// A group whose task is another, with the seed for it.
+const asked = (change) => changed((group, member) => {
+  change(group.task)
+  Object.assign(group.task, taskSeed(member.swarm, member.node.peer, group.sequence, group.task.id, group.task.difficulty))
+})
 const first = (change) => changed((group) => change(group.completions[0]))
 // The bytes of the payload, or of the envelope, altered.
-const payload = (alter, codec) => (member, group) => sealed(member, alter(encode(PAYLOAD, group)), codec)
+const payload = (alter, codec) => (member, group) => sealed(member, alter(encode(GROUP, group)), codec)
 const envelope = (alter) => (member, group) => alter(member.sign(group), member)
 const resigned = (alter) => envelope((frame, member) => encode(ENVELOPE, alter(opened(frame), member)))
 
-const GROUP = PAYLOAD.tagged.rollout
 const ORDER = (1n << 252n) + 27742317777372353535851937790883648493n
 const littleEndian = (data) => BigInt('0x' + Buffer.from(data).reverse().toString('hex'))
 
 export const FAULTS = {
-  'envelopes/one byte too long for gossip': (member, group) => {
-    group.completions[0].text = 'a'.repeat(60_000)
-    group.completions[0].tokens = group.sampling.max_tokens
-    const missing = REGISTRY.bytes.gossip_frame + 1 - member.sign(group).length
-    group.completions[0].text = 'a'.repeat(60_000 + missing)
-    return member.sign(group)
-  },
   'envelopes/last byte missing': envelope((frame) => frame.subarray(0, -1)),
   'envelopes/trailing byte': envelope((frame) => bytes(frame, 0)),
   'envelopes/duplicate key': envelope((frame) => bytes(0x85, frame.subarray(1), str('codec'), str('raw'))),
@@ -44,8 +41,8 @@ export const FAULTS = {
   'envelopes/unknown codec': envelope((frame) => bytes(frame.subarray(0, -4), str('lz4'))),
   'envelopes/signature of 63 bytes': resigned((signed) => ({ ...signed, signature: signed.signature.subarray(0, 63) })),
   'envelopes/one bit of the signature flipped': resigned((signed) => ({ ...signed, signature: signed.signature.map((byte, i) => i ? byte : byte ^ 1) })),
-  'envelopes/another swarm': (member, group) => seal(member.node.signer, DOMAINS.rollout, new Uint8Array(32), encode(PAYLOAD, group)),
-  'envelopes/codec flipped by a forwarder': resigned((signed) => ({ ...signed, codec: 'zstd' })),
+  'envelopes/another swarm': (member, group) => seal(member.node.signer, DOMAINS.rollout, new Uint8Array(32), encode(GROUP, group)),
+  'envelopes/codec flipped by a holder': resigned((signed) => ({ ...signed, codec: 'zstd' })),
   'envelopes/scalar beyond the group order': resigned((signed) => {
     const beyond = (littleEndian(signed.signature.subarray(32)) + ORDER).toString(16).padStart(64, '0')
     return { ...signed, signature: bytes(signed.signature.subarray(0, 32), Buffer.from(beyond, 'hex').reverse()) }
@@ -68,7 +65,7 @@ export const FAULTS = {
   'payloads/payload truncated': payload((data) => data.subarray(0, -1)),
   'payloads/integer where a float belongs': payload((data) => swap(data, bytes(str('top_p'), encode('float', 1)), bytes(str('top_p'), 1))),
   'payloads/fields in another order': (member, { type, ...group }) => {
-    const turned = Object.fromEntries(Object.entries(GROUP).reverse())
+    const turned = Object.fromEntries(Object.entries(GROUP.tagged.rollout).reverse())
     return sealed(member, encode(tagged({ rollout: turned }), { type, ...group }))
   },
   'payloads/unknown tag': payload((data) => swap(data, str('rollout'), str('rollou2'))),
@@ -85,9 +82,11 @@ export const FAULTS = {
   'admission/two minutes and a second ahead': changed((group) => { group.created_at += 130_000n }),
   'admission/another sequence': changed((group) => { group.sequence += 1n }),
   'admission/the seed of another peer': changed((group, member) => {
-    Object.assign(group.task, taskSeed(member.swarm, peerOf(new Uint8Array(32)), group.sequence))
+    Object.assign(group.task, taskSeed(member.swarm, peerOf(new Uint8Array(32)), group.sequence, group.task.id, 0n))
   }),
-  'admission/a task that the swarm does not have': changed((group) => { group.task.id = 'builtin/none' }),
+  'admission/another difficulty than the seed is for': changed((group) => { group.task.difficulty = 1n }),
+  'admission/a difficulty where members do not choose': asked((task) => { task.difficulty = 3n }),
+  'admission/a task that the swarm does not have': asked((task) => { task.id = 'builtin/none' }),
   'admission/a task at another version': changed((group) => { group.task.version = '0' }),
   "admission/another temperature than the manifest's": changed((group) => { group.sampling.temperature /= 2 }),
   'admission/257 bytes of text for a token': first((completion) => Object.assign(completion, { text: 'a'.repeat(257), tokens: 1n, logprob: -0.5 })),
@@ -99,12 +98,35 @@ export const FAULTS = {
   'admission/text with escape': first((completion) => { completion.text = '\u001b[2J' })
 }
 
-// The same frame, or sequence, a second time: what a fault above needs no second frame for.
+// A second group: what a fault needs that is none of one group alone.
 export const SECONDS = {
-  'admission/the same frame again': (member, frame) => frame,
-  'admission/another group with the same sequence': (member, frame, group) => {
+  'admission/another group with the same sequence': (member, group) => {
     group.policy_version += 1n
     return member.sign(group)
   }
 }
 
+const listing = (alter) => ['listing', (answer) => alter(answer)]
+const groups = (alter) => ['groups', (answer) => write('groups_response', { groups: alter(answer.groups) })]
+const listed = (answer, change) => write('listing_response', { ...answer, groups: [{ ...answer.groups[0], ...change }] })
+const without = (kind, field, message) => {
+  const { [field]: left, ...shape } = MESSAGES[kind][0]
+  return encode(shape, message)
+}
+
+// Answers with one fault each: `vectors file/name` → [protocol, answer → frame].
+export const ANSWERS = {
+  'listings/15 groups': listing((answer) => {
+    const many = Array.from({ length: REGISTRY.counts.listed + 1 }, (_, i) => ({ ...answer.groups[0], content: hash(Buffer.from([i])) }))
+    return write('listing_response', { ...answer, groups: many })
+  }),
+  'listings/a group twice': listing((answer) => write('listing_response', { ...answer, groups: [answer.groups[0], answer.groups[0]] })),
+  'listings/a listing without a life': listing((answer) => without('listing_response', 'life', answer)),
+  'listings/spread is NaN': listing((answer) => listed(answer, { spread: NaN })),
+  'listings/more spread than rewards have': listing((answer) => listed(answer, { spread: 0.5625 })),
+  'listings/a group of more than 1 MiB': listing((answer) => listed(answer, { size: BigInt(REGISTRY.bytes.group + 1) })),
+  'listings/no groups': groups(() => []),
+  'listings/17 answers': groups(([answer]) => Array(REGISTRY.counts.pulled + 1).fill({ status: 'unknown', body: answer.body.subarray(0, 0) })),
+  'listings/ok and no group': groups(([answer]) => [{ ...answer, body: answer.body.subarray(0, 0) }]),
+  'listings/a group that is not there': groups(([answer]) => [{ ...answer, status: 'unknown' }])
+}

@@ -1,13 +1,13 @@
-// A member of a swarm that has a manifest: it joins by an invite, tells what members tell each other, and shares groups both ways.
+// A member of a swarm that has a manifest: it joins by an invite, answers what members ask, and shares groups both ways.
 import crypto from 'node:crypto'
 import { setTimeout as sleep } from 'node:timers/promises'
-import { Admission, verdictOf } from './admission.mjs'
+import { Admission } from './admission.mjs'
 import {
-  BYTES, chooseTask, contentOf, DOMAINS, equal, falselyListed, hash, hex, listedPositions, openManifest, openSession, openSummary, PAYLOAD,
-  read, REGISTRY, seal, SESSION, SUMMARY, taskSeed
+  chooseTask, contentOf, DOMAINS, equal, falselyListed, GROUP, hash, hex, listedPositions, openManifest, openSession, openSummary, read,
+  REGISTRY, seal, SESSION, SUMMARY, taskSeed
 } from './messages.mjs'
 import { encode } from './msgpack.mjs'
-import { Node, VERDICTS } from './node.mjs'
+import { Node } from './node.mjs'
 import { question, spread } from './tasks.mjs'
 import { store } from './zstd.mjs'
 
@@ -19,42 +19,48 @@ export class Member {
   // invite: addresses, then /swarm/ and the swarm id in hex (01, section 6). seed: 32 bytes, of the key.
   static async join (invite, seed) {
     const [addresses, id] = invite.split('/swarm/')
-    const node = await Node.start(seed)
-    const contact = await node.dial(addresses.split(',')[0])
-    const swarm = new Uint8Array(Buffer.from(id, 'hex'))
-    const { manifest: signed, successor } = await node.ask(contact.peer, 'manifest', { swarm })
-    const opened = openManifest(signed)
-    if (!equal(opened.swarm, swarm)) throw new Error('another manifest than the invite names')
-    const member = new Member(node, contact, swarm, signed, opened.manifest)
+    const member = new Member(await Node.start(seed), new Uint8Array(Buffer.from(id, 'hex')))
+    await member.#serve() // before it connects: a peer may poll at once
+    member.contact = await member.node.dial(addresses.split(',')[0])
+    const { manifest, successor } = await member.node.ask(member.contact.peer, 'manifest', { swarm: member.swarm })
     member.successor = successor
-    await member.#serve()
+    member.#adopt(manifest)
     return member
   }
 
-  constructor (node, contact, swarm, signed, manifest) {
-    Object.assign(this, { node, contact, swarm, signed, manifest })
-    this.tasks = Object.fromEntries(manifest.tasks.map(({ id, version }) => [id, version]))
-    this.admission = new Admission({
-      swarm, domain: DOMAINS.rollout, own: node.peer, tasks: this.tasks, rules: manifest.rollouts,
-      models: manifest.models.map(({ fingerprint, tokenizer }) => [hex(fingerprint), hex(tokenizer)])
-    })
-    this.topic = `${REGISTRY.topics.rollouts}/${hex(swarm)}`
-    this.heard = []
+  constructor (node, swarm) {
+    Object.assign(this, { node, swarm, signed: new Uint8Array() })
     this.shelf = new Map() // content id in hex → {frame, listed, position}
     this.life = new Uint8Array(crypto.randomBytes(8))
     this.session = { session: new Uint8Array(crypto.randomBytes(16)), started_at: now() }
+    this.news = Promise.withResolvers()
+    this.spoils = {} // protocol → answer → frame, for its next answer that has groups
     this.served = {}
+    this.held = 0
     this.sessionsTold = []
     this.summariesTold = []
+  }
+
+  // signed: the envelope of the swarm's manifest.
+  #adopt (signed) {
+    const { swarm, manifest } = openManifest(signed)
+    if (!equal(swarm, this.swarm)) throw new Error('another manifest than the invite names')
+    Object.assign(this, { signed, manifest })
+    this.tasks = Object.fromEntries(manifest.tasks.map(({ id, version }) => [id, version]))
+    this.admission = new Admission({
+      swarm, domain: DOMAINS.rollout, own: this.node.peer, tasks: this.tasks, rules: manifest.rollouts,
+      models: manifest.models.map(({ fingerprint, tokenizer }) => [hex(fingerprint), hex(tokenizer)]),
+      chooses: manifest.protocols.includes(REGISTRY.rules.choice)
+    })
   }
 
   // ---- what members tell each other (01)
 
   async #serve () {
-    const count = (name, answer) => this.node.serve(name, (peer, request) => {
-      const response = answer(peer, request)
+    const count = (name, answer) => this.node.serve(name, async (peer, request) => {
+      const response = await answer(peer, request)
       this.served[name] = (this.served[name] ?? 0) + 1
-      return response
+      return this.#spoiled(name, response)
     })
     const nothing = new Uint8Array()
     await count('manifest', (peer, frame) => {
@@ -75,11 +81,8 @@ export class Member {
       if (summary.length) this.summariesTold.push(openSummary(summary, this.swarm))
       return { summaries: [this.#summary()] }
     })
-    await count('fetch', (peer, frame) => this.#give(read('fetch_request', frame).content))
-    await count('listing', (peer, frame) => this.#list(read('listing_request', frame)))
+    await count('listing', (peer, frame) => this.#hold(peer, read('listing_request', frame)))
     await count('groups', (peer, frame) => ({ groups: read('groups_request', frame).contents.map((content) => this.#give(content)) }))
-    this.node.gossip.topicValidators.set(this.topic, (peer, message) => this.#judge(peer.toString(), new Uint8Array(message.data)))
-    this.node.gossip.subscribe(this.topic)
   }
 
   #summary () {
@@ -105,34 +108,19 @@ export class Member {
 
   // ---- groups of others
 
-  #judge (forwarder, frame) {
-    const { reason, message, ...about } = this.admission.judge(frame, Date.now() / 1000)
-    this.heard.push({ ...about, reason, announced: message?.type === 'announce' ? message : null, size: frame.length, forwarder, frame })
-    return VERDICTS[verdictOf(reason)]
+  // A poll, held open for `patience` seconds until there is news.
+  async list ({ life = new Uint8Array(), position = 0n, patience = 0n } = {}) {
+    return this.node.ask(this.contact.peer, 'listing', { swarm: this.swarm, life, position, patience })
   }
 
-  // What the announcement promised, through admission.
-  async fetch (announced, author) {
-    const { status, body } = await this.node.ask(this.contact.peer, 'fetch', { content: announced.content })
-    if (status !== 'ok') return { status }
-    const same = BigInt(body.length) === announced.size && equal(contentOf(body), announced.content)
-    const judged = new Admission(this.admission).judge(body, Date.now() / 1000, BYTES.group)
-    const its = judged.group !== null && judged.group.sequence === announced.sequence && judged.group.created_at === announced.created_at
-    return { status, ...judged, reason: judged.reason ?? (same && its && judged.peer === author ? null : 'mismatch'), frame: body }
-  }
-
-  async list (cursor = { life: new Uint8Array(), position: 0n }) {
-    return this.node.ask(this.contact.peer, 'listing', { swarm: this.swarm, ...cursor })
-  }
-
-  // Asks for listed groups; each comes with its reason, null where it was admitted and is as listed.
-  async pull (listed) {
+  // Fetches listed groups; each comes with its reason, null where it was admitted and is as listed.
+  async fetch (listed) {
     const { groups } = await this.node.ask(this.contact.peer, 'groups', { contents: listed.map(({ content }) => content) })
     if (groups.length !== listed.length) throw new Error('not as many as were asked for')
-    const admission = new Admission(this.admission) // some of them may have come by gossip
+    const admission = new Admission(this.admission)
     return groups.map(({ status, body }, i) => {
       if (status !== 'ok') return { status }
-      const judged = admission.judge(body, Date.now() / 1000, BYTES.group)
+      const judged = admission.judge(body, Date.now() / 1000)
       const reason = judged.reason ?? falselyListed(listed[i], body, DOMAINS.rollout, this.swarm)
       return { status, ...judged, reason, frame: body, spreadAsListed: judged.group && Math.abs(spread(rewardsOf(judged.group)) - listed[i].spread) < 0.01 }
     })
@@ -140,10 +128,10 @@ export class Member {
 
   // ---- its own groups
 
-  // Four right answers and four wrong ones to question number `sequence`. With `long`, wrong ones are too long for gossip.
+  // Four right answers and four wrong ones to question number `sequence`. With `long`, wrong ones have 12,000 characters.
   group (sequence, long = false) {
-    const { seed, index } = taskSeed(this.swarm, this.node.peer, sequence)
-    const id = chooseTask(Object.keys(this.tasks), seed, index)
+    const id = chooseTask(Object.keys(this.tasks), this.swarm, this.node.peer, sequence)
+    const { seed, index } = taskSeed(this.swarm, this.node.peer, sequence, id, 0n)
     const task = { id, version: this.tasks[id], seed, index, difficulty: 0n }
     const { answer } = question(task)
     const wrong = (i) => long ? crypto.randomBytes(6000).toString('hex') : `${answer}${i}`
@@ -161,40 +149,25 @@ export class Member {
   }
 
   sign (message, codec = 'raw') {
-    const payload = encode(PAYLOAD, message)
+    const payload = encode(GROUP, message)
     return seal(this.node.signer, DOMAINS.rollout, this.swarm, codec === 'zstd' ? store(payload) : payload, codec)
   }
 
-  async publish (sequence, { long = false, codec = 'raw' } = {}) {
-    const group = this.group(sequence, long)
-    const frame = this.sign(group, codec)
-    if (!long) return this.send(frame)
-    this.#keep(frame, group)
-    const announce = { type: 'announce', content: contentOf(frame), size: BigInt(frame.length), created_at: group.created_at, sequence: group.sequence }
-    await this.send(this.sign(announce))
-    return hex(contentOf(frame))
-  }
-
-  // Again until it has left for somebody: a subscription of the other's is known before our own stream to it is open.
-  async send (frame) {
-    while ((await this.node.gossip.publish(this.topic, frame)).recipients.length === 0) await sleep(50)
-    return hex(contentOf(frame))
-  }
-
-  // Lists a group that was not published.
+  // Puts a group on the shelf.
   offer (sequence, { long = false, codec = 'raw' } = {}) {
     const group = this.group(sequence, long)
     return this.offerFrame(this.sign(group, codec), group)
   }
 
-  offerFrame (frame, group) { return this.#keep(frame, group) }
-
-  #keep (frame, group) {
+  // Puts a frame on the shelf, listed as `group`.
+  offerFrame (frame, group) {
     const listed = {
       content: contentOf(frame), author: this.node.signer.key, task: group.task.id, created_at: group.created_at, size: BigInt(frame.length),
       spread: Math.min(0.5, spread(rewardsOf(group)))
     }
     this.shelf.set(hex(listed.content), { frame, listed, position: BigInt(this.shelf.size + 1) })
+    this.news.resolve()
+    this.news = Promise.withResolvers()
     return hex(listed.content)
   }
 
@@ -203,11 +176,31 @@ export class Member {
     return kept ? { status: 'ok', body: kept.frame } : { status: 'unknown', body: new Uint8Array() }
   }
 
-  #list (request) {
+  #list (peer, request) {
+    const [own, reader] = [this.node.peer, peer]
     const about = { life: this.life, position: BigInt(this.shelf.size) }
     if (!equal(request.swarm, this.swarm)) return { status: 'unknown', ...about, groups: [] }
     const kept = new Map([...this.shelf.values()].map(({ listed, position }) => [position, listed]))
-    return { status: 'ok', ...about, groups: listedPositions(this.life, [...kept.keys()], about.position, request).map((at) => kept.get(at)) }
+    const held = [...kept.keys()].map((position) => [position, own, own])
+    const positions = listedPositions({ life: this.life, last: about.position, held, own, reader, request })
+    return { status: 'ok', ...about, groups: positions.map((at) => kept.get(at)) }
+  }
+
+  // Answers a poll at once where the listing is not empty, else when there is news or the patience is over.
+  async #hold (peer, request) {
+    const answer = this.#list(peer, request)
+    if (answer.status !== 'ok' || answer.groups.length > 0 || request.patience === 0n) return answer
+    await Promise.race([this.news.promise, sleep(1000 * Number(request.patience), null, { ref: false })])
+    this.held += 1
+    await sleep(100) // the groups of one step arrive together
+    return this.#list(peer, request)
+  }
+
+  #spoiled (name, answer) {
+    const spoil = this.spoils[name]
+    if (!spoil || !answer.groups.some((group) => group.content || group.body.length)) return answer
+    delete this.spoils[name]
+    return spoil(answer)
   }
 
   async stop () { await this.node.stop() }

@@ -28,12 +28,11 @@ export const ENVELOPE = { key: 'bin', payload: 'bin', signature: 'bin', codec: c
 const TASK = { id: 'str', version: 'str', seed: 'int', index: 'int', difficulty: 'int' }
 const SAMPLING = { temperature: 'float', top_p: 'float', max_tokens: 'int' }
 const COMPLETION = { text: 'str', tokens: 'int', logprob: 'float', finish: choice('eos', 'length'), token_ids: 'bin', logprobs: 'bin' }
-export const PAYLOAD = tagged({
+export const GROUP = tagged({
   rollout: {
     task: TASK, model: 'bin', tokenizer: 'bin', policy_version: 'int', created_at: 'int', sequence: 'int', sampling: SAMPLING,
     completions: [COMPLETION]
-  },
-  announce: { content: 'bin', size: 'int', created_at: 'int', sequence: 'int' }
+  }
 })
 const ANSWER = { status: choice('ok', 'unknown', 'busy'), body: 'bin' }
 const LISTED = row({ content: 'bin', author: 'bin', task: 'str', created_at: 'int', size: 'int', spread: 'float' })
@@ -99,13 +98,6 @@ function checkGroup ({ task, model, tokenizer, policy_version: version, created_
   length(tokenizer, EXACT.fingerprint)
   checkSampling(sampling)
   many(completions, COUNTS.min_completions, COUNTS.max_completions, (completion) => checkCompletion(completion, sampling.max_tokens))
-}
-
-function checkPayload (message) {
-  if (message.type === 'rollout') return checkGroup(message)
-  length(message.content, EXACT.content_id)
-  counter(message.created_at, message.sequence)
-  check(message.size >= 1n && message.size <= BigInt(BYTES.group))
 }
 
 const checkAnswer = ({ status, body }) => check((status === 'ok') === (body.length > 0) && body.length <= BYTES.group)
@@ -176,13 +168,12 @@ const addresses = (all) => many(all, 0, COUNTS.peer_addresses, (address) => name
 
 // Name in protocol/schema → its shape, and what is checked beyond it. The cap is the registry's of the same name.
 export const MESSAGES = {
-  fetch_request: [{ content: 'bin' }, ({ content }) => length(content, EXACT.content_id)],
-  fetch_response: [ANSWER, checkAnswer],
-  listing_request: [{ swarm: 'bin', life: 'bin', position: 'int' }, ({ swarm, life, position }) => {
+  listing_request: [{ swarm: 'bin', life: 'bin', position: 'int', patience: 'int' }, ({ swarm, life, position, patience }) => {
     length(swarm, EXACT.swarm_id)
     check([0, EXACT.life].includes(life.length))
     counter(position)
     check(life.length > 0 || position === 0n)
+    check(patience >= 0n && patience <= BigInt(REGISTRY.seconds.patience))
   }],
   listing_response: [{ status: choice('ok', 'busy', 'unknown'), life: 'bin', position: 'int', groups: [LISTED] }, ({ status, life, position, groups }) => {
     length(life, EXACT.life)
@@ -268,18 +259,18 @@ export function verify (envelope, domain, swarm) {
   check(valid, 'signature')
 }
 
-// The group or announcement in a frame: 02, section 4.1 and 4.2 without what needs a memory or a clock.
-export function openRollout (frame, limit, domain, swarm) {
-  const envelope = openEnvelope(frame, limit)
+// The group in a frame: 02, section 5.1 and 5.2 without the rules that need a memory or a clock.
+export function openGroup (frame, domain, swarm) {
+  const envelope = openEnvelope(frame, BYTES.group)
   verify(envelope, domain, swarm)
-  return { peer: peerOf(envelope.key), content: contentOf(frame), codec: envelope.codec, message: payloadOf(envelope) }
+  return { peer: peerOf(envelope.key), content: contentOf(frame), codec: envelope.codec, group: groupOf(envelope) }
 }
 
-export function payloadOf (envelope) {
+export function groupOf (envelope) {
   const payload = envelope.codec === 'zstd' ? decompress(envelope.payload, BYTES.group, BYTES.zstd_window) : envelope.payload
-  const message = decode(payload, BYTES.group, PAYLOAD)
-  checkPayload(message)
-  return message
+  const group = decode(payload, BYTES.group, GROUP)
+  checkGroup(group)
+  return group
 }
 
 function openRaw (frame, limit, domain, swarm, shape, checked) {
@@ -321,40 +312,42 @@ export function swarmId (swarmName, tasks, protocols) { // tasks: id → version
 const INDEX_BITS = BigInt(COUNTS.index_bits)
 const blockOf = (data) => (BigInt('0x' + hex(hash(data))) >> BigInt(256 - COUNTS.block_bits)) << INDEX_BITS
 
-export function taskSeed (swarm, peer, sequence) {
-  const number = BigInt(sequence)
-  const seed = blockOf(Buffer.concat([DOMAINS.seed, swarm, Buffer.from(peer), u64be(number >> INDEX_BITS)]))
-  return { seed, index: number & ((1n << INDEX_BITS) - 1n) }
-}
-
-// Of a question whose task and difficulty its signer has chosen.
-export function bucketSeed (swarm, peer, sequence, task, difficulty) {
+export function taskSeed (swarm, peer, sequence, task, difficulty) {
   const number = BigInt(sequence)
   const choice = [Buffer.from([Number(difficulty)]), Buffer.from(task)]
-  const seed = blockOf(Buffer.concat([DOMAINS.bucket_seed, swarm, Buffer.from(peer), u64be(number >> INDEX_BITS), ...choice]))
+  const seed = blockOf(Buffer.concat([DOMAINS.seed, swarm, Buffer.from(peer), u64be(number >> INDEX_BITS), ...choice]))
   return { seed, index: number & ((1n << INDEX_BITS) - 1n) }
 }
 
 export const evaluationSeed = (task, block) => (1n << 62n) + blockOf(Buffer.concat([DOMAINS.evaluation, Buffer.from(task), Buffer.from([0]), u64be(block)]))
 
-export function chooseTask (tasks, seed, index) {
+export function chooseTask (tasks, swarm, peer, sequence) {
   const ids = [...new Set(tasks)].sort(byBytes)
-  const drawn = hash(Buffer.concat([DOMAINS.task, u64be(seed), u64be(index).subarray(4)]), 8)
+  const drawn = hash(Buffer.concat([DOMAINS.task, swarm, Buffer.from(peer), u64be(sequence)]), 8)
   return ids[Number(BigInt('0x' + hex(drawn)) % BigInt(ids.length))]
 }
 
-// Positions that are listed, of those that are `held`; `last` was the last one given.
-export function listedPositions (life, held, last, request) {
-  const since = hex(life) === hex(request.life) && request.position <= last ? request.position : 0n
-  return held.filter((position) => position > since).slice(-COUNTS.newest)
+// Positions that are listed (02, section 4.1). held: [position, author, source] of each group; last: the last position given.
+export function listedPositions ({ life, last, held, own, reader, request }) {
+  const cursor = hex(life) === hex(request.life) && request.position <= last ? request.position : 0n
+  const news = held.filter(([position, ...peers]) => position > cursor && !peers.includes(reader)).reverse()
+  const chosen = news.filter(([, author]) => author === own).slice(0, COUNTS.listed / 2)
+  const rest = news.filter((one) => !chosen.includes(one))
+  for (let round = 0; chosen.length < Math.min(COUNTS.listed, news.length); round++) {
+    const listed = (author) => chosen.filter((other) => other[1] === author).length
+    for (const one of rest) {
+      if (chosen.length < COUNTS.listed && !chosen.includes(one) && listed(one[1]) <= round) chosen.push(one)
+    }
+  }
+  return chosen.map(([position]) => position).sort((a, b) => a < b ? -1 : 1)
 }
 
-// `mismatch` where whoever listed a group said what its envelope contradicts, else null.
+// `mismatch` where a listing contradicts the envelope of its group, else null.
 export function falselyListed (listed, frame, domain, swarm) {
   if (!equal(contentOf(frame), listed.content)) return 'mismatch'
-  const { peer, message } = openRollout(frame, BYTES.group, domain, swarm)
-  const truly = message.type === 'rollout' && peer === peerOf(listed.author) && message.task.id === listed.task &&
-    message.created_at === listed.created_at && listed.size === BigInt(frame.length)
+  const { peer, group } = openGroup(frame, domain, swarm)
+  const truly = peer === peerOf(listed.author) && group.task.id === listed.task && group.created_at === listed.created_at &&
+    listed.size === BigInt(frame.length)
   return truly ? null : 'mismatch'
 }
 

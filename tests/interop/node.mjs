@@ -6,13 +6,11 @@ import { BYTES, read, REGISTRY, signingKey, write } from './messages.mjs'
 const { noise } = await import('@chainsafe/libp2p-noise')
 const { yamux } = await import('@chainsafe/libp2p-yamux')
 const { generateKeyPairFromSeed } = await import('@libp2p/crypto/keys')
-const { gossipsub, TopicValidatorResult } = await import('@libp2p/gossipsub')
 const { identify } = await import('@libp2p/identify')
 const { tcp } = await import('@libp2p/tcp')
 const { createLibp2p } = await import('libp2p')
 
-export const VERDICTS = { accept: TopicValidatorResult.Accept, ignore: TopicValidatorResult.Ignore, reject: TopicValidatorResult.Reject }
-const { protocols: PROTOCOLS, timeouts: SECONDS } = REGISTRY
+const { protocols: PROTOCOLS, timeouts: TIMEOUTS, seconds: { patience: PATIENCE } } = REGISTRY
 
 function later (seconds) {
   const controller = new AbortController()
@@ -48,16 +46,13 @@ export class Node {
       connectionEncrypters: [noise()],
       streamMuxers: [yamux()],
       connectionGater: { denyDialMultiaddr: () => false }, // loopback
-      services: {
-        identify: identify(),
-        gossip: gossipsub({ globalSignaturePolicy: 'StrictSign', doPX: false, floodPublish: true, heartbeatInterval: 1000 })
-      }
+      services: { identify: identify() }
     })
     return new Node(host, privateKey.publicKey.raw, signingKey(seed, privateKey.publicKey.raw))
   }
 
   constructor (host, key, sign) {
-    Object.assign(this, { host, signer: { key, sign }, peer: host.peerId.toString(), gossip: host.services.gossip })
+    Object.assign(this, { host, signer: { key, sign }, peer: host.peerId.toString() })
   }
 
   // The peer id at the other end of an address that ends in /p2p/….
@@ -68,12 +63,14 @@ export class Node {
 
   // The response, read. name: of [protocols] in registry.toml.
   async ask (peer, name, request) {
-    const response = await this.askBytes(peer, name, request instanceof Uint8Array ? request : write(`${name}_request`, request))
+    const frame = request instanceof Uint8Array ? request : write(`${name}_request`, request)
+    const response = await this.askBytes(peer, name, frame, Number(request.patience ?? 0))
     return read(`${name}_response`, response)
   }
 
-  async askBytes (peer, name, request) {
-    const { signal, over } = later(SECONDS[name])
+  // patience: seconds for which the responder may hold a poll.
+  async askBytes (peer, name, request, patience = 0) {
+    const { signal, over } = later(TIMEOUTS[name] + patience)
     try {
       const stream = await this.host.dialProtocol(peer, PROTOCOLS[name], { signal })
       await writeFrame(stream, request)
@@ -85,13 +82,14 @@ export class Node {
     }
   }
 
-  // answer(peer id, frame) → message; what it throws resets the stream.
+  // answer(peer id, frame) → message, or a frame as it is; what it throws resets the stream.
   async serve (name, answer) {
     await this.host.handle(PROTOCOLS[name], async (stream, connection) => {
-      const { signal, over } = later(SECONDS[name])
+      const { signal, over } = later(TIMEOUTS[name] + (name === 'listing' ? PATIENCE : 0))
       try {
         const request = await readFrame(stream, BYTES[`${name}_request`], signal)
-        await writeFrame(stream, write(`${name}_response`, await answer(connection.remotePeer.toString(), request)))
+        const response = await answer(connection.remotePeer.toString(), request)
+        await writeFrame(stream, response instanceof Uint8Array ? response : write(`${name}_response`, response))
         await stream.close()
       } catch (error) {
         stream.abort(error)

@@ -2,8 +2,8 @@
 import fs from 'node:fs'
 import { Admission, verdictOf } from './admission.mjs'
 import {
-  BYTES, bucketSeed, chooseTask, contentOf, evaluationSeed, falselyListed, hex, listedPositions, MESSAGES, openManifest, openRollout, openSession,
-  openSummary, peerOf, read, Refused, swarmId, taskSeed
+  chooseTask, contentOf, evaluationSeed, falselyListed, hex, listedPositions, MESSAGES, openGroup, openManifest, openSession, openSummary, peerOf,
+  read, Refused, swarmId, taskSeed
 } from './messages.mjs'
 import { question, versionOf } from './tasks.mjs'
 
@@ -29,8 +29,7 @@ const load = (path) => JSON.parse(fs.readFileSync(path, 'utf8').replace(/([[:,] 
 })
 
 const READERS = {
-  gossip: (frame, domain, swarm) => openRollout(frame, BYTES.gossip_frame, domain, swarm),
-  fetched: (frame, domain, swarm) => openRollout(frame, BYTES.group, domain, swarm),
+  group: (frame, domain, swarm) => openGroup(frame, domain, swarm),
   manifest: (frame) => openManifest(frame),
   session: (frame, domain, swarm) => openSession(frame, swarm),
   summary: (frame, domain, swarm) => openSummary(frame, swarm),
@@ -46,11 +45,10 @@ const DERIVATIONS = {
   peer_id: ({ key }) => peerOf(bytes(key)),
   content_id: ({ envelope }) => contentOf(bytes(envelope)),
   swarm_id: ({ name, tasks, protocols }) => swarmId(name, tasks, protocols),
-  task_seed: ({ swarm, peer, sequence }) => taskSeed(bytes(swarm), peer, sequence),
-  bucket_seed: ({ swarm, peer, sequence, task, difficulty }) => bucketSeed(bytes(swarm), peer, sequence, task, difficulty),
+  task_seed: ({ swarm, peer, sequence, task, difficulty }) => taskSeed(bytes(swarm), peer, sequence, task, difficulty),
   evaluation_seed: ({ task, block }) => evaluationSeed(task, block),
-  choose_task: ({ tasks, seed, index }) => chooseTask(tasks, seed, index),
-  listing: ({ life, held, last, request }) => listedPositions(bytes(life), held, last, { life: bytes(request.life), position: request.position }),
+  choose_task: ({ tasks, swarm, peer, sequence }) => chooseTask(tasks, bytes(swarm), peer, sequence),
+  listing: ({ life, request, ...given }) => listedPositions({ ...given, life: bytes(life), request: { ...request, life: bytes(request.life) } }),
   listed: ({ swarm, listed: [content, author, task, created, size], frame }, domain) => falselyListed(
     { content: bytes(content), author: bytes(author), task, created_at: BigInt(created), size: BigInt(size) }, bytes(frame), domain, bytes(swarm))
 }

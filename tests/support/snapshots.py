@@ -41,13 +41,11 @@ from swarmnode.p2p.requests import RequestStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.rollouts.catalogue import CatalogueStatistics
 from swarmnode.rollouts.claims import BeliefStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
-from swarmnode.rollouts.fetching import FetchStatistics
 from swarmnode.rollouts.pool import PoolStatistics
-from swarmnode.rollouts.pulling import PullStatistics
-from swarmnode.rollouts.serving import ServingStatistics
+from swarmnode.rollouts.pull_gossip import PullStatistics, ServingStatistics
+from swarmnode.rollouts.shelf import ShelfStatistics
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
 from swarmnode.weights.state_seeker import CatchUpStatistics
@@ -271,19 +269,15 @@ def example_at(t: float) -> NodeSnapshot:
                 rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
             ),
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
-            fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
             pulling=PullStatistics(
-                modes={"gossip": True, "trial": False, "pull": False, "visit": False},
-                arrived_per_wanted=1.5,
-                listed_per_wanted=0.5,
+                polled=3,
                 listings={"ok": 12, "unsupported": 1},
                 pulled={"ok": 8, "unknown": 1},
                 offered=5,
-                listers=2,
                 claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
             serving=ServingStatistics(
-                {"listing": 14, "group": 9}, CatalogueStatistics(40, 680_000), 2
+                {"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000), 2
             ),
             pool=PoolStatistics(
                 groups=148,
@@ -320,14 +314,14 @@ def example_at(t: float) -> NodeSnapshot:
             ),
             requests=RequestStatistics(
                 requests={
-                    "/swarmnode/fetch/1": {"ok": 4, "timeout": 1},
+                    "/swarmnode/groups/1": {"ok": 4, "timeout": 1},
                     "/swarmnode/peers/1": {"ok": 8},
                 },
                 served={"/swarmnode/peers/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
-                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/fetch/1": 21000},
-                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/fetch/1": 9000},
+                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/groups/1": 21000},
+                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/groups/1": 9000},
             ),
             reputation=ReputationStatistics(peers=4, greylisted=1),
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},

@@ -53,8 +53,8 @@ class Author:
         self.peer = envelope.peer_id(self.key.public_key().public_bytes_raw())
 
     def task(self, sequence: int) -> TaskRef:
-        seed, index = task_seed(self.swarm, self.peer, sequence)
         name = self.tasks[sequence % len(self.tasks)]
+        seed, index = task_seed(self.swarm, self.peer, sequence, name)
         return TaskRef(id=name, version=task_version(name), seed=seed, index=index)
 
     def group(

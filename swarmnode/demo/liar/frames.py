@@ -9,6 +9,7 @@ import random
 import msgspec
 
 from swarmnode.demo.liar.author import Author, swarm_of
+from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import codec, limits, tensors
 from swarmnode.wire.messages import RolloutGroup
 
@@ -27,6 +28,11 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
     def with_task(step: int, **changes: object) -> bytes:
         made = author.group(sequence + step, now)
         return author.frame(replace(made, task=replace(made.task, **changes)))
+
+    def of_task(step: int, name: str) -> bytes:
+        """A group of any task, with the seed of its question."""
+        seed, index = task_seed(author.swarm, author.peer, sequence + step, name)
+        return with_task(step, id=name, seed=seed, index=index)
 
     def with_first(step: int, **changes: object) -> bytes:
         made = author.group(sequence + step, now)
@@ -96,7 +102,8 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "forged index": (with_task(1, index=12_345), "seed"),
         "evaluation seed": (with_task(1, seed=1 << 62), "seed"),
         "seed inside a block": (with_task(1, seed=7), "bounds"),
-        "unknown task": (with_task(1, id="builtin/nothing"), "unknown_task"),
+        "seed of another task": (with_task(1, id="builtin/nothing"), "seed"),
+        "unknown task": (of_task(1, "builtin/nothing"), "unknown_task"),
         "unknown version": (with_task(1, version="0000000000000000"), "unknown_version"),
         "sum that does not add up": (with_first(1, logprob=-9000.0), "tokens"),
         "more text than tokens": (

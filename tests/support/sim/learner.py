@@ -215,8 +215,8 @@ class Learner:
 
 def question(swarm: bytes, peer: str, sequence: int) -> TaskRef:
     """What `peer` has to ask at `sequence`."""
-    seed, index = task_seed(swarm, peer, sequence)
     name = TASKS[sequence % len(TASKS)]
+    seed, index = task_seed(swarm, peer, sequence, name)
     return TaskRef(id=name, version=task_version(name), seed=seed, index=index)
 
 

@@ -12,14 +12,17 @@ from swarmnode.tasks.answers import answer_of
 from swarmnode.tasks.builtin import GENERATORS
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
-from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed, task_seed
+from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed
 from swarmnode.wire.messages import TaskRef
 from tests.support.whole_gym import IMPORT
 
 GYM = [task for task in TASKS if task.startswith("rg/")]
 ADDRESSES = [
-    task_seed(bytes(32), "12D3KooWPeer", sequence)
-    for sequence in (0, 1, INDEX_SPAN - 1, INDEX_SPAN, 9 * INDEX_SPAN + 4242)
+    (2347347902506991616, 0),
+    (2347347902506991616, 1),
+    (2347347902506991616, 1048575),
+    (4337131653191172096, 0),
+    (4577882918044565504, 4242),
 ]
 
 # blake2b-64 of the prompts at ADDRESSES, joined by NUL.

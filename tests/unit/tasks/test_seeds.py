@@ -20,12 +20,19 @@ from swarmnode.tasks.seeds import (
     is_evaluation,
     task_seed,
 )
+from swarmnode.wire.messages import TaskRef
 
-SWARM = bytes(range(32))
+SWARM, TASK = bytes(range(32)), "rg/gcd"
 peers = st.text(
     alphabet="123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=1, max_size=60
 )
 sequences = st.integers(0, SEQUENCE_LIMIT - 1)
+names = st.sampled_from(sorted(TASKS))
+difficulties = st.integers(0, 255)
+
+
+def reference(seed, index, task=TASK, difficulty=0):
+    return TaskRef(task, "v", seed, index, difficulty)
 
 
 def test_address_of_a_known_question():
@@ -33,19 +40,25 @@ def test_address_of_a_known_question():
     import hashlib
 
     digest = hashlib.blake2b(
-        b"swarmnode/seed/1" + SWARM + b"12D3KooWPeer" + (5).to_bytes(8, "big"), digest_size=32
+        b"swarmnode/seed/2" + SWARM + b"12D3KooWPeer" + (5).to_bytes(8, "big") + b"\x03rg/gcd",
+        digest_size=32,
     ).digest()
     block = int("".join(f"{byte:08b}" for byte in digest)[:42], 2)
-    assert task_seed(SWARM, "12D3KooWPeer", 5 * INDEX_SPAN + 77) == (block << 20, 77)
-    assert task_seed(SWARM, "12D3KooWPeer", 0) == (3172582050202910720, 0)
+    assert task_seed(SWARM, "12D3KooWPeer", 5 * INDEX_SPAN + 77, TASK, 3) == (block << 20, 77)
+    assert task_seed(SWARM, "12D3KooWPeer", 0, TASK) == (4280277957159682048, 0)
 
 
-@given(st.sets(st.tuples(peers, st.integers(0, 2**64 - 1)), min_size=2, max_size=40))
+streams = st.tuples(peers, st.integers(0, 2**43 - 1), names, difficulties)
+
+
+@given(st.sets(streams, min_size=2, max_size=40))
 @settings(max_examples=200)
 def test_no_two_streams_share_an_item(streams):
     """Item i of a block is drawn from Random(seed + i), so the ranges seed..seed+2**20-1 of nodes,
     epochs and evaluation are disjoint."""
-    starts = [task_seed(SWARM, peer, epoch * INDEX_SPAN)[0] for peer, epoch in streams]
+    starts = [
+        task_seed(SWARM, peer, epoch * INDEX_SPAN, *choice)[0] for peer, epoch, *choice in streams
+    ]
     starts += [evaluation_seed(task, block) for task in TASKS for block in range(2)]
     starts.sort()
     assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
@@ -53,16 +66,16 @@ def test_no_two_streams_share_an_item(streams):
 
 def test_many_nodes_and_epochs_stay_apart():
     starts = sorted(
-        task_seed(SWARM, f"peer{n}", epoch * INDEX_SPAN)[0]
+        task_seed(SWARM, f"peer{n}", epoch * INDEX_SPAN, TASK)[0]
         for n in range(500)
         for epoch in range(20)
     )
     assert all(left + INDEX_SPAN <= right for left, right in itertools.pairwise(starts))
 
 
-@given(peers, sequences)
-def test_a_training_address_is_an_address_and_never_held_out(peer, sequence):
-    seed, index = task_seed(SWARM, peer, sequence)
+@given(peers, sequences, names, difficulties)
+def test_a_training_address_is_an_address_and_never_held_out(peer, sequence, task, difficulty):
+    seed, index = task_seed(SWARM, peer, sequence, task, difficulty)
     assert is_address(seed, index)
     assert not is_evaluation(seed)
     assert not is_evaluation(seed + index)
@@ -78,36 +91,53 @@ def test_an_evaluation_address_is_an_address_and_held_out(task, block):
 @given(peers, sequences)
 def test_consecutive_questions_differ(peer, sequence):
     if sequence + 1 < SEQUENCE_LIMIT:
-        assert task_seed(SWARM, peer, sequence) != task_seed(SWARM, peer, sequence + 1)
+        assert task_seed(SWARM, peer, sequence, TASK) != task_seed(SWARM, peer, sequence + 1, TASK)
 
 
-@given(peers, sequences)
-def test_a_sender_cannot_choose_its_question(peer, sequence):
-    seed, index = task_seed(SWARM, peer, sequence)
-    assert check_seed(SWARM, peer, sequence, seed, index)
-    assert not check_seed(SWARM, peer, sequence, seed + INDEX_SPAN, index)
-    assert not check_seed(SWARM, peer, sequence, seed, (index + 1) % INDEX_SPAN)
-    assert not check_seed(SWARM, peer, sequence, seed | EVALUATION_BIT, index)
-    assert not check_seed(SWARM[::-1], peer, sequence, seed, index)
-    assert not check_seed(SWARM, peer + "x", sequence, seed, index)
+@given(peers, sequences, difficulties)
+def test_a_sender_cannot_choose_its_question(peer, sequence, difficulty):
+    seed, index = task_seed(SWARM, peer, sequence, TASK, difficulty)
+    ref = reference(seed, index, TASK, difficulty)
+    assert check_seed(SWARM, peer, sequence, ref)
+    for wrong in (
+        reference(seed + INDEX_SPAN, index, TASK, difficulty),
+        reference(seed, (index + 1) % INDEX_SPAN, TASK, difficulty),
+        reference(seed | EVALUATION_BIT, index, TASK, difficulty),
+        reference(seed, index, "rg/lcm", difficulty),
+        reference(seed, index, TASK, (difficulty + 1) % 256),
+    ):
+        assert not check_seed(SWARM, peer, sequence, wrong)
+    assert not check_seed(SWARM[::-1], peer, sequence, ref)
+    assert not check_seed(SWARM, peer + "x", sequence, ref)
 
 
 hostile = st.integers(-(2**90), 2**90)
 
 
-@given(st.binary(max_size=40), st.text(max_size=10), hostile, hostile, hostile)
-def test_checking_hostile_numbers_says_no_and_never_raises(swarm, peer, sequence, seed, index):
-    assert check_seed(swarm, peer, sequence, seed, index) is False
+@given(st.binary(max_size=40), st.text(max_size=10), hostile, hostile, hostile, hostile)
+def test_checking_hostile_numbers_refuses_and_never_raises(
+    swarm, peer, sequence, seed, index, difficulty
+):
+    assert check_seed(swarm, peer, sequence, reference(seed, index, TASK, difficulty)) is False
 
 
-def test_checking_a_peer_id_that_is_not_text_says_no():
-    assert check_seed(SWARM, "\ud800", 0, 0, 0) is False
+def test_checking_text_that_is_not_unicode_refuses():
+    assert check_seed(SWARM, "\ud800", 0, reference(0, 0)) is False
+    assert check_seed(SWARM, "peer", 0, reference(0, 0, task="\ud800")) is False
+
+
+@pytest.mark.parametrize("difficulty", [-1, 256])
+def test_difficulty_outside_its_range_is_an_error(difficulty):
+    with pytest.raises(ValueError, match="difficulty"):
+        task_seed(SWARM, "peer", 0, TASK, difficulty)
 
 
 @pytest.mark.parametrize("sequence", [-1, SEQUENCE_LIMIT])
 def test_sequence_outside_its_range_is_an_error(sequence):
     with pytest.raises(ValueError, match="sequence"):
-        task_seed(SWARM, "peer", sequence)
+        task_seed(SWARM, "peer", sequence, TASK)
+    with pytest.raises(ValueError, match="sequence"):
+        choose_task([TASK], SWARM, "peer", sequence)
 
 
 @pytest.mark.parametrize(
@@ -118,20 +148,19 @@ def test_what_is_no_address(seed, index):
 
 
 def test_tasks_are_chosen_evenly():
-    names = list(TASKS)
-    counts = dict.fromkeys(names, 0)
-    for index in range(1000 * len(names)):
-        counts[choose_task(names, 7 * INDEX_SPAN, index)] += 1
+    counts = dict.fromkeys(TASKS, 0)
+    for sequence in range(1000 * len(TASKS)):
+        counts[choose_task(list(TASKS), SWARM, "peer", sequence)] += 1
     assert all(850 < count < 1150 for count in counts.values())
 
 
-@given(st.permutations(list(TASKS)), st.integers(0, 2**43 - 1), st.integers(0, INDEX_SPAN - 1))
-def test_the_choice_does_not_depend_on_the_order_of_names(names, block, index):
-    assert choose_task(names, block * INDEX_SPAN, index) == choose_task(
-        sorted(names), block * INDEX_SPAN, index
+@given(st.permutations(list(TASKS)), peers, sequences)
+def test_the_choice_does_not_depend_on_the_order_of_names(shuffled, peer, sequence):
+    assert choose_task(shuffled, SWARM, peer, sequence) == choose_task(
+        sorted(TASKS), SWARM, peer, sequence
     )
 
 
 def test_choosing_from_nothing_is_an_error():
     with pytest.raises(ValueError, match="no task"):
-        choose_task([], 0, 0)
+        choose_task([], SWARM, "peer", 0)

@@ -83,7 +83,8 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
     sequences = [group.sequence for group in network.published]
     assert len(set(sequences)) == len(sequences)
     for group in network.published[:5]:
-        assert (group.task.seed, group.task.index) == task_seed(SWARM, ME, group.sequence)
+        asked = task_seed(SWARM, ME, group.sequence, group.task.id)
+        assert (group.task.seed, group.task.index) == asked
         assert len(group.rewards) == len(group.completions) == 8
 
 
@@ -115,7 +116,7 @@ def groups_of_a_peer(count):
     out, peer, sequence = [], "12D3KooWpeer", 0
     with Scorer() as scorer:
         while len(out) < count:
-            seed, index = task_seed(SWARM, peer, sequence)
+            seed, index = task_seed(SWARM, peer, sequence, "rg/gcd")
             ref = TaskRef("rg/gcd", task_version("rg/gcd"), seed, index)
             sequence += 1
             prompt = scorer.prompt(ref)

@@ -7,25 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from swarmnode.config import Config
-from swarmnode.swarm.manifest import protocols_of, spoken
+from swarmnode.swarm.manifest import members_choose, protocols_of
 from swarmnode.tasks import registry
-from swarmnode.tasks.seeds import (
-    bucket_seed,
-    check_seed,
-    choose_task,
-    is_address,
-    is_evaluation,
-    task_seed,
-)
+from swarmnode.tasks.seeds import choose_task, is_address, is_evaluation, task_seed
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
-from swarmnode.wire.ids import BUCKET_PROTOCOLS, PROTOCOLS, Spoken, spoken_in
+from swarmnode.wire.ids import CHOICE_PROTOCOLS, PROTOCOLS
 from tests.support.manifests import founded
 
 NAMES = ["rg/gcd", "rg/lcm"]
 SWARM, PEER = bytes(range(32)), "12D3KooWPeer"
-CHOOSES = spoken_in(BUCKET_PROTOCOLS)
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +27,16 @@ def levels():
     registry.install([], {"rg/gcd": {}})
 
 
-def series(spoken_there=CHOOSES, curriculum=False, count=400):
-    questions = Questions(NAMES, Counters(peer=PEER, swarm=SWARM.hex()), spoken_there, curriculum)
+def series(chooses=True, curriculum=False, count=400):
+    questions = Questions(NAMES, Counters(peer=PEER, swarm=SWARM.hex()), chooses, curriculum)
     return questions, [questions.next() for _ in range(count)]
 
 
 def test_without_a_choice_everything_follows_from_the_number():
-    _, asked = series(Spoken())
+    _, asked = series(chooses=False)
     for sequence, ref in asked:
-        assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence)
-        assert (ref.id, ref.difficulty) == (choose_task(NAMES, ref.seed, ref.index), 0)
+        assert (ref.id, ref.difficulty) == (choose_task(NAMES, SWARM, PEER, sequence), 0)
+        assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence, ref.id)
 
 
 def test_with_a_choice_all_tasks_and_difficulties_are_asked_alike_and_the_seed_is_for_them():
@@ -54,12 +46,8 @@ def test_with_a_choice_all_tasks_and_difficulties_are_asked_alike_and_the_seed_i
     assert set(counts) == {("rg/gcd", 0), ("rg/gcd", 1), ("rg/gcd", 2), ("rg/lcm", 0)}
     assert max(counts.values()) < 2 * min(counts.values())
     for sequence, ref in asked:
-        chosen = (ref.id, ref.difficulty)
-        assert check_seed(SWARM, PEER, sequence, ref.seed, ref.index, chosen)
-        assert not check_seed(
-            SWARM, PEER, sequence, ref.seed, ref.index, (ref.id, ref.difficulty + 1)
-        )
-        assert not check_seed(SWARM, PEER, sequence, ref.seed, ref.index)
+        choice = (ref.id, ref.difficulty)
+        assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence, *choice)
         assert is_address(ref.seed, ref.index)
         assert not is_evaluation(ref.seed)
 
@@ -107,25 +95,19 @@ def test_peers_groups_that_are_trained_on_are_hints_and_refused_ones_are_not():
 
 
 def test_in_a_swarm_without_a_choice_a_curriculum_chooses_among_tasks_at_difficulty_0():
-    _, asked = series(Spoken(), curriculum=True)
-    assert {ref.difficulty for _, ref in asked} == {0}
-    assert all((ref.seed, ref.index) == task_seed(SWARM, PEER, sequence) for sequence, ref in asked)
+    _, asked = series(chooses=False, curriculum=True)
+    assert {(ref.id, ref.difficulty) for _, ref in asked} == {(name, 0) for name in NAMES}
+    for sequence, ref in asked:
+        assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence, ref.id)
 
 
 def test_a_swarm_has_a_choice_where_a_task_has_difficulties_or_its_founder_a_curriculum():
     assert protocols_of(["rg/lcm"], ["cosine"]) == PROTOCOLS
-    assert protocols_of(NAMES, []) == BUCKET_PROTOCOLS
-    assert protocols_of(["rg/lcm"], ["curriculum"]) == BUCKET_PROTOCOLS
-    assert (spoken(None, ["rg/lcm"], []).chooses, spoken(None, NAMES, []).chooses) == (False, True)
+    assert protocols_of(NAMES, []) == CHOICE_PROTOCOLS
+    assert protocols_of(["rg/lcm"], ["curriculum"]) == CHOICE_PROTOCOLS
+    assert not members_choose(None, ["rg/lcm"], [])
+    assert members_choose(None, NAMES, [])
     assert founded().manifest.protocols == sorted(PROTOCOLS)
     chosen = founded(config=Config.model_validate({"task": {"names": NAMES}}))
-    assert chosen.manifest.protocols == sorted(BUCKET_PROTOCOLS)
-    assert spoken(chosen, ["rg/lcm"], []).chooses  # its manifest decides
-    assert not spoken_in(PROTOCOLS).chooses
-
-
-@pytest.mark.parametrize("difficulty", [-1, 256])
-def test_a_difficulty_that_no_message_can_carry_has_no_address(difficulty):
-    with pytest.raises(ValueError, match="difficulty"):
-        bucket_seed(SWARM, PEER, 0, "rg/gcd", difficulty)
-    assert not check_seed(SWARM, PEER, 0, 0, 0, ("rg/gcd", difficulty))
+    assert chosen.manifest.protocols == sorted(CHOICE_PROTOCOLS)
+    assert members_choose(chosen, ["rg/lcm"], [])  # its manifest decides

@@ -7,7 +7,13 @@ import zstandard
 from protocol.generate import frames
 from swarmnode.errors import BadMessage
 from swarmnode.wire import codec, limits, strict
-from swarmnode.wire.messages import Announce, Envelope, FetchResponse, RolloutGroup
+from swarmnode.wire.listings import GroupResponse, GroupsResponse
+from swarmnode.wire.messages import Envelope, RolloutGroup
+
+
+class Offer(msgspec.Struct, tag="offer"):
+    """Another message with a tag."""
+
 
 GROUP = codec.decode_payload(Envelope(key=b"", payload=frames.pack(frames.GROUP), signature=b""))
 
@@ -23,21 +29,13 @@ def test_group_round_trips():
     assert codec.encode(GROUP) == frames.pack(frames.GROUP)
 
 
-def test_announcement_and_group_are_told_apart_by_their_tag():
-    assert isinstance(
-        codec.decode_payload(Envelope(b"", frames.pack(frames.ANNOUNCE), b"")), Announce
-    )
-
-
 def test_the_tag_comes_first_and_nothing_is_skipped_to_find_it():
-    fields = msgspec.msgpack.decode(frames.pack(frames.ANNOUNCE))
-    late = frames.pack({"deep": [[[]]] * 9, **{name: fields[name] for name in reversed(fields)}})
-    with pytest.raises(BadMessage, match="first field") as caught:
-        strict.decode(late, RolloutGroup | Announce)
-    assert caught.value.reason == "schema"
-    assert strict.decode(frames.pack(frames.ANNOUNCE), RolloutGroup | Announce) == strict.decode(
-        frames.pack(frames.ANNOUNCE), Announce
-    )
+    late = frames.pack({"deep": [[[]]] * 9, **dict(reversed(frames.GROUP.items()))})
+    for kind in (RolloutGroup, RolloutGroup | Offer):
+        with pytest.raises(BadMessage, match="first field") as caught:
+            strict.decode(late, kind)
+        assert caught.value.reason == "schema"
+        assert strict.decode(frames.pack(frames.GROUP), kind) == GROUP
 
 
 def test_limit_is_inclusive():
@@ -113,10 +111,12 @@ def test_lone_surrogate_of_a_local_tokenizer_is_found_before_signing():
     )
 
 
-def test_fetch_response_of_the_largest_group_fits_its_cap():
-    response = FetchResponse(status="ok", body=bytes(limits.GROUP_BYTES))
+def test_response_with_the_most_groups_fits_its_cap():
+    largest = GroupResponse("ok", bytes(limits.GROUP_BYTES - limits.PULLED + 1))
+    others = [GroupResponse("ok", b"1")] * (limits.PULLED - 1)
+    response = GroupsResponse([largest, *others])
     frame = codec.encode(response)
-    assert codec.decode(frame, FetchResponse, limits.FETCH_RESPONSE_BYTES) == response
+    assert codec.decode(frame, GroupsResponse, limits.GROUPS_RESPONSE_BYTES) == response
 
 
 def test_decoder_that_runs_out_of_stack_is_a_bad_message(monkeypatch):

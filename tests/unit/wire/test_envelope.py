@@ -1,6 +1,7 @@
 """Signatures, peer ids and content ids."""
 
 import hashlib
+import random
 
 import msgspec
 import pytest
@@ -81,30 +82,33 @@ def test_swarm_id_of_another_length_is_our_own_mistake():
 
 def test_sealed_group_opens():
     frame = envelope.seal(GROUP, KEY, DOMAIN, SWARM)
-    opened, message = envelope.unseal(frame, DOMAIN, SWARM, limits.GOSSIP_BYTES)
+    opened, message = envelope.unseal(frame, DOMAIN, SWARM, limits.GROUP_BYTES)
     assert message == GROUP
     assert envelope.peer_id(opened.key) == frames.PEER
 
 
-def test_seal_compresses_only_what_gets_shorter():
-    long = msgspec.structs.replace(GROUP.completions[0], text="a" * 4000)
-    longer = envelope.seal(
-        msgspec.structs.replace(GROUP, completions=[long, long]), KEY, DOMAIN, SWARM
+@pytest.mark.parametrize(
+    ("ids", "kept_as"), [(bytes(2**16), "zstd"), (random.Random(0).randbytes(2**16), "raw")]
+)
+def test_seal_compresses_only_what_gets_shorter(ids, kept_as):
+    one = msgspec.structs.replace(GROUP.completions[0], tokens=2**14, token_ids=ids)
+    group = msgspec.structs.replace(
+        GROUP,
+        completions=[one, GROUP.completions[1]],
+        sampling=msgspec.structs.replace(GROUP.sampling, max_tokens=2**14),
     )
-    announce = codec.decode_payload(envelope.Envelope(b"", frames.pack(frames.ANNOUNCE), b""))
-    assert len(longer) < 1000
-    sizes = [len(codec.encode(announce)), len(codec.compress(codec.encode(announce)))]
-    opened = codec.decode(
-        envelope.seal(announce, KEY, DOMAIN, SWARM), envelope.Envelope, limits.GOSSIP_BYTES
-    )
-    assert len(opened.payload) == min(sizes)
+    frame = envelope.seal(group, KEY, DOMAIN, SWARM)
+    opened, message = envelope.unseal(frame, DOMAIN, SWARM, limits.GROUP_BYTES)
+    payload = codec.encode(group)
+    assert (opened.codec, message) == (kept_as, group)
+    assert len(opened.payload) == min(len(payload), len(codec.compress(payload)))
 
 
 def test_signature_is_looked_at_before_the_payload():
     """Else a forger could have another peer blamed for garbage."""
     forged = codec.encode(msgspec.structs.replace(SIGNED, payload=b"\xc1"))
     with pytest.raises(BadMessage, match="signature"):
-        envelope.unseal(forged, DOMAIN, SWARM, limits.GOSSIP_BYTES)
+        envelope.unseal(forged, DOMAIN, SWARM, limits.GROUP_BYTES)
 
 
 @pytest.mark.parametrize(

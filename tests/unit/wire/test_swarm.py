@@ -19,7 +19,7 @@ def test_order_of_tasks_does_not_matter():
         swarm_id("s", {"a": "1"}),
         swarm_id("s", {"a": "1", "b": "3"}),
         swarm_id("s", {"a": "12", "b": ""}),
-        swarm_id("s", TASKS, ("/swarmnode/rollouts/2",)),
+        swarm_id("s", TASKS, ids.CHOICE_PROTOCOLS),
     ],
 )
 def test_any_difference_is_another_swarm(other):
@@ -30,7 +30,3 @@ def test_any_difference_is_another_swarm(other):
 def test_swarm_needs_a_name_and_a_task(name, tasks):
     with pytest.raises(ValueError):
         swarm_id(name, tasks)
-
-
-def test_topic_names_the_swarm_in_hex():
-    assert ids.rollout_topic(b"\xab" * 32) == "/swarmnode/rollouts/1/" + "ab" * 32
