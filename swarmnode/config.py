@@ -165,11 +165,10 @@ class NetworkConfig(Section):
     hole_punching: bool = True
     """Try to replace relayed connections by direct ones."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained upload of this node, all protocols together; above it groups are not published,
-    forwarded or served. 0 is off."""
+    """Sustained upload of this node, all protocols together; above it groups are not published
+    or served. 0 is off."""
     download_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained download; above it nothing is fetched and the node leaves the gossip topic until it
-    has caught up. 0 is off."""
+    """Sustained download; above it nothing is fetched until it has caught up. 0 is off."""
     monthly_bytes: int = Field(default=0, ge=0)
     """Upload and download of a calendar month, local time; once used up, sharing pauses until the
     next. 0 is off."""
@@ -392,9 +391,6 @@ class SharingConfig(Section):
     """Publish groups and train on those of other nodes."""
     groups_per_second: float = Field(default=16.0, gt=0, le=GROUPS_PER_SECOND)
     """Groups accepted from one peer, sustained."""
-    exchange: Literal["auto", "gossip", "pull"] = "auto"
-    """How groups come here: `gossip` brings all of them, `pull` asks for as many as are trained on,
-    `auto` measures which is better."""
 
 
 class WeightsConfig(Section):

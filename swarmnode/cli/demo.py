@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -40,10 +40,6 @@ class DemoFlags:
             validator=Number(gte=0), help="Nodes that are killed -9 half-way and have to come back."
         ),
     ] = 0
-    exchange: Annotated[
-        Literal["auto", "gossip", "pull"],
-        Parameter(help="How groups come from node to node, as sharing.exchange."),
-    ] = "auto"
     crew: Annotated[
         Flag,
         Parameter(help="One policy in stages on all nodes, and one stage killed -9 every 20 s."),

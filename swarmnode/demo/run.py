@@ -20,7 +20,6 @@ from swarmnode.demo.nodes import DemoNode, Liar
 from swarmnode.demo.table import line, print_verdict, table
 from swarmnode.demo.verdict import Finding, Kill, judge
 from swarmnode.errors import Unavailable
-from swarmnode.rollouts.mode import Choice
 
 START_SECONDS = 90.0
 RETURN_SECONDS = 60.0
@@ -48,7 +47,6 @@ class DemoOptions:
     crew: bool = False
     delay: float = 0.0
     """Milliseconds, one way, between the nodes of a crew."""
-    exchange: Choice = "auto"
 
 
 def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:
@@ -64,7 +62,7 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
             "save_every": 1.0,
             "seed": number,
         },
-        "sharing": {"enabled": not options.solo, "exchange": options.exchange},
+        "sharing": {"enabled": not options.solo},
         "weights": {"rule": "off" if options.solo else "noloco", "sync_every": SYNC_EVERY},
         "http": {"port": options.http_port + number if options.http_port else 0},
     }

@@ -32,7 +32,6 @@ from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.peers import LET_GO
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.pipeline.faults import DEVICE
@@ -40,11 +39,9 @@ from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.pipeline.frames import FRAME_REASONS
 from swarmnode.recovery.messages import STATE_REFUSALS
 from swarmnode.rollouts.claims import LIES
-from swarmnode.rollouts.forward_budget import OUTCOMES as FORWARDED
 from swarmnode.rollouts.groups import Outcome
-from swarmnode.rollouts.mode import Phase
 from swarmnode.rollouts.pulling import LISTINGS, PULLED
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.serving import SERVED as ROLLOUTS_SERVED
 from swarmnode.weights import outcomes, pairing
 from swarmnode.weights.driver import FAILURES
@@ -64,18 +61,6 @@ JUDGED: tuple[str, ...] = get_args(Outcome)
 PROCESSES = ("network", "trainer")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
-MODES = tuple(mode.value for mode in Phase)
-FETCHES = ("ok", "fetch_timeout", "fetch_failed", "fetch_unknown", "fetch_busy", "mismatch")
-GOSSIP = (
-    "received",
-    "accepted",
-    "ignored",
-    "rejected",
-    "delivered",
-    "published",
-    "unwelcome",
-    "dropped",
-)
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
 DROPS = {
     "update": ("not_finite", "no_signal", "overflow", "refused"),
@@ -96,8 +81,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 CREW_MESSAGES: tuple[str, ...] = tuple(
     str(message.__struct_config__.tag) for message in get_args(Request)
 )
-IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.IGNORE)
-REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT)
+IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
+REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)
 STALENESS_BOUNDS = (0, 1, 2, 4, 8)
 """Policy versions."""
 
@@ -678,16 +663,6 @@ ROLLOUTS = (
         REJECTED,
     ),
     Metric(
-        "swarmnode_rollouts_forwarded_total",
-        "counter",
-        "rollouts.forwarding",
-        "Groups that came by gossip and were good, by whether they were passed on: `passed`; not,"
-        " since their `author` or all of their `origin` (a network, or those behind one relay) has"
-        " used its share of this node's bytes up.",
-        ("outcome",),
-        FORWARDED,
-    ),
-    Metric(
         "swarmnode_rollouts_drawn_total",
         "counter",
         "rollouts.pool.drawn",
@@ -701,36 +676,6 @@ ROLLOUTS = (
         " the others are policies too far from ours.",
         ("outcome",),
         JUDGED,
-    ),
-    Metric(
-        "swarmnode_rollouts_fetched_total",
-        "counter",
-        "rollouts.fetching.fetched",
-        "Groups that were announced by their hash, by how fetching them ended.",
-        ("outcome",),
-        FETCHES,
-    ),
-    Metric(
-        "swarmnode_rollouts_exchange_mode",
-        "gauge",
-        "rollouts.pulling.modes",
-        "1 for how groups come here now: by `gossip`; by `pull`; `trial` is by gossip, while"
-        " listings show whether pulling would do; `visit` is by pull, and listens to gossip for"
-        " peers that do not list.",
-        ("mode",),
-        MODES,
-    ),
-    Metric(
-        "swarmnode_rollouts_per_wanted",
-        "gauge",
-        {
-            "arrived": "rollouts.pulling.arrived_per_wanted",
-            "listed": "rollouts.pulling.listed_per_wanted",
-        },
-        "Groups that came by gossip, or were listed, lately for each that the trainer asked for."
-        " Above 12 that arrived, gossip costs more than it brings; below 6 that are listed, there"
-        " is too little to choose from.",
-        ("way",),
     ),
     Metric(
         "swarmnode_rollouts_listings_total",
@@ -901,11 +846,11 @@ NETWORK = (
         ("outcome",),
     ),
     Metric(
-        "swarmnode_mesh_peers",
+        "swarmnode_polled_peers",
         "gauge",
-        lambda s: sum(s.network.gossip.mesh.values()),
-        "Peers in the gossip mesh, with which groups are exchanged directly. 0 with connected peers"
-        " means another swarm or version.",
+        "rollouts.pulling.polled",
+        "Connected peers whose listings this node polls. 0 with connected peers means another"
+        " swarm or version, a pause, or a spent budget.",
     ),
     Metric(
         "swarmnode_dials_total", "counter", "network.peers.dials", "Attempts to connect to a peer."
@@ -916,14 +861,6 @@ NETWORK = (
         "network.peers.dial_failures",
         "Attempts to connect that failed. Many are normal: addresses outlive the nodes behind"
         " them.",
-    ),
-    Metric(
-        "swarmnode_gossip_messages_total",
-        "counter",
-        {event: f"network.gossip.{event}" for event in GOSSIP},
-        "Gossip messages, by what happened to them; `dropped` are those that this node was too slow"
-        " for.",
-        ("event",),
     ),
     Metric(
         "swarmnode_requests_total",
@@ -1305,9 +1242,9 @@ BUDGET = (
         "swarmnode_budget_paused",
         "gauge",
         "budget.paused",
-        "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's"
-        " bytes, its owner's `swarmnode pause`, a machine on its battery, one that is busy with"
-        " other programs, or a download cap in debt.",
+        "1 while this reason keeps the node from fetching groups: quiet hours, the month's bytes,"
+        " its owner's `swarmnode pause`, a machine on its battery, one that is busy with other"
+        " programs, or a download cap in debt.",
         ("reason",),
         PAUSES,
     ),

@@ -25,7 +25,6 @@ import msgspec
 
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.groups import (
     Announced,
     Candidate,
@@ -34,7 +33,7 @@ from swarmnode.rollouts.groups import (
     is_useful,
 )
 from swarmnode.rollouts.pool import DROP_VERSIONS
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.signers import Frames, Signer, Signers
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import check_seed
@@ -56,7 +55,7 @@ class Rejected(msgspec.Struct, frozen=True):
     """Not taken. `peer` is the author where the signature proved it, else None: then whoever passed
     it on is answerable."""
 
-    verdict: Validation
+    verdict: Verdict
     reason: str
     peer: str | None = None
 
@@ -173,7 +172,7 @@ class Admission:
         scorer, fetch, trainer)."""
         verdict = REASONS[reason]
         if not self._outcomes[reason]:
-            level = log.warning if verdict is Validation.REJECT else log.info
+            level = log.warning if verdict is Verdict.REJECT else log.info
             level("group from a peer refused for the first time: %s, peer %s", reason, peer)
         self._outcomes[reason] += 1
         return Rejected(verdict, reason, peer)
@@ -190,8 +189,8 @@ class Admission:
             candidates=self._outcomes["candidate"],
             announced=self._outcomes["announced"],
             admitted=self._outcomes["admitted"],
-            ignored=by_verdict(Validation.IGNORE),
-            rejected=by_verdict(Validation.REJECT),
+            ignored=by_verdict(Verdict.IGNORE),
+            rejected=by_verdict(Verdict.REJECT),
             signers=len(self._signers),
             seen=len(self._seen),
             last_internal_error=self._last_internal_error,

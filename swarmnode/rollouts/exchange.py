@@ -1,14 +1,10 @@
 """The rollout service at work: it carries groups between network, scorer and trainer; the decisions
 are its parts'.
 
-    trainer ─ publisher ─▶ check, sign ─▶ gossip                        up to 64 KB
-                                       └▶ its hash on gossip            longer; whoever wants it
-                                       fetches it
-    gossip ─▶ admission.check_frame (in the validator) ─▶ scoring queue ─▶ admission.check_scored ─▶
-    pool ─ draw ─▶ trainer
-                          ├ announced ─▶ fetching ─▶ admission.check_fetched ─▶ scoring queue
-    pulling ─ listings, groups asked for ─▶ admission.check_pulled ─▶ scoring queue
-    serving ◀─ what is published and what is admitted: listed, and given to whoever asks or fetches
+    trainer ─ publisher ─▶ check, sign ─▶ serving
+    pulling ─ listings, groups asked for ─▶ admission.check_pulled ─▶ scoring queue ─▶
+    admission.check_scored ─▶ pool ─ draw ─▶ trainer
+    serving ◀─ published and admitted groups: listed, and sent to peers that ask
 
 Nothing a peer does ends a task here: a failed fetch or scorer costs that group and is counted. What
 fails otherwise is a defect of ours and ends `run`, visibly; nothing is restarted in silence.
@@ -19,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -27,15 +23,10 @@ import trio
 
 from swarmnode.config import SharingConfig
 from swarmnode.p2p.api import Network
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
 from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.catalogue import Catalogue
-from swarmnode.rollouts.fetch_queue import FetchQueue
-from swarmnode.rollouts.fetching import Fetching, FetchStatistics
-from swarmnode.rollouts.forward_budget import ForwardBudget
 from swarmnode.rollouts.groups import (
-    Announced,
     Candidate,
     Draw,
     Drawn,
@@ -47,6 +38,7 @@ from swarmnode.rollouts.groups import (
 from swarmnode.rollouts.pool import Pool, PoolStatistics
 from swarmnode.rollouts.publisher import Publisher
 from swarmnode.rollouts.pulling import Around, Pulling, PullStatistics
+from swarmnode.rollouts.reasons import Verdict
 from swarmnode.rollouts.scoring import Scorer, ScoringQueue
 from swarmnode.rollouts.serving import Serving, ServingStatistics
 from swarmnode.tasks.frames import Scored
@@ -56,18 +48,12 @@ from swarmnode.wire.envelope import Credentials
 log = logging.getLogger(__name__)
 
 EXPIRE_SECONDS = 30.0
-LEAST_RATE = 16.0
-"""Groups per second that nobody is disconnected for: without a manifest that says how many, another
-node's setting may be another."""
-BUDGET_SECONDS = 1.0
-"""Between two looks whether the budget still lets us listen."""
 
 
 class Budget(Protocol):
     """What is needed of `p2p.metering.Meter`."""
 
     def allows(self, choice: str) -> bool: ...
-    def listening(self) -> bool: ...
 
 
 class Unlimited:
@@ -76,28 +62,22 @@ class Unlimited:
     def allows(self, choice: str) -> bool:
         return True
 
-    def listening(self) -> bool:
-        return True
-
 
 class ExchangeStatistics(msgspec.Struct, frozen=True):
     """Groups on their way from and to peers."""
 
     published: int = 0
-    """Own groups that went out, whole or announced by their hash."""
+    """Own groups that peers can ask for."""
     unpublished: dict[str, int] = {}
     """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`,
     `failed`, `budget`, `disabled`."""
     unpublished_since: dict[str, int] = {}
     """Those after the last one that went out."""
     received: int = 0
-    """Groups that arrived: admitted, ignored, rejected, and those still being fetched or scored."""
+    """Groups that arrived: admitted, ignored, rejected, and those still being scored."""
     admission: AdmissionStatistics = AdmissionStatistics()
-    fetching: FetchStatistics = FetchStatistics()
     pulling: PullStatistics = PullStatistics()
     serving: ServingStatistics = ServingStatistics()
-    forwarding: dict[str, int] = {}
-    """Admitted groups of others by whether they were passed on, of `forward_budget.OUTCOMES`."""
     waiting: int = 0
     """Candidates before the scorer."""
     pool: PoolStatistics = PoolStatistics()
@@ -105,13 +85,6 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     """Drawn groups by what the trainer made of them."""
     peers_used: int = 0
     """Peers of which a group was trained on."""
-
-
-class _Bounds(NamedTuple):
-    """What this node spends on others, beside what it takes."""
-
-    budget: Budget
-    forwarding: ForwardBudget
 
 
 class _ByListing(NamedTuple):
@@ -156,7 +129,6 @@ class RolloutExchange:
         self.pool = Pool()
         self.authors = Authors(network)
         budget = budget or Unlimited()
-        self._bounds = _Bounds(budget, ForwardBudget(self.authors.known, clock))
         self._policy: PolicyFacts | None = None
         self._version = 0
         self.scoring = ScoringQueue(scorer, self._scored, self._refuse, clock)
@@ -164,12 +136,8 @@ class RolloutExchange:
             self._rng.randbytes(limits.LIFE_BYTES),
             credentials.key.public_key().public_bytes_raw(),
         )
-        around = Around(budget.allows, self.authors.worth, self._enqueue, self._in_topic)
+        around = Around(budget.allows, self.authors.worth, self._enqueue, lambda: ())
         gives = lambda peer: self.authors.admitted_of(peer) > 0
-        queue = FetchQueue(gives, network.connected, self._rng)
-        self._fetching = Fetching(
-            network, queue, self._fetched, self._refuse, budget.allows, rules.spoken.fetch
-        )
         self._by_listing = _ByListing(
             Serving(
                 Catalogue(own_key, credentials.swarm, life),
@@ -178,7 +146,7 @@ class RolloutExchange:
                 clock,
                 rules.spoken.fetch,
             ),
-            Pulling(network, self.admission, around, cfg.exchange, clock, self._rng),
+            Pulling(network, self.admission, around, "pull", clock, self._rng),
         )
         self._publisher = Publisher(
             network,
@@ -193,25 +161,20 @@ class RolloutExchange:
     # -- for the node
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Until cancelled. Started once the topic is joined and long groups are served. With
-        sharing off it only waits."""
+        """Until cancelled. Started once groups are listed and served. With sharing off it only
+        waits."""
         if not self.cfg.enabled:
             task_status.started()
             await trio.sleep_forever()
         self._by_listing.serving.start(self._network.requests)
-        rate = max(self.cfg.groups_per_second, LEAST_RATE)
-        topic = await self._network.gossip.join(self._publisher.topic, self.validate, rate=rate)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_drain, topic)
             nursery.start_soon(self._expire)
-            nursery.start_soon(self._mind_budget)
-            self._fetching.start(nursery)
             nursery.start_soon(self._by_listing.pulling.run)
             self.scoring.start(nursery)
             task_status.started()
 
     def statistics(self) -> ExchangeStatistics:
-        admission, fetching = self.admission.statistics(), self._fetching.statistics()
+        admission = self.admission.statistics()
         own = self._publisher.statistics()
         decided = (
             admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
@@ -220,12 +183,10 @@ class RolloutExchange:
             published=own.kept,
             unpublished=own.dropped,
             unpublished_since=own.since_kept,
-            received=decided + len(self.scoring) + fetching.pending,
+            received=decided + len(self.scoring),
             admission=admission,
-            fetching=fetching,
             pulling=self._by_listing.pulling.statistics(),
             serving=self._by_listing.serving.statistics(),
-            forwarding=self._bounds.forwarding.outcomes(),
             waiting=len(self.scoring),
             pool=self.pool.statistics(self._clock()),
             judged=self.authors.outcomes,
@@ -272,39 +233,10 @@ class RolloutExchange:
             else msgspec.structs.replace(g, group=without_token_ids(g.group))
             for g in groups
         ]
-        self._bounds.forwarding.want(request.count)
         self._by_listing.pulling.want(request.count, self.pool.waiting(self.authors.belief))
         return Drawn(request.request, groups)
 
     # -- in
-
-    def validate(self, frame: bytes, forwarder: str) -> Validation:
-        """Gossip's validator: admission without the scorer. Cannot raise."""
-        self._by_listing.pulling.arrived()
-        result = self.admission.check_frame(frame, self._clock())
-        if isinstance(result, Rejected):
-            if (
-                result.verdict is Validation.REJECT
-                and result.peer is not None
-                and result.peer != forwarder
-            ):
-                # gossip holds it against the forwarder
-                self._network.rejected(result.peer, result.reason)
-            return result.verdict
-        if isinstance(result, Announced):
-            if (reason := self._fetching.want(result, forwarder)) is not None:
-                self.admission.refuse(reason, result.peer)
-        else:
-            self._enqueue(result)
-        if not self._bounds.budget.allows("forward"):
-            return Validation.IGNORE  # taken, and not passed on
-        origin, near = self._network.group(forwarder) or forwarder, result.peer == forwarder
-        if not self._bounds.forwarding.allows(result.peer, origin, len(frame), near=near):
-            return Validation.IGNORE
-        return Validation.ACCEPT  # even when we are too busy for it: others need not be
-
-    def _in_topic(self) -> list[str]:
-        return self._network.gossip.peers(self._publisher.topic)
 
     def _enqueue(self, candidate: Candidate) -> None:
         if (reason := self.scoring.put(candidate)) is not None:
@@ -326,45 +258,11 @@ class RolloutExchange:
             self.admission.refuse("pool_full", candidate.peer)
 
     def _refuse(self, reason: str, peer: str) -> None:
-        """Refuse a group after it was passed on: only `peer` can be answerable."""
-        if self.admission.refuse(reason, peer).verdict is Validation.REJECT:
+        """Refuse a group of `peer`, and hold a rejected one against it."""
+        if self.admission.refuse(reason, peer).verdict is Verdict.REJECT:
             self._network.rejected(peer, reason)
-
-    def _fetched(self, announced: Announced, body: bytes) -> None:
-        result = self.admission.check_fetched(announced, body, self._clock())
-        if isinstance(result, Candidate):
-            self._enqueue(result)
-        elif result.verdict is Validation.REJECT:
-            self._network.rejected(announced.peer, result.reason)
-
-    async def _mind_budget(self) -> None:
-        """In the topic while there is budget for what others send and this node does not pull
-        instead, out of it otherwise."""
-        topic, listening = self._publisher.topic, True
-        while True:
-            affordable = self._bounds.budget.listening()
-            if (affordable and self._by_listing.pulling.in_topic) != listening:
-                listening = not listening
-                why = "asking for groups instead" if affordable else "the budget is used up for now"
-                log.info(
-                    "taking part in the swarm's topic again"
-                    if listening
-                    else f"leaving the swarm's topic: {why}"
-                )
-                await (
-                    self._network.gossip.rejoin(topic)
-                    if listening
-                    else self._network.gossip.leave(topic)
-                )
-            await trio.sleep(BUDGET_SECONDS)
 
     async def _expire(self) -> None:
         while True:
             await trio.sleep(EXPIRE_SECONDS)
             self.pool.expire(self._clock(), self._version)
-
-
-async def _drain(topic: AsyncIterable[object]) -> None:
-    """Everything was taken in the validator; what gossip then delivers is only emptied out."""
-    async for _ in topic:
-        pass

@@ -1,9 +1,7 @@
-"""Sends this node's own groups out: checked against a stranger's bounds, signed, by gossip or
-announced by their hash."""
+"""Offers this node's own groups to peers: checked against a stranger's bounds, and signed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from swarmnode.drops import DropCounts, DropTally
@@ -20,11 +18,9 @@ from swarmnode.rollouts.serving import Serving
 from swarmnode.rollouts.signers import Signer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
-from swarmnode.wire.messages import Announce, RolloutGroup
+from swarmnode.wire.messages import RolloutGroup
 
-log = logging.getLogger(__name__)
-
-PUBLISHED = ("gossip", "announced")
+PUBLISHED = ("published",)
 """Outcomes of `Publisher.publish` where the group went out."""
 EXPECTED = ("zero_advantage", "budget", "disabled")
 """Outcomes that are no fault."""
@@ -34,7 +30,7 @@ class Publisher:
     """rate: own groups per second, at most. allows("publish"): whether there is budget for it.
     clock: Unix seconds.
 
-    serving: from where peers get what is announced or listed.
+    serving: from where peers get it.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class Publisher:
         serving: Serving,
         clock: Callable[[], float],
     ) -> None:
-        self.topic = ids.rollout_topic(credentials.swarm, rules.spoken.rollouts)
         self._network = network
         self._credentials = credentials
         self._keeps_rules = rules.keeps_rules
@@ -63,7 +58,7 @@ class Publisher:
         return self._tally.statistics()
 
     async def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
-        """Sign a group that `policy` sampled and send it out; returns its outcome. Never raises for
+        """Sign a group that `policy` sampled and offer it; returns its outcome. Never raises for
         a group that cannot be sent."""
         try:
             outcome = await self._publish(own, policy)
@@ -109,22 +104,6 @@ class Publisher:
         frame = envelope.seal(
             group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
         )
-        outcome = "gossip"
         self._serving.put(group, self._network.peer_id, frame, own.rewards)
-        if len(frame) > limits.GOSSIP_BYTES:
-            announce = Announce(
-                envelope.content_id(frame), len(frame), group.created_at, group.sequence
-            )
-            frame, outcome = (
-                envelope.seal(
-                    announce, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
-                ),
-                "announced",
-            )
         self._pace.take_token()
-        try:
-            await self._network.gossip.publish(self.topic, frame)
-        except Exception:  # whatever the library raises, it is one group of ours that was not sent
-            log.exception("publishing group %d failed", own.sequence)
-            return "failed"
-        return outcome
+        return "published"

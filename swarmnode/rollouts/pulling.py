@@ -25,7 +25,6 @@ import trio
 
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.asking import PLENTY, Asking, Moments
 from swarmnode.rollouts.claims import (
@@ -40,6 +39,7 @@ from swarmnode.rollouts.groups import Candidate, is_useful
 from swarmnode.rollouts.mode import PULLING, Choice, Mode, Phase
 from swarmnode.rollouts.offers import Offers, Pull
 from swarmnode.rollouts.pace import Throughput
+from swarmnode.rollouts.reasons import Verdict
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -89,6 +89,8 @@ class PullStatistics(msgspec.Struct, frozen=True):
     """Groups that could be asked for now, each as often as it is listed."""
     listers: int = 0
     """Connected peers that list."""
+    polled: int = 0
+    """Connected peers whose listings this node polls."""
     claims: BeliefStatistics = BeliefStatistics()
 
 
@@ -329,7 +331,7 @@ class Pulling:
         result = self._admission.check_pulled(body, self._clock())
         if isinstance(result, Rejected):
             # whoever lists it has found the same, so it is as much to blame as its author
-            if result.verdict is Validation.REJECT:
+            if result.verdict is Verdict.REJECT:
                 self._lie(holder, "content")
                 if result.peer is not None and result.peer != holder:
                     self._network.rejected(result.peer, result.reason)

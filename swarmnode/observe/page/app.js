@@ -5,7 +5,6 @@
 const POLL_MS = 2000;
 const STALE_MS = 7000;
 const POINTS = 360;
-const WAYS = { gossip: "by gossip", trial: "by gossip, trying to ask", pull: "by asking", visit: "by asking, and by gossip for now" };
 
 // --- small things ----------------------------------------------------------------------------------------------------
 
@@ -348,8 +347,8 @@ function tiles(s) {
   const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s a step` : "";
   put(byId("tiles"),
     tile("Held-out reward", fixed(3)(report.reward_held_out), error, evaluated),
-    tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted, ${WAYS[rollouts.pulling.mode]}`),
-    tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${sum(network.gossip.mesh)} in the mesh`),
+    tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted`),
+    tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${count(rollouts.pulling.polled)} polled`),
     member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
       : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
     member ? tile("Through the stage", count(own ? own.tokens_per_second : null), "tokens/s", waits(own))
