@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from swarmnode.p2p.api import Network
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts.groups import Judged
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.trust import PeerTrust, count
 
 
@@ -55,7 +54,7 @@ class Authors:
         self._trust.judged(judged.peer, judged.outcome)
         if judged.outcome == "used":
             self._network.accepted(judged.peer)
-        elif REASONS[judged.outcome] is Validation.REJECT:
+        elif REASONS[judged.outcome] is Verdict.REJECT:
             self._network.rejected(judged.peer, judged.outcome)
 
     def trust(self, peer: str) -> float:

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 import trio
+from swarmnode.p2p.gossip import Validation
 
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.netns import enter

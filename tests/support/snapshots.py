@@ -30,7 +30,6 @@ from swarmnode.observe.watch import (
 )
 from swarmnode.p2p.autonat import ReachStatistics
 from swarmnode.p2p.budget import BudgetStatistics
-from swarmnode.p2p.gossip import GossipStatistics
 from swarmnode.p2p.nat import NatStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.peers import PeerStatistics
@@ -44,7 +43,6 @@ from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.catalogue import CatalogueStatistics
 from swarmnode.rollouts.claims import BeliefStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
-from swarmnode.rollouts.fetching import FetchStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.pulling import PullStatistics
 from swarmnode.rollouts.serving import ServingStatistics
@@ -271,15 +269,12 @@ def example_at(t: float) -> NodeSnapshot:
                 rejected={"signature": rejected // 3, "seed": rejected - rejected // 3},
             ),
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
-            fetching=FetchStatistics(fetched={"ok": 3, "fetch_timeout": 1}),
             pulling=PullStatistics(
-                modes={"gossip": True, "trial": False, "pull": False, "visit": False},
-                arrived_per_wanted=1.5,
-                listed_per_wanted=0.5,
                 listings={"ok": 12, "unsupported": 1},
                 pulled={"ok": 8, "unknown": 1},
                 offered=5,
                 listers=2,
+                polled=min(2, connected),
                 claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
             serving=ServingStatistics(
@@ -309,25 +304,16 @@ def example_at(t: float) -> NodeSnapshot:
                 dial_failures=4,
                 let_go={"exchanged": 6, "full": 2},
             ),
-            gossip=GossipStatistics(
-                received=received,
-                accepted=admitted,
-                ignored=ignored,
-                rejected=rejected,
-                delivered=admitted,
-                published=steps * 4,
-                mesh={"/swarmnode/rollouts/1": connected},
-            ),
             requests=RequestStatistics(
                 requests={
-                    "/swarmnode/fetch/1": {"ok": 4, "timeout": 1},
+                    "/swarmnode/groups/1": {"ok": 4, "timeout": 1},
                     "/swarmnode/peers/1": {"ok": 8},
                 },
                 served={"/swarmnode/peers/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
-                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/fetch/1": 21000},
-                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/fetch/1": 9000},
+                received={"/swarmnode/groups/1": received * 4100, "/swarmnode/listing/1": 21000},
+                sent={"/swarmnode/groups/1": steps * 16400, "/swarmnode/listing/1": 9000},
             ),
             reputation=ReputationStatistics(peers=4, greylisted=1),
             guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},
@@ -372,7 +358,7 @@ def example_at(t: float) -> NodeSnapshot:
             level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
             month_bytes={"in": received * 4100, "out": steps * 16400},
             month_limit_bytes=200 * 10**9,
-            refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "relay": 0, "fetch": 0},
+            refused={"publish": 0, "serve": int(t * 0.02), "relay": 0, "fetch": 0},
         ),
         supervisor=SupervisorStatistics(
             {"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()
