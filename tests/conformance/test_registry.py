@@ -15,15 +15,13 @@ from swarmnode.crew import record, service, stream_handshake, stream_proxy
 from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import exchange, manifests, sessions, summaries
 from swarmnode.p2p.bulk import fetching
-from swarmnode.p2p.gossip import Validation
-from swarmnode.p2p.library import build
 from swarmnode.pipeline import frames as stage_frames
 from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission, pulling
 from swarmnode.rollouts.pace import LONGEST
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.tasks import seeds
 from swarmnode.weights import messages as weights_messages
 from swarmnode.weights import requests as weights_requests
@@ -233,10 +231,6 @@ def test_timeouts_are_those_of_the_registry():
     }
 
 
-def test_gossip_protocol_is_that_of_the_registry():
-    assert REGISTRY["transport"]["gossip"] == [build.MESHSUB]
-
-
 def test_security_protocols_are_those_of_the_registry():
     assert REGISTRY["transport"]["security"] == [noise_transport.PROTOCOL_ID]
     assert REGISTRY["transport"]["private_security"] == [ids.PRIVATE_SECURITY]
@@ -277,13 +271,13 @@ def test_what_makes_a_group_impossible_is_what_the_registry_says():
 
 
 def test_what_costs_reputation_is_what_the_registry_says_and_nothing_else():
-    ours = {reason for reason, verdict in REASONS.items() if verdict is Validation.REJECT}
+    ours = {reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT}
     assert ours == set(REGISTRY["verdicts"]["reject"])
     assert ours >= {*DECODE_REASONS, "signature"}
 
 
 def test_what_the_registry_calls_blameless_is_ignored():
-    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Validation.IGNORE}
+    assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Verdict.IGNORE}
 
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
@@ -310,7 +304,7 @@ def test_documents_name_everything_in_the_registry():
     names += [f"`{name}`" for verdict in REGISTRY["verdicts"].values() for name in verdict]
     names += [
         f"`{name}`"
-        for table in ("security", "private_security", "muxers", "gossip")
+        for table in ("security", "private_security", "muxers")
         for name in REGISTRY["transport"][table]
     ]
     assert [name for name in names if name not in text] == []

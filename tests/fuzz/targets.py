@@ -24,7 +24,6 @@ from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
 from swarmnode.observe.http import Pulse, Request, Response, Surface
 from swarmnode.p2p import addresses
-from swarmnode.p2p.guards import rpc
 from swarmnode.p2p.mdns import parse_service
 from swarmnode.pipeline.frames import FrameLimits, read_frame
 from swarmnode.recovery.messages import read as read_state
@@ -109,8 +108,8 @@ def bulk_manifest(data: bytes) -> None:
 
 
 def admission() -> Feed:
-    """Frames from gossip; half of them, by their last bit, around a payload that a stranger did
-    sign."""
+    """Frames as `check_frame` judges them; half of them, by their last bit, around a payload that a
+    stranger did sign."""
     checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
 
@@ -126,7 +125,7 @@ def admission() -> Feed:
 
 
 def pulled() -> Feed:
-    """Groups that a peer gave when it was asked, which may be longer than those of gossip."""
+    """Groups that a peer gave when it was asked."""
     checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
 
@@ -242,7 +241,6 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
     "stage-frame": (lambda: lambda data: drive(read_frame(Bytes(data), FRAMES)), (BadMessage,)),
     "stream-open": (lambda: stream_open, (BadMessage,)),
     "state-frame": (lambda: lambda data: drive(read_state(Bytes(data), FRAMES)), (BadMessage,)),
-    "gossip": (lambda: lambda data: rpc.parse(data, ["t"]), (rpc.Undecodable,)),
     "address": (lambda: text(addresses.parse_any), (ValueError,)),
     "mdns": (
         lambda: (

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from swarmnode.p2p.gossip import Validation
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS
