@@ -27,20 +27,9 @@ const ACTIONS = {
     members.delete(name)
   },
   greet: ({ name }) => members.get(name).greet(),
-  // Peers of the topic, as identify and GossipSub told.
-  meshed: ({ name }) => {
-    const { node, topic } = members.get(name)
-    return { subscribers: node.gossip.getSubscribers(topic).length, mesh: node.gossip.getMeshPeers(topic).length }
-  },
-  heard: ({ name }) => members.get(name).heard.map(told),
   told: ({ name }) => {
     const { served, sessionsTold, summariesTold } = members.get(name)
     return { served, sessions: sessionsTold.map(({ peer }) => peer), summaries: summariesTold.map(({ peer, summary }) => ({ peer, version: summary.version })) }
-  },
-  fetch: async ({ name, content }) => {
-    const member = members.get(name)
-    const { announced, peer } = member.heard.find((one) => one.announced && hex(one.announced.content) === content)
-    return told(await member.fetch(announced, peer))
   },
   async list ({ name, life = '', position = 0 }) {
     const { groups, ...about } = await members.get(name).list({ life: bytes(life), position: BigInt(position) })
@@ -48,28 +37,26 @@ const ACTIONS = {
     return { ...about, groups }
   },
   // What the last listing had.
-  pull: async ({ name }) => (await members.get(name).pull(members.get(name).listed)).map(told),
-  publish: async ({ name, sequence, long, codec }) => members.get(name).publish(sequence, { long, codec }),
+  async pull ({ name }) {
+    const member = members.get(name)
+    member.pulled = await member.pull(member.listed)
+    return member.pulled.map(told)
+  },
   offer: ({ name, sequence, long, codec }) => members.get(name).offer(sequence, { long, codec }),
   faults: () => Object.keys({ ...FAULTS, ...SECONDS }),
-  // Publishes a frame with one fault; with `offered` lists it instead.
-  async spoil ({ name, fault, sequence, offered }) {
+  // Lists a frame with one fault, as if it were an honest group.
+  spoil ({ name, fault, sequence }) {
     const member = members.get(name)
-    const group = member.group(sequence)
-    if (SECONDS[fault]) {
-      const frame = member.sign(group)
-      await member.send(frame)
-      return member.send(SECONDS[fault](member, frame, group))
-    }
-    const honest = member.group(sequence)
-    const frame = FAULTS[fault](member, group)
-    return offered ? member.offerFrame(frame, honest) : member.send(frame)
+    const [honest, group] = [member.group(sequence), member.group(sequence)]
+    const second = SECONDS[fault]
+    if (second) member.offerFrame(member.sign(group), honest)
+    return member.offerFrame(second ? second(member, group) : FAULTS[fault](member, group), honest)
   },
-  // Sends what `heard` got of another: as it is, or under one's own signature.
-  async copy ({ name, heard, content, signed }) {
+  // Lists what was pulled of another: as it is, or under one's own signature.
+  copy ({ name, content, signed }) {
     const member = members.get(name)
-    const { frame, group } = members.get(heard).heard.find((one) => hex(contentOf(one.frame)) === content)
-    return member.send(signed ? member.sign(group) : frame)
+    const { frame, group } = member.pulled.find((one) => hex(contentOf(one.frame)) === content)
+    return member.offerFrame(signed ? member.sign(group) : frame, group)
   },
   // A request of any bytes; how it ended.
   async ask ({ name, protocol, request }) {

@@ -29,13 +29,6 @@ const ORDER = (1n << 252n) + 27742317777372353535851937790883648493n
 const littleEndian = (data) => BigInt('0x' + Buffer.from(data).reverse().toString('hex'))
 
 export const FAULTS = {
-  'envelopes/one byte too long for gossip': (member, group) => {
-    group.completions[0].text = 'a'.repeat(60_000)
-    group.completions[0].tokens = group.sampling.max_tokens
-    const missing = REGISTRY.bytes.gossip_frame + 1 - member.sign(group).length
-    group.completions[0].text = 'a'.repeat(60_000 + missing)
-    return member.sign(group)
-  },
   'envelopes/last byte missing': envelope((frame) => frame.subarray(0, -1)),
   'envelopes/trailing byte': envelope((frame) => bytes(frame, 0)),
   'envelopes/duplicate key': envelope((frame) => bytes(0x85, frame.subarray(1), str('codec'), str('raw'))),
@@ -99,12 +92,10 @@ export const FAULTS = {
   'admission/text with escape': first((completion) => { completion.text = '\u001b[2J' })
 }
 
-// The same frame, or sequence, a second time: what a fault above needs no second frame for.
+// A second group: what a fault needs that is none of one group alone.
 export const SECONDS = {
-  'admission/the same frame again': (member, frame) => frame,
-  'admission/another group with the same sequence': (member, frame, group) => {
+  'admission/another group with the same sequence': (member, group) => {
     group.policy_version += 1n
     return member.sign(group)
   }
 }
-

@@ -1,13 +1,12 @@
 // A member of a swarm that has a manifest: it joins by an invite, tells what members tell each other, and shares groups both ways.
 import crypto from 'node:crypto'
-import { setTimeout as sleep } from 'node:timers/promises'
-import { Admission, verdictOf } from './admission.mjs'
+import { Admission } from './admission.mjs'
 import {
   BYTES, chooseTask, contentOf, DOMAINS, equal, falselyListed, hash, hex, listedPositions, openManifest, openSession, openSummary, PAYLOAD,
-  read, REGISTRY, seal, SESSION, SUMMARY, taskSeed
+  read, seal, SESSION, SUMMARY, taskSeed
 } from './messages.mjs'
 import { encode } from './msgpack.mjs'
-import { Node, VERDICTS } from './node.mjs'
+import { Node } from './node.mjs'
 import { question, spread } from './tasks.mjs'
 import { store } from './zstd.mjs'
 
@@ -38,8 +37,6 @@ export class Member {
       swarm, domain: DOMAINS.rollout, own: node.peer, tasks: this.tasks, rules: manifest.rollouts,
       models: manifest.models.map(({ fingerprint, tokenizer }) => [hex(fingerprint), hex(tokenizer)])
     })
-    this.topic = `${REGISTRY.topics.rollouts}/${hex(swarm)}`
-    this.heard = []
     this.shelf = new Map() // content id in hex → {frame, listed, position}
     this.life = new Uint8Array(crypto.randomBytes(8))
     this.session = { session: new Uint8Array(crypto.randomBytes(16)), started_at: now() }
@@ -75,11 +72,8 @@ export class Member {
       if (summary.length) this.summariesTold.push(openSummary(summary, this.swarm))
       return { summaries: [this.#summary()] }
     })
-    await count('fetch', (peer, frame) => this.#give(read('fetch_request', frame).content))
     await count('listing', (peer, frame) => this.#list(read('listing_request', frame)))
     await count('groups', (peer, frame) => ({ groups: read('groups_request', frame).contents.map((content) => this.#give(content)) }))
-    this.node.gossip.topicValidators.set(this.topic, (peer, message) => this.#judge(peer.toString(), new Uint8Array(message.data)))
-    this.node.gossip.subscribe(this.topic)
   }
 
   #summary () {
@@ -105,22 +99,6 @@ export class Member {
 
   // ---- groups of others
 
-  #judge (forwarder, frame) {
-    const { reason, message, ...about } = this.admission.judge(frame, Date.now() / 1000)
-    this.heard.push({ ...about, reason, announced: message?.type === 'announce' ? message : null, size: frame.length, forwarder, frame })
-    return VERDICTS[verdictOf(reason)]
-  }
-
-  // What the announcement promised, through admission.
-  async fetch (announced, author) {
-    const { status, body } = await this.node.ask(this.contact.peer, 'fetch', { content: announced.content })
-    if (status !== 'ok') return { status }
-    const same = BigInt(body.length) === announced.size && equal(contentOf(body), announced.content)
-    const judged = new Admission(this.admission).judge(body, Date.now() / 1000, BYTES.group)
-    const its = judged.group !== null && judged.group.sequence === announced.sequence && judged.group.created_at === announced.created_at
-    return { status, ...judged, reason: judged.reason ?? (same && its && judged.peer === author ? null : 'mismatch'), frame: body }
-  }
-
   async list (cursor = { life: new Uint8Array(), position: 0n }) {
     return this.node.ask(this.contact.peer, 'listing', { swarm: this.swarm, ...cursor })
   }
@@ -129,7 +107,7 @@ export class Member {
   async pull (listed) {
     const { groups } = await this.node.ask(this.contact.peer, 'groups', { contents: listed.map(({ content }) => content) })
     if (groups.length !== listed.length) throw new Error('not as many as were asked for')
-    const admission = new Admission(this.admission) // some of them may have come by gossip
+    const admission = new Admission(this.admission)
     return groups.map(({ status, body }, i) => {
       if (status !== 'ok') return { status }
       const judged = admission.judge(body, Date.now() / 1000, BYTES.group)
@@ -140,7 +118,7 @@ export class Member {
 
   // ---- its own groups
 
-  // Four right answers and four wrong ones to question number `sequence`. With `long`, wrong ones are too long for gossip.
+  // Four right answers and four wrong ones to question number `sequence`. With `long`, wrong ones have 12,000 characters.
   group (sequence, long = false) {
     const { seed, index } = taskSeed(this.swarm, this.node.peer, sequence)
     const id = chooseTask(Object.keys(this.tasks), seed, index)
@@ -165,23 +143,7 @@ export class Member {
     return seal(this.node.signer, DOMAINS.rollout, this.swarm, codec === 'zstd' ? store(payload) : payload, codec)
   }
 
-  async publish (sequence, { long = false, codec = 'raw' } = {}) {
-    const group = this.group(sequence, long)
-    const frame = this.sign(group, codec)
-    if (!long) return this.send(frame)
-    this.#keep(frame, group)
-    const announce = { type: 'announce', content: contentOf(frame), size: BigInt(frame.length), created_at: group.created_at, sequence: group.sequence }
-    await this.send(this.sign(announce))
-    return hex(contentOf(frame))
-  }
-
-  // Again until it has left for somebody: a subscription of the other's is known before our own stream to it is open.
-  async send (frame) {
-    while ((await this.node.gossip.publish(this.topic, frame)).recipients.length === 0) await sleep(50)
-    return hex(contentOf(frame))
-  }
-
-  // Lists a group that was not published.
+  // Lists a group.
   offer (sequence, { long = false, codec = 'raw' } = {}) {
     const group = this.group(sequence, long)
     return this.offerFrame(this.sign(group, codec), group)

@@ -6,12 +6,10 @@ import { BYTES, read, REGISTRY, signingKey, write } from './messages.mjs'
 const { noise } = await import('@chainsafe/libp2p-noise')
 const { yamux } = await import('@chainsafe/libp2p-yamux')
 const { generateKeyPairFromSeed } = await import('@libp2p/crypto/keys')
-const { gossipsub, TopicValidatorResult } = await import('@libp2p/gossipsub')
 const { identify } = await import('@libp2p/identify')
 const { tcp } = await import('@libp2p/tcp')
 const { createLibp2p } = await import('libp2p')
 
-export const VERDICTS = { accept: TopicValidatorResult.Accept, ignore: TopicValidatorResult.Ignore, reject: TopicValidatorResult.Reject }
 const { protocols: PROTOCOLS, timeouts: SECONDS } = REGISTRY
 
 function later (seconds) {
@@ -48,16 +46,13 @@ export class Node {
       connectionEncrypters: [noise()],
       streamMuxers: [yamux()],
       connectionGater: { denyDialMultiaddr: () => false }, // loopback
-      services: {
-        identify: identify(),
-        gossip: gossipsub({ globalSignaturePolicy: 'StrictSign', doPX: false, floodPublish: true, heartbeatInterval: 1000 })
-      }
+      services: { identify: identify() }
     })
     return new Node(host, privateKey.publicKey.raw, signingKey(seed, privateKey.publicKey.raw))
   }
 
   constructor (host, key, sign) {
-    Object.assign(this, { host, signer: { key, sign }, peer: host.peerId.toString(), gossip: host.services.gossip })
+    Object.assign(this, { host, signer: { key, sign }, peer: host.peerId.toString() })
   }
 
   // The peer id at the other end of an address that ends in /p2p/….

@@ -190,15 +190,13 @@ class NetworkProcess:
 
 
 @contextlib.contextmanager
-def network_process(directory: Path, exchange: str) -> Iterator[NetworkProcess]:
-    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks with
-    `sharing.exchange` as given."""
+def network_process(directory: Path) -> Iterator[NetworkProcess]:
+    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks."""
     sections = {
         "swarm": {"name": "interop"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
         "task": {"names": list(BUILTIN_TASKS)},
         "training": {"temperature": 1.0, "top_p": 1.0, "max_completion_length": limits.TOKENS},
-        "sharing": {"exchange": exchange},
         "http": {"port": 0},
     }
     opened = founded(
