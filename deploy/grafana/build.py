@@ -418,20 +418,6 @@ SWARM: dict[str, list[Panel]] = {
             (quantile(0.95, "swarmnode_rollout_staleness_versions"), "{{instance}} p95"),
         ),
         p(
-            "Groups fetched by hash",
-            (total("swarmnode_rollouts_fetched_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-        p(
-            "Nodes by how groups come to them",
-            (f"sum by (mode) (swarmnode_rollouts_exchange_mode{{{I}}})", "{{mode}}"),
-            stack=True,
-        ),
-        p(
-            "Groups for each that is asked for",
-            (f"swarmnode_rollouts_per_wanted{{{I}}}", "{{instance}} {{way}}"),
-        ),
-        p(
             "Groups pulled",
             (total("swarmnode_rollouts_pulled_total", "outcome"), "{{outcome}}"),
             unit="ops",
@@ -613,7 +599,7 @@ SWARM: dict[str, list[Panel]] = {
             (f"increase(swarmnode_peers_let_go_total{{{I}}}[1h])", "{{instance}} {{why}}"),
             width=6,
         ),
-        p("Gossip mesh", gauge("swarmnode_mesh_peers"), width=6),
+        p("Polled peers", gauge("swarmnode_polled_peers"), width=6),
         p(
             "Can strangers dial it?",
             (f"{gauge('swarmnode_reach')} == 1", "{{instance}} {{verdict}}"),
@@ -648,11 +634,6 @@ SWARM: dict[str, list[Panel]] = {
                 "{{protocol}} {{direction}}",
             ),
             unit="Bps",
-        ),
-        p(
-            "Gossip messages",
-            (total("swarmnode_gossip_messages_total", "event"), "{{event}}"),
-            unit="ops",
         ),
         p("Requests", (total("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
     ],
@@ -711,11 +692,6 @@ SECURITY: dict[str, list[Panel]] = {
         p(
             "Drawn groups, by the trainer's verdict",
             (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-        p(
-            "Groups passed on, or not: the share of their author or origin is used up",
-            (total("swarmnode_rollouts_forwarded_total", "outcome"), "{{outcome}}"),
             unit="ops",
         ),
         p(

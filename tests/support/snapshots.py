@@ -316,7 +316,7 @@ def example_at(t: float) -> NodeSnapshot:
                 sent={"/swarmnode/groups/1": steps * 16400, "/swarmnode/listing/1": 9000},
             ),
             reputation=ReputationStatistics(peers=4, greylisted=1),
-            guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},
+            guards={"slot_released": 7, "window_overrun": 0, "handler_failed": 11},
             nat=NatStatistics(
                 reach=ReachStatistics(verdict="private"),
                 client=RelayClientStatistics(relays=[PEERS[1], PEERS[3]]),
