@@ -1,7 +1,7 @@
 """Does a node keep to its bandwidth? `python -m benchmarks.budget`
 
 Three real hosts on loopback, each publishing short groups fifty times a second; the first has a
-cap. Real exchange, gossip and meter; scored in this process. What is counted are bytes of streams,
+cap. Real exchange and meter; scored in this process. What is counted are bytes of streams,
 all protocols, in both directions.
 
 Goal: no more than the rate and its burst, and the other direction goes on. What is on its way when
