@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import trio
-from tests.support.before import Before
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of

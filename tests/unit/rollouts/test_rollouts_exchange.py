@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import trio
-from swarmnode.p2p.gossip import Validation
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, completion, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
+from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Candidate, Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
