@@ -172,6 +172,7 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
             if ref.difficulty == 1
         ]
         assert 2 < len(hard) < 24
+        hard = hard[:8]  # one listing has room for them
 
         async def publish(sequence, ref, *wrong):
             prompt = await scorer.prompt(ref)
