@@ -22,14 +22,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
 from swarmnode.config import SharingConfig, TrainingConfig
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, ExternalGroup
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.sampling import PROBATION_GROUPS
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
@@ -161,7 +160,7 @@ class HostileSwarm(Swarm):
         if isinstance(result, Rejected):
             if sender not in self.honest:
                 self.fates[result.reason] += 1
-            if result.verdict is Validation.REJECT:
+            if result.verdict is Verdict.REJECT:
                 reputation.rejected(result.peer or sender.peer, result.reason, self.now)
             return
         reputation.accepted(result.peer, self.now)
@@ -201,7 +200,7 @@ class HostileSwarm(Swarm):
             self.fates[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
-        if outcome != "used" and REASONS[outcome] is Validation.REJECT:
+        if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
             gate.refuse(outcome, peer)
             reputation.rejected(peer, outcome, self.now)
 

@@ -1,12 +1,11 @@
 """Does a node keep to its bandwidth? `python -m benchmarks.budget`
 
-Three real hosts on loopback, each publishing short groups fifty times a second; the first has a
-cap. Real exchange, gossip and meter; scored in this process. What is counted are bytes of streams,
-all protocols, in both directions.
+Three real hosts on loopback, each publishing a group of 125 KB and drawing four every second; the
+first has a cap. Real exchange and meter; scored in this process. What is counted are bytes of
+streams, all protocols, in both directions.
 
-Goal: no more than the rate and its burst, and the other direction goes on. What is on its way when
-the node leaves the topic still comes, and is made up for afterwards: download needs minutes to come
-down to its average.
+Goal: no more than the rate and its burst, and the other direction goes on. A pull that is under way
+when the budget is spent still comes, and is made up for afterwards.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import GroupRules
+from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.envelope import Credentials
 from tests.support.hosts import hosts
 
 SWARM = swarm_of()
-PAUSE_SECONDS = 0.02
+PAUSE_SECONDS = 1.0
+DRAWN = 4
 CAP = 30_000
 
 
@@ -88,7 +88,7 @@ async def measure(arm: str, seconds: float) -> Result:
                     )
                 )
                 await nursery.start(exchange.run)
-                nursery.start_soon(publish, exchange, author)
+                nursery.start_soon(publish_and_draw, exchange, author)
             started = trio.current_time()
             before = networks[0].statistics().traffic
             await trio.sleep(seconds)
@@ -111,9 +111,10 @@ def traffic(network: Libp2pNetwork):  # type: ignore[no-untyped-def]
     return lambda: network.statistics().traffic
 
 
-async def publish(exchange: RolloutExchange, author: Author) -> None:
+async def publish_and_draw(exchange: RolloutExchange, author: Author) -> None:
     for sequence in itertools.count():
-        await exchange.publish(author.own_group(sequence))
+        await exchange.publish(author.long_group(sequence))
+        exchange.draw(Draw(sequence, DRAWN, 0, DRAWN))
         await trio.sleep(PAUSE_SECONDS)
 
 

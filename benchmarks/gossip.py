@@ -38,13 +38,13 @@ from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.utils import maybe_consume_signed_record
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+from swarmnode.p2p.gossip import Validation
 
 from benchmarks import report
 from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import guards, identity
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.guards import gossip, outbox, pubsub, yamux
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network

@@ -63,7 +63,7 @@ KINDS = (
     "poet",
     "storm",
 )
-NETWORK = (*KINDS, "taker", "clock", "flood", "patient", TOGETHER)
+NETWORK = (*KINDS, "taker", "clock", "patient", TOGETHER)
 REGIME = "moderate"
 SIMULATED_SECONDS = 300.0
 AFTER_PATIENCE_SECONDS = 600.0

@@ -205,7 +205,7 @@ class Trace:
     same for every arm at the same rounds."""
     received: list[float] = field(default_factory=list)
     """Bytes of others' signed groups, listings and weights that reached a node in this round, each
-    once; what gossip and streams add is not in it."""
+    once; what requests and streams add is not in it."""
     samples: list[float] = field(default_factory=list)
     """Groups in the optimizer's batch."""
     useful_samples: list[float] = field(default_factory=list)

@@ -165,11 +165,10 @@ class NetworkConfig(Section):
     hole_punching: bool = True
     """Try to replace relayed connections by direct ones."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained upload of this node, all protocols together; above it groups are not published,
-    forwarded or served. 0 is off."""
+    """Sustained upload of this node, all protocols together; above it groups are not published
+    or served. 0 is off."""
     download_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained download; above it nothing is fetched and the node leaves the gossip topic until it
-    has caught up. 0 is off."""
+    """Sustained download; above it nothing is fetched until it has caught up. 0 is off."""
     monthly_bytes: int = Field(default=0, ge=0)
     """Upload and download of a calendar month, local time; once used up, sharing pauses until the
     next. 0 is off."""

@@ -3,7 +3,7 @@ helps others to meet.
 
     member (identity → manifest → libp2p host) → serves the manifest, tells peers of peers → HTTP
 
-No trainer, no scorer, no gossip topic, no torch: a small machine with a public address is enough.
+No trainer, no scorer, no groups, no torch: a small machine with a public address is enough.
 It never sees a rollout.
 """
 

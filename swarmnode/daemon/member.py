@@ -140,7 +140,7 @@ class Successors:
     """Asks peers whether the founder has signed a successor, keeps it, and follows it if that is
     this node's policy.
 
-    A node follows by choosing the successor and starting again: configuration, topic, signatures
+    A node follows by choosing the successor and starting again: configuration, signatures
     and trainer all hang on the swarm id.
     """
 

@@ -49,6 +49,7 @@ class View:
     admitted: int = 0
     used: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
+    greylisted: int = 0
     banned: int = 0
     restarts: int = 0
     peers_used: dict[str, int] = field(default_factory=dict)
@@ -248,6 +249,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         admitted=rollouts["admission"]["admitted"],
         used=report.get("external_groups_total", 0),
         rejected=dict(rollouts["admission"]["rejected"]),
+        greylisted=network["reputation"]["greylisted"],
         banned=network["reputation"]["banned"],
         restarts=sum(snapshot["supervisor"]["restarts"].values()),
         peers_used=report.get("peers_used", {}),

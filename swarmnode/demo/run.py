@@ -130,7 +130,9 @@ class Swarm:
         self._first = self.nodes[0].wait_for_address(time.monotonic() + START_SECONDS)
         for node in self.nodes[1:]:
             node.start(self._first)
-        if self.liars:  # at everybody's door: banned by the first, they would never meet the others
+        if (
+            self.liars
+        ):  # at everybody's door: the peer exchange would not name a peer that is banned
             everywhere = [
                 address
                 for node in self.nodes

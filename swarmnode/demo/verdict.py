@@ -91,7 +91,8 @@ def judge(
             believed = sum(view.peers_used.get(liar, 0) for liar in liars)
             findings.append(
                 Finding(
-                    f"{name}: rejected from peers: {reasons}; {view.banned} banned",
+                    f"{name}: rejected from peers: {reasons}; peers ignored: {view.greylisted},"
+                    f" banned: {view.banned}",
                     bool(view.rejected),
                 )
             )

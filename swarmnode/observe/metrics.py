@@ -61,16 +61,6 @@ JUDGED: tuple[str, ...] = get_args(Outcome)
 PROCESSES = ("network", "trainer")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
-GOSSIP = (
-    "received",
-    "accepted",
-    "ignored",
-    "rejected",
-    "delivered",
-    "published",
-    "unwelcome",
-    "dropped",
-)
 POOL_DROPS = ("expired_age", "expired_version", "evicted_full", "evicted_peer_share", "refused")
 DROPS = {
     "update": ("not_finite", "no_signal", "overflow", "refused"),
@@ -855,11 +845,11 @@ NETWORK = (
         ("outcome",),
     ),
     Metric(
-        "swarmnode_mesh_peers",
+        "swarmnode_polled_peers",
         "gauge",
-        lambda s: sum(s.network.gossip.mesh.values()),
-        "Peers in the gossip mesh, with which groups are exchanged directly. 0 with connected peers"
-        " means another swarm or version.",
+        "rollouts.pulling.polled",
+        "Connected peers whose listings this node polls. 0 with connected peers means another"
+        " swarm or version, a pause, or a spent budget.",
     ),
     Metric(
         "swarmnode_dials_total", "counter", "network.peers.dials", "Attempts to connect to a peer."
@@ -870,14 +860,6 @@ NETWORK = (
         "network.peers.dial_failures",
         "Attempts to connect that failed. Many are normal: addresses outlive the nodes behind"
         " them.",
-    ),
-    Metric(
-        "swarmnode_gossip_messages_total",
-        "counter",
-        {event: f"network.gossip.{event}" for event in GOSSIP},
-        "Gossip messages, by what happened to them; `dropped` are those that this node was too slow"
-        " for.",
-        ("event",),
     ),
     Metric(
         "swarmnode_requests_total",
@@ -1259,9 +1241,9 @@ BUDGET = (
         "swarmnode_budget_paused",
         "gauge",
         "budget.paused",
-        "1 while this reason keeps the node from listening to the swarm: quiet hours, the month's"
-        " bytes, its owner's `swarmnode pause`, a machine on its battery, one that is busy with"
-        " other programs, or a download cap in debt.",
+        "1 while this reason keeps the node from fetching groups: quiet hours, the month's bytes,"
+        " its owner's `swarmnode pause`, a machine on its battery, one that is busy with other"
+        " programs, or a download cap in debt.",
         ("reason",),
         PAUSES,
     ),

@@ -54,7 +54,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 class Health(msgspec.Struct, frozen=True):
     network_ready: bool = False
-    """The host listens and gossip has joined the topic."""
+    """The host listens and serves listings."""
     policy_loaded: bool = False
     """The trainer has connected and is past loading."""
     joined: bool = False

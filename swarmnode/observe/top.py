@@ -182,7 +182,7 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     restarts = sum(s["supervisor"]["restarts"].values())
     rejected, ignored = sum(admission["rejected"].values()), sum(admission["ignored"].values())
     used = rollouts["judged"].get("used", 0)
-    mode = text(f"exchange: {rollouts['pulling']['mode']}", "dim")
+    polled = text(f"polls {rollouts['pulling']['polled']} peers", "dim")
     rows: list[tuple[str, str, RenderableType, str, str]] = [
         (
             "reward held-out",
@@ -219,7 +219,7 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
             "rejected",
             number(rejected),
         ),
-        ("tokens/s", number(pace.get("tokens_per_second")), mode, "pool", number(pool["groups"])),
+        ("tokens/s", number(pace.get("tokens_per_second")), polled, "pool", number(pool["groups"])),
         (
             "peers",
             number(s["network"]["peers"]["connected"]),

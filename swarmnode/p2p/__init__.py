@@ -1,2 +1,2 @@
-"""libp2p on trio: host, guards, identity, peers, gossip, requests, reputation. Knows nothing of
+"""libp2p on trio: host, guards, identity, peers, requests, reputation. Knows nothing of
 reinforcement learning."""

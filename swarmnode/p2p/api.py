@@ -3,7 +3,6 @@ on the classes behind them.
 
     Network ─ Connections   who is connected; dial, hold, disconnect
             ─ PeerScoring   whom to listen to, and what its messages were worth
-            ─ .gossip       Gossip: publish and subscribe
             ─ .requests     Requests: one frame each way
             ─ .streams      Streams ▸ PeerStream: long-lived, both ways
             ─ .bulk         Bulk: something large, in verified chunks
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p.gossip import QUEUE_BYTES, QUEUE_MESSAGES, Topic, Validator
 from swarmnode.p2p.reputation import COST
 
 if TYPE_CHECKING:  # which load libp2p
@@ -282,50 +280,9 @@ class Bulk(Protocol):
         ...
 
 
-class Gossip(Protocol):
-    """Publish and subscribe. Messages have at most `wire.limits.GOSSIP_BYTES` bytes, and may be
-    lost."""
-
-    async def join(
-        self,
-        topic: str,
-        validator: Validator,
-        *,
-        messages: int = QUEUE_MESSAGES,
-        size: int = QUEUE_BYTES,
-        rate: float = 0.0,
-    ) -> Topic:
-        """Subscribes. `messages`, `size` (bytes): bounds of the queue. `validator` sees each
-        message once, and must be fast; what it accepts is forwarded and delivered. `rate`: messages
-        per second that one peer may publish; a neighbour that goes on publishing twice as many is
-        disconnected. 0 is any number. Raises ValueError if this topic is joined already."""
-        ...
-
-    async def leave(self, topic: str) -> None:
-        """Asks the neighbours to send no more of a joined `topic`; what was delivered stays in its
-        queue. Publishing still works."""
-        ...
-
-    async def rejoin(self, topic: str) -> None:
-        """Takes a `topic` that was left up again. Its messages may come only after the neighbours'
-        back-off, 10 s."""
-        ...
-
-    async def publish(self, topic: str, data: bytes) -> None:
-        """Sends `data` to the topic's peers; returns when it is queued for them. Raises ValueError
-        above GOSSIP_BYTES."""
-        ...
-
-    def peers(self, topic: str) -> list[str]:
-        """Peer ids of the neighbours that are subscribed to `topic`."""
-        ...
-
-
 class Network(Connections, PeerScoring, Protocol):
     """All of it."""
 
-    @property
-    def gossip(self) -> Gossip: ...
     @property
     def requests(self) -> Requests: ...
     @property

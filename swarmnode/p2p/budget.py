@@ -1,15 +1,12 @@
 """How much this node may send and receive: two token buckets, a month's total, quiet hours. Pure:
 no clock, no socket, no file.
 
-    bytes that went by ─ observe ─▶ buckets (may go below zero)      whoever has a choice asks
-    first:
-                                  └▶ the month's total               allows(choice of CHOICES),
-                                  listening()
+    bytes that went by ─ observe ─▶ buckets (may go below zero) ─▶ allows(choice of CHOICES)
+                                  └▶ the month's total
 
-Every byte is charged, whatever protocol moved it; only what a node can do without asks. So a ping
-is never refused, and is paid for by a group that is not sent. What arrives over gossip cannot be
-refused at all, py-libp2p has no back-pressure that it survives: a node in debt leaves the topic
-instead, so that neighbours stop sending, and returns when it has caught up.
+Every byte is charged, whatever protocol moved it. Only what a node can do without asks first. So a
+ping is never refused, and a group that is not sent pays for it. A node that is over its budget or
+paused neither fetches groups nor gives any.
 """
 
 from __future__ import annotations
@@ -31,14 +28,15 @@ BURST_BYTES = 2**18
 DEBT_SECONDS = 60.0
 """A bucket's deepest debt, in seconds of its rate: a flood must not silence a node for the rest of
 the day."""
-UPLOADS = ("publish", "forward", "serve", "relay")
+UPLOADS = ("publish", "serve", "relay")
 CHOICES = (*UPLOADS, "fetch")
 """What is done only while there is budget for it."""
 PAUSES = ("quiet_hours", "month", *pauses.REASONS, "download")
-"""Why a node does not listen to the swarm; the first two pause everything else in CHOICES too."""
+"""Why a node does not fetch: `download` is a download cap in debt. All others also stop giving
+groups, and the first two everything else in CHOICES."""
 RESTING = ("serve", "relay")
-"""What a node does for its peers while its trainer rests by `pauses.REASONS`. What it could take
-itself would be stale afterwards."""
+"""What a node does for its peers while its trainer rests by `pauses.REASONS`: it gives weights and
+relays. Groups that it fetched would be stale afterwards, and its shelf has no new ones."""
 
 
 class TokenBucket:
@@ -77,7 +75,7 @@ class Month(msgspec.Struct, frozen=True):
 
 class BudgetStatistics(msgspec.Struct, frozen=True):
     paused: dict[str, bool] = {}
-    """Which of PAUSES keep the node from listening to the swarm."""
+    """Which of PAUSES keep the node from fetching."""
     level_bytes: dict[str, float] = {}
     """Bytes that may go "in" and "out" at once, below zero in debt; each only where it has a
     cap."""
@@ -120,7 +118,6 @@ class Budget:
         self._local = local
         self._resting = resting
         self._sent = self._received = 0
-        self._catching_up = False
         self._refused: Counter[str] = Counter()
         saved = month or Month()
         self._month = saved if saved.month == self._name(now) else Month(self._name(now))
@@ -149,21 +146,11 @@ class Budget:
         rests = choice not in RESTING and bool(self._resting())
         return not rests and not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
 
-    def listening(self, now: float) -> bool:
-        """Whether to be in the gossip topic: not while paused, nor from the moment of debt until
-        the bucket is half full again."""
-        if self._download is not None:
-            level = self._download.level(now)
-            self._catching_up = (
-                level < self._download.capacity / 2 if self._catching_up else level < 0
-            )
-        return not self._catching_up and not self._resting() and not self._pauses(now)
-
     def statistics(self, now: float) -> BudgetStatistics:
         found = (
             *self._pauses(now),
             *self._resting(),
-            *(("download",) if self._catching_up else ()),
+            *(("download",) if self._download and self._download.level(now) < 0 else ()),
         )
         buckets = {"in": self._download, "out": self._upload}
         return BudgetStatistics(

@@ -1,6 +1,6 @@
 """Starts and stops the libp2p host and everything that runs on it.
 
-open_host ─▶ choose the port ─▶ guarded host: TCP, Noise, Yamux, GossipSub ─▶ Libp2pNetwork ─▶ its
+open_host ─▶ choose the port ─▶ guarded host: TCP, Noise, Yamux ─▶ Libp2pNetwork ─▶ its
 tasks: redial, mDNS, book, …
 leaving   ─▶ book saved ─▶ tasks end ─▶ connections and host closed, shielded and bounded (else
 py-libp2p leaks every socket)
@@ -54,13 +54,11 @@ async def open_host(
             identity.key_pair, own.announce, gater, cfg.max_connections, secret
         )
         async with (
-            build.running(library, own.listen) as (pubsub, router),
+            build.running(library, own.listen),
             trio.open_nursery() as nursery,
         ):
             network = Libp2pNetwork(
                 Host(build.typed(library), nursery),
-                pubsub,
-                router,
                 gater,
                 cfg,
                 own,

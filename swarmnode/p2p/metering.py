@@ -57,10 +57,6 @@ class Meter:
         """See `Budget.has_room`."""
         return self._budget.has_room(choice, self._observe())
 
-    def listening(self) -> bool:
-        """See `Budget.listening`."""
-        return self._budget.listening(self._observe())
-
     def statistics(self) -> BudgetStatistics:
         return self._budget.statistics(self._observe())
 

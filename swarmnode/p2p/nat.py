@@ -265,8 +265,8 @@ class Nat:
             await self.puncher.upgrade(peer)
 
     async def _replace_circuits(self, peer: str) -> None:
-        """Gossip and requests go over whichever connection they were begun on; those on the circuit
-        are begun again on the direct one."""
+        """Close the circuits with `peer` once there is a direct connection; requests under way on
+        them fail, and are asked again on the direct one."""
         await trio.sleep(GRACE_SECONDS)
         if self._connections.is_direct(peer):
             for connection in self._connections.circuits(peer):

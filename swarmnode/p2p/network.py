@@ -8,7 +8,7 @@ own:
     library
                                                            └▶ nat (relays, hole punching)
     peers, reputation                        pure tables, fed from here
-    requests, streams, gossip, bulk          what is said on connections
+    requests, streams, bulk                  protocols on connections
     discovery                                where peers are heard of
 """
 
@@ -34,10 +34,8 @@ from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
 from swarmnode.p2p.exchange import PeerExchange
-from swarmnode.p2p.gossip import GossipStatistics, Libp2pGossip
 from swarmnode.p2p.library.gater import ConnectionGater
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.library.objects import Pubsub, Router
 from swarmnode.p2p.mdns import MdnsDiscovery
 from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
@@ -51,14 +49,14 @@ log = logging.getLogger(__name__)
 
 TARGET_PEERS = 16
 """Known peers are dialled until this many are connected, at least half of them by us
-(`peers.OUTBOUND_SHARE`): twice the mesh of a gossip topic, so that half of them may go."""
+(`peers.OUTBOUND_SHARE`): twice the 8 peers whose listings a node polls, so that half of them may
+leave."""
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
     """Counters since the host was opened, gauges of now."""
 
     peers: PeerStatistics = PeerStatistics()
-    gossip: GossipStatistics = GossipStatistics()
     requests: RequestStatistics = RequestStatistics()
     bulk: BulkStatistics = BulkStatistics()
     streams: StreamStatistics = StreamStatistics()
@@ -89,13 +87,11 @@ class SwarmSettings:
 
 
 class Libp2pNetwork:
-    """`gossip`, `requests`, `streams`, `bulk`: see `api.Network`. `peers`: who is known."""
+    """`requests`, `streams`, `bulk`: see `api.Network`. `peers`: who is known."""
 
     def __init__(
         self,
         host: Host,
-        pubsub: Pubsub,
-        router: Router,
         gater: ConnectionGater,
         cfg: NetworkConfig,
         own: OwnAddresses,
@@ -110,7 +106,6 @@ class Libp2pNetwork:
         self.peers = PeerTable(host.peer_id, target, rng, wanted=scores.wanted)
         self.connections = ConnectionTable()
         self.traffic = Traffic()
-        self.gossip = Libp2pGossip(pubsub, router, host.peer_id, host.nursery, scores)
         self.requests = Libp2pRequests(host, scores.welcome)
         self.streams = Libp2pStreams(host, scores.welcome)
         self.bulk = Libp2pBulk(host, self.requests, scores)
@@ -223,7 +218,6 @@ class Libp2pNetwork:
     def statistics(self) -> NetworkStatistics:
         return NetworkStatistics(
             peers=self.peers.statistics(),
-            gossip=self.gossip.statistics(),
             requests=self.requests.statistics(),
             bulk=self.bulk.statistics(),
             streams=self.streams.statistics(),

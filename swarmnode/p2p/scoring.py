@@ -6,16 +6,11 @@ from collections.abc import Callable
 
 import trio
 
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import COST, Reputation, Standing
-
-STORM_COST = 60.0
-"""What a storm costs: a stranger is greylisted by one, and banned by two within ten minutes."""
 
 
 class PeerScores:
-    """See `api.PeerScoring`. `disconnect(peer)` is called for one that has lost the last of its
-    standing, or storms."""
+    """See `api.PeerScoring`. `disconnect(peer)` is called for a peer that is banned."""
 
     def __init__(self, reputation: Reputation) -> None:
         self.reputation = reputation
@@ -41,15 +36,3 @@ class PeerScores:
         """See `api.PeerScoring.rejected`."""
         if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
             self.disconnect(peer)
-
-    def judged(self, peer: str, validation: Validation, reason: str) -> None:
-        """What gossip made of a message that `peer` forwarded. Forwarding earns nothing: what is in
-        the message is credited to whoever signed it."""
-        if validation is Validation.REJECT:
-            self.rejected(peer, f"gossip_{reason}")
-
-    def stormed(self, peer: str) -> None:
-        """`peer` has published far more than anybody may (`storms.py`). Its bytes are the harm, so
-        it is not only listened to no more."""
-        self.rejected(peer, "storm", STORM_COST)
-        self.disconnect(peer)

@@ -1,12 +1,12 @@
 """The session protocol, `/swarmnode/session/1`: finds out that our key is in use by another
 process.
 
-Such a twin cannot be seen directly: gossip does not bring a peer its own messages, and nobody tells
-a peer its own address. But whoever is connected to both hears both. Each node therefore signs a
-session, tells it to its peers, and is answered with other sessions under its own key. They prove
-themselves: signed by that key, drawn by another process, issued after this one started, and then
-issued again. So a witness can neither make one up nor serve one of an earlier run. `Stamps` keeps
-that true when the clock was ahead in an earlier run and has been corrected since.
+Such a twin cannot be seen directly: nobody tells a peer its own address. But whoever is connected
+to both hears both. Each node therefore signs a session, tells it to its peers, and is answered with
+other sessions under its own key. They prove themselves: signed by that key, drawn by another
+process, issued after this one started, and then issued again. So a witness can neither make one up
+nor serve one of an earlier run. `Stamps` keeps that true when the clock was ahead in an earlier run
+and has been corrected since.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Hooks:
     """What pull gossip needs from the rest of the rollout service."""
 
     allows: Callable[[str], bool]
-    """allows("fetch"), allows("serve"): whether the node's budget and pauses permit it."""
+    """allows("fetch") and allows("publish"): whether budget and pauses permit to fetch groups and to
+    give them."""
     trust: Callable[[str], float]
     """Peer id of an author → how much its groups count, 0 to 1."""
     gives: Callable[[str], bool]
@@ -461,7 +462,7 @@ class Server:
             raise
 
     def _may_answer(self, peer: str) -> bool:
-        return self._allowances.has_room(peer, self._clock()) and self._hooks.allows("serve")
+        return self._allowances.has_room(peer, self._clock()) and self._hooks.allows("publish")
 
 
 class _Unanswered(Exception):

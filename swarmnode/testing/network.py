@@ -3,19 +3,16 @@ is asked for.
 
     swarm = MemorySwarm()
     a, b, c = (swarm.join(peer) for peer in "abc")      # all connected with all
-    swarm.cut("a", "c")                                 # a and c now hear of each other through b
-    only
+    swarm.cut("a", "c")                                 # a and c are no longer connected
 
 It keeps the promises of swarmnode/p2p/api.py, on which code above the network relies;
-tests/unit/p2p/test_api.py holds it and the real one to the same ones: a validator sees a message
-once, with its forwarder; what it accepts is forwarded and delivered; a message above 64 KB is
-refused; a request raises PeerTimeout, Incompatible, BadMessage("oversize") or PeerError and nothing
-else.
+tests/unit/p2p/test_api.py holds it and the real one to the same ones: a request raises PeerTimeout,
+Incompatible, BadMessage("oversize") or PeerError and nothing else.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -24,12 +21,8 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import Network, RequestHandler
-from swarmnode.p2p.gossip import QUEUE_BYTES, QUEUE_MESSAGES, Message, Topic, Validation, Validator
 from swarmnode.p2p.reputation import COST, Reputation, Standing
-from swarmnode.p2p.scoring import STORM_COST
-from swarmnode.p2p.storms import Storms
 from swarmnode.testing.streams import MemoryBulk, MemoryStreams
-from swarmnode.wire.limits import GOSSIP_BYTES
 
 
 class MemorySwarm:
@@ -87,7 +80,6 @@ class MemoryNetwork:
         self.peer_id = peer_id
         self.listen_addrs: list[str] = []
         self.reputation = Reputation()
-        self.gossip = MemoryGossip(self, swarm)
         self.requests = MemoryRequests(self, swarm)
         self.streams = MemoryStreams(self, swarm)
         self.bulk = MemoryBulk(self, swarm)
@@ -144,83 +136,6 @@ class MemoryNetwork:
 def as_network(network: MemoryNetwork) -> Network:
     """The same; type-checked, so that the in-memory network stays an `api.Network`."""
     return network
-
-
-class MemoryGossip:
-    """Flooding: every node that accepts a message passes it to all its neighbours."""
-
-    def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
-        self._network = network
-        self._swarm = swarm
-        self._topics: dict[str, Topic] = {}
-        self._left: dict[str, Topic] = {}
-        self._storms = Storms()
-
-    async def leave(self, topic: str) -> None:
-        self._left[topic] = self._topics.pop(topic)
-        await trio.lowlevel.checkpoint()
-
-    async def rejoin(self, topic: str) -> None:
-        self._topics[topic] = self._left.pop(topic)
-        await trio.lowlevel.checkpoint()
-
-    async def join(
-        self,
-        topic: str,
-        validator: Validator,
-        *,
-        messages: int = QUEUE_MESSAGES,
-        size: int = QUEUE_BYTES,
-        rate: float = 0.0,
-    ) -> Topic:
-        if topic in self._topics:
-            raise ValueError(f"{topic} is joined already")
-        self._storms.allow(rate)
-        joined = self._topics[topic] = Topic(topic, validator, messages, size)
-        await trio.lowlevel.checkpoint()
-        return joined
-
-    async def publish(self, topic: str, data: bytes) -> None:
-        if len(data) > GOSSIP_BYTES:
-            raise ValueError(f"{len(data)} bytes do not fit a gossip message of {GOSSIP_BYTES}")
-        await trio.lowlevel.checkpoint()
-        seen = {self._network.peer_id}
-        forwarders = deque([self._network.peer_id])
-        while forwarders:
-            forwarder = forwarders.popleft()
-            for peer in self._swarm.neighbours(forwarder):
-                if peer not in seen:
-                    seen.add(peer)
-                    if self._swarm.nodes[peer].gossip.receive(
-                        topic, data, forwarder, own=forwarder == self._network.peer_id
-                    ):
-                        forwarders.append(peer)
-
-    def peers(self, topic: str) -> list[str]:
-        return [
-            peer
-            for peer in self._network.connected()
-            if self._swarm.nodes[peer].gossip.has_joined(topic)
-        ]
-
-    def has_joined(self, topic: str) -> bool:
-        return topic in self._topics
-
-    def receive(self, name: str, data: bytes, forwarder: str, *, own: bool) -> bool:
-        """A neighbour forwards a message, or one of its own. Returns whether we forward it, too."""
-        if own and self._storms.found(forwarder, trio.current_time()):
-            self._network.rejected(forwarder, "storm", STORM_COST)
-            self._network.disconnect(forwarder)
-            return False
-        topic = self._topics.get(name)
-        if topic is None or not self._network.welcome(forwarder):
-            return False
-        verdict = topic.validator(data, forwarder)
-        if verdict is Validation.REJECT:
-            self._network.rejected(forwarder, "gossip_validator")
-        if verdict is Validation.ACCEPT:
-            topic.put(Message(data, forwarder))
-        return verdict is Validation.ACCEPT
 
 
 @dataclass

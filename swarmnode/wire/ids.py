@@ -95,8 +95,3 @@ CHOICE_PROTOCOLS = (CHOICE_RULE, GROUPS_PROTOCOL, LISTING_PROTOCOL)
 
 SPOKEN = frozenset({*PROTOCOLS, *CHOICE_PROTOCOLS})
 """Names in a manifest that this version supports."""
-
-
-def rollout_topic(swarm: bytes) -> str:
-    """Return the gossip topic of a swarm."""
-    return f"/swarmnode/rollouts/1/{swarm.hex()}"

@@ -5,8 +5,6 @@ Sizes are checked before anything is decoded, declared sizes before anything is 
 rest right after.
 """
 
-GOSSIP_BYTES = 64 * 1024
-"""Longest message of the gossip topic."""
 GROUP_BYTES = 1024 * 1024
 """Longest envelope of a group, and longest payload once decompressed."""
 LISTING_REQUEST_BYTES = 96

@@ -12,8 +12,6 @@ from tests.support.strangers import (
     MB,
     flood,
     garbage,
-    many_messages,
-    poisoned_key,
     raising_handlers,
     stranger,
     streams,
@@ -23,8 +21,6 @@ STEPS_IN = {
     "window_overrun": flood,
     "streams_overrun": streams,
     "handler_failed": raising_handlers,
-    "message_unsigned": poisoned_key,
-    "rpc_bounded": many_messages,
     "slot_released": garbage,
 }
 """Guards that must have stepped in, and what each of them is there for."""

@@ -22,7 +22,6 @@ pytestmark = [
 ]
 
 JOINED_SECONDS = 240.0
-PULL = 'sharing.exchange="pull"'
 QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22external%22%7D"
 
 
@@ -159,20 +158,15 @@ def prometheus(machine, directory):
     return True
 
 
-@pytest.mark.parametrize(
-    "first", [(), pytest.param((PULL,), marks=pytest.mark.long)], ids=["auto, then pull", "pull"]
-)
-def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(first, tmp_path):
-    """first: settings of the founder and of one member from the beginning; the other one pulls in
-    any case."""
+def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_path):
     with Topology() as net:
         net.public("f", "5.5.5.5")
         net.behind_nat("a", "5.5.5.11")
         net.behind_nat("b", "5.5.5.12")
-        founder = Machine(net, "f", tmp_path / "f", "5.5.5.5", *first)
+        founder = Machine(net, "f", tmp_path / "f", "5.5.5.5")
         a, b = (
-            Machine(net, "a", tmp_path / "a", "0.0.0.0", PULL),
-            Machine(net, "b", tmp_path / "b", "0.0.0.0", *first),
+            Machine(net, "a", tmp_path / "a", "0.0.0.0"),
+            Machine(net, "b", tmp_path / "b", "0.0.0.0"),
         )
         everybody = [founder, a, b]
 
@@ -233,8 +227,8 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(firs
         before = {"f": of_founder, "a": a.used(), "b": b.used()}
         peer = b.peer
         net.kill_all("b")
-        founder.start("run", "--set", PULL)  # from now on all three pull
-        b.start("run", "--set", PULL)
+        founder.start("run")
+        b.start("run")
         wait_for(
             lambda: b.peer == peer and use_each_other(everybody, before),
             "all three are back",

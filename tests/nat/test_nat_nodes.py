@@ -136,7 +136,7 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
             return now["circuits"] >= 1 and now["bytes"] > 20_000
 
         try:
-            wait_until(carried, "a circuit carries gossip", 240.0)
+            wait_until(carried, "a circuit carries groups", 240.0)
         except AssertionError:
             raise AssertionError(
                 f"{relay.do('stat')} {[node.log()[-1500:] for node in nodes]}"

@@ -27,12 +27,13 @@ from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
-from libp2p.pubsub.pb import rpc_pb2
 from libp2p.security.noise.patterns import PatternXX
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
 MESHSUB = "/meshsub/1.1.0"
+GRAFT = b"\x0a\x1a\x08\x1a\x06\x0a\x04test"
+"""One GossipSub frame: an RPC whose control message grafts the topic `test`."""
 HEADER = struct.Struct("!BBHII")
 WINDOW = 256 * 1024
 
@@ -163,12 +164,6 @@ class Peer:
         await select(stream.receive, stream.send, protocol)
         return stream
 
-    async def publish(self, topic: str, data: bytes, stream: Stream | None = None) -> Stream:
-        """One properly signed message on a (new) pubsub stream."""
-        stream = stream or await self.open(MESHSUB)
-        await stream.send(frame_rpc(rpc_pb2.RPC(publish=[signed(self.keys, topic, data)])))
-        return stream
-
     async def pump(self) -> None:
         """Reads frames until the connection is lost."""
         try:
@@ -285,22 +280,3 @@ async def connect(
 async def _pump(peer: Peer) -> None:
     with contextlib.suppress(Exception):
         await peer.pump()
-
-
-def signed(keys: KeyPair, topic: str, data: bytes, seqno: bytes | None = None) -> rpc_pb2.Message:
-    """A message as strict signing wants it."""
-    message = rpc_pb2.Message(
-        data=data,
-        topicIDs=[topic],
-        from_id=ID.from_pubkey(keys.public_key).to_bytes(),
-        seqno=seqno or os.urandom(8),
-    )
-    message.signature = keys.private_key.sign(b"libp2p-pubsub:" + message.SerializeToString())
-    message.key = keys.public_key.serialize()
-    return message
-
-
-def frame_rpc(rpc: rpc_pb2.RPC | bytes) -> bytes:
-    """An RPC with its length, as it goes on a pubsub stream."""
-    body = rpc if isinstance(rpc, bytes) else rpc.SerializeToString()
-    return varint(len(body)) + body

@@ -1,8 +1,7 @@
 """`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside
 (see host_process.py).
 
-options   guarded: bool · gossip: "tuned" | "default" · validator: "accept" | "raise" · consume:
-bool · port: int · seed: int of the key
+options   guarded: bool · port: int · seed: int of the key
           sweep: seconds between sweeps of dead streams · negotiation: seconds that opening a stream
           may take limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
 hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control":
@@ -31,15 +30,10 @@ from libp2p.network.config import ConnectionConfig
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
-from libp2p.pubsub.gossipsub import GossipSub
-from libp2p.pubsub.pubsub import Pubsub
 from libp2p.stream_muxer.yamux import yamux
-from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from swarmnode.p2p import guards
-
-TOPIC = "test"
 
 
 class Node:
@@ -59,8 +53,6 @@ class Node:
                 module, constant = name.split(".")
                 setattr(getattr(guards, module), constant, value)
         self.host = self.build(keys)
-        self.router, self.pubsub = self._gossip()
-        self.delivered: list[str] = []
         self.counted = 0
         self.streams: list = []
         for name in ("echo", "hold", "sink", "pause", "raise", "ends", "leave"):
@@ -87,26 +79,6 @@ class Node:
                 muxer_opt=guards.YAMUX_ONLY,
                 connection_config=config,
             )
-        )
-
-    def _gossip(self) -> tuple[GossipSub, Pubsub]:
-        tuned = {
-            "heartbeat_interval": 1,
-            "spam_protection_enabled": False,
-            "adaptive_gossip_enabled": False,
-            "prune_back_off": 1,
-        }
-        router = GossipSub(
-            protocols=["/meshsub/1.1.0"],
-            degree=8,
-            degree_low=6,
-            degree_high=32,
-            **(tuned if self.options.get("gossip") != "default" else {}),
-        )
-        if not self.guarded:
-            return router, Pubsub(self.host, router, strict_signing=True)
-        return guards.guard_gossip(router), guards.GuardedPubsub(
-            self.host, router, strict_signing=True
         )
 
     # what peers can reach
@@ -145,45 +117,14 @@ class Node:
     async def stat(self) -> dict:
         network = self.host.get_network()
         muxers = [one.muxed_conn for one in network.get_connections()]
-        equivocation = getattr(self.router, "equivocation_detection", {})
         return {
             "connections": len(network.get_connections()),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
             "streams": sum(len(one.streams) for one in muxers),
             "slots": network._inbound_limiter.borrowed_tokens,
             "fired": guards.statistics().fired,
-            "delivered": len(self.delivered),
             "counted": self.counted,
-            "waiting": sum(
-                one.statistics().current_buffer_used
-                for one in self.pubsub.subscribed_topics_send.values()
-            ),
-            "equivocation_bytes": sum(len(one.data) for one in equivocation.values()),
-            "seen_bytes": sum(
-                map(
-                    len,
-                    getattr(
-                        self.pubsub.seen_messages,
-                        "cache",
-                        getattr(self.pubsub.seen_messages, "_until", {}),
-                    ),
-                )
-            ),
-            "cache_bytes": sum(len(one.data) for one in self.router.mcache.msgs.values()),
-            "deliveries": sum(map(len, self.router.recent_message_deliveries.values())),
-            "heartbeat": self.router.heartbeat_interval,
-            "topics": len(self.router.back_off)
-            + sum(map(len, self.router.graft_flood_tracking.values())),
         }
-
-    async def saw(self, mark: str) -> dict:
-        return {"saw": mark in self.delivered}
-
-    async def publish(self, count: int, size: int = 32, pause: float = 0.0) -> dict:
-        for number in range(count):
-            await self.pubsub.publish(TOPIC, number.to_bytes(4, "big") + bytes(size - 4))
-            await trio.sleep(pause)
-        return {}
 
     async def _stream(self, address: str, peer: str, protocol: str):
         await self.host.connect(PeerInfo(ID.from_base58(peer), [Multiaddr(address)]))
@@ -342,32 +283,19 @@ class Node:
     # running
 
     async def run(self) -> None:
-        if self.options.get("validator") == "raise":
-            self.pubsub.set_topic_validator(TOPIC, _raise, False)
         start = guards.running if self.guarded else type(self.host).run
-        async with (
-            start(self.host, [self.address]),
-            background_trio_service(self.pubsub),
-            background_trio_service(self.router),
-        ):
-            await self.pubsub.wait_until_ready()
-            subscription = await self.pubsub.subscribe(TOPIC)
-            async with trio.open_nursery() as nursery:
-                control = await nursery.start(
-                    functools.partial(trio.serve_tcp, self._control, 0, host="127.0.0.1")
-                )
-                listener = next(iter(self.host.get_network().listeners.values()))
-                address = str(listener.get_addrs()[0])
-                self.hello.send(
-                    {
-                        "address": address,
-                        "peer": str(self.host.get_id()),
-                        "control": control[0].socket.getsockname()[1],
-                    }
-                )
-                if self.options.get("consume", True):
-                    async for message in subscription:
-                        self.delivered.append(message.data[:8].hex())
+        async with start(self.host, [self.address]), trio.open_nursery() as nursery:
+            control = await nursery.start(
+                functools.partial(trio.serve_tcp, self._control, 0, host="127.0.0.1")
+            )
+            listener = next(iter(self.host.get_network().listeners.values()))
+            self.hello.send(
+                {
+                    "address": str(listener.get_addrs()[0]),
+                    "peer": str(self.host.get_id()),
+                    "control": control[0].socket.getsockname()[1],
+                }
+            )
 
     async def _control(self, stream: trio.SocketStream) -> None:
         async for request in _lines(stream):
@@ -377,10 +305,6 @@ class Node:
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             await stream.send_all(json.dumps(answer).encode() + b"\n")
-
-
-def _raise(forwarder, message) -> bool:
-    raise RuntimeError("a validator with a bug")
 
 
 async def _lines(stream: trio.SocketStream):

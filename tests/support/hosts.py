@@ -48,3 +48,8 @@ async def host(
         cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm
     ) as network:
         yield network
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    """Handler that answers every request with its own bytes."""
+    return data

@@ -1,9 +1,9 @@
 """One real host in a network namespace, driven over a pipe: see nat_process.py, which is the other
 side.
 
-It says first {"peer": …, "addrs": […]}. Then it answers each of {"do": "stat"}, {"do": "publish",
-"text": …}, {"do": "received"}, {"do": "request", "peer": …, "bytes": …}. It ends when the pipe
-does. Gossip and requests accept everything: the network is the test.
+It says first {"peer": …, "addrs": […]}. Then it answers each of {"do": "stat"} and {"do":
+"request", "peer": …, "bytes": …}. It ends when the pipe does. Every request is answered with its
+own bytes: the network is the test.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Libp2pNetwork
 from tests.support.netns import enter
 
-TOPIC = "/test/nat/1"
 DIGEST = "/test/digest/1"
 MOST = 2**20
 
@@ -33,11 +31,6 @@ MOST = 2**20
 class Child:
     def __init__(self, network: Libp2pNetwork) -> None:
         self.network = network
-        self.received: list[str] = []
-
-    async def collect(self, topic: Any) -> None:
-        while True:
-            self.received.append((await topic.get()).data.decode())
 
     async def stat(self) -> dict:
         nat = msgspec.to_builtins(self.network.statistics().nat)
@@ -53,10 +46,6 @@ class Child:
             "direct": self.network.connections.is_direct(peer),
             "addresses": known.addresses if known is not None else [],
         }
-
-    async def publish(self, text: str) -> dict:
-        await self.network.gossip.publish(TOPIC, text.encode())
-        return {}
 
     async def request(self, peer: str, bytes: int) -> dict:
         data = b"x" * bytes
@@ -84,18 +73,10 @@ async def main(data_dir: Path, cfg: NetworkConfig, swarm: bytes, orders: Connect
             return data
 
         network.requests.serve(DIGEST, echo, max_request_bytes=MOST, max_response_bytes=MOST)
-        topic = await network.gossip.join(TOPIC, lambda data, peer: Validation.ACCEPT)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(child.collect, topic)
-            orders.send({"peer": network.peer_id, "addrs": network.listen_addrs})
-            while order := await trio.to_thread.run_sync(_next, orders, abandon_on_cancel=True):
-                what = order.pop("do")
-                orders.send(
-                    {"texts": child.received}
-                    if what == "received"
-                    else await getattr(child, what)(**order)
-                )
-            nursery.cancel_scope.cancel()
+        orders.send({"peer": network.peer_id, "addrs": network.listen_addrs})
+        while order := await trio.to_thread.run_sync(_next, orders, abandon_on_cancel=True):
+            what = order.pop("do")
+            orders.send(await getattr(child, what)(**order))
 
 
 def _next(orders: Connection) -> dict | None:

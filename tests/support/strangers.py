@@ -6,8 +6,6 @@ import os
 import random
 
 import trio
-from libp2p.peer.id import ID
-from libp2p.pubsub.pb import rpc_pb2
 
 from tests.support import attacker
 
@@ -56,46 +54,15 @@ async def raising_handlers(address, rng):
             await stream.close()
 
 
-async def odd_rpcs(address, rng):
+async def grafts(address, rng):
     async with attacker.connect(address, source="127.0.0.2") as peer:
-        stream = await peer.open(attacker.MESHSUB)
-        frame = bytearray(
-            rpc_pb2.RPC(publish=[attacker.signed(peer.keys, "test", b"x" * 50)]).SerializeToString()
-        )
-        for _ in range(5):
-            frame[rng.randrange(len(frame))] = rng.randrange(256)
-        await stream.send(attacker.frame_rpc(bytes(frame)))
-
-
-READ_SECONDS = 1.0
-"""For the host to read what was sent: what it has not read of a connection goes with it."""
-
-
-async def poisoned_key(address, rng):
-    async with attacker.connect(address, source="127.0.0.2") as peer:
-        stream = await peer.open(attacker.MESHSUB)
-        message = rpc_pb2.Message(
-            data=b"x",
-            topicIDs=["test"],
-            seqno=rng.randbytes(8),
-            from_id=b"\x12\x20" + rng.randbytes(32),
-        )
-        message.key, message.signature = rng.randbytes(36), rng.randbytes(64)
-        await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[message])))
-        await trio.sleep(READ_SECONDS)
-
-
-async def many_messages(address, rng):
-    async with attacker.connect(address, source="127.0.0.2") as peer:
-        stream = await peer.open(attacker.MESHSUB)
-        one = rpc_pb2.Message(
-            data=b"x",
-            topicIDs=["test"],
-            seqno=bytes(8),
-            from_id=ID.from_pubkey(peer.keys.public_key).to_bytes(),
-        )
-        await stream.send(attacker.frame_rpc(rpc_pb2.RPC(publish=[one] * 5000)))
-        await trio.sleep(READ_SECONDS)
+        for _ in range(100):
+            stream = await peer.syn()
+            await stream.send(
+                attacker.line("/multistream/1.0.0")
+                + attacker.line(attacker.MESHSUB)
+                + rng.randrange(1, 50) * attacker.GRAFT
+            )
 
 
 async def vanish(address, rng):
@@ -112,9 +79,7 @@ ATTACKS = [
     flood,
     streams,
     raising_handlers,
-    odd_rpcs,
-    poisoned_key,
-    many_messages,
+    grafts,
     vanish,
 ]
 

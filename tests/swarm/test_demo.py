@@ -39,10 +39,3 @@ def test_a_swarm_learns_with_a_liar_in_it_and_a_node_killed(tmp_path):
     ):
         assert line in result.stdout
     assert "FAIL" not in result.stdout
-
-
-@pytest.mark.long
-def test_a_swarm_whose_nodes_ask_for_groups_learns_with_a_node_killed(tmp_path):
-    result = demo(tmp_path, "--exchange", "pull", "--kill", "1", "--minutes", "1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the swarm learned" in result.stdout

@@ -4,15 +4,14 @@ import pytest
 import trio
 
 from swarmnode.p2p import turnover
-from swarmnode.p2p.gossip import Validation
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
-from tests.support.hosts import host, hosts
+from tests.support.hosts import echo, host, hosts
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-NAME = "/test/topic/1"
+NAME = "/test/echo/1"
 OTHER = bytes([7]) * 32
 
 
@@ -62,17 +61,13 @@ async def test_a_stranger_to_the_swarm_is_told_of_nobody(tmp_path):
             assert {each.peer for each in codec.decode(answer, PeersResponse, limit).peers} == told
 
 
-async def test_a_bootstrap_peer_that_restarts_is_found_again_within_seconds_and_gossip_flows(
-    tmp_path,
-):
+async def test_a_bootstrap_peer_that_restarts_is_found_again_and_answers(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
     async with (
         host(tmp_path / "b", initial_peers=known) as b,
         host(tmp_path / "c", initial_peers=known) as c,
     ):
-        at_b = await b.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
-        await c.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
         async with host(tmp_path / "a"):
             await until(lambda: len(b.connected()) == len(c.connected()) == 2)
         # they still have each other
@@ -85,12 +80,12 @@ async def test_a_bootstrap_peer_that_restarts_is_found_again_within_seconds_and_
             assert a.listen_addrs == known
             await until(lambda: len(a.connected()) == 2)
             assert trio.current_time() - start < 10.0
-            at_a = await a.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
-            await until(lambda: a.gossip.statistics().mesh[NAME] == 2)
-            await c.gossip.publish(NAME, b"hello again")
-            with trio.fail_after(60):
-                assert (await at_a.get()).data == b"hello again"
-                assert (await at_b.get()).data == b"hello again"
+            a.requests.serve(NAME, echo, max_request_bytes=64, max_response_bytes=64)
+            for each in (b, c):
+                answer = await each.requests.request(
+                    a.peer_id, NAME, b"hello again", deadline=30.0, max_response_bytes=64
+                )
+                assert answer == b"hello again"
 
 
 async def test_the_last_node_left_goes_on_and_takes_back_who_returns(tmp_path):

@@ -7,7 +7,8 @@ lie about.
     reason that an honest node refuses it for
     weights    a partner for averaging that sends weights which are not finite, scaled, turned
     around, of another shape, or never
-    __main__   the node: joins, and sends all of this for ever, with replays, storms and raw garbage
+    listings   a holder that lists those lies as the best groups there are, and serves them
+    __main__   the node: joins, does all of this until it is killed, floods its peers with requests
 
 Real sockets and a real key, no torch. Tests of what a node refuses use the same author and the same
 lies.

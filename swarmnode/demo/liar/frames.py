@@ -55,7 +55,7 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "garbage": (random.Random(1).randbytes(500), "schema"),
         "truncated": (good[: len(good) // 2], "malformed"),
         "trailing bytes": (good + b"\0", "malformed"),
-        "oversized": (good + b"\0" * limits.GOSSIP_BYTES, "oversize"),
+        "oversized": (good + b"\0" * limits.GROUP_BYTES, "oversize"),
         "deeply nested": (b"\x91" * 60_000, "schema"),
         "deeply nested payload": (author.sign(b"\x81\xa1a" + b"\x91" * 60_000), "schema"),
         "nested in a field": (

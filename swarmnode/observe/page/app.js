@@ -348,7 +348,7 @@ function tiles(s) {
   put(byId("tiles"),
     tile("Held-out reward", fixed(3)(report.reward_held_out), error, evaluated),
     tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted`),
-    tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${sum(network.gossip.mesh)} in the mesh`),
+    tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${count(rollouts.pulling.polled)} polled`),
     member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
       : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
     member ? tile("Through the stage", count(own ? own.tokens_per_second : null), "tokens/s", waits(own))

@@ -3,9 +3,8 @@ docs/py-libp2p.md is the list.
 
     guards.install()                                     once, before a host is built
     host = guards.guard_host(new_host(key_pair=keys, sec_opt=guards.noise_only(keys),
-    muxer_opt=guards.YAMUX_ONLY, …)) gossip = guards.guard_gossip(GossipSub(…)) pubsub =
-    guards.GuardedPubsub(host, gossip, strict_signing=True) async with guards.running(host,
-    addresses), background_trio_service(pubsub), background_trio_service(gossip): …
+    muxer_opt=guards.YAMUX_ONLY, …))
+    async with guards.running(host, addresses): …
 
 The guards replace private methods, so the version is pinned and checked. Each says in its docstring
 which defect it closes, where it is upstream, what it costs and how to know that it is no longer
@@ -15,10 +14,8 @@ needed; tests/unit/p2p/test_guards_*.py reproduce each defect on a stock host.
 import importlib.metadata
 
 from swarmnode.errors import Refused
-from swarmnode.p2p.guards import gossip, inbox, packets, peerstore, swarm, transport, yamux
+from swarmnode.p2p.guards import inbox, packets, peerstore, swarm, transport, yamux
 from swarmnode.p2p.guards.counting import NAMES, GuardStatistics, statistics
-from swarmnode.p2p.guards.gossip import DEGREE, DEGREE_HIGH, DEGREE_LOW, guard_gossip
-from swarmnode.p2p.guards.pubsub import GuardedPubsub
 from swarmnode.p2p.guards.swarm import guard_host, running
 from swarmnode.p2p.guards.transport import YAMUX_ONLY, noise_only
 
@@ -26,15 +23,10 @@ VERSION = "0.8.1"
 """The only py-libp2p that these guards fit."""
 
 __all__ = [
-    "DEGREE",
-    "DEGREE_HIGH",
-    "DEGREE_LOW",
     "NAMES",
     "VERSION",
     "YAMUX_ONLY",
     "GuardStatistics",
-    "GuardedPubsub",
-    "guard_gossip",
     "guard_host",
     "install",
     "noise_only",
@@ -60,7 +52,6 @@ def install() -> None:
         inbox.install()
         packets.install()
         swarm.install()
-        gossip.install()
         peerstore.install()
         transport.install()
         _installed = True

@@ -17,7 +17,6 @@ NAMES = (
     "peer_forgotten",  # the peer store was full and its oldest unconnected peer went
     "handler_failed",  # an exception left a stream handler
     "stream_abandoned",  # a closed stream whose peer never closed its half was dropped
-    "sending_failed",  # a neighbour's gossip stream ended while something was sent
     "service_failed",  # an exception left a connection's own task
     "window_overrun",  # a peer sent more than the credit it was given
     "streams_overrun",  # a peer opened too many streams, or streams with our ids
@@ -28,23 +27,8 @@ NAMES = (
     # a peer had us answer more than OWED times, and read nothing meanwhile
     "answers_full",
     "window_stalled",  # a peer granted no credit for WINDOW_STALL_SECONDS
-    "stream_unopened",  # a stream of ours did not open; one for gossip is tried again
+    "stream_unopened",  # a stream of ours did not open
     "stream_slots_exhausted",  # no outbound stream became free within OPEN_STREAM_SECONDS
-    "rpc_undecodable",  # a pubsub frame that is not an RPC
-    "rpc_oversize",  # a pubsub frame longer than the cap
-    "rpc_bounded",  # an RPC lost some of its entries to the caps on counts and lengths
-    "rpc_failed",  # the router raised on a control message
-    "message_refused",  # a message with odd ids, topics or length
-    "message_unsigned",  # signature missing, wrong, or with a poisoned key
-    "validator_failed",  # a topic validator raised
-    "forwarder_paced",  # a forwarder was made to wait
-    # a neighbour published far more than anybody may, and was disconnected
-    "publisher_refused",
-    # the message cache gave up its oldest message to stay below its bytes
-    "cache_evicted",
-    "queue_full",  # an outbound RPC did not fit in a peer's queue
-    "heartbeat_failed",  # a GossipSub heartbeat raised and was restarted
-    "delivery_dropped",  # our own subscriber was too slow
 )
 
 

@@ -41,7 +41,7 @@ def guard_peerstore(host: IHost) -> None:
 
     Defect: our keys live in the peer store beside everybody else's, in an entry without addresses,
     and peer/peerstore.py `_enforce_peer_limit` evicts entries without addresses first: once 1001
-    peers have told their address, `host.get_public_key` raises, and nothing can be published or
+    peers have told their address, `host.get_public_key` raises, and no connection can be
     identified any more. It also sorts the whole store for each newcomer. Here: the oldest entry
     that is neither ours nor a connected peer's goes. Cost: a scan past those. Not needed any more
     when a full stock store still has the host's keys.

@@ -99,7 +99,7 @@ def _install_handlers() -> None:
     """No exception of a stream handler reaches the swarm, and no stream outlives its handler.
 
     Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any
-    handler (ours, identify, ping, pubsub) ends the host; `StreamEOF` and `StreamReset` end the
+    handler (ours, identify, ping) ends the host; `StreamEOF` and `StreamReset` end the
     accept loop, so that all other streams of that peer hang; a handler that returns without `close`
     leaves entries on both sides, one that returns early leaves up to a window of unread bytes.
     Here: errors are counted and the stream reset; after a clean return it is closed and its unread

@@ -177,7 +177,7 @@ async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> No
     `YamuxStream._auto_tune_and_send_window_update`.
 
     Defect: every `read`, also of one byte, sends a window update: a frame of its own that is
-    encrypted, written, read and handled, four of them for a gossip message, half of what that
+    encrypted, written, read and handled, several of them for a small message, half of what that
     costs. Here: none before half a window is free, as in go-yamux, whose rule for growing the
     window is kept; the sender has the other half meanwhile. Nothing is awaited before the update,
     and that is shielded: upstream loses what `read` took from the buffer when it is cancelled here.

@@ -8,7 +8,7 @@ addresses are `Address`, and whatever the library raises is a PeerError.
     identifiers.py  peer ids and addresses in the library's bytes
     errors.py       the translation of errors
     objects.py      what the library's objects can do, as far as we use it
-    build.py        a host and its gossip, every choice of the library's made explicit
+    build.py        a host, every choice of the library's made explicit
 
 Every guard in `guards` closes a defect of the library; nothing here does more than to call it.
 """

@@ -1,4 +1,4 @@
-"""A guarded host and its gossip. Everything that the library would choose by default is passed
+"""A guarded host. Everything that the library would choose by default is passed
 explicitly: its defaults also accept plaintext, secio and mplex, dial peers of their own choosing,
 and retry behind our back."""
 
@@ -14,19 +14,15 @@ import trio
 from libp2p import new_host
 from libp2p.abc import IHost
 from libp2p.crypto.keys import KeyPair
-from libp2p.custom_types import TProtocol
 from libp2p.network.config import ConnectionConfig, RetryConfig
-from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.rcmgr.manager import ResourceManager
-from libp2p.tools.anyio_service import background_trio_service
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarmnode.p2p import guards
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.library.gater import ConnectionGater
-from swarmnode.p2p.library.hosts import MESHSUB
-from swarmnode.p2p.library.objects import LibraryHost, Pubsub, Router
+from swarmnode.p2p.library.objects import LibraryHost
 
 CLOSE_SECONDS = 5.0
 
@@ -86,29 +82,11 @@ def typed(host: IHost) -> LibraryHost:
 
 
 @contextlib.asynccontextmanager
-async def running(host: IHost, listen: list[Address]) -> AsyncIterator[tuple[Pubsub, Router]]:
-    """The host runs and listens, and so does its gossip. Raises Unavailable if it cannot listen."""
-    router = guards.guard_gossip(
-        GossipSub(
-            protocols=[TProtocol(MESHSUB)],
-            degree=guards.DEGREE,
-            degree_low=guards.DEGREE_LOW,
-            degree_high=guards.DEGREE_HIGH,
-            heartbeat_initial_delay=0.1,
-            heartbeat_interval=1,
-            prune_back_off=10,
-            do_px=False,  # our own exchange is bounded and checked
-            # it drops above 10 messages per second and forwarder, silently
-            spam_protection_enabled=False,
-            adaptive_gossip_enabled=False,  # it slows the heartbeat down to two minutes
-        )
-    )
-    pubsub = guards.GuardedPubsub(host, router, strict_signing=True)
+async def running(host: IHost, listen: list[Address]) -> AsyncIterator[None]:
+    """Run the host and listen. Raises Unavailable if it cannot listen."""
     async with guards.running(host, [Multiaddr(str(address)) for address in listen]):
         try:
-            async with background_trio_service(pubsub), background_trio_service(router):
-                await pubsub.wait_until_ready()
-                yield pubsub, router
+            yield
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
                 await _close_connections(typed(host))

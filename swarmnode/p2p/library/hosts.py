@@ -29,8 +29,6 @@ from swarmnode.p2p.library.objects import (
 from swarmnode.p2p.library.streams import SHORT, Stream
 
 CLOSE_SECONDS = 1.0
-MESHSUB = "/meshsub/1.1.0"
-"""1.2's IDONTWANT costs twice the CPU per message and saves nothing below 64 KB."""
 HELD = "held"
 """Tag of connections that the library's pruner leaves alone."""
 
@@ -71,8 +69,8 @@ class Connection:
     @property
     def is_busy(self) -> bool:
         """Whether anything of ours is going on over it: what we ask for, and what was granted
-        (`Stream.keep_connection`). Not gossip, nor any other stream that the peer has opened, which
-        it can keep open for as long as it likes."""
+        (`Stream.keep_connection`). Not a stream that the peer has opened, which it can keep open
+        for as long as it likes."""
         return any(_is_ours(each) for each in self._connection.get_streams())
 
     async def close(self) -> None:
@@ -298,7 +296,7 @@ class _Announcements(INotifee):
 
 
 def _is_ours(stream: NetStream) -> bool:
-    opened = stream.muxed_stream.is_initiator and stream.protocol_id not in (None, MESHSUB)
+    opened = stream.muxed_stream.is_initiator and stream.protocol_id is not None
     return opened or getattr(stream.muxed_stream, "keeps_connection", False)
 
 

@@ -3,7 +3,7 @@ leave most of this out."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import trio
@@ -136,34 +136,3 @@ class LibraryHost(Protocol):
     ) -> None: ...
     def remove_stream_handler(self, protocol_id: TProtocol) -> None: ...
     async def new_stream(self, peer_id: ID, protocol_ids: Sequence[TProtocol]) -> NetStream: ...
-
-
-class GossipMessage(Protocol):
-    """A message as pubsub shows it to a validator."""
-
-    @property
-    def data(self) -> bytes: ...
-
-
-class Pubsub(Protocol):
-    """Publish and subscribe."""
-
-    may_publish: Callable[[ID], bool]
-
-    @property
-    def topic_ids(self) -> Collection[str]: ...
-    @property
-    def peer_topics(self) -> Mapping[str, Collection[ID]]: ...
-    def set_topic_validator(
-        self, topic: str, validator: Callable[[ID, GossipMessage], bool], is_async_validator: bool
-    ) -> None: ...
-    async def subscribe(self, topic_id: str) -> AsyncIterable[GossipMessage]: ...
-    async def unsubscribe(self, topic_id: str) -> None: ...
-    async def publish(self, topic_id: str, data: bytes) -> None: ...
-
-
-class Router(Protocol):
-    """GossipSub, which decides to whom pubsub sends."""
-
-    @property
-    def mesh(self) -> Mapping[str, Collection[ID]]: ...

@@ -1,10 +1,9 @@
-"""Four defects put into the product on purpose, to see whether the simulator finds them: each as a
+"""Three defects put into the product on purpose, to see whether the simulator finds them: each as a
 patch for the time of a simulation.
 
 guard      a group's question need not be its author's any more
 deadline   whoever asks for groups waits for ever
 commit     what the trainer has committed is not told to the exchange's driver
-storm      whoever publishes far more than it may is not found
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from swarmnode.p2p.storms import Storms
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.pace import Throughput
 from swarmnode.weights.driver import ExchangeDriver
@@ -24,7 +22,6 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
     "guard": (admission, "check_seed", mock.Mock(return_value=True)),
     "deadline": (Throughput, "deadline", mock.Mock(return_value=math.inf)),
     "commit": (ExchangeDriver, "exchange_ended", mock.Mock()),
-    "storm": (Storms, "found", mock.Mock(return_value=False)),
 }
 
 

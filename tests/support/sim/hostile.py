@@ -5,22 +5,20 @@ garbage   frames that no honest node sends, signed or not           never traine
 cherry    groups for questions of its own choice                    never trained on
 stolen    others' completions under its own name                    never trained on
 lister    listings of what is not there                             never trained on
-dripper   announcements, listings and transfers that never come     never trained on
+dripper   listings and transfers that never come                     never trained on
 peers     a peer exchange full of addresses where nobody is         never trained on
 forger    token ids that do not spell the text                      drawn a few times, never trained
 on
 poet      text that no policy sampled, and that earns the reward    trained on where the trainer
 does not find it out
-storm     good groups, as many as anybody may send                  as anybody's, and no more
+storm     good groups, up to a hundred at a time                    as anybody's, and no more
 
 patient   good groups for an hour, then text that no policy sampled as poet
 taker     asks everybody for everything all the time                never gives anything
 clock     says of itself what is not so, a wrong time among it, over and over
-flood     good groups, seven times as many as anybody may send      disconnected, and soon not let
-in again
 silent    nothing: what others are compared with
 
-These five no seed draws (`benchmarks.hostile`).
+These four no seed draws (`benchmarks.hostile`).
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ from swarmnode.demo.liar.author import Author, answer
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.gossip import Validation
-from swarmnode.rollouts.exchange import LEAST_RATE
 from swarmnode.weights import messages as weights
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
@@ -49,7 +45,6 @@ from swarmnode.wire.listings import (
     ListingResponse,
 )
 from swarmnode.wire.messages import (
-    Announce,
     FetchResponse,
     PeerAddresses,
     PeersResponse,
@@ -74,14 +69,15 @@ NEVER_TRAINED_ON = (
     "forger",
 )
 KINDS = (*NEVER_TRAINED_ON, "poet", "storm")
-NOT_DRAWN = ("patient", "taker", "clock", "flood", "silent")
+NOT_DRAWN = ("patient", "taker", "clock", "silent")
 PATIENCE = 3600.0
 """Seconds that a patient one is honest for."""
-FLOOD = 500
-"""Groups that one that floods publishes at a time."""
+MOST_SERVED = 256
+"""Groups that can still be asked for, the newest."""
 ASKING_SECONDS = 0.5
 """Between two rounds of asking everybody."""
 WRONG_MS = 3_600_000
+LIFE = bytes(limits.LIFE_BYTES)
 LEFT_OUT = (
     "zstd bomb",
     "map of a million",
@@ -110,6 +106,8 @@ class Hostile:
         self.network: SimNetwork | None = None
         self._sequence = 0
         self._overheard: list[RolloutGroup] = []
+        self._shelf: list[tuple[Listed, bytes]] = []
+        self._shelved = 0
 
     async def live(self, medium: Medium, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -127,28 +125,36 @@ class Hostile:
             )
             self.network = network
             network.start()
-            topic = ids.rollout_topic(self.swarm, ids.Spoken().rollouts)
-            await network.gossip.join(topic, self._overhear, rate=LEAST_RATE)
             self._serve(network)
-            if self.kind in ("taker", "clock"):
+            if self.kind in ("taker", "clock", "stolen"):
                 nursery.start_soon(self._ask_everybody, network)
             task_status.started()
             while True:
                 await trio.sleep(self._rng.uniform(1.0, 8.0))
                 for frame in self._frames():
-                    await network.gossip.publish(topic, frame)
+                    self._put(frame)
 
-    def _overhear(self, frame: bytes, forwarder: str) -> Validation:
+    def _overhear(self, frame: bytes) -> None:
         if self.kind == "stolen" and len(self._overheard) < 20:
-            try:
+            with contextlib.suppress(BadMessage):
                 message = envelope.unseal(
-                    frame, ids.DOMAIN_ROLLOUT, self.swarm, limits.GOSSIP_BYTES
+                    frame, ids.DOMAIN_ROLLOUT, self.swarm, limits.GROUP_BYTES
                 )[1]
-            except BadMessage:
-                return Validation.IGNORE
-            if isinstance(message, RolloutGroup):
-                self._overheard.append(message)
-        return Validation.IGNORE
+                if isinstance(message, RolloutGroup):
+                    self._overheard.append(message)
+
+    def _put(self, frame: bytes) -> None:
+        """List `frame` as the best group there is."""
+        listed = Listed(
+            envelope.content_id(frame),
+            self.author.key.public_key().public_bytes_raw(),
+            self._rng.choice(TASKS),
+            int(determinism.now() * 1000),
+            len(frame),
+            limits.SPREAD,
+        )
+        self._shelf = [*self._shelf, (listed, frame)][-MOST_SERVED:]
+        self._shelved += 1
 
     # -- what it says
 
@@ -167,7 +173,7 @@ class Hostile:
                     [
                         name
                         for name in frames
-                        if name not in LEFT_OUT and len(frames[name]) <= limits.GOSSIP_BYTES
+                        if name not in LEFT_OUT and 1 <= len(frames[name]) <= limits.GROUP_BYTES
                     ]
                 )
                 return [frames[name]]
@@ -187,9 +193,6 @@ class Hostile:
                         )
                     )
                 ]
-            case "dripper":
-                announce = Announce(rng.randbytes(32), 100_000, int(now * 1000), self._sequence)
-                return [self.author.frame(announce)]
             case "forger":
                 group = self._group(now)
                 forged = [
@@ -205,9 +208,9 @@ class Hostile:
                         self._group(now, MADE_UP if trio.current_time() > PATIENCE else "")
                     )
                 ]
-            case "storm" | "flood":
+            case "storm":
                 frames = []
-                for _ in range(rng.choice((5, 50, 100)) if self.kind == "storm" else FLOOD):
+                for _ in range(rng.choice((5, 50, 100))):
                     self._sequence += 1
                     frames.append(self.author.frame(self._group(now)))
                 return frames
@@ -227,7 +230,7 @@ class Hostile:
                 with contextlib.suppress(PeerError):
                     await (
                         self._take(network, peer)
-                        if self.kind == "taker"
+                        if self.kind != "clock"
                         else self._tell(network, peer)
                     )
 
@@ -246,15 +249,18 @@ class Hostile:
                 -16:
             ]
         ]
-        if contents:
-            request = codec.encode(GroupsRequest(contents))
-            await network.requests.request(
-                peer,
-                ids.GROUPS_PROTOCOL,
-                request,
-                deadline=10.0,
-                max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
-            )
+        if not contents:
+            return
+        answer = await network.requests.request(
+            peer,
+            ids.GROUPS_PROTOCOL,
+            codec.encode(GroupsRequest(contents)),
+            deadline=10.0,
+            max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
+        )
+        for group in codec.decode(answer, GroupsResponse, limits.GROUPS_RESPONSE_BYTES).groups:
+            if group.status == "ok":
+                self._overhear(group.body)
 
     async def _tell(self, network: SimNetwork, peer: str) -> None:
         number = self._rng.randrange
@@ -294,7 +300,9 @@ class Hostile:
         if self.kind in ("lister", "dripper"):
             serve(ids.LISTING_PROTOCOL, self._list, **bounds)
             serve(ids.GROUPS_PROTOCOL, self._give, **bounds)
-            serve(ids.FETCH_PROTOCOL, self._never, **bounds)
+        else:
+            serve(ids.LISTING_PROTOCOL, self._list_shelf, **bounds)
+            serve(ids.GROUPS_PROTOCOL, self._give_shelf, **bounds)
         if self.kind == "vanisher":
             serve(ids.WEIGHTS_PROTOCOL, self._agree, **bounds)
         if self.kind == "peers":
@@ -334,9 +342,27 @@ class Hostile:
         ]
         return codec.encode(GroupsResponse(answers))
 
-    async def _never(self, peer: str, request: bytes) -> bytes:
-        await trio.sleep_forever()
-        return b""
+    async def _list_shelf(self, peer: str, request: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        asked = codec.decode(request, ListingRequest, limits.LISTING_REQUEST_BYTES)
+        new = self._shelved - asked.position if asked.life == LIFE else self._shelved
+        newest = [listed for listed, _ in self._shelf][-max(0, min(new, limits.NEWEST)) :]
+        return codec.encode(ListingResponse("ok", LIFE, self._shelved, newest if new > 0 else []))
+
+    async def _give_shelf(self, peer: str, request: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        asked = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        shelf = {listed.content: frame for listed, frame in self._shelf}
+        return codec.encode(
+            GroupsResponse(
+                [
+                    FetchResponse("ok", shelf[content])
+                    if content in shelf
+                    else FetchResponse("unknown")
+                    for content in asked.contents
+                ]
+            )
+        )
 
     async def _peers(self, peer: str, request: bytes) -> bytes:
         await trio.lowlevel.checkpoint()

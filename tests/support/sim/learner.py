@@ -48,7 +48,7 @@ class Pace:
     external_groups: int
     completions: int = 4
     long: float = 0.0
-    """Share of its groups that are too long for gossip."""
+    """Share of its groups that are long."""
     save_seconds: float = 60.0
     sync_every: int = 4
     """Steps between two outer steps."""

@@ -2,7 +2,7 @@
 exchange, reputation and admission.
 
 What a libp2p host would do is here: connections with a handshake and pings, one request and its
-response, gossip to a few neighbours, bulk chunks. Bytes are counted by protocol, as `p2p.traffic`
+response, bulk chunks. Bytes are counted by protocol, as `p2p.traffic`
 does.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -29,30 +29,23 @@ from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
 from swarmnode.p2p.exchange import PeerExchange
-from swarmnode.p2p.gossip import QUEUE_BYTES, QUEUE_MESSAGES, Message, Topic, Validation, Validator
 from swarmnode.p2p.library.gater import Newcomer
 from swarmnode.p2p.network import TARGET_PEERS
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import COST, Reputation
 from swarmnode.p2p.scoring import PeerScores
 from swarmnode.p2p.slots import PeerCap, PeerSlots
-from swarmnode.p2p.storms import Storms
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.wire import bulk
-from swarmnode.wire.limits import GOSSIP_BYTES
 from tests.support.sim.wires import History, Link, Timeline, Wires
 
 HANDSHAKE_BYTES = 1500
 FRAME_BYTES = 40
 """What a frame costs beside what is in it."""
-MESH = 6
-SEEN_SECONDS = 120.0
-SEEN = 20_000
 PER_PEER, IN_ALL = 8, 64
 """As `p2p.requests` has them."""
 PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
 BULK_SECONDS = 10.0
-GOSSIP = "gossip"
 BULK = "bulk"
 
 
@@ -196,7 +189,6 @@ class SimNetwork:
         self.scores = scores = PeerScores(Reputation())
         self.peers = PeerTable(peer_id, TARGET_PEERS, rng, wanted=scores.wanted)
         self.connections = ConnectionTable()
-        self.gossip = SimGossip(self)
         self.requests = SimRequests(self)
         self.bulk = SimBulk(self)
         self.streams = NoStreams()
@@ -525,108 +517,6 @@ class SimRequests:
             except PeerError:
                 pass
         return refused
-
-
-# ---- gossip --------------------------------------------------------------------------------------
-
-
-class SimGossip:
-    """Each message goes to at most MESH neighbours that are in the topic, a publisher's own to
-    twice as many."""
-
-    def __init__(self, network: SimNetwork) -> None:
-        self._network = network
-        self._topics: dict[str, Topic] = {}
-        self._listening: set[str] = set()
-        self._seen: OrderedDict[bytes, float] = OrderedDict()
-        self._storms = Storms()
-
-    async def join(
-        self,
-        topic: str,
-        validator: Validator,
-        *,
-        messages: int = QUEUE_MESSAGES,
-        size: int = QUEUE_BYTES,
-        rate: float = 0.0,
-    ) -> Topic:
-        if topic in self._topics:
-            raise ValueError(f"{topic} is joined already")
-        self._storms.allow(rate)
-        joined = self._topics[topic] = Topic(topic, validator, messages, size)
-        self._listening.add(topic)
-        await trio.lowlevel.checkpoint()
-        return joined
-
-    async def leave(self, topic: str) -> None:
-        await trio.lowlevel.checkpoint()
-        self._listening.discard(topic)
-
-    async def rejoin(self, topic: str) -> None:
-        await trio.lowlevel.checkpoint()
-        self._listening.add(topic)
-
-    async def publish(self, topic: str, data: bytes) -> None:
-        if len(data) > GOSSIP_BYTES:
-            raise ValueError(f"{len(data)} bytes do not fit a gossip message of {GOSSIP_BYTES}")
-        await trio.lowlevel.checkpoint()
-        self._note(data)
-        self._send(topic, data, 2 * MESH, apart_from="")
-
-    def peers(self, topic: str) -> list[str]:
-        return [
-            each.peer
-            for each in self._network.open_connections()
-            if each.other.gossip.listens(topic)
-        ]
-
-    def listens(self, topic: str) -> bool:
-        return topic in self._listening
-
-    def receive(self, name: str, data: bytes, forwarder: str, *, own: bool) -> None:
-        """A neighbour's message is here, or one of its `own`."""
-        if own and self._storms.found(forwarder, trio.current_time()):
-            self._network.scores.stormed(forwarder)
-            return
-        topic = self._topics.get(name)
-        if topic is None or name not in self._listening or not self._note(data):
-            return
-        if not self._network.welcome(forwarder):
-            return
-        verdict = topic.validator(data, forwarder)
-        if verdict is Validation.REJECT:
-            self._network.rejected(forwarder, "gossip_validator")
-        if verdict is Validation.ACCEPT:
-            topic.put(Message(data, forwarder))
-            self._send(name, data, MESH, apart_from=forwarder)
-
-    def _send(self, topic: str, data: bytes, count: int, apart_from: str) -> None:
-        network = self._network
-        neighbours = [
-            each
-            for each in network.open_connections()
-            if each.peer != apart_from and each.other.gossip.listens(topic)
-        ]
-        if len(neighbours) > count:
-            neighbours = network.rng.sample(neighbours, count)
-        for connection in neighbours:
-            other = connection.other.gossip
-            arrive = lambda other=other: other.receive(
-                topic, data, network.peer_id, own=not apart_from
-            )  # type: ignore[misc]
-            network.transmit(connection, GOSSIP, len(data), arrive)
-
-    def _note(self, data: bytes) -> bool:
-        """Whether it is new."""
-        now = trio.current_time()
-        while self._seen and (
-            len(self._seen) > SEEN or now - next(iter(self._seen.values())) > SEEN_SECONDS
-        ):
-            self._seen.popitem(last=False)
-        if data in self._seen:
-            return False
-        self._seen[data] = now
-        return True
 
 
 # ---- bulk ----------------------------------------------------------------------------------------

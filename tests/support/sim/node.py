@@ -47,7 +47,6 @@ class Traits:
     """What a schedule decides about a node."""
 
     pace: Pace
-    exchange: str = "gossip"
     upload: int = 0
     """Bytes per second; 0 is no cap."""
     skew: float = 0.0
@@ -146,7 +145,7 @@ class Node:
             InProcessScorer(seconds=0.01),
             credentials,
             GroupRules(TASKS),
-            SharingConfig(exchange=traits.exchange),  # type: ignore[arg-type]
+            SharingConfig(),
             clock=self.clock,
             rng=own(),
             budget=meter,

@@ -67,9 +67,8 @@ def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Sche
     rng = random.Random(f"schedule {seed}")
     drawn = round(3 * (40 / 3) ** (rng.random() ** 2))
     count = nodes or drawn
-    exchange = rng.choice(("gossip", "gossip", "auto", "pull"))
     step = rng.uniform(8.0, 30.0) * min(4.0, max(1.0, count / 12))
-    places = [_place(rng, i, exchange, step) for i in range(count)]
+    places = [_place(rng, i, step) for i in range(count)]
     bootstrap = [place.name for place in places[: rng.randint(1, min(3, count))]]
     faults = _faults(rng, [place.name for place in places])
     calm = (
@@ -100,7 +99,7 @@ def _foes(rng: random.Random, count: int, kinds: Sequence[str]) -> list[Foe]:
     return foes
 
 
-def _place(rng: random.Random, number: int, exchange: str, step: float) -> Place:
+def _place(rng: random.Random, number: int, step: float) -> Place:
     far = rng.random() < 0.2
     long = rng.choice((0.0, 0.0, 0.02))
     pace = Pace(
@@ -110,9 +109,7 @@ def _place(rng: random.Random, number: int, exchange: str, step: float) -> Place
         long=long,
     )
     upload = rng.choice((0, 0, 0, 20_000, 60_000))
-    traits = Traits(
-        pace, exchange, upload=upload, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60)))
-    )
+    traits = Traits(pace, upload=upload, skew=rng.choice((0.0, 0.0, 0.0, rng.uniform(-60, 60))))
     return Place(
         f"n{number}",
         Address("ip4", f"45.{1 + number // 200}.{number % 200}.7", 9000 + number),

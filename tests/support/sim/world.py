@@ -21,7 +21,6 @@ from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.reputation import Standing
-from swarmnode.rollouts.fetch_queue import PENDING, WORKERS
 from swarmnode.rollouts.queues import QUEUE_GROUPS
 from tests.support.sim import breaks, determinism
 from tests.support.sim.hostile import NEVER_TRAINED_ON, Hostile
@@ -39,9 +38,6 @@ LONGEST_EXCHANGE = 180.0
 has committed is known."""
 WHOLE_SECONDS = 420.0
 """After the last fault, until everybody is connected, trains on others' groups and has learnt."""
-FLOODED_BYTES = 3_000_000
-"""What one that floods gets to send each life of each node, hostile ones among them: two storms of
-1920 groups, and what is under way when it is found."""
 FORGED = 12
 """Groups of one forger that a node draws in one life, at most, until it listens to it no more."""
 MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
@@ -325,15 +321,8 @@ class World:
         told = life.rollouts.statistics()
         if told.admission.last_internal_error:
             self._fail(f"{node.name}: {told.admission.last_internal_error}")
-        if (
-            told.waiting > QUEUE_GROUPS
-            or told.fetching.pending > PENDING + WORKERS
-            or told.pool.groups > told.pool.max_groups
-        ):
-            kept = (
-                f"{told.waiting} waiting, {told.fetching.pending} pending, {told.pool.groups} in"
-                " the pool"
-            )
+        if told.waiting > QUEUE_GROUPS or told.pool.groups > told.pool.max_groups:
+            kept = f"{told.waiting} waiting, {told.pool.groups} in the pool"
             self._fail(f"{node.name} keeps more than it may: {kept}")
         if life.network.peers.statistics().known > MAX_PEERS:
             self._fail(f"{node.name} knows {life.network.peers.statistics().known} peers")
@@ -370,22 +359,12 @@ class World:
             )
 
     def _check_foes(self, node: Node) -> None:
-        """How much of what was trained on is from whom, and how much one that floods gets to
-        send."""
+        """How much of what was trained on is from whom."""
         total, made_up = node.tally.used.total(), node.tally.made_up
         for foe in self.foes.values():
             used = node.tally.used[foe.peer]
             if used and foe.kind in NEVER_TRAINED_ON:
                 self._fail(f"{node.name} trains on groups of {foe.name}, a {foe.kind}")
-            if foe.kind == "flood" and foe.network is not None:
-                sent, lives = (
-                    foe.network.sent.total(),
-                    len(self.foes) + sum(each.lives for each in self.honest()),
-                )
-                if sent > FLOODED_BYTES * lives:
-                    self._fail(
-                        f"{foe.name}, which floods, has sent {sent} bytes to {lives} lives of nodes"
-                    )
             if foe.kind == "forger" and node.tally.drawn[foe.peer] > FORGED * node.lives:
                 self._fail(
                     f"{node.name} has drawn {node.tally.drawn[foe.peer]} forged groups of"

@@ -56,7 +56,6 @@ BAD = [
     "training.advantage=ppo",
     "training.loss_type=reinforce",
     "sharing.groups_per_second=100000",
-    "sharing.exchange=push",
     "weights.join_seconds=nan",
     "weights.codec=fp16",
     "stages.trust=all",

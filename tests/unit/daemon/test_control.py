@@ -16,12 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode import cli, pauses
-from swarmnode.config import NetworkConfig
 from swarmnode.daemon import control
 from swarmnode.daemon.control import SOCKET, Control
 from swarmnode.daemon.machine import CALM_SECONDS, Load, Machine, Rules, observed
 from swarmnode.files import lock_data_dir, make_data_dir
-from swarmnode.p2p.budget import CHOICES, Budget
 from tests.support.waiting import until
 
 
@@ -290,13 +288,3 @@ def test_the_file_is_read_once_a_second(tmp_path):
     assert told() == ()
     now[0] = 1.0
     assert told() == ("owner", "busy")
-
-
-def test_a_node_that_rests_serves_and_relays_and_takes_nothing():
-    reasons = []
-    budget = Budget(NetworkConfig(), "", 0.0, resting=lambda: reasons)
-    assert budget.listening(0.0)
-    reasons.append("owner")
-    assert [choice for choice in CHOICES if budget.allows(choice, 1.0)] == ["serve", "relay"]
-    assert not budget.listening(1.0)
-    assert [reason for reason, holds in budget.statistics(1.0).paused.items() if holds] == ["owner"]

@@ -32,7 +32,7 @@ from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
-from swarmnode.wire.messages import FetchRequest, Summary, SummaryRequest
+from swarmnode.wire.messages import Summary, SummaryRequest
 from swarmnode.wire.summary import seal_summary
 from tests.support.waiting import until
 
@@ -82,7 +82,7 @@ class Node:
             InProcessScorer(),
             Credentials(key, SWARM),
             GroupRules(BUILTIN_TASKS),
-            SharingConfig(exchange="gossip"),
+            SharingConfig(),
         )
         self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
         summaries = Summaries(self.asked, network.peer_id, key, SWARM, network.connected)
@@ -110,7 +110,7 @@ class Node:
         )
         network.peers.connected_to(peer, inbound=True, now=now)
         frame = author.frame(author.group(0, time.time()))
-        self.exchange.validate(frame, peer)
+        self.exchange.scoring.put(self.exchange.admission.check_pulled(frame, time.time()))
         summary = Summary("n" * 32, "1.0", int(time.time() * 1000), 1, 1, 1, 0.5, 1, 1)
         await self.ask(
             peer, ids.SUMMARY_PROTOCOL, SummaryRequest(seal_summary(summary, author.key, SWARM))
@@ -121,7 +121,6 @@ class Node:
             ids.GROUPS_PROTOCOL,
             GroupsRequest([bytes([n]) * 32 for n in range(15)] + [envelope.content_id(frame)]),
         )
-        await self.ask(peer, ids.FETCH_PROTOCOL, FetchRequest(b"f" * 32))
         network.rejected(peer, "malformed")
         network.peers.disconnected(peer, now)
         if number % 32 == 0:

@@ -9,7 +9,6 @@ from importlib import resources
 import pytest
 
 from swarmnode.observe.http import PAGE
-from swarmnode.rollouts.mode import Phase
 
 FILES = {
     name: (resources.files("swarmnode.observe") / "page" / name).read_text()
@@ -56,11 +55,6 @@ def test_nothing_comes_from_elsewhere() -> None:
         assert urls <= {"http://www.w3.org/2000/svg"}, name
         assert "@import" not in body
         assert "url(" not in body
-
-
-def test_every_way_in_which_groups_come_has_a_word() -> None:
-    (ways,) = re.findall(r"const WAYS = \{ (.*?) \}", FILES["app.js"])
-    assert re.findall(r"(\w+): \"", ways) == [phase.value for phase in Phase]
 
 
 def test_strings_never_become_markup() -> None:

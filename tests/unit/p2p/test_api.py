@@ -9,12 +9,10 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.reputation import BAN
 from swarmnode.testing.network import MemorySwarm
-from swarmnode.wire.limits import GOSSIP_BYTES
 from tests.support.hosts import hosts
-from tests.support.waiting import still, until
+from tests.support.waiting import until
 
 PROTOCOL = "/test/api/1"
 LIMITS = {"max_request_bytes": 1024, "max_response_bytes": 1024}
@@ -257,57 +255,6 @@ async def test_bytes_that_are_not_what_the_manifest_says_cost_standing(pair):
             await one.bulk.fetch(other.peer_id, TRANSFER, manifest, sink, deadline=5)
         assert sink.missing() == [1]
         assert one.score(other.peer_id) < 0
-
-
-async def test_a_message_is_judged_once_and_delivered_with_its_forwarder(pair):
-    judged = []
-
-    def picky(data: bytes, forwarder: str) -> Validation:
-        judged.append(data)
-        return {
-            b"good": Validation.ACCEPT,
-            b"hello": Validation.ACCEPT,
-            b"stale": Validation.IGNORE,
-        }.get(data, Validation.REJECT)
-
-    async with pair as (one, other):
-        topic = await other.gossip.join("t", picky)
-        await one.gossip.join("t", lambda data, peer: Validation.ACCEPT)
-        with pytest.raises(ValueError, match="joined already"):
-            await other.gossip.join("t", picky)
-        await until(lambda: other.peer_id in one.gossip.peers("t"))
-        with trio.fail_after(30):
-            while not len(topic):  # until each is in the other's mesh
-                await one.gossip.publish("t", b"hello")
-                await trio.sleep(0.2)
-        for data in (b"stale", b"bad", b"good"):
-            await one.gossip.publish("t", data)
-        with trio.fail_after(20):
-            while (message := await topic.get()).data == b"hello":
-                pass
-        assert (message.data, message.forwarder) == (b"good", one.peer_id)
-        assert [data for data in judged if data != b"hello"] == [b"stale", b"bad", b"good"]
-        assert other.score(one.peer_id) < 0
-        with pytest.raises(ValueError, match="do not fit"):
-            await one.gossip.publish("t", bytes(GOSSIP_BYTES + 1))
-
-
-async def test_a_topic_that_was_left_brings_nothing_until_it_is_taken_up_again(pair):
-    async with pair as (one, other):
-        topic = await other.gossip.join("t", lambda data, peer: Validation.ACCEPT)
-        await one.gossip.join("t", lambda data, peer: Validation.ACCEPT)
-        await until(lambda: other.peer_id in one.gossip.peers("t"))
-        await other.gossip.leave("t")
-        await until(lambda: other.peer_id not in one.gossip.peers("t"))
-        await one.gossip.publish("t", b"while it was left")
-        assert await still(lambda: len(topic), seconds=0.3) == 0
-        await other.gossip.rejoin("t")
-        await until(lambda: other.peer_id in one.gossip.peers("t"))
-        with trio.fail_after(30):
-            # its neighbours' mesh may have a back-off
-            while not len(topic) or (await topic.get()).data != b"afterwards":
-                await one.gossip.publish("t", b"afterwards")
-                await trio.sleep(0.2)
 
 
 async def test_a_peer_that_was_rejected_too_often_is_not_listened_to_and_then_disconnected(pair):

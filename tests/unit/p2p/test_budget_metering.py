@@ -9,10 +9,8 @@ import trio.testing
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import metering
 from swarmnode.p2p.budget import Month
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.metering import FILE, Meter, load
 from swarmnode.p2p.traffic import TrafficStatistics
-from tests.support.hosts import hosts
 from tests.support.waiting import until
 
 
@@ -39,7 +37,7 @@ async def test_the_total_is_saved_when_the_process_ends_and_read_when_it_starts(
         nursery.cancel_scope.cancel()
     assert load(tmp_path / FILE) == Month(time.strftime("%Y-%m"), 70, 30)
     second = meter(tmp_path, Traffic(), monthly_bytes=100)
-    assert not second.listening()
+    assert not second.has_room("fetch")
     assert not second.allows("publish")
 
 
@@ -58,7 +56,7 @@ async def test_the_total_is_saved_while_it_runs(tmp_path, autojump_clock):
 
 def test_a_damaged_total_is_no_reason_not_to_start(tmp_path):
     (tmp_path / FILE).write_bytes(b'{"month": 7')
-    assert meter(tmp_path, Traffic(), monthly_bytes=100).listening()
+    assert meter(tmp_path, Traffic(), monthly_bytes=100).has_room("fetch")
 
 
 async def test_a_full_disk_costs_the_total_and_not_the_node(tmp_path, monkeypatch):
@@ -71,26 +69,3 @@ async def test_a_full_disk_costs_the_total_and_not_the_node(tmp_path, monkeypatc
     with trio.move_on_after(0.01):
         await m.run()
     assert ["cannot save" in text for text in errors] == [True]
-
-
-async def test_a_host_that_left_the_topic_hears_nothing_can_still_publish_and_comes_back(tmp_path):
-    async with hosts(tmp_path, 2) as (a, b):
-        heard = {a: [], b: []}
-        for network in (a, b):
-            await network.gossip.join(
-                "t",
-                lambda data, peer, mine=heard[network]: (mine.append(data), Validation.ACCEPT)[1],
-            )
-        await until(lambda: b.gossip.statistics().mesh["t"] and a.gossip.statistics().mesh["t"])
-        await b.gossip.leave("t")
-        await until(lambda: not a.gossip.peers("t"))
-        await a.gossip.publish("t", b"while away")
-        await b.gossip.publish("t", b"from outside")
-        await until(lambda: heard[a] == [b"from outside"])
-        assert heard[b] == []
-        await b.gossip.rejoin("t")
-        await until(lambda: a.gossip.peers("t"))
-        await a.gossip.publish("t", b"back")
-        # at once, or when the mesh's back-off has passed: neighbours tell what they have heard
-        # lately
-        await until(lambda: heard[b])

@@ -50,7 +50,7 @@ def test_debt_has_a_bottom():
     assert bucket.level(0.0) == -DEBT_SECONDS * 1000
 
 
-def test_small_rates_still_hold_one_round_of_gossip():
+def test_small_rates_still_hold_a_few_groups():
     assert TokenBucket(10.0, 0.0).capacity == BURST_BYTES
 
 
@@ -58,17 +58,15 @@ def test_without_caps_everything_is_allowed():
     b = budget()
     b.observe(10**12, 10**12, NOON)
     assert all(b.allows(choice, NOON) for choice in CHOICES)
-    assert b.listening(NOON)
 
 
 def test_upload_debt_stops_what_is_sent_and_nothing_else():
     b = budget(upload_bytes_per_second=100_000)
     b.observe(2_000_000, 0, NOON)
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["fetch"]
-    assert b.listening(NOON)
+    assert paused(b, NOON) == []
     assert b.statistics(NOON).refused == {
         "publish": 1,
-        "forward": 1,
         "serve": 1,
         "relay": 1,
         "fetch": 0,
@@ -76,27 +74,31 @@ def test_upload_debt_stops_what_is_sent_and_nothing_else():
     assert b.allows("publish", NOON + 11)
 
 
-def test_download_debt_leaves_the_topic_until_the_bucket_is_half_full():
+def test_download_debt_stops_fetching_and_nothing_else():
     b = budget(download_bytes_per_second=100_000)
     b.observe(0, 1_000_001, NOON)  # the bucket holds ten seconds: 1,000,000
-    assert not b.listening(NOON)
-    assert not b.allows("fetch", NOON)
-    assert b.allows("publish", NOON)
-    assert not b.listening(NOON + 4)
-    assert paused(b, NOON + 4) == ["download"]
-    assert b.listening(NOON + 6)
+    assert [c for c in CHOICES if not b.allows(c, NOON)] == ["fetch"]
+    assert paused(b, NOON) == ["download"]
+    assert b.allows("fetch", NOON + 1)
+    assert paused(b, NOON + 1) == []
+
+
+def test_a_node_that_rests_relays_and_gives_weights_but_no_groups():
+    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, resting=lambda: ["owner"])
+    assert [c for c in CHOICES if b.allows(c, NOON)] == ["serve", "relay"]
+    assert paused(b, NOON) == ["owner"]
 
 
 def test_the_month_pauses_sharing_at_its_limit_and_the_next_one_ends_that():
     b = budget(monthly_bytes=1000)
     b.observe(400, 599, NOON)
-    assert b.listening(NOON)
+    assert b.has_room("fetch", NOON)
     b.observe(401, 599, NOON)
-    assert not b.listening(NOON)
+    assert not b.has_room("fetch", NOON)
     assert not any(b.allows(choice, NOON) for choice in CHOICES)
     assert paused(b, NOON) == ["month"]
     october = NOON + 11 * 24 * HOUR
-    assert b.listening(october)
+    assert b.has_room("fetch", october)
     b.observe(411, 599, october)
     assert b.month == Month("2026-10", 10, 0)
 
@@ -105,16 +107,16 @@ def test_a_restart_goes_on_with_the_months_total():
     b = budget(month=Month("2026-09", 500, 400), monthly_bytes=1000)
     b.observe(60, 40, NOON)
     assert b.month == Month("2026-09", 560, 440)
-    assert not b.listening(NOON)
+    assert not b.has_room("fetch", NOON)
 
 
 def test_a_saved_total_of_another_month_counts_no_more():
-    assert budget(month=Month("2026-08", 5000, 0), monthly_bytes=1000).listening(NOON)
+    assert budget(month=Month("2026-08", 5000, 0), monthly_bytes=1000).has_room("fetch", NOON)
 
 
 def test_quiet_hours_pause_everything_for_their_time():
     b = budget(quiet="22:00-07:00")
-    quiet = [hour for hour in range(24) if not b.listening(NOON - 12 * HOUR + hour * HOUR)]
+    quiet = [hour for hour in range(24) if not b.has_room("fetch", NOON - 12 * HOUR + hour * HOUR)]
     assert quiet == [0, 1, 2, 3, 4, 5, 6, 22, 23]
     assert paused(b, NOON + 11 * HOUR) == ["quiet_hours"]
 

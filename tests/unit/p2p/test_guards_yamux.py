@@ -429,3 +429,29 @@ async def test_a_peer_that_asks_and_reads_nothing_is_not_owed_answers_without_en
         await yamux.write_frame(connection, bytes(12))
     assert line.closed
     assert guards.statistics().fired["answers_full"] == before + 1
+
+
+async def updates(host):
+    """Window updates for 200 messages of 100 bytes that the host reads one by one."""
+    async with attacker.connect(host.address) as peer:
+        stream = await peer.open("/test/sink/1")
+        before = peer.window_updates
+        for _ in range(200):
+            await stream.send(bytes(100))
+            await trio.sleep(0.001)
+        await host.rests()
+        return peer.window_updates - before
+
+
+async def test_small_reads_send_no_window_update_each():
+    with processes(stock(), guarded()) as (eager, patient):
+        assert await updates(eager) > 20, "upstream fixed this: remove guard grant_credit"
+        assert await updates(patient) == 0
+
+
+async def test_a_window_is_granted_again_before_it_is_used_up():
+    with processes(guarded(), guarded()) as (node, server):
+        answer = await node.ask(
+            "cancel_reads", size=8_000_000, address=server.address, peer=server.peer
+        )
+        assert answer == {"intact": True}

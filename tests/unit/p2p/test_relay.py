@@ -16,7 +16,6 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.conversations import converse, read_message, write_message
-from swarmnode.p2p.gossip import Validation
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
 from swarmnode.p2p.relay_client import Reservations
@@ -80,21 +79,6 @@ async def test_whoever_speaks_through_a_relay_is_let_go_by_nobody_of_the_three(t
         await until(lambda: all(spare(*each) for each in ends))
         await call(a, b, relay)
         assert not any(spare(*each) for each in ends)
-
-
-async def test_gossip_crosses_a_relay_both_ways(tmp_path):
-    async with relayed(tmp_path) as (relay, a, b):
-        await call(a, b, relay)
-        at_a = await a.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
-        at_b = await b.gossip.join(NAME, lambda data, peer: Validation.ACCEPT)
-        await until(
-            lambda: a.gossip.statistics().mesh[NAME] == b.gossip.statistics().mesh[NAME] == 1
-        )
-        await a.gossip.publish(NAME, b"from a")
-        await b.gossip.publish(NAME, b"from b")
-        with trio.fail_after(30):
-            assert (await at_b.get()).data == b"from a"
-            assert (await at_a.get()).data == b"from b"
 
 
 async def test_members_find_each_other_through_the_relay_by_themselves(tmp_path):

@@ -8,10 +8,9 @@ import pytest
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
-from swarmnode.rollouts.reasons import REASONS
+from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.wire import codec, envelope, limits
 from swarmnode.wire.messages import Announce, Envelope
 
@@ -71,7 +70,7 @@ def test_a_hostile_frame_is_rejected_for_its_reason(name):
 
 
 def test_every_reason_has_a_verdict_and_none_of_them_accepts():
-    assert set(REASONS.values()) == {Validation.IGNORE, Validation.REJECT}
+    assert set(REASONS.values()) == {Verdict.IGNORE, Verdict.REJECT}
     assert set(codec.DECODE_REASONS) | {"signature"} <= set(REASONS)
 
 
@@ -290,7 +289,7 @@ def test_equal_rewards_are_filtered():
 def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
     checks = admission()
     rejected = checks.check_scored(checks.check_frame(frame(), NOW), "?", rewards)
-    assert (rejected.reason, rejected.verdict) == ("scorer", Validation.IGNORE)
+    assert (rejected.reason, rejected.verdict) == ("scorer", Verdict.IGNORE)
 
 
 def announced_pair(sequence=0, **changes):
@@ -349,7 +348,7 @@ def test_a_body_that_was_not_announced_is_held_against_its_author(body):
     rejected = checks.check_fetched(announced, body, NOW)
     assert (rejected.reason, rejected.verdict, rejected.peer) == (
         "mismatch",
-        Validation.REJECT,
+        Verdict.REJECT,
         AUTHOR.peer,
     )
 
@@ -407,7 +406,7 @@ def test_a_defect_of_ours_costs_the_frame_and_is_counted():
     rejected = checks.check_frame(frame(), NOW)
     assert (rejected.reason, rejected.verdict, rejected.peer) == (
         "internal",
-        Validation.IGNORE,
+        Verdict.IGNORE,
         None,
     )
     assert "our bug" in checks.statistics().last_internal_error
