@@ -51,7 +51,7 @@ NEWS_SECONDS = 0.1
 """How long a waiting poll collects news before it is answered: a step's groups are published
 together."""
 ANSWER_INTERVAL_SECONDS = 1.0
-"""Between two answers to one peer's waiting polls, at least."""
+"""Between an answer to a peer and the next one to a waiting poll of it, at least."""
 POLLS_PER_PEER = 2
 POLLS_SERVED = 512
 """Polls held open: of one peer and in all. More are refused."""
@@ -371,7 +371,7 @@ class Server:
         self._clock = clock
         self._allowances = Allowances()
         self._answered: OrderedDict[str, float] = OrderedDict()
-        """Reader → when its last waiting poll was answered."""
+        """Reader → when its last poll was answered, or will be where one is due."""
         self._news = trio.Event()
         self._waiting = 0
         self._served: Counter[str] = Counter()
@@ -422,6 +422,7 @@ class Server:
             finally:
                 self._waiting -= 1
             listing = self._shelf.listing(request, self._clock(), reader)
+        self._note_answer(peer, trio.current_time())
         answer = codec.encode(listing)
         self._served["listing"] += 1
         self._allowances.charge(peer, len(answer), self._hooks.gives(peer), self._clock())
@@ -432,10 +433,16 @@ class Server:
         answer is ANSWER_INTERVAL_SECONDS ago."""
         while not self._shelf.has_news(request, reader):
             await self._news.wait()
-        await trio.sleep(NEWS_SECONDS)
-        answered_at = self._answered.pop(peer, -math.inf)
-        await trio.sleep_until(max(trio.current_time(), answered_at + ANSWER_INTERVAL_SECONDS))
-        self._answered[peer] = trio.current_time()
+        due = max(
+            trio.current_time() + NEWS_SECONDS,
+            self._answered.get(peer, -math.inf) + ANSWER_INTERVAL_SECONDS,
+        )
+        self._note_answer(peer, due)  # before it waits: another poll of this reader is due later
+        await trio.sleep_until(due)
+
+    def _note_answer(self, peer: str, at: float) -> None:
+        """Note that a poll of `peer` is answered at this time."""
+        self._answered[peer] = max(at, self._answered.pop(peer, -math.inf))
         if len(self._answered) > MOST_READERS:
             self._answered.popitem(last=False)
 
