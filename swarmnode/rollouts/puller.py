@@ -55,7 +55,7 @@ POLL_INTERVAL_SECONDS = 1.0
 BUSY_SECONDS = 5.0
 """Before the next poll of, or fetch from, a peer that answered `busy`."""
 FAILED_SECONDS = 60.0
-"""Before the next poll of a peer that did not answer."""
+"""Before the next poll of, or fetch from, a peer that did not answer."""
 UNSUPPORTED_SECONDS = 600.0
 """Before the next poll of a peer that does not list."""
 MOST_ASKED = 1024
@@ -123,7 +123,7 @@ class Puller:
         self._polled_at = -math.inf
         self._poll_not_before: OrderedDict[str, float] = OrderedDict()
         self._busy_until: dict[str, float] = {}
-        """Peer that answered a fetch with `busy` → when it may be asked again."""
+        """Peer that answered a fetch with `busy`, or not at all → when it may be asked again."""
         self._fetches: dict[str, int] = {}
         """Peer → groups of the fetch under way."""
         self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
@@ -185,15 +185,17 @@ class Puller:
         self.offers.keep(connected)
         if self.wanted(now) <= 0:
             return []
+        busy = self._busy(now)
         room = min(MOST_POLLED, len(connected)) - len(self._polls)
-        if self.offers.count(lambda content: self._is_known(content, is_known)) >= (
-            PLENTY * self._step
-        ):
+        offered = self.offers.count(lambda content: self._is_known(content, is_known), busy)
+        if offered >= PLENTY * self._step:
             room = int(now >= self._polled_at + PLENTY_POLL_SECONDS and not self._polls)
         due = [
             peer
             for peer in connected
-            if peer not in self._polls and self._poll_not_before.get(peer, -math.inf) <= now
+            if peer not in self._polls
+            and peer not in busy
+            and self._poll_not_before.get(peer, -math.inf) <= now
         ]
         belief = [self.claims.belief(peer) for peer in due]
         chosen = _draw_distinct(due, belief, room, self._rng)
@@ -250,15 +252,15 @@ class Puller:
         settling = self._polls and now < self._polled_at + SETTLE_SECONDS
         if missing <= 0 or len(self._fetches) >= MOST_FETCHES or (settling and not self.urgent):
             return []
-        self._busy_until = {peer: at for peer, at in self._busy_until.items() if at > now}
         pulls = self.offers.choose(
             missing,
             unix,
             self._rng,
             trust,
             self.claims.belief,
-            lambda content: self._is_known(content, is_known),
-            {*self._fetches, *self._busy_until},
+            is_known,
+            {*self._fetches, *self._busy(now)},
+            self._asked,
             few=not self.urgent,
         )
         for pull in pulls:
@@ -285,14 +287,14 @@ class Puller:
                 self.claims.lie(pull.holder, "absent")
 
     def failed(self, pull: Pull, now: float) -> None:
-        """Note a fetch without an answer. The groups may be fetched from others, and from the same
-        peer once it has listed them again."""
+        """Note a fetch without an answer. The groups may be fetched from others now, and from the
+        same peer after FAILED_SECONDS."""
         del self._fetches[pull.holder]
         self.claims.lie(pull.holder, "slow")
-        self.postpone(pull.holder, now + FAILED_SECONDS)
-        self.offers.drop(pull.holder)
+        self._busy_until[pull.holder] = now + FAILED_SECONDS
         for listed in pull.groups:
             self._asked.pop(listed.content, None)
+            self.offers.restore(pull.holder, listed)
 
     def contradicted(self, content: bytes) -> None:
         """Forget what was listed of a fetched group that the group itself contradicts."""
@@ -309,6 +311,11 @@ class Puller:
             self.claims.keep(holder)
         else:
             self.claims.lie(holder, "spread")
+
+    def _busy(self, now: float) -> Collection[str]:
+        """Return the peers that are neither polled nor fetched from now."""
+        self._busy_until = {peer: at for peer, at in self._busy_until.items() if at > now}
+        return self._busy_until
 
     def _is_known(self, content: bytes, is_known: Callable[[bytes], bool]) -> bool:
         return content in self._asked or is_known(content)
