@@ -38,8 +38,7 @@ PLENTY_POLL_SECONDS = 5.0
 MOST_FETCHES = 4
 """Fetches under way from which on no other is begun."""
 SETTLE_SECONDS = 2.0
-"""How long a node whose pool holds the next step waits for the polls that it just sent before it
-chooses."""
+"""How long a node whose pool holds the next step waits for its first polls before it chooses."""
 FORWARD_SECONDS = 10.0
 """A node fetches one group after so long without a useful one, whatever its trainer draws."""
 LEAD_SHARE = 0.25
@@ -121,6 +120,8 @@ class Puller:
         self._polls: dict[str, float] = {}
         """Peer → when the poll under way was sent."""
         self._polled_at = -math.inf
+        self._settles_at = -math.inf
+        """When the first of the polls under way is SETTLE_SECONDS old."""
         self._poll_not_before: OrderedDict[str, float] = OrderedDict()
         self._busy_until: dict[str, float] = {}
         """Peer that answered a fetch with `busy`, or not at all → when it may be asked again."""
@@ -156,7 +157,7 @@ class Puller:
         times = [
             self._timer.opens_at,
             self._forwards_at,
-            self._polled_at + SETTLE_SECONDS,
+            self._settles_at,
             self._polled_at + PLENTY_POLL_SECONDS,
             *self._poll_not_before.values(),
             *self._busy_until.values(),
@@ -199,6 +200,8 @@ class Puller:
         ]
         belief = [self.claims.belief(peer) for peer in due]
         chosen = _draw_distinct(due, belief, room, self._rng)
+        if chosen and not self._polls:
+            self._settles_at = now + SETTLE_SECONDS
         for peer in chosen:
             self._polls[peer] = self._polled_at = now
         return chosen
@@ -249,7 +252,7 @@ class Puller:
             is_known: whether the group with a content id was received before.
         """
         missing = self.wanted(now) - sum(self._fetches.values())
-        settling = self._polls and now < self._polled_at + SETTLE_SECONDS
+        settling = self._polls and now < self._settles_at
         if missing <= 0 or len(self._fetches) >= MOST_FETCHES or (settling and not self.urgent):
             return []
         pulls = self.offers.choose(
