@@ -31,6 +31,7 @@ LIFE = b"hostile!"
 
 
 def clock():
+    """Return virtual Unix seconds."""
     return EPOCH + trio.current_time()
 
 
@@ -203,11 +204,11 @@ class Holder:
             ids.GROUPS_PROTOCOL, handler, max_request_bytes=560, max_response_bytes=2**22
         )
 
-    async def add(self, sequence, author=None, **claims):
-        """List a good group of `author`, by default its own, with `claims` in place of the true
+    async def add(self, sequence, by=None, **claims):
+        """List a good group of an Author, by default its own, with `claims` in place of the true
         ones. Return the envelope."""
-        author = author or self.author
-        frame = author.frame(author.group(sequence, clock()))
+        by = by or self.author
+        frame = by.frame(by.group(sequence, clock()))
         await self.add_frame(frame, **claims)
         return frame
 
