@@ -307,6 +307,8 @@ class Puller:
         """Compare a fetched group's rewards (G,) with the spread that its holder listed."""
         if is_useful(rewards):
             self._useful_at = now
+        elif content in self._asked:
+            self._wanted += 1  # it is not trained on, so another one is wanted in its place
         holder, listed = self._asked.pop(content, (None, None))
         if holder is None or listed is None:
             return
