@@ -260,8 +260,8 @@ class PullGossip:
             )
         except _Unanswered as why:
             outcome = why.outcome
-            if outcome == "unsupported":
-                puller.unsupported(peer, now())
+            if outcome in ("unsupported", "failed"):
+                puller.refused(peer, now())
             else:
                 puller.polled(peer, None, now(), self._clock())
         else:

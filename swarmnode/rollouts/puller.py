@@ -55,8 +55,9 @@ BUSY_SECONDS = 5.0
 """Before the next poll of, or fetch from, a peer that answered `busy`."""
 FAILED_SECONDS = 60.0
 """Before the next poll of, or fetch from, a peer that did not answer."""
-UNSUPPORTED_SECONDS = 600.0
-"""Before the next poll of a peer that does not list."""
+REFUSED_SECONDS = 600.0
+"""Before the next poll of a peer that does not list, at most: the wait begins with a second and
+doubles, because a peer that has just started does not list yet."""
 MOST_ASKED = 1024
 """Fetched groups that are remembered until their rewards are known."""
 MOST_PEERS = 1024
@@ -122,7 +123,8 @@ class Puller:
         self._polled_at = -math.inf
         self._settles_at = -math.inf
         """When the first of the polls under way is SETTLE_SECONDS old."""
-        self._poll_not_before: OrderedDict[str, float] = OrderedDict()
+        self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Peer → (when it may be polled again, seconds of that rest)."""
         self._busy_until: dict[str, float] = {}
         """Peer that answered a fetch with `busy`, or not at all → when it may be asked again."""
         self._fetches: dict[str, int] = {}
@@ -159,7 +161,7 @@ class Puller:
             self._forwards_at,
             self._settles_at,
             self._polled_at + PLENTY_POLL_SECONDS,
-            *self._poll_not_before.values(),
+            *(until for until, _ in self._rests.values()),
             *self._busy_until.values(),
         ]
         return min((time for time in times if time > now), default=math.inf)
@@ -196,7 +198,7 @@ class Puller:
             for peer in connected
             if peer not in self._polls
             and peer not in busy
-            and self._poll_not_before.get(peer, -math.inf) <= now
+            and self._rests.get(peer, (-math.inf, 0.0))[0] <= now
         ]
         belief = [self.claims.belief(peer) for peer in due]
         chosen = _draw_distinct(due, belief, room, self._rng)
@@ -207,34 +209,34 @@ class Puller:
         return chosen
 
     def polled(self, peer: str, response: ListingResponse | None, now: float, unix: float) -> bool:
-        """Take the answer to a poll, None where there was none. Return False for a dishonest one:
-        its cursor went back."""
+        """Take the answer to a poll, None where there was no usable one. Return False for a dishonest
+        one: its cursor went back."""
         sent_at = self._polls.pop(peer, now)
         if response is None:
             self.claims.lie(peer, "slow")
-            self.postpone(peer, now + FAILED_SECONDS)
+            self._rest(peer, now, FAILED_SECONDS)
             return True
         if response.status == "ok":
-            self.postpone(peer, sent_at + POLL_INTERVAL_SECONDS)
+            self._rest(peer, sent_at, POLL_INTERVAL_SECONDS)
             if not self.offers.take(peer, response, unix):
                 self.claims.lie(peer, "cursor")
                 return False
             return True
-        busy = response.status == "busy"
-        self.postpone(peer, now + (BUSY_SECONDS if busy else UNSUPPORTED_SECONDS))
+        self._rest(peer, now, BUSY_SECONDS if response.status == "busy" else REFUSED_SECONDS)
         return True
 
-    def unsupported(self, peer: str, now: float) -> None:
-        """Note that `peer` does not speak the listing protocol."""
+    def refused(self, peer: str, now: float) -> None:
+        """Note that `peer` does not speak the listing protocol, or reset the stream."""
         self._polls.pop(peer, None)
-        self.postpone(peer, now + UNSUPPORTED_SECONDS)
+        _, rest = self._rests.get(peer, (now, 0.0))
+        self._rest(peer, now, min(REFUSED_SECONDS, max(1.0, 2 * rest)))
 
-    def postpone(self, peer: str, until: float) -> None:
-        """Do not poll `peer` before `until`."""
-        self._poll_not_before.pop(peer, None)
-        self._poll_not_before[peer] = until
-        if len(self._poll_not_before) > MOST_PEERS:
-            self._poll_not_before.popitem(last=False)
+    def _rest(self, peer: str, now: float, seconds: float) -> None:
+        """Do not poll `peer` for so long."""
+        self._rests.pop(peer, None)
+        self._rests[peer] = (now + seconds, seconds)
+        if len(self._rests) > MOST_PEERS:
+            self._rests.popitem(last=False)
 
     # -- groups
 
