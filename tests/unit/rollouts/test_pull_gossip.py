@@ -13,7 +13,7 @@ from swarmnode.demo.liar.author import Author
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
 from swarmnode.rollouts.pull_gossip import ANSWER_SECONDS, POLLS_SERVED
-from swarmnode.rollouts.puller import FAILED_SECONDS, FORWARD_SECONDS, UNSUPPORTED_SECONDS
+from swarmnode.rollouts.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -357,9 +357,7 @@ async def test_a_node_over_its_budget_neither_fetches_nor_serves(nursery, autoju
     assert pair.admitted_of(1, 0) == 4
 
 
-async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(
-    pair, autojump_clock
-):
+async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pair, autojump_clock):
     """The groups stay on offer, and are fetched when there is budget again."""
     give = pair.exchanges[0]._gossip._server._give
 
@@ -685,15 +683,27 @@ async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
     assert swarm.pulling(0).claims.lies.keys() <= {"slow"}
 
 
-async def test_a_peer_that_does_not_list_is_left_alone(pair, autojump_clock):
+async def test_a_peer_that_does_not_list_is_polled_ever_more_rarely(pair, autojump_clock):
     pair.medium.join(Author(SWARM, seed=99).peer)
     await pair.publish(0, *range(2))
-    for step in range(5):
-        await pair.step(1, count=4, version=step)
-    assert pair.pulling(1).listings["unsupported"] == 1
+    await trio.sleep(2000)
+    assert 8 <= pair.pulling(1).listings["unsupported"] <= 13
+    assert pair.pulling(1).claims.lies == {}
+    await trio.sleep(10 * REFUSED_SECONDS)
+    assert pair.pulling(1).listings["unsupported"] <= 24
     assert pair.pulling(1).pulled["ok"] == 2
-    await trio.sleep(UNSUPPORTED_SECONDS)
-    assert pair.pulling(1).listings["unsupported"] == 2
+
+
+async def test_a_peer_that_starts_to_list_after_it_connected_is_polled_soon(
+    nursery, autojump_clock
+):
+    swarm = await PullSwarm(2).start(nursery, 1)
+    await trio.sleep(8)
+    assert swarm.pulling(1).listings["unsupported"] >= 2
+    await swarm.start(nursery, 0)
+    await swarm.publish(0, 0)
+    await trio.sleep(8)
+    assert swarm.admitted_of(1, 0) == 1
 
 
 async def test_a_peer_that_is_not_connected_any_more_is_not_fetched_from(pair, autojump_clock):

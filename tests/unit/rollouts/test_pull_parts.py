@@ -96,9 +96,7 @@ def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
     ]:
         kept.put(bytes(100), group)
     answer = kept.listing(ask(), NOW)
-    assert [group for group in answer.groups if group.author == OWN_KEY] == own[
-        -shelf.OWN_LISTED :
-    ]
+    assert [group for group in answer.groups if group.author == OWN_KEY] == own[-shelf.OWN_LISTED :]
     assert (len(answer.groups), answer.position) == (limits.LISTED, 9 + others)
     assert {
         group.status
@@ -193,7 +191,7 @@ def test_holders_that_are_remembered_are_bounded():
 def heard(**listings):
     heard = Offers(b"o" * 32, lambda key: key[:1].decode())
     for holder, groups in listings.items():
-        assert heard.take(holder, listing(*groups), NOW) 
+        assert heard.take(holder, listing(*groups), NOW)
     return heard
 
 
@@ -578,9 +576,7 @@ class World:
     """A puller, and a clock that is set by hand. now: seconds; Unix time is NOW + now."""
 
     def __init__(self, peers=(), seed=0):
-        self.puller = Puller(
-            OWN_KEY, lambda key: key[:1].decode(), random.Random(seed), now=0.0
-        )
+        self.puller = Puller(OWN_KEY, lambda key: key[:1].decode(), random.Random(seed), now=0.0)
         self.now, self.peers, self.known = 0.0, list(peers), set()
         self.positions = {}
 
@@ -720,24 +716,37 @@ def test_peers_whose_listings_were_true_are_polled_most():
     [
         (None, puller.FAILED_SECONDS),
         ("busy", puller.BUSY_SECONDS),
-        ("unknown", puller.UNSUPPORTED_SECONDS),
-        ("unsupported", puller.UNSUPPORTED_SECONDS),
+        ("unknown", puller.REFUSED_SECONDS),
     ],
 )
 def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     world = World(["h"])
     assert world.polls() == ["h"]
-    if answer == "unsupported":
-        world.puller.unsupported("h", world.now)
-    else:
-        given = answer and ListingResponse(answer, LIFE, 0, [])
-        assert world.puller.polled("h", given, world.now, NOW)
+    given = answer and ListingResponse(answer, LIFE, 0, [])
+    assert world.puller.polled("h", given, world.now, NOW)
     assert world.puller.claims.statistics().lies == ({} if answer else {"slow": 1})
     world.now += seconds - 0.1
     assert world.polls() == []
     assert world.puller.next_time(world.now) == pytest.approx(world.now + 0.1)
     world.now += 0.1
     assert world.polls() == ["h"]
+
+
+def test_a_peer_that_refuses_polls_is_polled_after_waits_that_double():
+    world, waits = World(["h"]), []
+    for _ in range(12):
+        began = world.now
+        while not world.polls():
+            world.now += 1.0
+        waits.append(world.now - began)
+        world.puller.refused("h", world.now)
+    assert waits == [0, *(2**n for n in range(10)), 600]
+    assert world.puller.claims.statistics().lies == {}
+    world.now += 600.0
+    world.polls()
+    world.list("h")
+    world.now += 1.0
+    assert world.polls() == ["h"], "it lists now"
 
 
 def test_a_dishonest_cursor_costs_belief():
@@ -812,8 +821,8 @@ def test_few_fetches_are_under_way_at_a_time():
     assert len(world.puller._fetches) == puller.MOST_FETCHES
 
 
-def test_what_is_remembered_is_bounded():
+def test_what_is_remembered_of_peers_is_bounded():
     world = World()
     for number in range(2 * puller.MOST_PEERS):
-        world.puller.postpone(str(number), 1e9)
-    assert len(world.puller._poll_not_before) == puller.MOST_PEERS
+        world.puller.refused(str(number), 0.0)
+    assert len(world.puller._rests) == puller.MOST_PEERS
