@@ -26,7 +26,7 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts import sampling
-from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.admission import Admission, Rejected, clock_reason
 from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Lie, contradiction
 from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.offers import Pull
@@ -266,7 +266,11 @@ class PullGossip:
                 puller.polled(peer, None, now(), self._clock())
         else:
             outcome = "other_swarm" if response.status == "unknown" else response.status
-            puller.polled(peer, response, now(), self._clock())
+            taken = puller.polled(peer, response, now(), self._clock())
+            for listed in response.groups if taken else ():
+                # such a group is not fetched: the clock of this node or of its author is wrong
+                if (reason := clock_reason(listed.created_at, self._clock())) is not None:
+                    self._admission.refuse(reason, peer)
         self._polls[outcome] += 1
         self._changed.set()
 
