@@ -60,7 +60,14 @@ class Budget:
 
 
 class PullSwarm:
-    """`count` exchanges, connected all with all, each with a budget of its own."""
+    """`count` exchanges, connected all with all, each with a budget of its own.
+
+    Args:
+        seed: seed of the nodes' randomness.
+        latency: seconds that a request takes each way.
+        skews: seconds by which each node's clock is ahead.
+        cfg: settings `sharing.*`.
+    """
 
     def __init__(
         self,
@@ -80,7 +87,8 @@ class PullSwarm:
         self.networks = [self.medium.join(peer) for peer in self.peers]
         self.budgets = [Budget() for _ in range(count)]
         self.exchanges = []
-        for number, skew in zip(range(count), itertools.chain(skews, itertools.repeat(0.0))):
+        for number in range(count):
+            skew = skews[number] if skews else 0.0
             self.exchanges.append(
                 RolloutExchange(
                     self.networks[number],
@@ -212,8 +220,9 @@ class Holder:
         await self.add_frame(frame, **claims)
         return frame
 
-    async def add_frame(self, frame, **claims):
-        """List a signed group, with `claims` in place of the true ones."""
+    async def add_frame(self, frame, rewards=None, **claims):
+        """List a signed group, with `claims` in place of the true ones. rewards: (G,), where no
+        scorer computes them."""
         signed, group = envelope.unseal(frame, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES)
         true = Listed(
             envelope.content_id(frame),
@@ -221,7 +230,7 @@ class Holder:
             group.task.id,
             group.created_at,
             len(frame),
-            spread(await rewards_of(group)),
+            spread(rewards or await rewards_of(group)),
         )
         self.put(msgspec.structs.replace(true, **claims), frame)
 
