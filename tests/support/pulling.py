@@ -186,13 +186,13 @@ class Holder:
 
     answers: content id → envelope to give. fetched: the content ids that were asked for.
     polled_at: when polls came. `patient` holders hold a poll without news open, as honest ones do.
+    network, author: a network that exists and an Author with its key, instead of `medium`.
     """
 
-    def __init__(self, medium, seed=77, *, patient=True):
-        self.author = Author(SWARM, seed=seed)
+    def __init__(self, medium, seed=77, *, patient=True, network=None, author=None):
+        self.author = author or Author(SWARM, seed=seed)
         self.peer = self.author.peer
-        self.key = self.author.key.public_key().public_bytes_raw()
-        self.network = medium.join(self.peer)
+        self.network = network or medium.join(self.peer)
         self.patient = patient
         self.life, self.position = LIFE, 0
         self.listed, self.answers, self.fetched, self.polled_at = [], {}, [], []

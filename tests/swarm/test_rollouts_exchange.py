@@ -18,7 +18,6 @@ from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
-from swarmnode.p2p.gossip import Validation
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
 from swarmnode.tasks import registry
@@ -27,14 +26,15 @@ from swarmnode.testing.network import MemorySwarm
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
-from swarmnode.wire import ids, limits
+from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.listings import Listed
 from tests.support.hosts import hosts
+from tests.support.pulling import Holder, rewards_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 SWARM = swarm_of()
-TOPIC = ids.rollout_topic(SWARM)
 
 
 @contextlib.asynccontextmanager
@@ -58,33 +58,33 @@ async def networks(kind, directory, count):
 
 @contextlib.asynccontextmanager
 async def exchanges(kind, directory, count, rules=GroupRules(BUILTIN_TASKS)):  # noqa: B008 - immutable
-    """(exchange, author, network) for each node, meshed, with one scorer for all."""
-    topic = ids.rollout_topic(SWARM, rules.spoken.rollouts)
+    """(exchange, author, network) for each node, with one scorer for all."""
     async with (
         networks(kind, directory, count) as nodes,
         AsyncScorer() as scorer,
         trio.open_nursery() as nursery,
     ):
-        running = []
-        for network, author in nodes:
-            credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(
-                network, scorer, credentials, rules, SharingConfig(), rng=random.Random(0)
-            )
-            exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
-            await nursery.start(exchange.run)
-            running.append((exchange, author, network))
-        await until(
-            lambda: all(len(network.gossip.peers(topic)) == count - 1 for network, _ in nodes)
-        )
-        if kind == "libp2p":
-            await until(
-                lambda: all(
-                    network.gossip.statistics().mesh[topic] == count - 1 for network, _ in nodes
-                )
-            )
+        running = [
+            (await start(nursery, network, author, scorer, rules), author, network)
+            for network, author in nodes
+        ]
         yield running
         nursery.cancel_scope.cancel()
+
+
+async def start(nursery, network, author, scorer, rules=GroupRules(BUILTIN_TASKS)):  # noqa: B008 - immutable
+    """Start a node's exchange and return it."""
+    exchange = RolloutExchange(
+        network,
+        scorer,
+        Credentials(author.key, SWARM),
+        rules,
+        SharingConfig(),
+        rng=random.Random(0),
+    )
+    exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
+    await nursery.start(exchange.run)
+    return exchange
 
 
 both = pytest.mark.parametrize("kind", ["memory", "libp2p"])
@@ -94,36 +94,60 @@ def admitted(exchange):
     return exchange.admission.statistics().outcomes.get("admitted", 0)
 
 
+async def publish(exchange, own):
+    """Publish a group, listed with the spread that its readers compute."""
+    own = msgspec.structs.replace(own, rewards=await rewards_of(own))
+    assert exchange.publish(own) == "published"
+
+
+def waiting(exchange):
+    """Return how many polls of peers this node holds open."""
+    return exchange.statistics().serving.waiting
+
+
 @both
-async def test_three_nodes_share_groups(kind, tmp_path):
+async def test_three_nodes_share_groups_and_a_poll_that_waits_brings_the_next(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
         for exchange, author, _ in nodes:
-            for sequence in range(4):
-                assert await exchange.publish(author.own_group(sequence)) == "gossip"
-        await until(lambda: all(admitted(exchange) == 8 for exchange, _, _ in nodes))
+            for sequence in range(3):
+                await publish(exchange, author.own_group(sequence))
+        await until(lambda: all(admitted(exchange) == 6 for exchange, _, _ in nodes))
+        await until(lambda: all(waiting(exchange) == 2 for exchange, _, _ in nodes))
+        began = trio.current_time()
+        await publish(nodes[0][0], nodes[0][1].own_group(3))
+        await until(lambda: all(admitted(exchange) == 7 for exchange, _, _ in nodes[1:]))
+        assert trio.current_time() - began < limits.PATIENCE_SECONDS / 2
         for exchange, author, _ in nodes:
             drawn = exchange.draw(Draw(1, 6, 1, 4))
             assert len(drawn.groups) == 6
             assert author.peer not in {group.peer for group in drawn.groups}
             assert all(sum(group.rewards) >= 2 for group in drawn.groups)
+            pulling = exchange.statistics().pulling
+            assert not set(pulling.listings) - {"ok", "unsupported"}
+            assert pulling.claims.lies == {}
 
 
 @both
-async def test_a_long_group_travels_by_announcement_and_fetch(kind, tmp_path):
+async def test_long_groups_travel_in_one_fetch_and_through_another_node(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
-        own = nodes[0][1].long_group(0)
-        assert await nodes[0][0].publish(own) == "announced"
-        await until(lambda: all(admitted(exchange) == 1 for exchange, _, _ in nodes[1:]))
+        own = [nodes[0][1].long_group(sequence) for sequence in range(3)]
+        for group in own:
+            await publish(nodes[0][0], group)
+        await until(lambda: all(admitted(exchange) == 3 for exchange, _, _ in nodes[1:]))
         for exchange, _, _ in nodes[1:]:
-            (group,) = exchange.draw(Draw(1, 2, 0, 1)).groups
-            assert group.group.completions == own.completions
-            assert exchange.statistics().fetching.fetched == {"ok": 1}
+            groups = exchange.draw(Draw(1, 3, 0, 3)).groups
+            assert {group.group.completions[1].text for group in groups} == {
+                group.completions[1].text for group in own
+            }
+            assert exchange.statistics().pulling.pulled == {"ok": 3}
 
 
 @both
-async def test_hostile_frames_are_counted_and_an_honest_peer_is_served(kind, tmp_path):
-    async with exchanges(kind, tmp_path, 3) as nodes:
-        (_, author, network), (victim, _, _), (honest, honest_author, _) = nodes
+async def test_hostile_groups_are_counted_and_an_honest_peer_is_served(kind, tmp_path):
+    async with networks(kind, tmp_path, 3) as nodes, AsyncScorer() as scorer:
+        (network, author), *others = nodes
+        liar = Holder(None, network=network, author=author)
+        frames = hostile_frames(author, time.time())
         chosen = (
             "duplicated key",
             "NaN",
@@ -133,18 +157,23 @@ async def test_hostile_frames_are_counted_and_an_honest_peer_is_served(kind, tmp
             "deeply nested payload",
             "zstd bomb",
         )
-        frames = hostile_frames(author, time.time())
+        key = author.key.public_key().public_bytes_raw()
         for name in chosen:
-            await network.gossip.publish(TOPIC, frames[name][0])
-        assert await honest.publish(honest_author.own_group(0)) == "gossip"
-        try:
-            await until(lambda: admitted(victim) == 1)
-        except trio.TooSlowError:
-            pytest.fail(f"not admitted: {victim.statistics()}")
-        expected = {frames[name][1] for name in chosen}
-        await until(lambda: len(expected & set(victim.admission.statistics().outcomes)) >= 4)
-        assert victim.authors.trust(author.peer) == 0.0  # greylisted before it was through
-        assert victim.authors.trust(honest_author.peer) > 0.0
+            frame, now = frames[name][0], int(time.time() * 1000)
+            content = envelope.content_id(frame)
+            liar.put(Listed(content, key, BUILTIN_TASKS[0], now, len(frame), 0.5), frame)
+        async with trio.open_nursery() as nursery:
+            running = []
+            for network, author in others:
+                running.append(await start(nursery, network, author, scorer))
+            victim, honest = running
+            await publish(honest, others[1][1].own_group(0))
+            expected = {frames[name][1] for name in chosen}
+            counted = lambda: expected & set(victim.admission.statistics().outcomes)
+            await until(lambda: admitted(victim) == 1 and len(counted()) >= 4)
+            assert victim.authors.trust(liar.peer) == 0.0, "greylisted"
+            assert victim.authors.trust(others[1][1].peer) > 0.0
+            nursery.cancel_scope.cancel()
 
 
 @pytest.fixture
@@ -155,17 +184,15 @@ def levels():
 
 
 async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_path, levels):
-    """By the ordinal for swarms whose members choose, between two hosts over sockets, whole and
-    announced."""
-    spoken = ids.spoken_in(ids.BUCKET_PROTOCOLS)
-    rules = GroupRules(("rg/gcd",), spoken=spoken)
+    """In a swarm whose members choose, between two hosts over sockets, a long group too."""
+    rules = GroupRules(("rg/gcd",), members_choose=True)
     async with (
         exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, other, _)),
         AsyncScorer() as scorer,
     ):
         told, asked = (
             Questions(
-                ["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), spoken, curriculum=True
+                ["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), True, curriculum=True
             )
             for each in (author, other)
         )
@@ -182,18 +209,18 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
                 math.gcd(*map(int, re.findall(r"\d+", prompt.partition(":")[2].partition(".")[0])))
             )
             group = author.group(sequence, 0.0, task=ref, texts=[right, *wrong])
-            return await teller.publish(
+            return teller.publish(
                 OwnGroup(
                     ref, 0, sequence, group.sampling, group.completions, [1.0] + [0.0] * len(wrong)
                 )
             )
 
         for sequence, ref in hard[:-1]:
-            assert await publish(sequence, ref, "x", "y", "z") == "gossip"
+            assert await publish(sequence, ref, "x", "y", "z") == "published"
         texts = [
             "".join(random.Random(n).choices(string.ascii_letters, k=12_000)) for n in range(7)
         ]
-        assert await publish(*hard[-1], *texts) == "announced"
+        assert await publish(*hard[-1], *texts) == "published"
         await until(lambda: admitted(asker) == len(hard))
         drawn = asker.draw(Draw(1, len(hard), 0, len(hard))).groups
         assert {group.group.task.difficulty for group in drawn} == {1}
@@ -212,32 +239,6 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
 
 
 # The promises of the two networks themselves.
-
-
-@both
-async def test_a_validator_sees_a_message_once_and_rejects_for_good(kind, tmp_path):
-    async with networks(kind, tmp_path, 2) as [(a, _), (b, _)]:
-        seen = []
-
-        def validator(data, forwarder):
-            seen.append((data, forwarder))
-            return Validation.ACCEPT if data == b"good" else Validation.IGNORE
-
-        await a.gossip.join("t", lambda data, forwarder: Validation.ACCEPT)
-        topic = await b.gossip.join("t", validator)
-        await until(lambda: b.peer_id in a.gossip.peers("t"))
-        if kind == "libp2p":
-            await until(lambda: a.gossip.statistics().mesh["t"] == 1)
-        await a.gossip.publish("t", b"bad")
-        await a.gossip.publish("t", b"good")
-        with trio.fail_after(60):
-            message = await topic.get()
-        assert (message.data, message.forwarder) == (b"good", a.peer_id)
-        assert sorted(seen) == [(b"bad", a.peer_id), (b"good", a.peer_id)]
-        with pytest.raises(ValueError):
-            await a.gossip.publish("t", b"x" * (limits.GOSSIP_BYTES + 1))
-        with pytest.raises(ValueError):
-            await b.gossip.join("t", validator)
 
 
 @both
@@ -272,81 +273,3 @@ async def test_requests_end_in_an_answer_or_in_one_of_three_errors(kind, tmp_pat
         ):
             with pytest.raises(PeerError):
                 await failing
-
-
-@contextlib.asynccontextmanager
-async def mixed(directory, scorer, *choices):
-    """(exchange, author, network) of real hosts, each with its `sharing.exchange`."""
-    async with networks("libp2p", directory, len(choices)) as nodes, trio.open_nursery() as nursery:
-        running = []
-        for (network, author), choice in zip(nodes, choices, strict=True):
-            cfg = SharingConfig(exchange=choice)
-            credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(
-                network, scorer, credentials, GroupRules(BUILTIN_TASKS), cfg, rng=random.Random(0)
-            )
-            exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
-            await nursery.start(exchange.run)
-            running.append((exchange, author, network))
-        listening = sum(choice != "pull" for choice in choices)
-        told = lambda: all(
-            len(network.gossip.peers(TOPIC)) >= listening - 1 for network, _ in nodes
-        )
-        # a stream that did not open is tried again after a minute at most
-        await until(told, seconds=150)
-        yield running
-        nursery.cancel_scope.cancel()
-
-
-async def test_nodes_that_gossip_and_that_pull_get_each_others_groups(tmp_path):
-    """Two that pull, two that gossip: all have groups of all, a long one too."""
-    async with (
-        AsyncScorer() as scorer,
-        mixed(tmp_path, scorer, "pull", "pull", "gossip", "gossip") as nodes,
-    ):
-        await until(
-            lambda: (
-                [e.statistics().pulling.mode for e, _, _ in nodes]
-                == ["pull", "pull", "gossip", "gossip"]
-            )
-        )
-        # pullers have left it
-        await until(lambda: all(len(network.gossip.peers(TOPIC)) <= 2 for _, _, network in nodes))
-        held = {author.peer: set() for _, author, _ in nodes}
-
-        async def step(number):
-            """Publish, draw."""
-            for exchange, author, _ in nodes:
-                own = author.long_group(number) if number == 1 else author.own_group(number)
-                (scored,) = await scorer.score_many(
-                    [(own.task, [completion.text for completion in own.completions])]
-                )
-                assert await exchange.publish(
-                    msgspec.structs.replace(own, rewards=scored.rewards)
-                ) in ("gossip", "announced")
-                # one at a time, so that three by gossip are plenty: who asks for more stays on its
-                # visit, and need not pull
-                held[author.peer] |= {
-                    group.peer for group in exchange.draw(Draw(1, 1, 0, 3)).groups
-                }
-
-        number = 0
-        everybody = set(held)
-        # what gossip brings first on a visit to the one that does not list is asked for all the
-        # same, and not needed any more
-        asked = lambda: [
-            sum(exchange.statistics().pulling.pulled.get(end, 0) for end in ("ok", "refused"))
-            for exchange, _, _ in nodes[:2]
-        ]
-        missing = lambda: [len(everybody - {peer} - got) for peer, got in held.items()]
-        with trio.move_on_after(240) as waiting:  # on a busy machine a visit to gossip lasts longer
-            while any(missing()) or min(asked()) < 1:
-                await step(number)
-                number += 1
-                await trio.sleep(1)
-        for exchange, _, network in nodes if waiting.cancelled_caught else ():
-            print(exchange.statistics(), network.gossip.statistics())
-        assert not waiting.cancelled_caught, (missing(), asked())
-        for exchange, _, _ in nodes[:2]:
-            assert not set(exchange.statistics().pulling.claims.lies) - {"absent", "slow"}
-        assert nodes[2][0].statistics().serving.served["group"] >= 1

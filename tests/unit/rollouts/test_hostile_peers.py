@@ -1,4 +1,4 @@
-"""A node with 10 honest and 30 hostile connections: how many of the groups that it wants it gets."""
+"""A node with 10 honest and 30 hostile connections: how many of the groups it wants it gets."""
 
 import random
 
