@@ -15,13 +15,13 @@ from pathlib import Path
 import structlog
 import structlog.testing
 import trio
-from swarmnode.rollouts.fetch_queue import PENDING, WORKERS
 
 from swarmnode.demo.liar.author import swarm_of
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.reputation import Standing
+from swarmnode.rollouts.fetch_queue import PENDING, WORKERS
 from swarmnode.rollouts.queues import QUEUE_GROUPS
 from tests.support.sim import breaks, determinism
 from tests.support.sim.hostile import NEVER_TRAINED_ON, Hostile

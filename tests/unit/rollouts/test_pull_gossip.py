@@ -538,6 +538,39 @@ async def test_nothing_is_lost_where_a_listing_or_a_fetch_breaks_at_any_byte(aut
             await break_at(protocol, at)
 
 
+@pytest.mark.parametrize(
+    ("answer", "outcome", "costs"),
+    [
+        (ListingResponse("unknown", LIFE, 0, []), "other_swarm", False),
+        (ListingResponse("busy", LIFE, 0, []), "busy", False),
+        (b"\xc1" * 20, "malformed", True),
+        (bytes(limits.LISTING_RESPONSE_BYTES + 1), "malformed", True),
+        (PeerError("no"), "failed", False),
+        (None, "timeout", False),
+    ],
+    ids=["other swarm", "busy", "garbage", "too long", "reset", "silent"],
+)
+async def test_each_end_of_a_poll_is_counted_and_others_groups_come(
+    nursery, autojump_clock, answer, outcome, costs
+):
+    swarm = await PullSwarm(2).start(nursery)
+    holder = Holder(swarm.medium)
+
+    async def respond(peer, data):
+        if answer is None:
+            await trio.sleep_forever()
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer if isinstance(answer, bytes) else codec.encode(answer)
+
+    holder.serve_listing(respond)
+    await swarm.publish(0, *range(4))
+    await trio.sleep(PATIENCE + ANSWER_SECONDS + 1)
+    assert swarm.pulling(1).listings.keys() - {"unsupported"} == {"ok", outcome}
+    assert swarm.admitted_of(1, 0) == 4
+    assert (swarm.networks[1].score(holder.peer) < 0) is costs
+
+
 async def test_a_silent_holder_costs_others_no_time(nursery, autojump_clock):
     swarm = await PullSwarm(2).start(nursery)
     silent, drips = Holder(swarm.medium), Holder(swarm.medium, seed=78)
