@@ -51,7 +51,7 @@ NEWS_SECONDS = 0.1
 """How long a waiting poll collects news before it is answered: a step's groups are published
 together."""
 ANSWER_INTERVAL_SECONDS = 1.0
-"""Between an answer to a peer and the next one to a waiting poll of it, at least."""
+"""Between two answers to polls of one peer that have patience, at least."""
 POLLS_PER_PEER = 2
 POLLS_SERVED = 512
 """Polls held open: of one peer and in all. More are refused."""
@@ -410,19 +410,22 @@ class Server:
         )
 
     async def _list(self, peer: str, data: bytes) -> bytes:
-        """Answer a poll: at once where the listing is not empty, else when there is news or the
-        patience is over. Raises BadMessage for a malformed request, which resets the stream."""
+        """Answer a poll: when there is something to list and the last answer is
+        ANSWER_INTERVAL_SECONDS ago, or the patience is over. Raises BadMessage for a malformed
+        request, which resets the stream."""
         request = self._read(data, ListingRequest, limits.LISTING_REQUEST_BYTES)
         if not self._may_answer(peer):
             self._served["busy"] += 1
             return codec.encode(self._shelf.busy())
         reader = envelope.peer_key(peer) or b""
         listing = self._shelf.listing(request, self._clock(), reader)
-        if listing.status == "ok" and not listing.groups and request.patience:
+        if listing.status == "ok" and request.patience:
             self._waiting += 1
             try:
                 with trio.move_on_after(request.patience):
-                    await self._wait_for_news(peer, request, reader)
+                    if not listing.groups:
+                        await self._wait_for_news(request, reader)
+                    await self._wait_turn(peer)
             finally:
                 self._waiting -= 1
             listing = self._shelf.listing(request, self._clock(), reader)
@@ -432,17 +435,19 @@ class Server:
         self._allowances.charge(peer, len(answer), self._hooks.gives(peer), self._clock())
         return answer
 
-    async def _wait_for_news(self, peer: str, request: ListingRequest, reader: bytes) -> None:
-        """Return when the shelf has news for `reader`, collected for NEWS_SECONDS, and the last
-        answer is ANSWER_INTERVAL_SECONDS ago."""
+    async def _wait_for_news(self, request: ListingRequest, reader: bytes) -> None:
+        """Return when the shelf has had news for `reader` for NEWS_SECONDS."""
         while not self._shelf.has_news(request, reader):
             await self._news.wait()
-        due = max(
-            trio.current_time() + NEWS_SECONDS,
-            self._answered.get(peer, -math.inf) + ANSWER_INTERVAL_SECONDS,
-        )
-        self._note_answer(peer, due)  # before it waits: another poll of this reader is due later
-        await trio.sleep_until(due)
+        await trio.sleep(NEWS_SECONDS)
+
+    async def _wait_turn(self, peer: str) -> None:
+        """Return when the last answer to `peer` is ANSWER_INTERVAL_SECONDS ago. Another poll of it
+        that waits at the same time has a later turn."""
+        turn = self._answered.get(peer, -math.inf) + ANSWER_INTERVAL_SECONDS
+        if turn > trio.current_time():
+            self._note_answer(peer, turn)
+            await trio.sleep_until(turn)
 
     def _note_answer(self, peer: str, at: float) -> None:
         """Note that a poll of `peer` is answered at this time."""
