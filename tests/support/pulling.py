@@ -223,6 +223,10 @@ class Holder:
     async def add_frame(self, frame, rewards=None, **claims):
         """List a signed group, with `claims` in place of the true ones. rewards: (G,), where no
         scorer computes them."""
+        self.put(await self.line(frame, rewards, **claims), frame)
+
+    async def line(self, frame, rewards=None, **claims):
+        """Return the line of a signed group in a listing, as `add_frame` lists it."""
         signed, group = envelope.unseal(frame, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES)
         true = Listed(
             envelope.content_id(frame),
@@ -232,7 +236,7 @@ class Holder:
             len(frame),
             spread(rewards or await rewards_of(group)),
         )
-        self.put(msgspec.structs.replace(true, **claims), frame)
+        return msgspec.structs.replace(true, **claims)
 
     def put(self, listed, frame=None):
         """List a line; give `frame` for it, `unknown` without one."""

@@ -11,7 +11,7 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, completion
 from swarmnode.rollouts.groups import Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.registry import task_version
-from swarmnode.tasks.seeds import bucket_seed
+from swarmnode.tasks.seeds import task_seed
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import limits, tensors
 from swarmnode.wire.messages import TaskRef
@@ -45,21 +45,36 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
         assert all(group.staleness == 1 for group in drawn.groups)
 
 
-async def test_where_members_choose_a_group_is_of_the_choice_that_its_seed_is_for(
-    nursery, autojump_clock
+def question(author, sequence, name, difficulty):
+    """Return the question of an Author at a task and difficulty of its choice."""
+    seed, index = task_seed(SWARM, author.peer, sequence, name, difficulty)
+    return TaskRef(name, task_version(name), seed, index, difficulty)
+
+
+@pytest.mark.parametrize(("chooses", "outcome"), [(False, "seed"), (True, "unregenerable")])
+async def test_a_difficulty_is_taken_where_members_choose_it_and_a_seed_is_of_one_question(
+    nursery, autojump_clock, chooses, outcome
 ):
-    rules = GroupRules(BUILTIN_TASKS, members_choose=True)
-    swarm = await PullSwarm(2, rules=rules).start(nursery)
-    author = swarm.authors[0]
-    for sequence, name in enumerate(["builtin/copy", "builtin/sum"]):
-        seed, index = bucket_seed(SWARM, author.peer, sequence, name, 0)
-        task = TaskRef(name, task_version(name), seed, index)
-        assert swarm.exchanges[0].publish(author.own_group(sequence, task=task)) == "published"
-    swarm.exchanges[0].publish(author.own_group(2))  # as if there were no choice
+    """The builtin tasks have one difficulty, so that no scorer can ask for another."""
+    rules = GroupRules(BUILTIN_TASKS, members_choose=chooses)
+    swarm = await PullSwarm(1, rules=rules).start(nursery)
+    holder, author = Holder(swarm.medium), Author(SWARM, seed=78)
+    for sequence, name in enumerate(BUILTIN_TASKS):
+        group = author.group(sequence, clock(), task=question(author, sequence, name, 0))
+        await holder.add_frame(author.frame(group))
     await settle()
-    drawn = swarm.exchanges[1].draw(Draw(1, 4, 0, 4))
-    assert {group.group.task.id for group in drawn.groups} == {"builtin/copy", "builtin/sum"}
-    assert swarm.outcomes(1)["seed"] == 1
+    assert swarm.admitted_of(0, author) == 2
+    group = author.group(2, clock(), task=question(author, 2, "builtin/copy", 3))
+    await holder.add_frame(author.frame(group), rewards=[0.0, 1.0])
+    await settle()
+    assert swarm.outcomes(0)[outcome] == 1
+    assert swarm.networks[0].score(author.peer) < 0
+    other = msgspec.structs.replace(question(author, 3, "builtin/copy", 0), id="builtin/sum")
+    other = msgspec.structs.replace(other, version=task_version("builtin/sum"))
+    frame = author.frame(author.group(3, clock(), task=other))
+    await holder.add_frame(frame)
+    await trio.sleep(300)
+    assert swarm.outcomes(0)["seed"] == 1 + (not chooses)
 
 
 async def test_a_long_group_travels_like_any_other(swarm, autojump_clock):
@@ -121,15 +136,21 @@ async def test_an_author_that_wears_the_scorer_out_is_not_scored_for_a_while(
     nursery, autojump_clock
 ):
     swarm = await PullSwarm(1).start(nursery)
-    liar, honest = Holder(swarm.medium), Holder(swarm.medium, 78)
+    holder, liar, honest = Holder(swarm.medium), Author(SWARM, seed=78), Author(SWARM, seed=79)
 
     async def publish(sequence, *texts):
-        group = liar.author.group(sequence, clock(), texts=texts or None)
-        await liar.add_frame(liar.author.frame(group), rewards=[0.0, 1.0])
-        await honest.add(sequence)
-        await trio.sleep(5)
+        """List a group of each in one listing, so that both are scored in one batch."""
+        frames = [
+            liar.frame(liar.group(sequence, clock(), texts=texts or None)),
+            honest.frame(honest.group(sequence, clock())),
+        ]
+        rewards = [[0.0, 1.0] if texts else None, None]
+        lines = [await holder.line(*each) for each in zip(frames, rewards, strict=True)]
+        for line, frame in zip(lines, frames, strict=True):
+            holder.put(line, frame)
+        await trio.sleep(20)
 
-    for sequence in range(3):  # both in one batch: a scorer that fails at both may be at fault
+    for sequence in range(3):  # a scorer that fails at all of a batch may be at fault itself
         await publish(sequence, "\N{SKULL}", "1")
     assert swarm.outcomes(0) == {"candidate": 6, "scorer": 3, "admitted": 3}
     await publish(3)
@@ -137,18 +158,6 @@ async def test_an_author_that_wears_the_scorer_out_is_not_scored_for_a_while(
     await trio.sleep(601)
     await publish(4)
     assert swarm.outcomes(0)["admitted"] == 6
-
-
-async def test_a_question_that_cannot_be_regenerated_costs_its_author(nursery, autojump_clock):
-    swarm = await PullSwarm(1).start(nursery)
-    holder, author = Holder(swarm.medium), Author(SWARM, seed=78)
-    group = author.group(0, clock())
-    harder = msgspec.structs.replace(group.task, difficulty=3)
-    frame = author.frame(msgspec.structs.replace(group, task=harder))
-    await holder.add_frame(frame, rewards=[0.0, 1.0])
-    await settle()
-    assert swarm.outcomes(0) == {"candidate": 1, "unregenerable": 1}
-    assert swarm.networks[0].score(author.peer) < 0
 
 
 async def test_with_a_slow_scorer_nothing_is_lost(nursery, autojump_clock):
