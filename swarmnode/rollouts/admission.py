@@ -223,7 +223,7 @@ class Admission:
             return bad.reason, peer
         forgotten = "stale" if self._seen.is_forgotten(group.created_at) else None
         reason = (
-            _clock_reason(group.created_at, now)
+            clock_reason(group.created_at, now)
             or forgotten
             or signer.sequence_reason(group.sequence, now)
             or self._group_reason(group, signer, now)
@@ -273,7 +273,9 @@ class Admission:
         return len(completion.text.encode()) * self.tokens_per_text_byte
 
 
-def _clock_reason(created_at: int, now: float) -> str | None:
+def clock_reason(created_at: int, now: float) -> str | None:
+    """Return `stale` or `future` for a group made at `created_at`, Unix milliseconds, that is too
+    old or too new at `now`, Unix seconds; None for a timely one."""
     age = now - created_at / 1000
     if age > limits.GROUP_AGE_SECONDS:
         return "stale"

@@ -80,9 +80,15 @@ class Offers:
         known = self._holders.get(holder)
         return (known.life, known.position) if known else (b"", 0)
 
-    def count(self, is_known: Callable[[bytes], bool]) -> int:
-        """Return the number of distinct offered groups that are not known."""
-        contents = {content for holder in self._holders.values() for content in holder.groups}
+    def count(self, is_known: Callable[[bytes], bool], busy: Collection[str] = ()) -> int:
+        """Return the number of distinct groups that are not known, of holders that are not
+        busy."""
+        contents = {
+            content
+            for holder, known in self._holders.items()
+            if holder not in busy
+            for content in known.groups
+        }
         return sum(not is_known(content) for content in contents)
 
     def take(self, holder: str, response: ListingResponse, now: float) -> bool:
@@ -115,10 +121,6 @@ class Offers:
             for content in contents:
                 known.groups.pop(content, None)
 
-    def drop(self, holder: str) -> None:
-        """Forget everything that `holder` listed, and its cursor: the next poll lists it again."""
-        self._holders.pop(holder, None)
-
     def keep(self, connected: Collection[str]) -> None:
         """Drop the offers of peers that are not connected."""
         for holder in [holder for holder in self._holders if holder not in connected]:
@@ -133,6 +135,7 @@ class Offers:
         belief: Callable[[str], float],
         is_known: Callable[[bytes], bool],
         busy: Collection[str] = (),
+        asked: Collection[bytes] = (),
         *,
         few: bool = False,
         requests: int = MOST_HOLDERS,
@@ -151,12 +154,14 @@ class Offers:
             belief: peer id of a holder → 0 to 1.
             is_known: whether the group with a content id was received before.
             busy: peers that may not be asked now.
+            asked: content ids that are being fetched. They stay on offer at other holders, since
+                the fetch may fail.
             few: ask at most FEW_HOLDERS holders.
         """
         if count <= 0:
             return []
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
-        held = self._held(now, is_known, {*busy, *doubted})
+        held = self._held(now, is_known, {*busy, *doubted}, asked)
         authors = {claim: self._author_of(claim[1]) for claim in held}
         trusted = {author: trust(author) for author in dict.fromkeys(authors.values())}
         allowed = {
@@ -198,7 +203,13 @@ class Offers:
             self.forget(pull.holder, [listed.content for listed in pull.groups])
         return pulls
 
-    def _held(self, now: float, is_known: Callable[[bytes], bool], busy: Collection[str]) -> _Held:
+    def _held(
+        self,
+        now: float,
+        is_known: Callable[[bytes], bool],
+        busy: Collection[str],
+        asked: Collection[bytes],
+    ) -> _Held:
         """Return all groups that may be fetched; forget the old and the known ones."""
         held: _Held = {}
         for holder, known in self._holders.items():
@@ -209,9 +220,10 @@ class Offers:
             ]
             self.forget(holder, gone)
             for content, listed in known.groups.items() if holder not in busy else ():
-                held.setdefault((content, listed.author, listed.created_at), []).append(
-                    (holder, listed)
-                )
+                if content not in asked:
+                    held.setdefault((content, listed.author, listed.created_at), []).append(
+                        (holder, listed)
+                    )
         return held
 
 

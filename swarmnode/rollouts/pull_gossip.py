@@ -26,7 +26,7 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts import sampling
-from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.admission import Admission, Rejected, clock_reason
 from swarmnode.rollouts.claims import PROVEN, BeliefStatistics, Lie, contradiction
 from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.offers import Pull
@@ -51,7 +51,7 @@ NEWS_SECONDS = 0.1
 """How long a waiting poll collects news before it is answered: a step's groups are published
 together."""
 ANSWER_INTERVAL_SECONDS = 1.0
-"""Between two answers to one peer's waiting polls, at least."""
+"""Between two answers to polls of one peer that have patience, at least."""
 POLLS_PER_PEER = 2
 POLLS_SERVED = 512
 """Polls held open: of one peer and in all. More are refused."""
@@ -102,7 +102,7 @@ class Hooks:
     """What pull gossip needs from the rest of the rollout service."""
 
     allows: Callable[[str], bool]
-    """allows("fetch") and allows("publish"): whether budget and pauses permit to fetch groups and to
+    """allows("fetch"), allows("publish"): whether budget and pauses permit to fetch groups, and to
     give them."""
     trust: Callable[[str], float]
     """Peer id of an author → how much its groups count, 0 to 1."""
@@ -261,13 +261,17 @@ class PullGossip:
             )
         except _Unanswered as why:
             outcome = why.outcome
-            if outcome == "unsupported":
-                puller.unsupported(peer, now())
+            if outcome in ("unsupported", "failed"):
+                puller.refused(peer, now())
             else:
                 puller.polled(peer, None, now(), self._clock())
         else:
             outcome = "other_swarm" if response.status == "unknown" else response.status
-            puller.polled(peer, response, now(), self._clock())
+            taken = puller.polled(peer, response, now(), self._clock())
+            for listed in response.groups if taken else ():
+                # such a group is not fetched: the clock of this node or of its author is wrong
+                if (reason := clock_reason(listed.created_at, self._clock())) is not None:
+                    self._admission.refuse(reason, peer)
         self._polls[outcome] += 1
         self._changed.set()
 
@@ -372,7 +376,7 @@ class Server:
         self._clock = clock
         self._allowances = Allowances()
         self._answered: OrderedDict[str, float] = OrderedDict()
-        """Reader → when its last waiting poll was answered."""
+        """Reader → when its last poll was answered, or will be where one is due."""
         self._news = trio.Event()
         self._waiting = 0
         self._served: Counter[str] = Counter()
@@ -407,36 +411,48 @@ class Server:
         )
 
     async def _list(self, peer: str, data: bytes) -> bytes:
-        """Answer a poll: at once where the listing is not empty, else when there is news or the
-        patience is over. Raises BadMessage for a malformed request, which resets the stream."""
+        """Answer a poll: when there is something to list and the last answer is
+        ANSWER_INTERVAL_SECONDS ago, or the patience is over. Raises BadMessage for a malformed
+        request, which resets the stream."""
         request = self._read(data, ListingRequest, limits.LISTING_REQUEST_BYTES)
         if not self._may_answer(peer):
             self._served["busy"] += 1
             return codec.encode(self._shelf.busy())
         reader = envelope.peer_key(peer) or b""
         listing = self._shelf.listing(request, self._clock(), reader)
-        if listing.status == "ok" and not listing.groups and request.patience:
+        if listing.status == "ok" and request.patience:
             self._waiting += 1
             try:
                 with trio.move_on_after(request.patience):
-                    await self._wait_for_news(peer, request, reader)
+                    if not listing.groups:
+                        await self._wait_for_news(request, reader)
+                    await self._wait_turn(peer)
             finally:
                 self._waiting -= 1
             listing = self._shelf.listing(request, self._clock(), reader)
+        self._note_answer(peer, trio.current_time())
         answer = codec.encode(listing)
         self._served["listing"] += 1
         self._allowances.charge(peer, len(answer), self._hooks.gives(peer), self._clock())
         return answer
 
-    async def _wait_for_news(self, peer: str, request: ListingRequest, reader: bytes) -> None:
-        """Return when the shelf has news for `reader`, collected for NEWS_SECONDS, and the last
-        answer is ANSWER_INTERVAL_SECONDS ago."""
+    async def _wait_for_news(self, request: ListingRequest, reader: bytes) -> None:
+        """Return when the shelf has had news for `reader` for NEWS_SECONDS."""
         while not self._shelf.has_news(request, reader):
             await self._news.wait()
         await trio.sleep(NEWS_SECONDS)
-        answered_at = self._answered.pop(peer, -math.inf)
-        await trio.sleep_until(max(trio.current_time(), answered_at + ANSWER_INTERVAL_SECONDS))
-        self._answered[peer] = trio.current_time()
+
+    async def _wait_turn(self, peer: str) -> None:
+        """Return when the last answer to `peer` is ANSWER_INTERVAL_SECONDS ago. Another poll of it
+        that waits at the same time has a later turn."""
+        turn = self._answered.get(peer, -math.inf) + ANSWER_INTERVAL_SECONDS
+        if turn > trio.current_time():
+            self._note_answer(peer, turn)
+            await trio.sleep_until(turn)
+
+    def _note_answer(self, peer: str, at: float) -> None:
+        """Note that a poll of `peer` is answered at this time."""
+        self._answered[peer] = max(at, self._answered.pop(peer, -math.inf))
         if len(self._answered) > MOST_READERS:
             self._answered.popitem(last=False)
 

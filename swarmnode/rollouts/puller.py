@@ -38,8 +38,7 @@ PLENTY_POLL_SECONDS = 5.0
 MOST_FETCHES = 4
 """Fetches under way from which on no other is begun."""
 SETTLE_SECONDS = 2.0
-"""How long a node whose pool holds the next step waits for the polls that it just sent before it
-chooses."""
+"""How long a node whose pool holds the next step waits for its first polls before it chooses."""
 FORWARD_SECONDS = 10.0
 """A node fetches one group after so long without a useful one, whatever its trainer draws."""
 LEAD_SHARE = 0.25
@@ -55,9 +54,10 @@ POLL_INTERVAL_SECONDS = 1.0
 BUSY_SECONDS = 5.0
 """Before the next poll of, or fetch from, a peer that answered `busy`."""
 FAILED_SECONDS = 60.0
-"""Before the next poll of a peer that did not answer."""
-UNSUPPORTED_SECONDS = 600.0
-"""Before the next poll of a peer that does not list."""
+"""Before the next poll of, or fetch from, a peer that did not answer."""
+REFUSED_SECONDS = 600.0
+"""Before the next poll of a peer that does not list, at most: the wait begins with a second and
+doubles, because a peer that has just started does not list yet."""
 MOST_ASKED = 1024
 """Fetched groups that are remembered until their rewards are known."""
 MOST_PEERS = 1024
@@ -121,9 +121,12 @@ class Puller:
         self._polls: dict[str, float] = {}
         """Peer → when the poll under way was sent."""
         self._polled_at = -math.inf
-        self._poll_not_before: OrderedDict[str, float] = OrderedDict()
+        self._settles_at = -math.inf
+        """When the first of the polls under way is SETTLE_SECONDS old."""
+        self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Peer → (when it may be polled again, seconds of that rest)."""
         self._busy_until: dict[str, float] = {}
-        """Peer that answered a fetch with `busy` → when it may be asked again."""
+        """Peer that answered a fetch with `busy`, or not at all → when it may be asked again."""
         self._fetches: dict[str, int] = {}
         """Peer → groups of the fetch under way."""
         self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
@@ -156,9 +159,9 @@ class Puller:
         times = [
             self._timer.opens_at,
             self._forwards_at,
-            self._polled_at + SETTLE_SECONDS,
+            self._settles_at,
             self._polled_at + PLENTY_POLL_SECONDS,
-            *self._poll_not_before.values(),
+            *(until for until, _ in self._rests.values()),
             *self._busy_until.values(),
         ]
         return min((time for time in times if time > now), default=math.inf)
@@ -185,51 +188,55 @@ class Puller:
         self.offers.keep(connected)
         if self.wanted(now) <= 0:
             return []
+        busy = self._busy(now)
         room = min(MOST_POLLED, len(connected)) - len(self._polls)
-        if self.offers.count(lambda content: self._is_known(content, is_known)) >= (
-            PLENTY * self._step
-        ):
+        offered = self.offers.count(lambda content: self._is_known(content, is_known), busy)
+        if offered >= PLENTY * self._step:
             room = int(now >= self._polled_at + PLENTY_POLL_SECONDS and not self._polls)
         due = [
             peer
             for peer in connected
-            if peer not in self._polls and self._poll_not_before.get(peer, -math.inf) <= now
+            if peer not in self._polls
+            and peer not in busy
+            and self._rests.get(peer, (-math.inf, 0.0))[0] <= now
         ]
         belief = [self.claims.belief(peer) for peer in due]
         chosen = _draw_distinct(due, belief, room, self._rng)
+        if chosen and not self._polls:
+            self._settles_at = now + SETTLE_SECONDS
         for peer in chosen:
             self._polls[peer] = self._polled_at = now
         return chosen
 
     def polled(self, peer: str, response: ListingResponse | None, now: float, unix: float) -> bool:
-        """Take the answer to a poll, None where there was none. Return False for a dishonest one:
-        its cursor went back."""
+        """Take the answer to a poll, None where there was no usable one. Return False for a dishonest
+        one: its cursor went back."""
         sent_at = self._polls.pop(peer, now)
         if response is None:
             self.claims.lie(peer, "slow")
-            self.postpone(peer, now + FAILED_SECONDS)
+            self._rest(peer, now, FAILED_SECONDS)
             return True
         if response.status == "ok":
-            self.postpone(peer, sent_at + POLL_INTERVAL_SECONDS)
+            self._rest(peer, sent_at, POLL_INTERVAL_SECONDS)
             if not self.offers.take(peer, response, unix):
                 self.claims.lie(peer, "cursor")
                 return False
             return True
-        busy = response.status == "busy"
-        self.postpone(peer, now + (BUSY_SECONDS if busy else UNSUPPORTED_SECONDS))
+        self._rest(peer, now, BUSY_SECONDS if response.status == "busy" else REFUSED_SECONDS)
         return True
 
-    def unsupported(self, peer: str, now: float) -> None:
-        """Note that `peer` does not speak the listing protocol."""
+    def refused(self, peer: str, now: float) -> None:
+        """Note that `peer` does not speak the listing protocol, or reset the stream."""
         self._polls.pop(peer, None)
-        self.postpone(peer, now + UNSUPPORTED_SECONDS)
+        _, rest = self._rests.get(peer, (now, 0.0))
+        self._rest(peer, now, min(REFUSED_SECONDS, max(1.0, 2 * rest)))
 
-    def postpone(self, peer: str, until: float) -> None:
-        """Do not poll `peer` before `until`."""
-        self._poll_not_before.pop(peer, None)
-        self._poll_not_before[peer] = until
-        if len(self._poll_not_before) > MOST_PEERS:
-            self._poll_not_before.popitem(last=False)
+    def _rest(self, peer: str, now: float, seconds: float) -> None:
+        """Do not poll `peer` for so long."""
+        self._rests.pop(peer, None)
+        self._rests[peer] = (now + seconds, seconds)
+        if len(self._rests) > MOST_PEERS:
+            self._rests.popitem(last=False)
 
     # -- groups
 
@@ -247,18 +254,18 @@ class Puller:
             is_known: whether the group with a content id was received before.
         """
         missing = self.wanted(now) - sum(self._fetches.values())
-        settling = self._polls and now < self._polled_at + SETTLE_SECONDS
+        settling = self._polls and now < self._settles_at
         if missing <= 0 or len(self._fetches) >= MOST_FETCHES or (settling and not self.urgent):
             return []
-        self._busy_until = {peer: at for peer, at in self._busy_until.items() if at > now}
         pulls = self.offers.choose(
             missing,
             unix,
             self._rng,
             trust,
             self.claims.belief,
-            lambda content: self._is_known(content, is_known),
-            {*self._fetches, *self._busy_until},
+            is_known,
+            {*self._fetches, *self._busy(now)},
+            self._asked,
             few=not self.urgent,
         )
         for pull in pulls:
@@ -285,14 +292,14 @@ class Puller:
                 self.claims.lie(pull.holder, "absent")
 
     def failed(self, pull: Pull, now: float) -> None:
-        """Note a fetch without an answer. The groups may be fetched from others, and from the same
-        peer once it has listed them again."""
+        """Note a fetch without an answer. The groups may be fetched from others now, and from the
+        same peer after FAILED_SECONDS."""
         del self._fetches[pull.holder]
         self.claims.lie(pull.holder, "slow")
-        self.postpone(pull.holder, now + FAILED_SECONDS)
-        self.offers.drop(pull.holder)
+        self._busy_until[pull.holder] = now + FAILED_SECONDS
         for listed in pull.groups:
             self._asked.pop(listed.content, None)
+            self.offers.restore(pull.holder, listed)
 
     def contradicted(self, content: bytes) -> None:
         """Forget what was listed of a fetched group that the group itself contradicts."""
@@ -302,6 +309,8 @@ class Puller:
         """Compare a fetched group's rewards (G,) with the spread that its holder listed."""
         if is_useful(rewards):
             self._useful_at = now
+        elif content in self._asked:
+            self._wanted += 1  # it is not trained on, so another one is wanted in its place
         holder, listed = self._asked.pop(content, (None, None))
         if holder is None or listed is None:
             return
@@ -309,6 +318,11 @@ class Puller:
             self.claims.keep(holder)
         else:
             self.claims.lie(holder, "spread")
+
+    def _busy(self, now: float) -> Collection[str]:
+        """Return the peers that are neither polled nor fetched from now."""
+        self._busy_until = {peer: at for peer, at in self._busy_until.items() if at > now}
+        return self._busy_until
 
     def _is_known(self, content: bytes, is_known: Callable[[bytes], bool]) -> bool:
         return content in self._asked or is_known(content)

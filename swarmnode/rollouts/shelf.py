@@ -91,7 +91,7 @@ class Shelf:
         Args:
             envelope: the group as its author signed it.
             listed: its line in listings.
-            source: raw key of the peer that gave it, to which it is not listed.
+            source: raw key of the peer that gave it, to which it is not listed; may be empty.
         """
         if listed.content in self._entries or len(envelope) > self.size:
             return
@@ -111,7 +111,7 @@ class Shelf:
 
         Args:
             request: the waiting poll.
-            reader: raw key of the peer that polls.
+            reader: raw key of the peer that polls; empty where it has none.
         """
         return any(entry.listed.author == self._own_key for entry in self._since(request, reader))
 
@@ -144,7 +144,7 @@ class Shelf:
         for entry in reversed(self._entries.values()):
             if entry.position <= known:
                 return
-            if reader not in (entry.listed.author, entry.source):
+            if not reader or reader not in (entry.listed.author, entry.source):
                 yield entry
 
     def busy(self) -> ListingResponse:

@@ -14,7 +14,7 @@ import trio
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
-from swarmnode.demo.liar.listings import ListingLiar
+from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import identity
@@ -26,9 +26,12 @@ from swarmnode.testing.network import MemorySwarm
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
-from swarmnode.wire import ids
+from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
+from swarmnode.wire.listings import Listed
 from tests.support.hosts import hosts
+from tests.support.pulling import Holder, rewards_of
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 SWARM = swarm_of()
@@ -61,88 +64,116 @@ async def exchanges(kind, directory, count, rules=GroupRules(BUILTIN_TASKS)):  #
         AsyncScorer() as scorer,
         trio.open_nursery() as nursery,
     ):
-        running = []
-        for network, author in nodes:
-            credentials = Credentials(author.key, SWARM)
-            exchange = RolloutExchange(
-                network, scorer, credentials, rules, SharingConfig(), rng=random.Random(0)
-            )
-            exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
-            await nursery.start(exchange.run)
-            running.append((exchange, author, network))
+        running = [
+            (await start(nursery, network, author, scorer, rules), author, network)
+            for network, author in nodes
+        ]
         yield running
         nursery.cancel_scope.cancel()
+
+
+async def start(nursery, network, author, scorer, rules=GroupRules(BUILTIN_TASKS)):  # noqa: B008 - immutable
+    """Start a node's exchange and return it."""
+    exchange = RolloutExchange(
+        network,
+        scorer,
+        Credentials(author.key, SWARM),
+        rules,
+        SharingConfig(),
+        rng=random.Random(0),
+    )
+    exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
+    await nursery.start(exchange.run)
+    return exchange
 
 
 both = pytest.mark.parametrize("kind", ["memory", "libp2p"])
 
 
-async def drawn_until(exchange, enough, seconds=60.0):
-    """Groups that a trainer draws from `exchange`, step by step, until `enough(groups)`."""
-    groups = []
-    with trio.move_on_after(seconds):
-        while not enough(groups):
-            groups += exchange.draw(Draw(len(groups), 4, 0, 4)).groups
-            await trio.sleep(0.2)
-    assert enough(groups), exchange.statistics()
-    return groups
+def admitted(exchange):
+    return exchange.admission.statistics().outcomes.get("admitted", 0)
+
+
+async def publish(exchange, own):
+    """Publish a group, listed with the spread that its readers compute."""
+    own = msgspec.structs.replace(own, rewards=await rewards_of(own))
+    assert exchange.publish(own) == "published"
+
+
+def waiting(exchange):
+    """Return how many polls of peers this node holds open."""
+    return exchange.statistics().serving.waiting
 
 
 @both
-async def test_three_nodes_share_groups(kind, tmp_path):
+async def test_three_nodes_share_groups_and_a_poll_that_waits_brings_the_next(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
         for exchange, author, _ in nodes:
-            for sequence in range(4):
-                assert await exchange.publish(author.own_group(sequence)) == "published"
+            for sequence in range(3):
+                await publish(exchange, author.own_group(sequence))
+        await until(lambda: all(admitted(exchange) == 6 for exchange, _, _ in nodes))
+        await until(lambda: all(waiting(exchange) == 2 for exchange, _, _ in nodes))
+        began = trio.current_time()
+        await publish(nodes[0][0], nodes[0][1].own_group(3))
+        await until(lambda: all(admitted(exchange) == 7 for exchange, _, _ in nodes[1:]))
+        assert trio.current_time() - began < limits.PATIENCE_SECONDS / 2
         for exchange, author, _ in nodes:
-            others = {other.peer for _, other, _ in nodes} - {author.peer}
-            drawn = await drawn_until(
-                exchange, lambda groups, others=others: {g.peer for g in groups} == others
-            )
-            assert all(sum(group.rewards) >= 2 for group in drawn)
+            drawn = exchange.draw(Draw(1, 6, 1, 4))
+            assert len(drawn.groups) == 6
+            assert author.peer not in {group.peer for group in drawn.groups}
+            assert all(sum(group.rewards) >= 2 for group in drawn.groups)
+            pulling = exchange.statistics().pulling
+            assert not set(pulling.listings) - {"ok", "unsupported"}
+            assert pulling.claims.lies == {}
 
 
 @both
-async def test_a_long_group_is_pulled(kind, tmp_path):
+async def test_long_groups_travel_in_one_fetch_and_through_another_node(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
-        own = nodes[0][1].long_group(0)
-        assert await nodes[0][0].publish(own) == "published"
+        own = [nodes[0][1].long_group(sequence) for sequence in range(3)]
+        for group in own:
+            await publish(nodes[0][0], group)
+        await until(lambda: all(admitted(exchange) == 3 for exchange, _, _ in nodes[1:]))
         for exchange, _, _ in nodes[1:]:
-            (group,) = await drawn_until(exchange, lambda groups: len(groups) == 1)
-            assert group.group.completions == own.completions
+            groups = exchange.draw(Draw(1, 3, 0, 3)).groups
+            assert {group.group.completions[1].text for group in groups} == {
+                group.completions[1].text for group in own
+            }
+            assert exchange.statistics().pulling.pulled == {"ok": 3}
 
 
 @both
-async def test_a_liar_is_refused_by_reason_and_then_ignored_and_an_honest_peer_is_served(
-    kind, tmp_path
-):
-    async with (
-        networks(kind, tmp_path, 3) as [(lying, liar), *others],
-        AsyncScorer() as scorer,
-        trio.open_nursery() as nursery,
-    ):
-        ListingLiar(liar, time.time, random.Random(0)).serve(lying.requests)
-        victim, honest = (
-            RolloutExchange(
-                network,
-                scorer,
-                Credentials(key.key, SWARM),
-                GroupRules(BUILTIN_TASKS),
-                SharingConfig(),
-            )
-            for network, key in others
+async def test_hostile_groups_are_counted_and_an_honest_peer_is_served(kind, tmp_path):
+    async with networks(kind, tmp_path, 3) as nodes, AsyncScorer() as scorer:
+        (network, author), *others = nodes
+        liar = Holder(None, network=network, author=author)
+        frames = hostile_frames(author, time.time())
+        chosen = (
+            "duplicated key",
+            "NaN",
+            "wrong swarm",
+            "stale",
+            "unknown task",
+            "deeply nested payload",
+            "zstd bomb",
         )
-        for exchange in (victim, honest):
-            exchange.set_policy(Hello(MODEL, TOKENIZER, 0))
-            await nursery.start(exchange.run)
-        (network, _), (_, author) = others
-        for sequence in range(20):
-            await honest.publish(author.own_group(sequence))
-        drawn = await drawn_until(victim, lambda groups: groups and not network.welcome(liar.peer))
-        assert {group.peer for group in drawn} == {author.peer}
-        assert len(victim.admission.statistics().rejected) >= 3
-        assert victim.authors.trust(author.peer) > victim.authors.trust(liar.peer) == 0.0
-        nursery.cancel_scope.cancel()
+        key = author.key.public_key().public_bytes_raw()
+        for name in chosen:
+            frame, now = frames[name][0], int(time.time() * 1000)
+            content = envelope.content_id(frame)
+            liar.put(Listed(content, key, BUILTIN_TASKS[0], now, len(frame), 0.5), frame)
+        async with trio.open_nursery() as nursery:
+            running = []
+            for network, author in others:
+                running.append(await start(nursery, network, author, scorer))
+            victim, honest = running
+            await publish(honest, others[1][1].own_group(0))
+            expected = {frames[name][1] for name in chosen}
+            counted = lambda: expected & set(victim.admission.statistics().outcomes)
+            await until(lambda: admitted(victim) == 1 and len(counted()) >= 4)
+            assert victim.authors.trust(liar.peer) == 0.0, "greylisted"
+            assert victim.authors.trust(others[1][1].peer) > 0.0
+            nursery.cancel_scope.cancel()
 
 
 @pytest.fixture
@@ -153,16 +184,15 @@ def levels():
 
 
 async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_path, levels):
-    """By the ordinal for swarms whose members choose, between two hosts over sockets."""
-    spoken = ids.spoken_in(ids.BUCKET_PROTOCOLS)
-    rules = GroupRules(("rg/gcd",), spoken=spoken)
+    """In a swarm whose members choose, between two hosts over sockets, a long group too."""
+    rules = GroupRules(("rg/gcd",), members_choose=True)
     async with (
         exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, other, _)),
         AsyncScorer() as scorer,
     ):
         told, asked = (
             Questions(
-                ["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), spoken, curriculum=True
+                ["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), True, curriculum=True
             )
             for each in (author, other)
         )
@@ -172,7 +202,6 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
             if ref.difficulty == 1
         ]
         assert 2 < len(hard) < 24
-        hard = hard[:8]  # one listing has room for them
 
         async def publish(sequence, ref, *wrong):
             prompt = await scorer.prompt(ref)
@@ -180,7 +209,7 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
                 math.gcd(*map(int, re.findall(r"\d+", prompt.partition(":")[2].partition(".")[0])))
             )
             group = author.group(sequence, 0.0, task=ref, texts=[right, *wrong])
-            return await teller.publish(
+            return teller.publish(
                 OwnGroup(
                     ref, 0, sequence, group.sampling, group.completions, [1.0] + [0.0] * len(wrong)
                 )
@@ -192,7 +221,8 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
             "".join(random.Random(n).choices(string.ascii_letters, k=12_000)) for n in range(7)
         ]
         assert await publish(*hard[-1], *texts) == "published"
-        drawn = await drawn_until(asker, lambda groups: len(groups) == len(hard))
+        await until(lambda: admitted(asker) == len(hard))
+        drawn = asker.draw(Draw(1, len(hard), 0, len(hard))).groups
         assert {group.group.task.difficulty for group in drawn} == {1}
         assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), (
             "it asks the same question and judges itself"
@@ -205,9 +235,10 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
         assert asked.signals()["rg/gcd 1"] > asked.signals()["rg/gcd 0"] == 0.5
         sequence, ref = hard[0]
         await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")
-        await drawn_until(
-            asker, lambda _: asker.admission.statistics().outcomes.get("seed", 0) == 1
-        )
+        await until(lambda: asker.admission.statistics().outcomes.get("seed") == 1)
+
+
+# The promises of the two networks themselves.
 
 
 @both

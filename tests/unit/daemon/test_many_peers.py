@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -25,9 +26,9 @@ from swarmnode.p2p.host import open_host
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.peers import MAX_PEERS
 from swarmnode.p2p.summaries import ROWS, Summaries
-from swarmnode.rollouts.catalogue import MOST_GROUPS
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
+from swarmnode.rollouts.shelf import MOST_GROUPS
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids
 from swarmnode.wire.envelope import Credentials
@@ -42,7 +43,7 @@ SWARM = swarm_of("many peers")
 PEERS = 2000
 STATUS_BYTES = 128 * 1024
 PEER_BYTES = 24 * 1024
-"""Memory per peer that has ever been met: a group in the pool and in the catalogue, an author, a
+"""Memory per peer that has ever been met: a group in the pool and on the shelf, an author, a
 summary, names and counts."""
 
 
@@ -110,12 +111,13 @@ class Node:
         )
         network.peers.connected_to(peer, inbound=True, now=now)
         frame = author.frame(author.group(0, time.time()))
-        self.exchange.scoring.put(self.exchange.admission.check_pulled(frame, time.time()))
+        candidate = self.exchange.admission.check(frame, time.time())  # as if it had been fetched
+        self.exchange._enqueue(msgspec.structs.replace(candidate, source=peer))
         summary = Summary("n" * 32, "1.0", int(time.time() * 1000), 1, 1, 1, 0.5, 1, 1)
         await self.ask(
             peer, ids.SUMMARY_PROTOCOL, SummaryRequest(seal_summary(summary, author.key, SWARM))
         )
-        await self.ask(peer, ids.LISTING_PROTOCOL, ListingRequest(SWARM, b"", 0))
+        await self.ask(peer, ids.LISTING_PROTOCOL, ListingRequest(SWARM, b"", 0, 0))
         await self.ask(
             peer,
             ids.GROUPS_PROTOCOL,
@@ -180,7 +182,7 @@ async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_th
     assert snapshot.network.peers.known <= MAX_PEERS
     assert len(snapshot.peers) == PEER_ROWS
     assert len(snapshot.swarm.rows) == ROWS
-    assert snapshot.rollouts.serving.catalogue.groups <= MOST_GROUPS
+    assert snapshot.rollouts.serving.shelf.groups <= MOST_GROUPS
     assert grown < (PEERS - 400) * PEER_BYTES
     assert late < 2 * early + 0.5
     by_name = Counter(name for name, _ in many)

@@ -1,16 +1,15 @@
-"""Catalogue, claims, offers, asking and mode: the pure parts of listings and pulls."""
+"""Shelf, claims, offers and puller: the decisions of pull gossip, without a network."""
 
 import random
 
 import msgspec
 import pytest
 
-from swarmnode.rollouts import asking, catalogue, claims, mode, offers
-from swarmnode.rollouts.asking import Asking, Moments
-from swarmnode.rollouts.catalogue import Allowances, Catalogue
+from swarmnode.rollouts import claims, offers, puller, shelf
 from swarmnode.rollouts.claims import Claims
-from swarmnode.rollouts.mode import Measured, Phase, advance, begin
 from swarmnode.rollouts.offers import Offers
+from swarmnode.rollouts.puller import Puller, PullTimer
+from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest, ListingResponse
 
@@ -36,17 +35,17 @@ OWN_KEY = b"o" * 32
 
 
 def filled(count, size=100, **bounds):
-    kept = Catalogue(OWN_KEY, SWARM, LIFE, **bounds)
+    kept = Shelf(OWN_KEY, SWARM, LIFE, **bounds)
     for number in range(count):
         kept.put(bytes(size), listed(number, size=size))
     return kept
 
 
 def ask(position=0, life=LIFE, swarm=SWARM):
-    return ListingRequest(swarm, life if position else b"", position)
+    return ListingRequest(swarm, life if position else b"", position, limits.PATIENCE_SECONDS)
 
 
-# -- catalogue
+# -- shelf
 
 
 def test_a_listing_is_the_newest_and_a_cursor_of_this_life_leaves_out_what_is_known():
@@ -62,7 +61,7 @@ def test_a_listing_is_the_newest_and_a_cursor_of_this_life_leaves_out_what_is_kn
 
 @pytest.mark.parametrize(("position", "life"), [(100, b"x" * 8), (101, LIFE), (2**63 - 1, LIFE)])
 def test_a_cursor_of_another_life_or_of_the_future_begins_anew(position, life):
-    assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.NEWEST
+    assert len(filled(100).listing(ask(position, life), NOW).groups) == limits.LISTED
 
 
 def test_another_swarm_is_told_nothing():
@@ -70,20 +69,20 @@ def test_another_swarm_is_told_nothing():
     assert (answer.status, answer.groups) == ("unknown", [])
 
 
-def test_a_catalogue_is_bounded_by_groups_bytes_and_age():
+def test_a_shelf_is_bounded_by_groups_bytes_and_age():
     kept = filled(300, groups=256)
     assert kept.statistics().groups == 256
-    assert filled(300, size=2**20).statistics().bytes <= catalogue.MOST_BYTES
-    later = NOW + catalogue.LISTED_SECONDS + 1
+    assert filled(300, size=2**20).statistics().bytes <= shelf.MOST_BYTES
+    later = NOW + shelf.LISTED_SECONDS + 1
     assert kept.listing(ask(), later).groups == []
-    assert kept.statistics() == catalogue.CatalogueStatistics(0, 0)
+    assert kept.statistics() == ShelfStatistics(0, 0)
 
 
 @pytest.mark.parametrize("names", [1, 10**6], ids=["one name", "a name for each group"])
 @pytest.mark.parametrize("others", [14, 256, 1000])
 def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
     kept, own, other = (
-        Catalogue(OWN_KEY, SWARM, LIFE),
+        Shelf(OWN_KEY, SWARM, LIFE),
         [listed(n, author="o") for n in range(8)],
         listed(100, author="b"),
     )
@@ -97,10 +96,8 @@ def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
     ]:
         kept.put(bytes(100), group)
     answer = kept.listing(ask(), NOW)
-    assert [group for group in answer.groups if group.author == OWN_KEY] == own[
-        -catalogue.OWN_LISTED :
-    ]
-    assert (len(answer.groups), answer.position) == (limits.NEWEST, 9 + others)
+    assert [group for group in answer.groups if group.author == OWN_KEY] == own[-shelf.OWN_LISTED :]
+    assert (len(answer.groups), answer.position) == (limits.LISTED, 9 + others)
     assert {
         group.status
         for group in kept.give(GroupsRequest([group.content for group in own]), NOW).groups
@@ -109,7 +106,7 @@ def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
 
 
 def test_a_listing_has_one_group_of_each_author_before_any_has_two_and_the_newest_of_each():
-    kept = Catalogue(OWN_KEY, SWARM, LIFE)
+    kept = Shelf(OWN_KEY, SWARM, LIFE)
     for number, author in enumerate("obcd" + "o" * 10 + "a" * 20):
         kept.put(bytes(100), listed(number, author=author))
     numbers = [int.from_bytes(group.content, "big") for group in kept.listing(ask(), NOW).groups]
@@ -118,7 +115,7 @@ def test_a_listing_has_one_group_of_each_author_before_any_has_two_and_the_newes
 
 
 def test_a_node_that_makes_more_than_it_lists_keeps_half_for_what_others_made():
-    kept = Catalogue(OWN_KEY, SWARM, LIFE)
+    kept = Shelf(OWN_KEY, SWARM, LIFE)
     for number in range(1000):
         kept.put(bytes(100), listed(number, author="oab"[number % 3]))
     groups = kept.give(
@@ -155,10 +152,10 @@ def test_a_peer_that_only_takes_gets_a_quarter_of_the_allowance():
                 allowances.charge(peer, 2**17, peer == "member", now)
                 served[peer] += 1
     assert 3.0 < served["member"] / served["taker"] < 5.0
-    assert served["member"] * 2**17 < 1.3 * catalogue.PEER_BYTES_PER_SECOND * 600
-    for number in range(2 * catalogue.MOST_PEERS):
+    assert served["member"] * 2**17 < 1.3 * shelf.PEER_BYTES_PER_SECOND * 600
+    for number in range(2 * shelf.MOST_PEERS):
         allowances.has_room(str(number), 0.0)
-    assert len(allowances) == catalogue.MOST_PEERS
+    assert len(allowances) == shelf.MOST_PEERS
 
 
 # -- claims
@@ -194,7 +191,7 @@ def test_holders_that_are_remembered_are_bounded():
 def heard(**listings):
     heard = Offers(b"o" * 32, lambda key: key[:1].decode())
     for holder, groups in listings.items():
-        assert heard.take(holder, listing(*groups), NOW) is not None
+        assert heard.take(holder, listing(*groups), NOW)
     return heard
 
 
@@ -207,10 +204,19 @@ def choose(
     trust=lambda peer: 1.0,
     known=(),
     busy=(),
+    asked=(),
     few=False,
 ):
     return heard.choose(
-        count, NOW, random.Random(seed), trust, belief, set(known).__contains__, busy, few=few
+        count,
+        NOW,
+        random.Random(seed),
+        trust,
+        belief,
+        set(known).__contains__,
+        busy,
+        asked,
+        few=few,
     )
 
 
@@ -220,7 +226,6 @@ def test_the_same_group_under_many_holders_is_asked_for_once():
     pulls = choose(heard_, 100)
     contents = [group.content for pull in pulls for group in pull.groups]
     assert sorted(contents) == sorted(group.content for group in same)
-    assert heard_.take("late", listing(*same), NOW) == 0  # nothing that nobody listed before
 
 
 def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_of_a_step():
@@ -488,23 +493,38 @@ def test_among_many_liars_few_of_their_groups_are_asked_for_and_honest_ones_fill
         assert filled > 0.95
 
 
+def test_a_group_that_is_being_fetched_stays_on_offer_at_other_holders():
+    same = [listed(1, author="a")]
+    heard_ = heard(h=same, other=same)
+    (pull,) = choose(heard_, 1)
+    assert choose(heard_, 1, asked=[same[0].content]) == []
+    (again,) = choose(heard_, 1)
+    assert {pull.holder, again.holder} == {"h", "other"}
+    assert choose(heard_, 1) == []
+    heard_.restore("h", same[0])
+    assert choose(heard_, 1, known=[same[0].content]) == []
+    assert len(heard_) == 0, "forgotten once it is here"
+
+
+def test_groups_on_offer_are_counted_once_and_without_those_of_busy_holders():
+    heard_ = heard(h=[listed(1), listed(2)], other=[listed(2), listed(3)])
+    assert len(heard_) == 4
+    assert heard_.count(set().__contains__) == 3
+    assert heard_.count({listed(3).content}.__contains__) == 2
+    assert heard_.count(set().__contains__, busy=["other"]) == 2
+
+
 def test_a_cursor_that_goes_back_or_does_not_move_is_a_lie_and_another_life_is_none():
     heard_ = heard(h=[listed(1), listed(2)])
     assert heard_.cursor("h") == (LIFE, 2)
-    assert heard_.take("h", listing(listed(3), position=2), NOW) is None
-    assert heard_.take("h", listing(position=1), NOW) is None
+    assert not heard_.take("h", listing(listed(3), position=2), NOW)
+    assert not heard_.take("h", listing(position=1), NOW)
     assert heard_.cursor("h") == (LIFE, 2)
-    assert heard_.take("h", listing(listed(4), life=b"n" * 8), NOW) == 1
+    assert len(heard_) == 2, "nothing of a lie is on offer"
+    assert heard_.take("h", listing(position=2), NOW), "no news"
+    assert heard_.take("h", listing(listed(4), life=b"n" * 8), NOW)
     assert heard_.cursor("h") == (b"n" * 8, 1)
     assert len(heard_) == 1  # what was listed in the other life is not there any more
-
-
-def test_what_a_listing_leaves_out_counts_like_what_it_names():
-    heard_, shelf = Offers(b"o" * 32, lambda key: "a"), [listed(n) for n in range(36)]
-    assert heard_.take("h", listing(*shelf[:24], position=40), NOW) == 40
-    assert heard_.take("same", listing(*shelf[:24], position=40), NOW) == 0
-    assert heard_.take("half", listing(*shelf[12:36], position=48), NOW) == 24
-    assert heard_.take("boasts", listing(listed(99), position=10**6), NOW) == limits.LISTED
 
 
 def test_offers_are_bounded_in_holders_and_groups_and_gone_with_the_connection():
@@ -519,225 +539,290 @@ def test_offers_are_bounded_in_holders_and_groups_and_gone_with_the_connection()
     assert len(heard_) == offers.MOST_HOLDERS
     heard_.keep(["199"])
     assert len(heard_) == 1
+    assert heard_.cursor("198") == (b"", 0), "another connection begins with all groups"
 
 
-# -- asking
+# -- puller
 
 
-def test_a_draw_asks_a_few_peers_each_in_its_turn():
-    whom, peers, asked = Asking(), [str(n) for n in range(10)], []
-    assert whom.next(peers, 0.0, random.Random(0)) == []  # nobody draws
-    for second in range(5):
-        whom.allow()
-        now = whom.next(peers, float(second), random.Random(second))
-        asked += now
-        for peer in now:
-            whom.done(peer, float(second))
-    assert sorted(asked) == peers  # each once in PAUSE_SECONDS
-    assert whom.listers(peers) == 10
-    assert whom.listers(["0", "x"]) == 1
-
-
-def test_a_node_asks_shortly_before_the_next_draw_and_at_once_where_it_lacks_that_step():
-    moments = Moments()
-    assert moments.next == float("inf")  # nobody draws
+def test_the_next_draw_is_predicted_from_the_steps_before():
+    timer = PullTimer()
+    assert timer.opens_at == -float("inf")
     for step in range(20):
-        moments.drew(100.0 * step, urgent=False)
-        assert not step or moments.next == pytest.approx(100.0 * step + 75)
-    assert not moments.come(1974.0)
-    assert moments.come(1975.0)
-    assert moments.next == float("inf")
-    moments.drew(2000.0, urgent=True)
-    assert moments.come(2000.0)
-    assert moments.next == pytest.approx(2075.0)
+        assert timer.drew(step, 100.0 * step)
+    assert timer.opens_at == pytest.approx(1900 + 75), "a quarter of a step before"
+    short = PullTimer()
+    for step in range(20):
+        short.drew(step, 8.0 * step)
+    assert short.opens_at == pytest.approx(19 * 8 + 3), "five seconds before"
 
 
-def test_a_node_asks_at_once_when_steps_are_short():
-    moments = Moments()
-    moments.drew(0.0, urgent=True)
-    assert [moments.come(second) for second in (0.0, 9.0, 11.0, 12.0, 50.0, 1e4)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
-    moments.drew(4.0, urgent=False)
-    assert moments.come(4.0)
-    assert moments.next == float("inf")
+def test_a_second_draw_of_one_step_does_not_count_as_a_step():
+    timer = PullTimer()
+    for step in range(20):
+        assert timer.drew(step, 100.0 * step)
+        assert not timer.drew(step, 100.0 * step + 10)
+    assert timer.opens_at == pytest.approx(1900 + 75)
 
 
-def test_a_trainer_that_stood_still_has_not_become_slow():
-    moments = Moments()
-    for draw in (0.0, 40.0, 10_000.0):
-        moments.drew(draw, urgent=False)
-    assert moments.next < 10_000.0 + 60.0
+def test_a_trainer_that_was_paused_has_not_become_slow():
+    timer = PullTimer()
+    for step, at in enumerate((0.0, 40.0, 10_000.0)):
+        timer.drew(step, at)
+    assert timer.opens_at < 10_000.0 + 60.0
 
 
-def test_one_peer_is_asked_where_there_is_enough():
-    whom, peers = Asking(), [str(n) for n in range(10)]
-    whom.allow(plenty=True)
-    (one,) = whom.next(peers, 0.0, random.Random(0))
-    assert whom.waits
-    whom.done(one, 0.0)
-    assert not whom.waits
-    whom.allow(plenty=True, urgent=True)
-    (another,) = whom.next(peers, 0.0, random.Random(0))
-    assert another != one
-    whom.done(another, 0.0)
-    whom.allow()
-    assert len(whom.next(peers, 1.0, random.Random(0))) == asking.AT_ONCE
+class World:
+    """A puller, and a clock that is set by hand. now: seconds; Unix time is NOW + now."""
 
+    def __init__(self, peers=(), seed=0):
+        self.puller = Puller(OWN_KEY, lambda key: key[:1].decode(), random.Random(seed), now=0.0)
+        self.now, self.peers, self.known = 0.0, list(peers), set()
+        self.positions = {}
 
-def test_where_the_next_step_is_missing_and_little_is_on_offer_all_are_asked():
-    whom, peers, asked = Asking(), [str(n) for n in range(40)], []
-    whom.allow(urgent=True)
-    while some := whom.next(peers, 0.0, random.Random(0)):
-        assert len(some) <= asking.AT_ONCE
-        asked += some
-        for peer in some:
-            whom.done(peer, 0.0)
-    assert len(asked) == len(set(asked)) == asking.WHERE_SHORT
+    def polls(self):
+        return self.puller.polls_due(self.peers, self.now, self.known.__contains__)
 
-
-def test_a_peer_is_mute_once_it_has_said_that_it_does_not_list():
-    whom = Asking()
-    for peer, lists in (("lists", True), ("late", None), ("mute", False)):
-        whom.done(peer, 0.0, lists=lists)
-    assert whom.mutes(["lists", "late", "mute", "unknown"]) == 1
-    whom.done("mute", 1.0, lists=None)
-    assert whom.mutes(["mute"]) == 1  # a time-out tells nothing new
-    whom.done("mute", 2.0, lists=True)
-    assert whom.mutes(["mute"]) == 0
-
-
-def test_a_peer_that_does_not_list_is_replaced_and_left_alone():
-    whom, peers = Asking(), [str(n) for n in range(10)]
-    whom.allow()
-    silent = whom.next(peers, 0.0, random.Random(0))
-    assert len(silent) == asking.AT_ONCE
-    assert whom.next(peers, 0.0, random.Random(0)) == []
-    for peer in silent:
-        whom.done(peer, 0.0, lists=False)
-    assert not set(whom.next(peers, 0.0, random.Random(0))) & set(silent)
-    whom.allow()
-    assert not set(whom.next(silent, asking.SILENT_SECONDS - 1, random.Random(0)))
-    assert whom.listers(peers) == 0
-
-
-# -- mode
-
-
-def live(state, seconds, **per_step):
-    """`state` after steps of ten seconds with these counts each."""
-    phases = [state.phase]
-    for _ in range(int(seconds / 10)):
-        state = advance(state, Measured(state.at + 10.0, **per_step))
-        phases += [state.phase] if state.phase is not phases[-1] else []
-    return state, phases
-
-
-STEP = {"wanted": 6.0, "listers": 8}
-
-
-def test_a_flooded_node_tries_listings_and_then_leaves_the_topic_for_them():
-    state, phases = live(
-        begin(Phase.GOSSIP, 0.0), 1200, arrived=90.0, listed=60.0, gained=6.0, **STEP
-    )
-    assert phases == [Phase.GOSSIP, Phase.TRIAL, Phase.PULL]
-    assert state.switches == 1
-
-
-def test_between_the_two_factors_nobody_moves():
-    """Nine groups for each that is used: too few to leave for, too many to come back for."""
-    assert live(begin(Phase.GOSSIP, 0.0), 7200, arrived=54.0, listed=54.0, gained=6.0, **STEP)[
-        1
-    ] == [Phase.GOSSIP]
-    assert live(begin(Phase.PULL, 0.0), 7200, arrived=54.0, listed=54.0, gained=6.0, **STEP)[1] == [
-        Phase.PULL
-    ]
-
-
-def test_a_swarm_that_shrinks_comes_back_to_gossip():
-    assert live(begin(Phase.PULL, 0.0), 1200, listed=15.0, gained=6.0, **STEP)[1] == [
-        Phase.PULL,
-        Phase.GOSSIP,
-    ]
-
-
-def test_a_swarm_that_was_just_large_enough_is_not_left_again_for_listings_that_name_the_same():
-    assert live(begin(Phase.PULL, 0.0), 3600, listed=24.0, gained=6.0, **STEP)[1] == [Phase.PULL]
-
-
-def test_listings_that_bring_nothing_hold_nobody():
-    """Liars list without end, and little of it comes."""
-    assert live(begin(Phase.PULL, 0.0), 1200, listed=600.0, gained=2.0, **STEP)[1] == [
-        Phase.PULL,
-        Phase.GOSSIP,
-    ]
-
-
-@pytest.mark.parametrize(("listed", "listers"), [(30.0, 8), (600.0, 1)])
-def test_nobody_leaves_for_too_little_or_for_one_peer_and_does_not_try_again_soon(listed, listers):
-    _, phases = live(
-        begin(Phase.GOSSIP, 0.0),
-        1500,
-        arrived=600.0,
-        listed=listed,
-        gained=6.0,
-        wanted=6.0,
-        listers=listers,
-    )
-    assert phases == [Phase.GOSSIP, Phase.TRIAL, Phase.GOSSIP]
-
-
-def test_an_idle_trainer_says_nothing_about_the_topic():
-    assert live(begin(Phase.GOSSIP, 0.0), 7200, arrived=900.0)[1] == [Phase.GOSSIP]
-    assert live(begin(Phase.PULL, 0.0), 7200)[1] == [Phase.PULL]
-
-
-def test_at_the_threshold_a_noisy_swarm_moves_seldom():
-    """Whatever arrives between nothing and twice the threshold, a phase lasts, and a trial is made
-    twice an hour at most."""
-    rng, state = random.Random(0), begin(Phase.GOSSIP, 0.0)
-    for _ in range(24 * 360):
-        noise = rng.uniform(0.0, 2.0)
-        state = advance(
-            state,
-            Measured(state.at + 10.0, arrived=noise * 72, listed=noise * 36, gained=6.0, **STEP),
+    def fetches(self):
+        return self.puller.fetches_due(
+            self.now, NOW + self.now, lambda author: 1.0, self.known.__contains__
         )
-    assert state.switches <= 2 * 24
+
+    def list(self, peer, *groups):
+        """Answer the poll of `peer`."""
+        self.positions[peer] = self.positions.get(peer, 0) + len(groups)
+        answer = listing(*groups, position=self.positions[peer])
+        self.puller.polled(peer, answer, self.now, NOW + self.now)
+
+    def give(self, pull, outcome="ok", rewards=(0.0, 1.0)):
+        """Answer a fetch."""
+        self.puller.fetched(pull, [outcome] * len(pull.groups), self.now)
+        for group in pull.groups if outcome == "ok" else ():
+            self.known.add(group.content)
+            self.puller.scored(group.content, list(rewards), self.now)
+
+    def fill(self, first=0, count=100):
+        """Fetch from one holder until nothing is wanted."""
+        for number in range(first, first + count, limits.LISTED):
+            if "filler" in self.polls():
+                groups = [listed(number + n, chr(97 + n)) for n in range(limits.LISTED)]
+                self.list("filler", *groups)
+            while pulls := self.fetches():
+                for pull in pulls:
+                    self.give(pull)
+            self.now += puller.POLL_INTERVAL_SECONDS
 
 
-def test_what_is_set_is_not_decided():
-    for choice, phase in (("gossip", Phase.GOSSIP), ("pull", Phase.PULL)):
-        chosen = mode.Mode(choice, 0.0)
-        for second in range(0, 7200, 10):
-            chosen.note("arrived", 900.0)
-            chosen.note("wanted", 6.0)
-            chosen.look(float(second), listers=8)
-        assert chosen.phase is phase
-        assert chosen.state.arrived / chosen.state.wanted == pytest.approx(150.0)
+def test_a_node_fetches_for_two_steps_before_its_trainer_has_drawn():
+    world = World(["filler"])
+    assert world.puller.urgent
+    assert world.puller.wanted(0.0) == 2 * puller.FIRST_STEP
+    world.fill()
+    assert world.puller.wanted(world.now) == 0
+    assert len(world.known) == 2 * puller.FIRST_STEP
 
 
-def test_a_pulling_node_bounds_what_it_takes_by_gossip():
-    chosen, listened, arrived = mode.Mode("pull", 0.0), 0, 0.0
-    for second in range(6000):
-        chosen.note("wanted", 0.6)
-        if chosen.phase is Phase.VISIT:
-            listened += 1
-            arrived += 20.0
-            chosen.note("arrived", 20.0)
-        chosen.look(float(second), listers=8, mutes=1)
-    assert 0 < listened < 600
-    assert 0.5 < arrived / (0.6 * 6000) < 2.5
-    chosen.look(6001.0, listers=8, mutes=0)
-    assert chosen.phase is Phase.PULL
+def test_a_group_without_advantages_does_not_meet_the_demand():
+    world = World(["filler"])
+    for useful in (False, True):
+        before = world.puller.wanted(world.now)
+        world.polls()
+        groups = [listed(50 * useful + n, chr(97 + n), spread=useful / 2) for n in range(4)]
+        world.list("filler", *groups)
+        for pull in world.fetches():
+            world.give(pull, rewards=(0.0, float(useful)))
+        assert world.puller.wanted(world.now) == before - 4 * useful
+        world.now += 2.0
 
 
-def test_where_little_is_gossiped_a_visit_does_not_end_and_is_no_reason_to_return_to_gossip():
-    state = advance(begin(Phase.PULL, 0.0), Measured(0.0, **STEP, mutes=1))
-    state, phases = live(state, 3600, **STEP, mutes=1, listed=60.0, arrived=6.0)
-    assert phases == [Phase.VISIT]
-    assert live(state, 60, **STEP, listed=60.0, gained=6.0)[1] == [Phase.VISIT, Phase.PULL]
+def test_a_node_that_has_its_next_steps_fetches_one_group_in_ten_seconds():
+    world = World(["filler"])
+    world.fill()
+    world.now += puller.FORWARD_SECONDS
+    assert world.puller.wanted(world.now) == 1
+    assert world.polls() == ["filler"]
+    world.list("filler", *(listed(500 + n, chr(97 + n)) for n in range(4)))
+    (pull,) = world.fetches()
+    assert len(pull.groups) == 1
+    world.give(pull)
+    assert world.puller.wanted(world.now) == 0
+    world.now += puller.FORWARD_SECONDS - 0.1
+    assert world.polls() == world.fetches() == []
+
+
+def test_a_node_fetches_shortly_before_its_next_draw_and_at_once_where_it_lacks_that_step():
+    world = World()
+    for step in range(20):
+        world.puller.drew(6, 8, step, 100.0 * step)  # of the two steps, four are missing
+    world.puller.scored(b"", [0.0, 1.0], 1960.0)
+    assert world.puller.wanted(1974.0) in (0, 1)
+    assert world.puller.wanted(1975.0) == 4
+    assert world.puller.next_time(1971.0) == pytest.approx(1975.0)
+    world.puller.drew(6, 5, 20, 2000.0)
+    assert world.puller.wanted(2000.0) == 7
+
+
+def test_a_second_draw_does_not_shrink_what_a_step_needs():
+    world = World()
+    world.puller.drew(6, 0, 1, 0.0)
+    world.puller.drew(1, 0, 1, 5.0)
+    assert world.puller.wanted(5.0) == 12
+
+
+def test_at_most_eight_peers_are_polled_and_each_again_after_a_second():
+    world = World([str(n) for n in range(40)])
+    polled = world.polls()
+    assert len(set(polled)) == puller.MOST_POLLED == world.puller.polling
+    assert world.polls() == []
+    for peer in polled:
+        world.list(peer)
+    again = world.polls()
+    assert not set(again) & set(polled)
+    for peer in again:
+        world.list(peer)
+    world.now += 1.0
+    assert len(world.polls()) == puller.MOST_POLLED
+
+
+def test_no_further_peer_is_polled_where_there_is_plenty_on_offer():
+    world = World([str(n) for n in range(10)])
+    world.puller.drew(2, 0, 0, 0.0)
+    polled = world.polls()
+    world.list(polled[0], *(listed(n, chr(97 + n)) for n in range(14)))
+    for peer in polled[1:]:
+        world.list(peer)
+    world.now += puller.PLENTY_POLL_SECONDS - 0.1
+    assert world.polls() == []
+    world.now += 0.1
+    assert len(world.polls()) == 1
+
+
+def test_peers_whose_listings_were_true_are_polled_most():
+    world = World([str(n) for n in range(40)])
+    for _ in range(8):
+        world.puller.claims.keep("7")
+    chosen = 0
+    for _ in range(200):
+        polled = world.polls()
+        chosen += "7" in polled
+        for peer in polled:
+            world.puller.polled(peer, listing(position=0), world.now, NOW)
+        world.now += 2.0
+    assert chosen / 200 == pytest.approx(0.5, abs=0.15)  # a new peer: 0.2
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds"),
+    [
+        (None, puller.FAILED_SECONDS),
+        ("busy", puller.BUSY_SECONDS),
+        ("unknown", puller.REFUSED_SECONDS),
+    ],
+)
+def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
+    world = World(["h"])
+    assert world.polls() == ["h"]
+    given = answer and ListingResponse(answer, LIFE, 0, [])
+    assert world.puller.polled("h", given, world.now, NOW)
+    assert world.puller.claims.statistics().lies == ({} if answer else {"slow": 1})
+    world.now += seconds - 0.1
+    assert world.polls() == []
+    assert world.puller.next_time(world.now) == pytest.approx(world.now + 0.1)
+    world.now += 0.1
+    assert world.polls() == ["h"]
+
+
+def test_a_peer_that_refuses_polls_is_polled_after_waits_that_double():
+    world, waits = World(["h"]), []
+    for _ in range(12):
+        began = world.now
+        while not world.polls():
+            world.now += 1.0
+        waits.append(world.now - began)
+        world.puller.refused("h", world.now)
+    assert waits == [0, *(2**n for n in range(10)), 600]
+    assert world.puller.claims.statistics().lies == {}
+    world.now += 600.0
+    world.polls()
+    world.list("h")
+    world.now += 1.0
+    assert world.polls() == ["h"], "it lists now"
+
+
+def test_a_dishonest_cursor_costs_belief():
+    world = World(["h"])
+    world.polls()
+    world.list("h", listed(1))
+    world.now += 1.0
+    world.polls()
+    back = listing(position=0)
+    assert not world.puller.polled("h", back, world.now, NOW)
+    assert world.puller.claims.statistics().lies == {"cursor": 1}
+
+
+def test_a_busy_holder_keeps_its_offers_and_rests():
+    world = World(["h"])
+    world.polls()
+    world.list("h", listed(1))
+    (pull,) = world.fetches()
+    assert world.fetches() == []
+    world.give(pull, "busy")
+    world.now += puller.BUSY_SECONDS - 0.1
+    assert world.fetches() == world.polls() == []
+    world.now += 0.1
+    assert [group.content for (pull) in world.fetches() for group in pull.groups] == [
+        listed(1).content
+    ]
+
+
+def test_a_failed_fetch_is_repeated_at_other_holders_and_a_minute_later_at_the_same():
+    world = World(["h", "other"])
+    world.polls()
+    world.list("h", listed(1))
+    (pull,) = world.fetches()
+    world.list("other", listed(1), listed(2, "b"))
+    (meanwhile,) = world.fetches()
+    assert [group.content for group in meanwhile.groups] == [listed(2, "b").content]
+    world.give(meanwhile)
+    world.puller.failed(pull, world.now)
+    (again,) = world.fetches()
+    assert (again.holder, again.groups) == ("other", pull.groups)
+    world.puller.failed(again, world.now)
+    world.now += puller.FAILED_SECONDS - 0.1
+    assert world.fetches() == []
+    assert world.polls() == []
+    world.now += 0.1
+    assert world.fetches()[0].groups == pull.groups
+
+
+def test_a_node_without_need_waits_once_for_its_polls_and_then_chooses():
+    world = World(["filler", "silent"])
+    world.puller.polled("silent", None, 0.0, NOW)
+    world.fill()
+    world.now += 70.0
+    assert set(world.polls()) == {"filler", "silent"}
+    world.list("filler", *(listed(500 + n, chr(97 + n)) for n in range(4)))
+    assert world.fetches() == []
+    world.now += 1.0
+    assert world.polls() == ["filler"], "polled again, since it answered at once"
+    world.list("filler")
+    assert world.fetches() == []
+    world.now += 1.0
+    assert world.polls() == ["filler"]
+    assert len(world.fetches()) == 1
+
+
+def test_few_fetches_are_under_way_at_a_time():
+    world = World([str(n) for n in range(8)])
+    polled = world.polls()
+    for number, peer in enumerate(polled):
+        world.list(peer, listed(number, chr(97 + number)))
+        world.fetches()
+    assert len(world.puller._fetches) == puller.MOST_FETCHES
+
+
+def test_what_is_remembered_of_peers_is_bounded():
+    world = World()
+    for number in range(2 * puller.MOST_PEERS):
+        world.puller.refused(str(number), 0.0)
+    assert len(world.puller._rests) == puller.MOST_PEERS

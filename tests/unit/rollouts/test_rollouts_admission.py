@@ -9,15 +9,16 @@ from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, answer, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.rollouts.groups import Announced, Candidate, ExternalGroup
+from swarmnode.rollouts.groups import Candidate, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.wire import codec, envelope, limits
-from swarmnode.wire.messages import Announce, Envelope
+from swarmnode.wire.messages import Envelope
 
 SWARM = swarm_of()
 NOW = 1_800_000_000.0
 AUTHOR = Author(SWARM)
 HOSTILE = hostile_frames(AUTHOR, NOW)
+HOSTILE["oversized"] = (HOSTILE["oversized"][0] + bytes(limits.GROUP_BYTES), "oversize")
 
 
 def admission(**kwargs):
@@ -49,7 +50,7 @@ def admitted(checks, candidate):
 
 def test_an_honest_group_becomes_a_candidate_and_then_an_external_group():
     checks = admission()
-    candidate = checks.check_frame(frame(), NOW)
+    candidate = checks.check(frame(), NOW)
     assert isinstance(candidate, Candidate)
     assert candidate.peer == AUTHOR.peer
     assert candidate.content == envelope.content_id(frame())
@@ -62,11 +63,11 @@ def test_an_honest_group_becomes_a_candidate_and_then_an_external_group():
 def test_a_hostile_frame_is_rejected_for_its_reason(name):
     bad, expected = HOSTILE[name]
     checks = admission()
-    rejected = checks.check_frame(bad, NOW)
+    rejected = checks.check(bad, NOW)
     assert reason(rejected) == expected
     assert rejected.verdict is REASONS[expected]
     assert checks.statistics().outcomes == {expected: 1}
-    assert isinstance(checks.check_frame(frame(100), NOW), Candidate)
+    assert isinstance(checks.check(frame(100), NOW), Candidate)
 
 
 def test_every_reason_has_a_verdict_and_none_of_them_accepts():
@@ -76,64 +77,40 @@ def test_every_reason_has_a_verdict_and_none_of_them_accepts():
 
 def test_the_author_is_named_only_when_its_signature_proves_it():
     checks = admission()
-    assert checks.check_frame(HOSTILE["wrong signature"][0], NOW).peer is None
-    assert checks.check_frame(HOSTILE["forged seed"][0], NOW).peer == AUTHOR.peer
-    assert checks.check_frame(HOSTILE["NaN"][0], NOW).peer == AUTHOR.peer
+    assert checks.check(HOSTILE["wrong signature"][0], NOW).peer is None
+    assert checks.check(HOSTILE["forged seed"][0], NOW).peer == AUTHOR.peer
+    assert checks.check(HOSTILE["NaN"][0], NOW).peer == AUTHOR.peer
 
 
 def test_our_own_frame_that_comes_back_is_ignored():
     checks = Admission(SWARM, AUTHOR.peer, BUILTIN_TASKS, SharingConfig())
-    assert reason(checks.check_frame(frame(), NOW)) == "own"
+    assert reason(checks.check(frame(), NOW)) == "own"
 
 
 def test_the_same_frame_twice_is_a_duplicate():
     checks = admission()
-    checks.check_frame(frame(), NOW)
-    assert reason(checks.check_frame(frame(), NOW + 60)) == "duplicate"
+    checks.check(frame(), NOW)
+    assert reason(checks.check(frame(), NOW + 60)) == "duplicate"
 
 
 def test_a_sequence_number_is_taken_once_even_in_another_frame():
     checks = admission()
-    checks.check_frame(frame(), NOW)
-    assert reason(checks.check_frame(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
+    checks.check(frame(), NOW)
+    assert reason(checks.check(frame(created=NOW + 1), NOW + 1)) == "sequence_reused"
 
 
 def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
     monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
-    assert isinstance(checks.check_frame(frame(), NOW), Candidate)
-    announce, body = announced_pair(1)
-    assert isinstance(checks.check_fetched(checks.check_frame(announce, NOW), body, NOW), Candidate)
+    assert isinstance(checks.check(frame(), NOW), Candidate)
     for n in range(100):
         stale = frame(0, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1)
-        assert reason(checks.check_frame(stale, NOW)) == "stale"
-    assert [reason(checks.check_frame(again, NOW)) for again in (frame(), body, announce)] == [
-        "duplicate",
-        "duplicate",
-        "sequence_reused",
-    ]
-    assert reason(checks.check_frame(frame(created=NOW + 1), NOW)) == "sequence_reused"
+        assert reason(checks.check(stale, NOW)) == "stale"
+    assert reason(checks.check(frame(), NOW)) == "duplicate"
+    assert reason(checks.check(frame(created=NOW + 1), NOW)) == "sequence_reused"
     assert checks.has_seen(envelope.content_id(frame()))
-    assert checks.statistics().seen <= 32 + 2
-
-
-def test_an_announcement_of_what_is_here_is_a_duplicate_also_where_its_author_was_forgotten(
-    monkeypatch,
-):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
-    monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
-    checks = admission()
-    announce, body = announced_pair()
-    announced = checks.check_frame(announce, NOW)
-    checks.check_fetched(announced, body, NOW)
-    for n in range(100):
-        assert isinstance(checks.check_frame(frame(0, Author(SWARM, seed=100 + n)), NOW), Candidate)
-        checks.check_frame(
-            frame(1, Author(SWARM, seed=100 + n), created=NOW - limits.GROUP_AGE_SECONDS - 1), NOW
-        )
-    assert reason(checks.check_frame(announce, NOW)) == "duplicate"
-    assert reason(checks.check_fetched(announced, body, NOW)) == "duplicate"
+    assert checks.statistics().seen <= 32 + 1
 
 
 def test_what_was_a_candidate_is_none_again_however_many_came_after_it(monkeypatch):
@@ -144,95 +121,91 @@ def test_what_was_a_candidate_is_none_again_however_many_came_after_it(monkeypat
         [frame(0, Author(SWARM, seed=n), created=NOW + 60 * n) for n in range(20)],
     )
     assert all(
-        isinstance(checks.check_frame(each, NOW + 60 * n), Candidate)
-        for n, each in enumerate(frames)
+        isinstance(checks.check(each, NOW + 60 * n), Candidate) for n, each in enumerate(frames)
     )
-    assert [reason(checks.check_frame(each, NOW + 1200)) for each in frames] == ["stale"] * 16 + [
+    assert [reason(checks.check(each, NOW + 1200)) for each in frames] == ["stale"] * 16 + [
         "duplicate"
     ] * 4
-    assert isinstance(checks.check_frame(frame(created=NOW + 1200), NOW + 1200), Candidate)
+    assert isinstance(checks.check(frame(created=NOW + 1200), NOW + 1200), Candidate)
 
 
 def test_a_replay_is_stale_after_everything_forgot_it():
     checks = admission()
-    checks.check_frame(frame(), NOW)
-    assert reason(admission().check_frame(frame(), NOW + limits.GROUP_AGE_SECONDS + 1)) == "stale"
+    checks.check(frame(), NOW)
+    assert reason(admission().check(frame(), NOW + limits.GROUP_AGE_SECONDS + 1)) == "stale"
 
 
 def test_groups_may_arrive_out_of_order():
     checks = admission()
-    assert all(
-        isinstance(checks.check_frame(frame(n), NOW), Candidate) for n in (5, 3, 9, 4, 4100, 8)
-    )
+    assert all(isinstance(checks.check(frame(n), NOW), Candidate) for n in (5, 3, 9, 4, 4100, 8))
 
 
 def test_a_sequence_far_behind_the_newest_is_late():
     checks = admission()
-    checks.check_frame(frame(5000), NOW)
-    assert reason(checks.check_frame(frame(5000 - 4096), NOW)) == "stale"
+    checks.check(frame(5000), NOW)
+    assert reason(checks.check(frame(5000 - 4096), NOW)) == "stale"
 
 
 def test_an_author_that_starts_over_is_heard_again_after_a_groups_lifetime():
     checks = admission()
-    checks.check_frame(frame(5000), NOW)
+    checks.check(frame(5000), NOW)
     later = NOW + limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS + 1
-    assert isinstance(checks.check_frame(frame(0, created=later), later), Candidate)
+    assert isinstance(checks.check(frame(0, created=later), later), Candidate)
 
 
 def test_a_storm_is_cut_to_the_rate_and_does_not_touch_others():
     checks = admission(groups_per_second=2.0)
-    taken = sum(isinstance(checks.check_frame(frame(n), NOW), Candidate) for n in range(100))
+    taken = sum(isinstance(checks.check(frame(n), NOW), Candidate) for n in range(100))
     assert taken == 8  # a burst of four seconds
     assert checks.statistics().outcomes["rate"] == 92
-    assert isinstance(checks.check_frame(frame(author=Author(SWARM, seed=5)), NOW), Candidate)
+    assert isinstance(checks.check(frame(author=Author(SWARM, seed=5)), NOW), Candidate)
     assert (
-        sum(isinstance(checks.check_frame(frame(200 + n), NOW + 3), Candidate) for n in range(100))
-        == 6
+        sum(isinstance(checks.check(frame(200 + n), NOW + 3), Candidate) for n in range(100)) == 6
     )
 
 
 def test_forged_frames_do_not_use_up_an_authors_rate():
     checks = admission(groups_per_second=2.0)
-    checks.check_frame(frame(0), NOW)
+    checks.check(frame(0), NOW)
     stranger = Author(SWARM, seed=5)
     for n in range(50):
         signed = codec.decode(frame(n, stranger), Envelope, 10**6)
         forged = codec.encode(
             msgspec.structs.replace(signed, key=AUTHOR.key.public_key().public_bytes_raw())
         )
-        assert reason(checks.check_frame(forged, NOW)) == "signature"
-    assert isinstance(checks.check_frame(frame(1), NOW), Candidate)
+        assert reason(checks.check(forged, NOW)) == "signature"
+    assert isinstance(checks.check(frame(1), NOW), Candidate)
 
 
 def test_a_version_far_behind_the_senders_newest_is_outdated():
     checks = admission()
-    assert isinstance(checks.check_frame(frame(0, policy_version=20), NOW), Candidate)
-    assert isinstance(checks.check_frame(frame(1, policy_version=12), NOW), Candidate)
-    assert reason(checks.check_frame(frame(2, policy_version=11), NOW)) == "outdated"
+    assert isinstance(checks.check(frame(0, policy_version=20), NOW), Candidate)
+    assert isinstance(checks.check(frame(1, policy_version=12), NOW), Candidate)
+    assert reason(checks.check(frame(2, policy_version=11), NOW)) == "outdated"
 
 
 def test_versions_are_compared_per_sender():
     checks = admission()
-    checks.check_frame(frame(0, policy_version=1000), NOW)
+    checks.check(frame(0, policy_version=1000), NOW)
     assert isinstance(
-        checks.check_frame(frame(0, Author(SWARM, seed=5), policy_version=0), NOW), Candidate
+        checks.check(frame(0, Author(SWARM, seed=5), policy_version=0), NOW), Candidate
     )
 
 
 def test_a_sender_whose_trainer_went_back_is_believed_again_after_a_while():
     checks = admission()
-    checks.check_frame(frame(0, policy_version=1000), NOW)
+    checks.check(frame(0, policy_version=1000), NOW)
     assert isinstance(
-        checks.check_frame(frame(1, created=NOW + 601, policy_version=3), NOW + 601), Candidate
+        checks.check(frame(1, created=NOW + 601, policy_version=3), NOW + 601), Candidate
     )
     assert isinstance(
-        checks.check_frame(frame(2, created=NOW + 602, policy_version=3), NOW + 602), Candidate
+        checks.check(frame(2, created=NOW + 602, policy_version=3), NOW + 602), Candidate
     )
 
 
 def test_a_greylisted_author_is_not_listened_to():
     checks = admission(is_greylisted=lambda peer: peer == AUTHOR.peer)
-    assert reason(checks.check_frame(frame(), NOW)) == "greylisted"
+    assert reason(checks.check(frame(), NOW)) == "greylisted"
 
 
 def test_a_rollout_cannot_be_stolen_by_signing_it():
@@ -241,16 +214,16 @@ def test_a_rollout_cannot_be_stolen_by_signing_it():
     thief = Author(SWARM, seed=5)
     owned = AUTHOR.group(0, NOW)
     checks = admission()
-    assert reason(checks.check_frame(thief.frame(owned), NOW)) == "seed"
+    assert reason(checks.check(thief.frame(owned), NOW)) == "seed"
     copied = thief.group(2, NOW, texts=[c.text for c in owned.completions])
-    candidate = checks.check_frame(thief.frame(copied), NOW)
+    candidate = checks.check(thief.frame(copied), NOW)
     assert reason(checks.check_scored(candidate, "?", rewards_of(copied))) == "zero_advantage"
 
 
 def test_lengths_far_beyond_our_own_are_not_trained_on():
     checks = admission(max_completion_length=8)
-    assert isinstance(checks.check_frame(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
-    assert reason(checks.check_frame(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
+    assert isinstance(checks.check(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
+    assert reason(checks.check(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
 
 
 def test_lengths_of_another_tokenizer_are_estimated_from_the_text():
@@ -258,26 +231,25 @@ def test_lengths_of_another_tokenizer_are_estimated_from_the_text():
     checks.set_policy(b"", TOKENIZER, 0.25)
     other = b"o" * 32
     assert isinstance(
-        checks.check_frame(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate
+        checks.check(frame(0, texts=["1" * 128, "1"], tokenizer=other), NOW), Candidate
     )
     assert (
-        reason(checks.check_frame(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW))
-        == "too_long"
+        reason(checks.check(frame(1, texts=["1" * 129, "1"], tokenizer=other), NOW)) == "too_long"
     )
     # of our own they are counted
-    assert reason(checks.check_frame(frame(2, texts=["1" * 33, "1"]), NOW)) == "too_long"
+    assert reason(checks.check(frame(2, texts=["1" * 33, "1"]), NOW)) == "too_long"
     # no policy yet: a token a byte
     early = Admission(SWARM, "somebody", BUILTIN_TASKS, SharingConfig(), max_completion_length=8)
-    assert isinstance(early.check_frame(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
-    assert reason(early.check_frame(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
+    assert isinstance(early.check(frame(0, texts=["1" * 32, "1"]), NOW), Candidate)
+    assert reason(early.check(frame(1, texts=["1" * 33, "1"]), NOW)) == "too_long"
 
 
 def test_another_model_and_tokenizer_are_welcome():
-    assert isinstance(admission().check_frame(frame(tokenizer=b"o" * 32), NOW), Candidate)
+    assert isinstance(admission().check(frame(tokenizer=b"o" * 32), NOW), Candidate)
 
 
 def test_equal_rewards_are_filtered():
-    candidate = admission().check_frame(frame(), NOW)
+    candidate = admission().check(frame(), NOW)
     assert reason(admission().check_scored(candidate, "?", [1.0] * 8)) == "zero_advantage"
     assert isinstance(admission().check_scored(candidate, "?", [1.0] * 7 + [0.0]), ExternalGroup)
 
@@ -288,99 +260,8 @@ def test_equal_rewards_are_filtered():
 )
 def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
     checks = admission()
-    rejected = checks.check_scored(checks.check_frame(frame(), NOW), "?", rewards)
+    rejected = checks.check_scored(checks.check(frame(), NOW), "?", rewards)
     assert (rejected.reason, rejected.verdict) == ("scorer", Verdict.IGNORE)
-
-
-def announced_pair(sequence=0, **changes):
-    group = AUTHOR.group(sequence, NOW)
-    body = AUTHOR.frame(group)
-    fields = {
-        "content": envelope.content_id(body),
-        "size": len(body),
-        "created_at": group.created_at,
-        "sequence": group.sequence,
-    }
-    return AUTHOR.frame(Announce(**(fields | changes))), body
-
-
-def test_an_announced_group_is_admitted_once_fetched():
-    checks = admission()
-    announce, body = announced_pair()
-    announced = checks.check_frame(announce, NOW)
-    assert isinstance(announced, Announced)
-    assert isinstance(checks.check_fetched(announced, body, NOW), Candidate)
-
-
-def test_a_sequence_number_is_used_up_by_the_group_that_comes_and_not_by_its_announcement():
-    checks = admission()
-    announce, body = announced_pair()
-    announced = checks.check_frame(announce, NOW)
-    assert reason(checks.check_frame(announce, NOW)) == "duplicate"
-    assert isinstance(checks.check_pulled(body, NOW), Candidate), (
-        "it was not fetched, and is pulled"
-    )
-    assert reason(checks.check_fetched(announced, body, NOW)) == "duplicate"
-    again, _ = announced_pair(created_at=int(NOW * 1000) + 1)
-    assert reason(checks.check_frame(again, NOW)) == "sequence_reused"
-    other, other_body = announced_pair(1)
-    assert isinstance(
-        checks.check_fetched(checks.check_frame(other, NOW), other_body, NOW), Candidate
-    )
-    assert (
-        reason(checks.check_frame(AUTHOR.frame(AUTHOR.group(1, NOW, size=3)), NOW))
-        == "sequence_reused"
-    )
-
-
-def other_authors_body():
-    return Author(SWARM, seed=5).frame(Author(SWARM, seed=5).group(0, NOW))
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"x", frame(1), AUTHOR.frame(AUTHOR.group(0, NOW, size=3)), other_authors_body()],
-    ids=["empty", "garbage", "another group", "other bytes", "another author"],
-)
-def test_a_body_that_was_not_announced_is_held_against_its_author(body):
-    checks = admission()
-    announced = checks.check_frame(announced_pair()[0], NOW)
-    rejected = checks.check_fetched(announced, body, NOW)
-    assert (rejected.reason, rejected.verdict, rejected.peer) == (
-        "mismatch",
-        Verdict.REJECT,
-        AUTHOR.peer,
-    )
-
-
-@pytest.mark.parametrize(
-    "body",
-    [other_authors_body(), frame(1), announced_pair(3)[0]],
-    ids=["another author", "another sequence", "announcement"],
-)
-def test_an_announcement_of_something_else_is_held_against_its_author(body):
-    checks = admission()
-    announced = checks.check_frame(
-        announced_pair(content=envelope.content_id(body), size=len(body))[0], NOW
-    )
-    assert reason(checks.check_fetched(announced, body, NOW)) == "mismatch"
-
-
-def test_a_fetched_body_passes_the_same_checks():
-    checks = admission()
-    body = HOSTILE["forged seed"][0]
-    announced = checks.check_frame(
-        announced_pair(1, content=envelope.content_id(body), size=len(body))[0], NOW
-    )
-    assert reason(checks.check_fetched(announced, body, NOW)) == "seed"
-    for sequence, body in enumerate(
-        (HOSTILE["wrong signature"][0], AUTHOR.frame(AUTHOR.group(9, NOW), swarm_of("another"))), 2
-    ):
-        announced = checks.check_frame(
-            announced_pair(sequence, content=envelope.content_id(body), size=len(body))[0], NOW
-        )
-        assert reason(checks.check_fetched(announced, body, NOW)) == "signature"
-    assert checks.statistics().outcomes == {"announced": 3, "seed": 1, "signature": 2}
 
 
 def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
@@ -390,8 +271,8 @@ def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
     checks = admission()
     for n in range(64):
         made = NOW + 60 * n
-        checks.check_frame(frame(n, Author(SWARM, seed=100 + n), created=made), made)
-        checks.check_frame(
+        checks.check(frame(n, Author(SWARM, seed=100 + n), created=made), made)
+        checks.check(
             frame(n, Author(SWARM, seed=200 + n), created=made - limits.GROUP_AGE_SECONDS - 1), made
         )
     stats = checks.statistics()
@@ -403,7 +284,7 @@ def test_a_defect_of_ours_costs_the_frame_and_is_counted():
         raise RuntimeError("our bug")
 
     checks = admission(is_greylisted=broken)
-    rejected = checks.check_frame(frame(), NOW)
+    rejected = checks.check(frame(), NOW)
     assert (rejected.reason, rejected.verdict, rejected.peer) == (
         "internal",
         Verdict.IGNORE,
@@ -415,10 +296,9 @@ def test_a_defect_of_ours_costs_the_frame_and_is_counted():
 def test_no_peer_can_make_a_label():
     checks = admission()
     for bad, _ in HOSTILE.values():
-        checks.check_frame(bad, NOW)
+        checks.check(bad, NOW)
     assert set(checks.statistics().outcomes) <= set(REASONS) | {
         "candidate",
-        "announced",
         "admitted",
     }
 

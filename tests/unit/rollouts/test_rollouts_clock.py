@@ -1,26 +1,11 @@
 """A node whose clock is off by more than the window: its groups and everybody's to it are not used,
 and nobody is blamed for it."""
 
-import random
-from types import SimpleNamespace
-
 import pytest
 import trio
 
-from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
-from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import Draw, GroupRules
-from swarmnode.testing.network import MemorySwarm
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import limits
-from swarmnode.wire.envelope import Credentials
-
-SWARM = swarm_of()
-EPOCH = 1_800_000_000.0
-POLICY = SimpleNamespace(
-    model=MODEL, tokenizer=TOKENIZER, policy_version=0, tokens_per_text_byte=1.0
-)
+from tests.support.pulling import PullSwarm
 
 
 @pytest.mark.parametrize(
@@ -37,37 +22,18 @@ POLICY = SimpleNamespace(
 async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputation(
     nursery, autojump_clock, offset, ours_to_it, its_to_us
 ):
-    medium = MemorySwarm()
-    authors = [Author(SWARM, seed=number) for number in range(2)]
-    networks = [medium.join(author.peer) for author in authors]
-    exchanges = []
-    for network, author, skew in zip(networks, authors, (0.0, offset), strict=True):
-        exchange = RolloutExchange(
-            network,
-            InProcessScorer(),
-            Credentials(author.key, SWARM),
-            GroupRules(BUILTIN_TASKS),
-            SharingConfig(),
-            clock=lambda skew=skew: EPOCH + skew + trio.current_time(),
-            rng=random.Random(0),
-        )
-        exchange.set_policy(POLICY)
-        await nursery.start(exchange.run)
-        exchanges.append(exchange)
-    for exchange, author in zip(exchanges, authors, strict=True):
-        assert await exchange.publish(author.own_group(0)) == "gossip"
+    swarm = await PullSwarm(2, skews=(0.0, offset)).start(nursery)
+    for number in range(2):
+        await swarm.publish(number, 0)
     await trio.sleep(10)
-    right, wrong = exchanges
-    assert (outcome(wrong), outcome(right)) == (ours_to_it, its_to_us)
-    for exchange, expected in ((wrong, ours_to_it), (right, its_to_us)):
-        assert len(exchange.draw(Draw(1, 4, 0, 2)).groups) == (expected == "admitted")
-    for network, other in zip(networks, reversed(authors), strict=True):
-        assert network.welcome(other.peer)
-        assert network.reputation.score(other.peer, trio.current_time()) >= 0.0
+    assert (outcome(swarm, 1), outcome(swarm, 0)) == (ours_to_it, its_to_us)
+    for number, expected in ((1, ours_to_it), (0, its_to_us)):
+        assert len(swarm.draw(number, 4)) == (expected == "admitted")
+        assert swarm.networks[number].score(swarm.peers[1 - number]) >= 0.0
 
 
-def outcome(exchange):
-    """Of the one group that came."""
-    outcomes = exchange.admission.statistics().outcomes
-    (told,) = (reason for reason in ("admitted", "stale", "future") if outcomes.get(reason))
-    return told
+def outcome(swarm, number):
+    """Return what became of the one group on offer at node `number`."""
+    outcomes = swarm.outcomes(number)
+    (found,) = (reason for reason in ("admitted", "stale", "future") if outcomes.get(reason))
+    return found

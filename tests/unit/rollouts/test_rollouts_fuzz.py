@@ -13,10 +13,9 @@ from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.admission import SEEN_FRAMES, Admission, Rejected
-from swarmnode.rollouts.groups import Announced, Candidate
+from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.signers import MOST_CANDIDATES
 from swarmnode.wire import codec
-from swarmnode.wire.messages import Announce
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +23,6 @@ SWARM = swarm_of()
 NOW = 1_800_000_000.0
 UNLIMITED = SharingConfig().model_copy(update={"groups_per_second": 1e9})
 AUTHOR = Author(SWARM)
-ANNOUNCE = codec.encode(Announce(b"c" * 32, 70_000, int(NOW * 1000), 3))
 INTERESTING = [b"", b"\x00", b"\xff", b"\xc0", b"\xc1", b"\x80", b"\x90"]
 INTERESTING += [
     b"\xdf\xff\xff\xff\xff",
@@ -73,9 +71,7 @@ def new_admission():
 def assert_serves_honest_peers(checks):
     fresh = Author(SWARM, seed=321)
     for sequence in range(20):
-        assert isinstance(
-            checks.check_frame(fresh.frame(fresh.group(sequence, NOW)), NOW), Candidate
-        )
+        assert isinstance(checks.check(fresh.frame(fresh.group(sequence, NOW)), NOW), Candidate)
     assert checks.statistics().outcomes.get("internal", 0) == 0, (
         checks.statistics().last_internal_error
     )
@@ -86,7 +82,7 @@ def run(checks, frames):
     settled = 0
     frames = iter(frames)
     for number, frame in enumerate(frames):
-        assert isinstance(checks.check_frame(frame, NOW), Rejected | Candidate | Announced)
+        assert isinstance(checks.check(frame, NOW), Rejected | Candidate)
         if number == 5000:
             settled = psutil.Process().memory_info().rss
     stats = checks.statistics()
@@ -97,7 +93,7 @@ def run(checks, frames):
 
 def test_mutated_frames_never_get_past_an_answer():
     rng = random.Random(20)
-    seeds = [AUTHOR.frame(AUTHOR.group(n, NOW)) for n in range(20)] + [AUTHOR.sign(ANNOUNCE)]
+    seeds = [AUTHOR.frame(AUTHOR.group(n, NOW)) for n in range(20)]
     seeds += [bad[:4000] for bad, _ in hostile_frames(AUTHOR, NOW).values() if bad]
     checks = new_admission()
     assert run(checks, (mutate(rng, rng.choice(seeds), seeds) for _ in range(100_000))) < 32 * 2**20
@@ -106,7 +102,7 @@ def test_mutated_frames_never_get_past_an_answer():
 
 def test_mutated_payloads_under_a_good_signature_never_get_past_an_answer():
     rng = random.Random(21)
-    seeds = [codec.encode(AUTHOR.group(n, NOW, size=2 + n % 3)) for n in range(10)] + [ANNOUNCE]
+    seeds = [codec.encode(AUTHOR.group(n, NOW, size=2 + n % 3)) for n in range(10)]
     squeezed = [codec.compress(s) for s in seeds]
     checks = new_admission()
 
@@ -162,12 +158,12 @@ def test_any_field_may_hold_anything(sequence, path, value):
         path,
         value,
     )
-    CHECKS.check_frame(AUTHOR.sign(msgspec.msgpack.encode(payload)), NOW)
+    CHECKS.check(AUTHOR.sign(msgspec.msgpack.encode(payload)), NOW)
     assert "internal" not in CHECKS.statistics().outcomes
 
 
 @settings(max_examples=200, deadline=None)
 @given(nonsense, st.binary(max_size=200))
 def test_any_frame_may_hold_anything(value, tail):
-    CHECKS.check_frame(msgspec.msgpack.encode(value) + tail, NOW)
+    CHECKS.check(msgspec.msgpack.encode(value) + tail, NOW)
     assert "internal" not in CHECKS.statistics().outcomes

@@ -1,0 +1,124 @@
+"""A node with 10 honest and 30 hostile connections: how many of the groups it wants it gets."""
+
+import random
+
+import pytest
+import trio
+
+from swarmnode.wire import codec, limits
+from swarmnode.wire.listings import Listed, ListingResponse
+from tests.support.pulling import Holder, PullSwarm, clock, never
+
+HONEST = 10
+STEPS, STEP_SECONDS = 20, 30.0
+PUBLISHED, WANTED = 2, 8
+"""Groups that each honest node publishes, and that the node draws, per step."""
+
+
+class Liar(Holder):
+    """Lists, in each answer, as much as fits: groups of the highest spread, just made, each by an
+    author of its own.
+
+    rng: source of randomness. gives: content id → body for a fetched group, None for `unknown`.
+    """
+
+    def __init__(self, medium, seed, rng, gives):
+        super().__init__(medium, seed)
+        self._rng = rng
+        self._gives = gives
+
+    async def list(self, peer, data):
+        groups = [
+            Listed(
+                self._rng.randbytes(32),
+                self._rng.randbytes(32),
+                self.author.tasks[0],
+                int(clock() * 1000),
+                900,
+                limits.SPREAD,
+            )
+            for _ in range(limits.LISTED)
+        ]
+        self.position += len(groups)
+        for listed in groups:
+            self.answers[listed.content] = self._gives(listed)
+        return codec.encode(ListingResponse("ok", self.life, self.position, groups))
+
+
+class Equal(Holder):
+    """Makes groups that teach nothing, all of whose rewards are equal, and lists them as the most
+    useful ones."""
+
+    sequence = 0
+
+    async def list(self, peer, data):
+        for _ in range(limits.LISTED // 2):
+            self.sequence += 1
+            group = self.author.group(self.sequence, clock(), texts=["wrong"] * 4)
+            frame = self.author.frame(group)
+            await self.add_frame(frame, spread=limits.SPREAD)
+        return await super().list(peer, data)
+
+
+async def garbage(peer, data):
+    return b"\xc1" * 100
+
+
+# Each function joins one hostile peer.
+
+
+def silent(medium, seed, rng):
+    Holder(medium, seed).serve_listing(never)
+
+
+def withholding(medium, seed, rng):
+    Liar(medium, seed, rng, lambda listed: b"").serve_groups(never)
+
+
+def empty_handed(medium, seed, rng):
+    Liar(medium, seed, rng, lambda listed: None)
+
+
+def forging(medium, seed, rng):
+    Liar(medium, seed, rng, lambda listed: b"\xc1" * listed.size)
+
+
+def useless(medium, seed, rng):
+    Equal(medium, seed)
+
+
+def hasty(medium, seed, rng):
+    Holder(medium, seed, patient=False)
+
+
+def malformed(medium, seed, rng):
+    Holder(medium, seed).serve_listing(garbage)
+
+
+MIXED = [silent] * 8 + [withholding] * 6 + [empty_handed] * 4 + [forging] * 4 + [useless] * 4
+MIXED += [hasty] * 2 + [malformed] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "kinds",
+    [MIXED, [silent] * 30, [withholding] * 30, [useless] * 30],
+    ids=["mixed", "silent", "withholding", "useless"],
+)
+async def test_a_node_among_thirty_hostile_peers_gets_the_groups_that_it_wants(
+    nursery, autojump_clock, seed, kinds
+):
+    swarm, rng = PullSwarm(1, seed=seed), random.Random(seed)
+    honest = [Holder(swarm.medium, 100 + number) for number in range(HONEST)]
+    for number, join in enumerate(kinds):
+        join(swarm.medium, 500 + number, rng)
+    await swarm.start(nursery)
+    honest_peers, drawn = {holder.peer for holder in honest}, 0
+    for step in range(STEPS):
+        for holder in honest:
+            for sequence in range(PUBLISHED):
+                await holder.add(PUBLISHED * step + sequence)
+            await trio.sleep(STEP_SECONDS / HONEST)
+        groups = swarm.draw(0, WANTED, version=step)
+        drawn += sum(group.peer in honest_peers for group in groups)
+    assert drawn >= 0.95 * STEPS * WANTED

@@ -1,0 +1,772 @@
+"""Pull gossip on an in-memory network, in virtual time: what a node answers, what it fetches, and
+what a peer that lies, stays silent or takes too much can do to it."""
+
+import contextlib
+import itertools
+from collections import Counter
+
+import msgspec
+import pytest
+import trio
+
+from swarmnode.demo.liar.author import Author
+from swarmnode.demo.liar.frames import hostile_frames
+from swarmnode.errors import PeerError
+from swarmnode.rollouts.pull_gossip import ANSWER_SECONDS, POLLS_SERVED
+from swarmnode.rollouts.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
+from swarmnode.wire import codec, envelope, ids, limits
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    ListingRequest,
+    ListingResponse,
+)
+from tests.support.pulling import EPOCH, LIFE, SWARM, Holder, PullSwarm, Reader, clock, never
+
+PATIENCE = limits.PATIENCE_SECONDS
+
+
+@pytest.fixture
+async def lone(nursery):
+    """One node that serves and fetches."""
+    return await PullSwarm(1).start(nursery)
+
+
+@pytest.fixture
+async def pair(nursery):
+    return await PullSwarm(2).start(nursery)
+
+
+# -- polls: when they are answered, and with what
+
+
+async def test_a_waiting_poll_is_answered_within_a_second_of_a_publication(
+    lone, nursery, autojump_clock
+):
+    reader = Reader(lone.medium)
+
+    async def publish():
+        await trio.sleep(3.0)
+        for sequence in range(3):  # a step's groups are published together
+            await lone.publish(0, sequence)
+            await trio.sleep(0.02)
+
+    nursery.start_soon(publish)
+    began = trio.current_time()
+    answer = await reader.poll(lone.peers[0], PATIENCE)
+    assert 3.0 < trio.current_time() - began < 4.0
+    assert [listed.task for listed in answer.groups] == [
+        lone.authors[0].task(sequence).id for sequence in range(3)
+    ]
+    assert lone.serving(0).waiting == 0
+
+
+async def test_an_empty_poll_is_answered_at_the_end_of_its_patience(lone, autojump_clock):
+    reader = Reader(lone.medium)
+    for patience in (0, 1, 7, PATIENCE):
+        began = trio.current_time()
+        assert (await reader.poll(lone.peers[0], patience)).groups == []
+        assert trio.current_time() - began == pytest.approx(patience)
+
+
+async def test_news_of_others_wake_no_poll_and_come_with_the_next_answer(nursery, autojump_clock):
+    swarm = await PullSwarm(2).start(nursery)
+    reader = Reader(swarm.medium)
+    swarm.medium.cut(swarm.peers[0], reader.peer)
+    began = trio.current_time()
+
+    async def publish():
+        await trio.sleep(3.0)
+        await swarm.publish(0, 0)
+
+    nursery.start_soon(publish)
+    answer = await reader.poll(swarm.peers[1], PATIENCE)
+    assert trio.current_time() - began == pytest.approx(PATIENCE)
+    assert [envelope.peer_id(listed.author) for listed in answer.groups] == [swarm.peers[0]]
+    assert swarm.admitted_of(1, 0) == 1
+    await swarm.publish(0, 1)
+    await trio.sleep(2.0)
+    began = trio.current_time()
+    assert len((await reader.poll(swarm.peers[1], PATIENCE)).groups) == 1
+    assert trio.current_time() == began, "a poll that finds groups is answered at once"
+
+
+async def test_a_reader_is_not_listed_what_it_made_or_gave(nursery, autojump_clock):
+    swarm = await PullSwarm(3).start(nursery)
+    swarm.line()
+    reader = Reader(swarm.medium)
+    for number in (0, 1):
+        swarm.medium.cut(swarm.peers[number], reader.peer)
+    await swarm.publish(0, *range(3))
+    await trio.sleep(30)
+    assert swarm.admitted_of(2, 0) == 3
+    assert len((await reader.poll(swarm.peers[2])).groups) == 3
+    for number in (0, 1):  # the author, and the peer that gave it
+        other = Reader(swarm.medium)
+        other.network = swarm.networks[number]
+        swarm.medium.mend(swarm.peers[number], swarm.peers[2])
+        answer = await other.poll(swarm.peers[2])
+        assert (answer.status, answer.groups) == ("ok", [])
+        assert answer.position == 3, "its cursor moves on"
+
+
+async def test_waiting_polls_of_one_reader_are_answered_at_least_a_second_apart(
+    lone, nursery, autojump_clock
+):
+    reader, answered = Reader(lone.medium), []
+
+    async def poll_again_and_again():
+        while True:
+            answer = await reader.poll(lone.peers[0], PATIENCE)
+            answered.append((trio.current_time(), len(answer.groups)))
+            await trio.sleep(0.001)
+
+    nursery.start_soon(poll_again_and_again)
+    for sequence in range(50):
+        await lone.publish(0, sequence)
+        await trio.sleep(0.1)
+    await trio.sleep(2)
+    times = [at for at, _ in answered]
+    assert all(later - earlier >= 1.0 - 1e-9 for earlier, later in itertools.pairwise(times))
+    assert len(times) <= 7
+    assert sum(count for _, count in answered) == 50, "and nothing is left out"
+
+
+async def test_two_polls_of_one_reader_are_not_answered_together(lone, nursery, autojump_clock):
+    reader, answered = Reader(lone.medium), []
+    await lone.publish(0, 0)
+    await reader.poll(lone.peers[0])
+    request = codec.encode(ListingRequest(SWARM, reader.life, reader.position, PATIENCE))
+
+    async def poll():
+        await reader.ask(lone.peers[0], ids.LISTING_PROTOCOL, request)
+        answered.append(trio.current_time())
+
+    for _ in range(2):
+        nursery.start_soon(poll)
+    await trio.sleep(1)
+    await lone.publish(0, 1)
+    await trio.sleep(4)
+    assert len(answered) == 2
+    assert answered[1] - answered[0] >= 1.0 - 1e-9
+
+
+async def test_another_swarm_and_malformed_polls_are_refused_and_counted(lone, autojump_clock):
+    reader = Reader(lone.medium)
+    await lone.publish(0, 0)
+    other = codec.encode(ListingRequest(b"o" * 32, b"", 0, PATIENCE))
+    answer = await reader.ask(lone.peers[0], ids.LISTING_PROTOCOL, other)
+    answer = codec.decode(answer, ListingResponse, limits.LISTING_RESPONSE_BYTES)
+    assert (answer.status, answer.groups) == ("unknown", [])
+    whole = codec.encode(ListingRequest(SWARM, b"", 0, PATIENCE))
+    impatient = msgspec.msgpack.encode(
+        {"swarm": SWARM, "life": b"", "position": 0, "patience": PATIENCE + 1}
+    )
+    for data in (b"", b"\xff", whole[:-1], whole + b"\0", impatient):
+        with pytest.raises(PeerError):
+            await reader.ask(lone.peers[0], ids.LISTING_PROTOCOL, data)
+    assert lone.serving(0).served["malformed"] == 5
+    assert len((await reader.poll(lone.peers[0])).groups) == 1
+
+
+# -- polls and fetches: how many
+
+
+async def flood(reader, holder, count, nursery, refused):
+    """Open `count` polls that would wait, without an end."""
+    request = codec.encode(ListingRequest(SWARM, b"", 0, PATIENCE))
+
+    async def poll():
+        try:
+            await reader.ask(holder, ids.LISTING_PROTOCOL, request)
+        except PeerError:
+            refused[reader.peer] += 1
+
+    for _ in range(count):
+        nursery.start_soon(poll)
+
+
+@pytest.mark.parametrize(("peers", "each"), [(1, 3000), (200, 20)])
+async def test_thousands_of_polls_are_refused_and_an_honest_one_is_answered(
+    lone, nursery, autojump_clock, peers, each
+):
+    """200 is the most connections that a node has with its default settings."""
+    readers, refused = [Reader(lone.medium, seed=300 + n) for n in range(peers)], Counter()
+    for reader in readers:
+        await flood(reader, lone.peers[0], each, nursery, refused)
+    await trio.sleep(1)
+    assert set(refused.values()) == {each - 2}, "two are held for each"
+    assert lone.serving(0).waiting == 2 * peers
+    honest = Reader(lone.medium)
+
+    async def publish():
+        await trio.sleep(2)
+        await lone.publish(0, 0)
+
+    nursery.start_soon(publish)
+    began = trio.current_time()
+    assert len((await honest.poll(lone.peers[0], PATIENCE)).groups) == 1
+    assert trio.current_time() - began < 3.0
+    await trio.sleep(2 * PATIENCE)
+    assert lone.serving(0).waiting == 0
+
+
+async def test_polls_that_are_held_are_bounded_in_all(lone, nursery, autojump_clock):
+    refused = Counter()
+    for number in range(POLLS_SERVED // 2 + 40):
+        await flood(Reader(lone.medium, seed=300 + number), lone.peers[0], 2, nursery, refused)
+    await trio.sleep(1)
+    assert lone.serving(0).waiting == POLLS_SERVED == 512
+    assert refused.total() == 80
+
+
+async def test_a_peer_has_its_allowance_and_others_are_served(pair, autojump_clock):
+    await pair.publish(0, *range(8), long=True)
+    taker, other = Reader(pair.medium), Reader(pair.medium, seed=67)
+    contents = [listed.content for listed in (await taker.poll(pair.peers[0])).groups]
+    statuses = []
+    for _ in range(20):
+        statuses += await taker.fetch(pair.peers[0], *contents[:4])
+    assert 0 < statuses.count("ok") < 20
+    assert statuses.count("busy") == 80 - statuses.count("ok")
+    position = taker.position
+    assert (await taker.poll(pair.peers[0])).status == "busy"
+    assert taker.position == position
+    assert "ok" in await other.fetch(pair.peers[0], contents[0])
+    await trio.sleep(30)
+    assert pair.admitted_of(1, 0) == 8
+    assert "ok" in await taker.fetch(pair.peers[0], contents[0]), "half a minute later"
+    assert pair.serving(0).served["busy"] >= statuses.count("busy") + 1
+
+
+async def test_fetches_of_what_is_not_there_and_malformed_ones_are_counted(lone, autojump_clock):
+    await lone.publish(0, *range(2))
+    reader = Reader(lone.medium)
+    contents = [listed.content for listed in (await reader.poll(lone.peers[0])).groups]
+    for data in (
+        b"\x81" + bytes(400),
+        codec.encode(GroupsRequest(contents[:1] * 2)),
+        codec.encode(GroupsRequest([])),
+        b"",
+    ):
+        with pytest.raises(PeerError):
+            await reader.ask(lone.peers[0], ids.GROUPS_PROTOCOL, data)
+    with pytest.raises(PeerError):  # longer than a request may be
+        await reader.fetch(lone.peers[0], *(number.to_bytes(32) for number in range(1000)))
+    assert await reader.fetch(lone.peers[0], b"x" * 32, contents[0]) == ["unknown", "ok"]
+    assert lone.serving(0).served == {"listing": 1, "malformed": 4, "unknown": 1, "group": 1}
+
+
+# -- demand
+
+
+async def test_groups_arrive_before_the_trainer_has_ever_drawn(pair, autojump_clock):
+    await pair.publish(0, *range(6))
+    await trio.sleep(5)
+    assert pair.admitted_of(1, 0) == 6
+    assert len(pair.draw(1, 8, per_peer=8)) == 6
+
+
+async def test_what_is_published_while_a_trainer_lacks_groups_is_there_a_second_later(
+    pair, autojump_clock
+):
+    for step in range(5):
+        pair.draw(1, 6, version=step)
+        await trio.sleep(7)
+        await pair.publish(0, step)
+        await trio.sleep(1.5)
+        assert pair.admitted_of(1, 0) == step + 1
+
+
+async def test_a_trainer_that_never_draws_still_has_about_one_group_in_ten_seconds(
+    pair, autojump_clock
+):
+    """It fetches what two first steps need, and then forwards."""
+    for sequence in range(4):
+        await pair.publish(0, *range(8 * sequence, 8 * sequence + 8))
+        await trio.sleep(5)
+    first = pair.admitted_of(1, 0)
+    assert 16 <= first <= 18
+    for sequence in range(60):
+        await pair.publish(0, *range(100 + 4 * sequence, 104 + 4 * sequence))
+        await trio.sleep(10)
+    forwarded = pair.admitted_of(1, 0) - first
+    assert 600 / FORWARD_SECONDS * 0.7 <= forwarded <= 600 / FORWARD_SECONDS + 1
+
+
+async def test_groups_cross_a_chain_of_five_of_which_the_middle_does_not_train(
+    nursery, autojump_clock
+):
+    swarm = await PullSwarm(5).start(nursery)
+    swarm.line()
+    for sequence in range(400):  # the middle has long had what its first steps want
+        await swarm.publish(0, sequence)
+        if sequence % 6 == 0:
+            swarm.draw(4, 6, version=sequence)
+        await trio.sleep(5)
+    assert all(swarm.admitted_of(number, 0) >= 150 for number in (1, 2, 3))
+    came = swarm.admitted_of(4, 0)
+    assert came >= 100
+    newest = max(group.group.sequence for group in swarm.draw(4, 64, 400, 64))
+    assert newest > 380, "and they are new when they arrive"
+
+
+async def test_a_peer_that_answers_at_once_without_news_is_polled_once_a_second(
+    lone, autojump_clock
+):
+    holder = Holder(lone.medium, patient=False)
+    await holder.add(0)
+    for step in range(6):
+        lone.draw(0, 8, version=step)
+        await trio.sleep(10)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(holder.polled_at)]
+    assert 30 < len(holder.polled_at) <= 61
+    assert min(gaps) >= 1.0 - 1e-9
+
+
+async def test_a_peer_that_answers_at_once_does_not_hold_up_others_groups(nursery, autojump_clock):
+    """A node that lacks no group for its next step waits a moment for the polls that it sent. That
+    moment must pass although one peer answers at once and is polled again each second."""
+    swarm = await PullSwarm(3).start(nursery)
+    Holder(swarm.medium, patient=False)
+    for first in (0, 8):
+        await swarm.publish(0, *range(first, first + 8))
+        await trio.sleep(10)
+    before = swarm.admitted_of(1, 0)
+    assert before >= 16
+    for sequence in range(60):
+        await swarm.publish(0, 1000 + sequence)
+        await trio.sleep(10)
+    assert swarm.admitted_of(1, 0) - before >= 40
+
+
+async def test_a_node_over_its_budget_neither_fetches_nor_serves(nursery, autojump_clock):
+    pair = PullSwarm(2)
+    pair.budgets[0].refused = pair.budgets[1].refused = {"fetch"}
+    await pair.start(nursery)
+    await pair.publish(0, *range(4))
+    await trio.sleep(60)
+    assert pair.pulling(1).listings == pair.pulling(1).pulled == {}
+    assert pair.serving(0).served == {}
+    pair.budgets[0].refused, pair.budgets[1].refused = {"fetch", "serve"}, set()
+    await trio.sleep(60)
+    assert pair.pulling(1).listings.keys() == {"busy"}
+    assert pair.serving(0).served.keys() == {"busy"}
+    assert pair.admitted_of(1, 0) == 0
+    pair.budgets[0].refused = set()
+    await trio.sleep(10)
+    assert pair.admitted_of(1, 0) == 4
+
+
+async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pair, autojump_clock):
+    """The groups stay on offer, and are fetched when there is budget again."""
+    give = pair.exchanges[0]._gossip._server._give
+
+    async def without_budget(peer, data):
+        pair.budgets[0].refused = {"serve"}
+        return await give(peer, data)
+
+    pair.networks[0].requests.serve(
+        ids.GROUPS_PROTOCOL, without_budget, max_request_bytes=560, max_response_bytes=2**21
+    )
+    await pair.publish(0, *range(4))
+    await trio.sleep(3)
+    assert pair.pulling(1).pulled == {"busy": 4}
+    pair.networks[0].requests.serve(
+        ids.GROUPS_PROTOCOL, give, max_request_bytes=560, max_response_bytes=2**21
+    )
+    pair.budgets[0].refused = set()
+    await trio.sleep(7)
+    assert pair.pulling(1).pulled == {"busy": 4, "ok": 4}
+    assert pair.pulling(1).claims.lies == {}, "busy is no lie"
+
+
+# -- what can go wrong with a listing or a fetch
+
+
+@pytest.mark.parametrize(
+    ("claims", "lie", "costs"),
+    [
+        ({"spread": 0.0}, "spread", False),
+        ({"size": 2000}, "size", True),
+        ({"author": b"\x07" * 32}, "author", True),
+        ({"task": "builtin/none"}, "task", True),
+        ({"created_at": int(EPOCH * 1000) - 5}, "age", True),
+    ],
+)
+async def test_a_listing_that_lies_costs_its_holder_and_the_signed_group_is_taken(
+    lone, autojump_clock, claims, lie, costs
+):
+    liar, honest = Holder(lone.medium), Holder(lone.medium, seed=78)
+    for sequence in range(4):
+        await liar.add(sequence, **claims)
+        await honest.add(sequence)
+    await trio.sleep(300)
+    assert lone.pulling(0).claims.lies == {lie: 4}
+    assert lone.pulling(0).claims.kept == 4
+    assert lone.admitted_of(0, honest.author) == lone.admitted_of(0, liar.author) == 4
+    assert (lone.networks[0].score(liar.peer) < -25) is costs
+    assert lone.networks[0].score(honest.peer) >= 0
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "lie"),
+    [
+        (lambda frame, other: None, "unknown", "absent"),
+        (lambda frame, other: other, "mismatch", "content"),
+        (lambda frame, other: b"\xc1" * 300, "mismatch", "content"),
+        (lambda frame, other: frame[:-1], "mismatch", "content"),
+    ],
+    ids=["unknown", "another group", "garbage", "cut"],
+)
+async def test_a_group_that_one_holder_cannot_give_is_fetched_from_another(
+    lone, autojump_clock, body, outcome, lie
+):
+    liar, honest, author = Holder(lone.medium), Holder(lone.medium, seed=78), Author(SWARM, seed=79)
+    other = author.frame(author.group(99, clock()))
+    for sequence in range(4):
+        frame = await liar.add(sequence, author)
+        liar.answers[envelope.content_id(frame)] = body(frame, other)
+    await trio.sleep(20)
+    for sequence in range(4):
+        await honest.add_frame(author.frame(author.group(sequence, EPOCH)))
+    await trio.sleep(60)
+    assert lone.pulling(0).pulled == {outcome: 4, "ok": 4}
+    assert lone.pulling(0).claims.lies == {lie: 4}
+    assert lone.admitted_of(0, author) == 4
+    assert (lone.networks[0].score(liar.peer) < 0) is (lie == "content")
+    assert lone.networks[0].score(honest.peer) >= 0
+    assert lone.networks[0].score(author.peer) >= 0
+
+
+@pytest.mark.parametrize("silent", ["timeout", "failed", "malformed", "short"])
+async def test_a_fetch_without_an_answer_is_repeated_at_another_holder(
+    nursery, autojump_clock, silent
+):
+    """The liar lists first and is asked first; an honest holder lists the same groups while that
+    fetch is under way, and others, which are fetched meanwhile."""
+    swarm = PullSwarm(1)
+    liar, honest, author = Holder(swarm.medium), Holder(swarm.medium, 78), Author(SWARM, seed=79)
+    swarm.medium.cut(swarm.peers[0], honest.peer)
+
+    async def fail(peer, data):
+        liar.fetched += codec.decode(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES).contents
+        await trio.sleep(1.5)
+        if silent == "timeout":
+            await trio.sleep_forever()
+        if silent == "failed":
+            raise PeerError("no")
+        return b"\xc1" * 20 if silent == "malformed" else codec.encode(GroupsResponse([]))
+
+    liar.serve_groups(fail)
+    for sequence in range(4):
+        frame = await liar.add(sequence, author)
+        await honest.add_frame(frame)
+        await honest.add(sequence)
+    await swarm.start(nursery)
+    await trio.sleep(0.5)
+    assert len(liar.fetched) == 4
+    swarm.medium.mend(swarm.peers[0], honest.peer)
+    await trio.sleep(0.5)
+    assert swarm.admitted_of(0, honest.author) == 4
+    assert swarm.admitted_of(0, author) == 0
+    await trio.sleep(20)
+    assert swarm.admitted_of(0, author) == 4
+    outcome = "malformed" if silent == "short" else silent
+    assert swarm.pulling(0).pulled == {outcome: 4, "ok": 8}
+    assert swarm.pulling(0).claims.lies == {"slow": 1}
+    assert (swarm.networks[0].score(liar.peer) < 0) is (silent in ("malformed", "short"))
+    assert swarm.networks[0].score(honest.peer) >= 0
+
+
+async def test_a_lone_holder_that_failed_once_is_asked_again_a_minute_later(
+    nursery, autojump_clock
+):
+    """The poll that was under way during the failure is answered without news meanwhile."""
+    swarm = PullSwarm(1)
+    holder = Holder(swarm.medium)
+    holder.serve_groups(never)
+    for sequence in range(4):
+        await holder.add(sequence)
+    await swarm.start(nursery)
+    await trio.sleep(FAILED_SECONDS / 2)
+    holder.serve_groups(holder.give)
+    assert swarm.admitted_of(0, holder.author) == 0
+    await trio.sleep(FAILED_SECONDS / 2 - 1)
+    assert holder.fetched == []
+    await trio.sleep(5)
+    assert swarm.admitted_of(0, holder.author) == 4
+
+
+async def test_nothing_is_lost_where_a_listing_or_a_fetch_breaks_at_any_byte(autojump_clock):
+    """The first answer of a lone holder ends after `at` bytes; a minute later it answers whole."""
+
+    async def break_at(protocol, at):
+        swarm, broken = PullSwarm(1), []
+        holder = Holder(swarm.medium)
+        whole, serve = {
+            ids.LISTING_PROTOCOL: (holder.list, holder.serve_listing),
+            ids.GROUPS_PROTOCOL: (holder.give, holder.serve_groups),
+        }[protocol]
+
+        async def once(peer, data):
+            answer = await whole(peer, data)
+            if broken:
+                return answer
+            broken.append(len(answer))
+            return answer[: min(at, len(answer) - 1)]
+
+        serve(once)
+        for sequence in range(2):
+            await holder.add(sequence)
+        async with trio.open_nursery() as nursery:
+            await swarm.start(nursery)
+            await trio.sleep(75)
+            nursery.cancel_scope.cancel()
+        assert swarm.admitted_of(0, holder.author) == 2, (protocol, at)
+        counts = swarm.pulling(0)
+        counts = counts.listings if protocol == ids.LISTING_PROTOCOL else counts.pulled
+        assert counts.get("malformed") == (1 if protocol == ids.LISTING_PROTOCOL else 2), (
+            protocol,
+            at,
+            counts,
+        )
+        return broken[0]
+
+    for protocol in (ids.LISTING_PROTOCOL, ids.GROUPS_PROTOCOL):
+        length = await break_at(protocol, 0)
+        for at in {*range(1, length, max(1, length // 40)), length - 1}:
+            await break_at(protocol, at)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "costs"),
+    [
+        (ListingResponse("unknown", LIFE, 0, []), "other_swarm", False),
+        (ListingResponse("busy", LIFE, 0, []), "busy", False),
+        (b"\xc1" * 20, "malformed", True),
+        (bytes(limits.LISTING_RESPONSE_BYTES + 1), "malformed", True),
+        (PeerError("no"), "failed", False),
+        (None, "timeout", False),
+    ],
+    ids=["other swarm", "busy", "garbage", "too long", "reset", "silent"],
+)
+async def test_each_end_of_a_poll_is_counted_and_others_groups_come(
+    nursery, autojump_clock, answer, outcome, costs
+):
+    swarm = await PullSwarm(2).start(nursery)
+    holder = Holder(swarm.medium)
+
+    async def respond(peer, data):
+        if answer is None:
+            await trio.sleep_forever()
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer if isinstance(answer, bytes) else codec.encode(answer)
+
+    holder.serve_listing(respond)
+    await swarm.publish(0, *range(4))
+    await trio.sleep(PATIENCE + ANSWER_SECONDS + 1)
+    assert swarm.pulling(1).listings.keys() - {"unsupported"} == {"ok", outcome}
+    assert swarm.admitted_of(1, 0) == 4
+    assert (swarm.networks[1].score(holder.peer) < 0) is costs
+
+
+async def test_a_silent_holder_costs_others_no_time(nursery, autojump_clock):
+    swarm = await PullSwarm(2).start(nursery)
+    silent, drips = Holder(swarm.medium), Holder(swarm.medium, seed=78)
+    silent.serve_listing(never)
+    drips.serve_groups(never)
+    await drips.add(0)
+    await swarm.publish(0, *range(4))
+    await trio.sleep(2)
+    assert swarm.admitted_of(1, 0) == 4
+    await trio.sleep(PATIENCE + ANSWER_SECONDS)
+    assert swarm.pulling(1).listings["timeout"] == 1
+    assert swarm.pulling(1).pulled["timeout"] == 1
+    assert swarm.pulling(1).claims.lies == {"slow": 2}
+    await trio.sleep(FAILED_SECONDS + PATIENCE + ANSWER_SECONDS)
+    assert swarm.pulling(1).listings["timeout"] == 2, "polled again after a minute"
+
+
+async def test_a_holder_that_trickles_within_its_deadline_is_believed_less(lone, autojump_clock):
+    slow, give = Holder(lone.medium), Holder.give
+
+    async def trickle(peer, data):
+        await trio.sleep(1.5)
+        return await give(slow, peer, data)
+
+    slow.serve_groups(trickle)
+    for sequence in range(3):
+        await slow.add(sequence)
+    await trio.sleep(20)
+    assert lone.pulling(0).pulled == {"ok": 3}
+    assert lone.pulling(0).claims.lies == {"slow": 1}
+
+
+@pytest.mark.parametrize("name", hostile_frames(Author(SWARM), EPOCH))
+async def test_a_hostile_group_is_refused_for_its_reason_and_others_are_fetched(
+    lone, autojump_clock, name
+):
+    liar, honest = Holder(lone.medium), Holder(lone.medium, seed=78)
+    frame, reason = hostile_frames(liar.author, EPOCH)[name]
+    await liar.add(50)
+    true = liar.listed.pop()
+    size = min(max(1, len(frame)), limits.GROUP_BYTES)
+    liar.put(msgspec.structs.replace(true, content=envelope.content_id(frame), size=size), frame)
+    for sequence in range(4):
+        await honest.add(sequence)
+    await trio.sleep(30)
+    assert lone.admitted_of(0, honest.author) == 4
+    assert lone.networks[0].score(honest.peer) >= 0
+    if frame and name != "oversized":  # a listing of a group above the limit is malformed
+        assert lone.outcomes(0)[reason] == 1
+        assert lone.pulling(0).pulled == {"refused": 1, "ok": 4}
+
+
+async def test_a_forged_group_costs_its_author_and_the_peer_that_listed_it(lone, autojump_clock):
+    forger, holder = Author(SWARM, seed=76), Holder(lone.medium)
+    group = forger.group(0, clock())
+    forged = msgspec.structs.replace(group, task=msgspec.structs.replace(group.task, seed=9 << 20))
+    await holder.add_frame(forger.frame(forged))
+    await trio.sleep(5)
+    assert lone.outcomes(0) == {"seed": 1}
+    assert lone.networks[0].score(forger.peer) < 0
+    assert lone.networks[0].score(holder.peer) < 0
+    assert lone.pulling(0).claims.lies == {"content": 1}
+
+
+async def test_a_group_that_is_stale_here_costs_nobody(nursery, autojump_clock):
+    """It has aged while it was fetched, or its holder's clock differs."""
+    swarm, author = PullSwarm(1), Author(SWARM, seed=76)
+    holder = Holder(swarm.medium)
+    await holder.add_frame(author.frame(author.group(0, EPOCH - limits.GROUP_AGE_SECONDS + 1)))
+
+    async def later(peer, data):
+        await trio.sleep(1.5)
+        return await holder.give(peer, data)
+
+    holder.serve_groups(later)
+    await swarm.start(nursery)
+    await trio.sleep(5)
+    assert swarm.outcomes(0) == {"stale": 1}
+    assert swarm.pulling(0).pulled == {"refused": 1}
+    assert swarm.networks[0].score(holder.peer) == swarm.networks[0].score(author.peer) == 0
+
+
+async def test_a_liar_is_not_asked_any_more(lone, autojump_clock):
+    liar = Holder(lone.medium)
+    for sequence in range(40):
+        await liar.add(sequence)
+        liar.answers[liar.listed[-1].content] = b"\xc1" * 300
+    for step in range(20):
+        await lone.step(0, version=step)
+    assert not lone.networks[0].welcome(liar.peer)
+    assert len(liar.fetched) < 20
+    polled = len(liar.polled_at)
+    await lone.step(0, version=20)
+    assert len(liar.polled_at) == polled
+
+
+async def test_listings_without_end_or_with_a_cursor_that_goes_back_are_counted(
+    nursery, autojump_clock
+):
+    swarm = await PullSwarm(2).start(nursery)
+    endless, back = Holder(swarm.medium), Holder(swarm.medium, 78)
+    await endless.add(0)
+    many = [msgspec.structs.replace(endless.listed[0], content=bytes([n]) * 32) for n in range(200)]
+    long = codec.encode(ListingResponse("ok", LIFE, 10**6, many))
+    positions = itertools.chain([5], itertools.cycle([4]))
+
+    async def no_end(peer, data):
+        return long
+
+    async def go_back(peer, data):
+        return codec.encode(ListingResponse("ok", LIFE, next(positions), back.listed))
+
+    endless.serve_listing(no_end)
+    back.serve_listing(go_back)
+    await back.add(0)
+    for step in range(4):
+        await swarm.publish(0, step)
+        await swarm.step(1, version=step)
+    counts = swarm.pulling(1)
+    assert counts.listings["malformed"] >= 1
+    assert swarm.networks[1].score(endless.peer) < 0
+    assert counts.claims.lies["cursor"] >= 10
+    assert swarm.admitted_of(1, back.author) == 1, "the first answer was honest"
+    assert swarm.networks[1].score(back.peer) >= 0, "a peer may have lost its shelf"
+    assert swarm.admitted_of(1, 0) == 4
+
+
+async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
+    swarm = await PullSwarm(1).start(nursery)
+    holder = Holder(swarm.medium)
+    for sequence in range(4):
+        await holder.add(sequence)
+    await trio.sleep(5)
+    assert swarm.admitted_of(0, holder.author) == 4
+    swarm.medium.leave(holder.peer)
+    await trio.sleep(FAILED_SECONDS)
+    again = Holder(swarm.medium)
+    again.life = b"another."
+    for sequence in range(4, 7):
+        await again.add(sequence)
+    await trio.sleep(5)
+    assert swarm.admitted_of(0, holder.author) == 7
+    assert swarm.pulling(0).claims.lies.keys() <= {"slow"}
+
+
+async def test_a_peer_that_does_not_list_is_polled_ever_more_rarely(pair, autojump_clock):
+    pair.medium.join(Author(SWARM, seed=99).peer)
+    await pair.publish(0, *range(2))
+    await trio.sleep(2000)
+    assert 8 <= pair.pulling(1).listings["unsupported"] <= 13
+    assert pair.pulling(1).claims.lies == {}
+    await trio.sleep(10 * REFUSED_SECONDS)
+    assert pair.pulling(1).listings["unsupported"] <= 24
+    assert pair.pulling(1).pulled["ok"] == 2
+
+
+async def test_a_peer_that_starts_to_list_after_it_connected_is_polled_soon(
+    nursery, autojump_clock
+):
+    swarm = await PullSwarm(2).start(nursery, 1)
+    await trio.sleep(8)
+    assert swarm.pulling(1).listings["unsupported"] >= 2
+    await swarm.start(nursery, 0)
+    await swarm.publish(0, 0)
+    await trio.sleep(8)
+    assert swarm.admitted_of(1, 0) == 1
+
+
+async def test_a_peer_that_is_not_connected_any_more_is_not_fetched_from(pair, autojump_clock):
+    holder = Holder(pair.medium)
+    held = trio.Event()
+
+    async def once_held(peer, data):
+        await held.wait()
+        return await Holder.give(holder, peer, data)
+
+    holder.serve_groups(once_held)
+    await holder.add(0)
+    await trio.sleep(0.1)
+    for sequence in range(1, 5):
+        await holder.add(sequence)
+    await trio.sleep(1.5)
+    pair.medium.cut(pair.peers[1], holder.peer)
+    pair.medium.cut(pair.peers[0], holder.peer)
+    held.set()
+    await trio.sleep(60)
+    assert pair.pulling(1).offered == 0
+
+
+async def test_cancelling_leaves_nothing_behind(autojump_clock):
+    with contextlib.suppress(trio.Cancelled):
+        async with trio.open_nursery() as nursery:
+            swarm = await PullSwarm(2, latency=50.0).start(nursery)
+            await swarm.publish(0, 0)
+            await trio.sleep(1)
+            assert swarm.pulling(1).polled == 1
+            nursery.cancel_scope.cancel()
+    assert swarm.serving(0).waiting == 0
