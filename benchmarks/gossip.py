@@ -39,6 +39,7 @@ from libp2p.pubsub.utils import maybe_consume_signed_record
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from swarmnode.p2p.gossip import Validation
+from swarmnode.rollouts.mode import Choice
 
 from benchmarks import report
 from swarmnode.config import NetworkConfig, SharingConfig
@@ -50,7 +51,6 @@ from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
-from swarmnode.rollouts.mode import Choice
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import envelope, ids
 from swarmnode.wire.envelope import Credentials

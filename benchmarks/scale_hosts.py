@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 import trio
+from swarmnode.rollouts.catalogue import Catalogue
+from swarmnode.rollouts.serving import Serving
 
 from benchmarks.gossip import SWARM, Meter, Run, group, swarm
 from swarmnode.config import NetworkConfig, SharingConfig
@@ -25,8 +27,6 @@ from swarmnode.p2p import guards, identity
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Network
 from swarmnode.rollouts.admission import Admission
-from swarmnode.rollouts.catalogue import Catalogue
-from swarmnode.rollouts.serving import Serving
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import GroupsRequest, GroupsResponse, ListingRequest, ListingResponse

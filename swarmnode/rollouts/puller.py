@@ -209,7 +209,7 @@ class Puller:
         return chosen
 
     def polled(self, peer: str, response: ListingResponse | None, now: float, unix: float) -> bool:
-        """Take the answer to a poll, None where there was no usable one. Return False for a dishonest
+        """Take the answer to a poll, None where there was none. Return False for a dishonest
         one: its cursor went back."""
         sent_at = self._polls.pop(peer, now)
         if response is None:

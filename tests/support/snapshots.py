@@ -10,6 +10,8 @@ from __future__ import annotations
 import bisect
 import math
 
+from swarmnode.p2p.gossip import GossipStatistics
+
 from swarmnode.crew.control import CrewStatistics, SlotStatistics
 from swarmnode.crew.local import StageStatus
 from swarmnode.crew.service import BOUNDS as CREW_BOUNDS
@@ -30,7 +32,6 @@ from swarmnode.observe.watch import (
 )
 from swarmnode.p2p.autonat import ReachStatistics
 from swarmnode.p2p.budget import BudgetStatistics
-from swarmnode.p2p.gossip import GossipStatistics
 from swarmnode.p2p.nat import NatStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.peers import PeerStatistics
