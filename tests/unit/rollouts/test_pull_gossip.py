@@ -348,7 +348,7 @@ async def test_a_node_over_its_budget_neither_fetches_nor_serves(nursery, autoju
     await trio.sleep(60)
     assert pair.pulling(1).listings == pair.pulling(1).pulled == {}
     assert pair.serving(0).served == {}
-    pair.budgets[0].refused, pair.budgets[1].refused = {"fetch", "serve"}, set()
+    pair.budgets[0].refused, pair.budgets[1].refused = {"fetch", "publish"}, set()
     await trio.sleep(60)
     assert pair.pulling(1).listings.keys() == {"busy"}
     assert pair.serving(0).served.keys() == {"busy"}
@@ -363,7 +363,7 @@ async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pa
     give = pair.exchanges[0]._gossip._server._give
 
     async def without_budget(peer, data):
-        pair.budgets[0].refused = {"serve"}
+        pair.budgets[0].refused = {"publish"}
         return await give(peer, data)
 
     pair.networks[0].requests.serve(
