@@ -209,8 +209,8 @@ class Puller:
         return chosen
 
     def polled(self, peer: str, response: ListingResponse | None, now: float, unix: float) -> bool:
-        """Take the answer to a poll, None where there was none. Return False for a dishonest
-        one: its cursor went back."""
+        """Take the answer to a poll, None where there was no usable one. Return False for a
+        dishonest one: its cursor went back."""
         sent_at = self._polls.pop(peer, now)
         if response is None:
             self.claims.lie(peer, "slow")

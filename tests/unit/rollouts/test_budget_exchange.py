@@ -30,7 +30,7 @@ async def test_with_budget_everything_travels_through_it(line, autojump_clock):
 
 
 async def test_without_upload_it_takes_groups_and_gives_none(line, autojump_clock):
-    line.budgets[1].refused = {"publish", "serve"}
+    line.budgets[1].refused = {"publish"}
     await share(line, 0, 0)
     assert admitted(line) == [0, 1, 0]
     assert line.exchanges[1].publish(line.authors[1].own_group(0)) == "budget"
@@ -47,7 +47,7 @@ async def test_without_download_it_gives_its_own_groups_and_takes_none(line, aut
 
 
 async def test_a_paused_node_neither_takes_nor_gives_and_continues_afterwards(line, autojump_clock):
-    line.budgets[1].refused = {"publish", "serve", "fetch"}
+    line.budgets[1].refused = {"publish", "fetch"}
     await trio.sleep(15)
     await share(line, 0, 0)
     assert admitted(line) == [0, 0, 0]
