@@ -21,15 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
+from swarmnode.rollouts.catalogue import Allowances
+from swarmnode.rollouts.mode import Choice, Mode, Phase
+from swarmnode.rollouts.pulling import LISTING_SECONDS
+
 from benchmarks.neighbours import rings
 from benchmarks.pullers import Puller
 from swarmnode.p2p.liveness import SILENT_SECONDS
-from swarmnode.rollouts.catalogue import Allowances
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.rollouts.mode import Choice, Mode, Phase
 from swarmnode.rollouts.offers import Pull
 from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.pulling import LISTING_SECONDS
 from swarmnode.rollouts.sampling import most_per_peer, spread
 from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.trainer.judge import reserve

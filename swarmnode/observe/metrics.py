@@ -848,8 +848,8 @@ NETWORK = (
         "swarmnode_polled_peers",
         "gauge",
         "rollouts.pulling.polled",
-        "Connected peers whose listings this node polls. 0 with connected peers means another"
-        " swarm or version, a pause, or a spent budget.",
+        "Connected peers whose listings this node polls now. 0 while its pool is full, while it is"
+        " paused, and where its budget is used up.",
     ),
     Metric(
         "swarmnode_dials_total", "counter", "network.peers.dials", "Attempts to connect to a peer."

@@ -10,8 +10,6 @@ from __future__ import annotations
 import bisect
 import math
 
-from swarmnode.p2p.gossip import GossipStatistics
-
 from swarmnode.crew.control import CrewStatistics, SlotStatistics
 from swarmnode.crew.local import StageStatus
 from swarmnode.crew.service import BOUNDS as CREW_BOUNDS
@@ -271,7 +269,7 @@ def example_at(t: float) -> NodeSnapshot:
             ),
             judged={"used": used, "spot_check": 2, "surprise": 1, "untokenizable": 0},
             pulling=PullStatistics(
-                polled=3,
+                polled=min(2, connected),
                 listings={"ok": 12, "unsupported": 1},
                 pulled={"ok": 8, "unknown": 1},
                 offered=5,
@@ -304,15 +302,6 @@ def example_at(t: float) -> NodeSnapshot:
                 dial_failures=4,
                 let_go={"exchanged": 6, "full": 2},
             ),
-            gossip=GossipStatistics(
-                received=received,
-                accepted=admitted,
-                ignored=ignored,
-                rejected=rejected,
-                delivered=admitted,
-                published=steps * 4,
-                mesh={"/swarmnode/rollouts/1": connected},
-            ),
             requests=RequestStatistics(
                 requests={
                     "/swarmnode/groups/1": {"ok": 4, "timeout": 1},
@@ -321,11 +310,11 @@ def example_at(t: float) -> NodeSnapshot:
                 served={"/swarmnode/peers/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
-                received={"/meshsub/1.1.0": received * 4100, "/swarmnode/groups/1": 21000},
-                sent={"/meshsub/1.1.0": steps * 16400, "/swarmnode/groups/1": 9000},
+                received={"/swarmnode/groups/1": received * 4100, "/swarmnode/listing/2": 21000},
+                sent={"/swarmnode/groups/1": steps * 16400, "/swarmnode/listing/2": 9000},
             ),
             reputation=ReputationStatistics(peers=4, greylisted=1),
-            guards={"slot_released": 7, "window_overrun": 0, "message_unsigned": 11},
+            guards={"slot_released": 7, "window_overrun": 0, "handler_failed": 11},
             nat=NatStatistics(
                 reach=ReachStatistics(verdict="private"),
                 client=RelayClientStatistics(relays=[PEERS[1], PEERS[3]]),
@@ -367,7 +356,7 @@ def example_at(t: float) -> NodeSnapshot:
             level_bytes={"in": 4.1e6, "out": 2.2e6 * (1 - learnt)},
             month_bytes={"in": received * 4100, "out": steps * 16400},
             month_limit_bytes=200 * 10**9,
-            refused={"publish": 0, "forward": int(t * 0.02), "serve": 0, "relay": 0, "fetch": 0},
+            refused={"publish": 0, "serve": int(t * 0.02), "relay": 0, "fetch": 0},
         ),
         supervisor=SupervisorStatistics(
             {"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()

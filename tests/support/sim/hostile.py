@@ -38,6 +38,7 @@ from swarmnode.p2p.addresses import Address
 from swarmnode.weights import messages as weights
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
+    GroupResponse,
     GroupsRequest,
     GroupsResponse,
     Listed,
@@ -45,7 +46,6 @@ from swarmnode.wire.listings import (
     ListingResponse,
 )
 from swarmnode.wire.messages import (
-    FetchResponse,
     PeerAddresses,
     PeersResponse,
     RolloutGroup,
@@ -235,7 +235,7 @@ class Hostile:
                     )
 
     async def _take(self, network: SimNetwork, peer: str) -> None:
-        request = codec.encode(ListingRequest(self.swarm, b"", 0))
+        request = codec.encode(ListingRequest(self.swarm, b"", 0, 0))
         told = await network.requests.request(
             peer,
             ids.LISTING_PROTOCOL,
@@ -325,7 +325,7 @@ class Hostile:
         now = int(determinism.now() * 1000)
         claims = [
             Listed(self._rng.randbytes(32), key, self._rng.choice(TASKS), now, 2000, 0.5)
-            for _ in range(self._rng.randint(0, 64))
+            for _ in range(self._rng.randint(0, limits.LISTED))
         ]
         return codec.encode(ListingResponse("ok", bytes(8), self._rng.randrange(2**20), claims))
 
@@ -336,7 +336,7 @@ class Hostile:
         asked = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
         answers = [
             self._rng.choice(
-                (FetchResponse("unknown"), FetchResponse("ok", self._rng.randbytes(100)))
+                (GroupResponse("unknown"), GroupResponse("ok", self._rng.randbytes(100)))
             )
             for _ in asked.contents
         ]
@@ -346,7 +346,7 @@ class Hostile:
         await trio.lowlevel.checkpoint()
         asked = codec.decode(request, ListingRequest, limits.LISTING_REQUEST_BYTES)
         new = self._shelved - asked.position if asked.life == LIFE else self._shelved
-        newest = [listed for listed, _ in self._shelf][-max(0, min(new, limits.NEWEST)) :]
+        newest = [listed for listed, _ in self._shelf][-max(0, min(new, limits.LISTED)) :]
         return codec.encode(ListingResponse("ok", LIFE, self._shelved, newest if new > 0 else []))
 
     async def _give_shelf(self, peer: str, request: bytes) -> bytes:
@@ -356,9 +356,9 @@ class Hostile:
         return codec.encode(
             GroupsResponse(
                 [
-                    FetchResponse("ok", shelf[content])
+                    GroupResponse("ok", shelf[content])
                     if content in shelf
-                    else FetchResponse("unknown")
+                    else GroupResponse("unknown")
                     for content in asked.contents
                 ]
             )
