@@ -31,7 +31,7 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, Judged
-from swarmnode.rollouts.queues import QUEUE_PEER_GROUPS
+from swarmnode.rollouts.scoring import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.wire.envelope import Credentials

@@ -22,7 +22,6 @@ import trio
 from swarmnode.config import SharingConfig
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts.admission import Admission, AdmissionStatistics, Rejected
-from swarmnode.rollouts.authors import Authors
 from swarmnode.rollouts.groups import (
     Candidate,
     Draw,
@@ -38,6 +37,7 @@ from swarmnode.rollouts.pull_gossip import Hooks, PullGossip, PullStatistics, Se
 from swarmnode.rollouts.reasons import Verdict
 from swarmnode.rollouts.scoring import Scorer, ScoringQueue
 from swarmnode.rollouts.shelf import Shelf
+from swarmnode.rollouts.trust import Authors
 from swarmnode.tasks.frames import Scored
 from swarmnode.wire import limits
 from swarmnode.wire.envelope import Credentials

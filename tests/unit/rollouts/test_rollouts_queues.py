@@ -4,7 +4,13 @@ from hypothesis import strategies as st
 
 from swarmnode.rollouts.groups import Candidate, memory_bytes
 from swarmnode.rollouts.pace import LEAST, LONGEST, MOST_PEERS, Throughput
-from swarmnode.rollouts.queues import STRIKE_PEERS, STRIKE_SECONDS, STRIKES, CandidateQueue, Strikes
+from swarmnode.rollouts.scoring import (
+    STRIKE_PEERS,
+    STRIKE_SECONDS,
+    STRIKES,
+    CandidateQueue,
+    Strikes,
+)
 from tests.support.groups import external_group
 
 
