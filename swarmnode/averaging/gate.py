@@ -32,7 +32,7 @@ import torch
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.weights.fragments import block_of
-from swarmnode.weights.outcomes import OUTCOMES, TAKEN
+from swarmnode.weights.local import OUTCOMES, TAKEN
 
 CLIP: Final = 2.0
 EPSILON: Final = 0.1
