@@ -95,7 +95,7 @@ PEER_SHARE: Final = 0.4
 between two outer steps. An honest peer proposes to each of n once in n gaps. With 0.6, two nodes
 would refuse each other every second time."""
 SHORT_SECONDS: Final = 5.0
-"""A failed swap counts as having taken this long, or one gap if that is less."""
+"""A failed swap counts as having taken this long at least, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
 """A first failure costs a peer this multiple of the time that its swap took."""
 LIE_SECONDS: Final = 300.0
@@ -307,34 +307,30 @@ class Exchange:
         pause = min(PAUSE_SECONDS, PAUSE_SHARE * self._gap)
         latest = trio.current_time() + self._interval / 2
         candidates = self._order(due)[:TRIES]
-        is_taken = await self._joins(due.fragment)
-        while candidates and not is_taken and self._is_sought(due):
+        await self._wait_for_swap(due.fragment)
+        while candidates and self._is_sought(due):
             swap = await self._propose(candidates.pop(0), due)
-            if swap is not None and await self._exchange(swap):
-                break
-            await trio.sleep(pause * self._rng.random())
-            is_taken = await self._joins(due.fragment)
+            if swap is not None:
+                await self._exchange(swap)
+            else:
+                await trio.sleep(pause * self._rng.random())
+            await self._wait_for_swap(due.fragment)
             if trio.current_time() > latest or len(self._swaps) >= MOST_SWAPS:
-                candidates.clear()
-        else:
-            if not is_taken and self._is_sought(due):
-                self.statistics.outcomes["solo"] += 1
-                self._send_to_trainer(local.SoloStep(due.fragment))
+                break
         if self._is_sought(due):
             del self._searches[due.fragment]
+            self.statistics.outcomes["solo"] += 1
+            self._send_to_trainer(local.SoloStep(due.fragment))
 
     def _is_sought(self, due: local.OuterStepDue) -> bool:
-        """Return False once the trainer that wanted a partner for this step has left."""
+        """Return False once a swap of the fragment was applied, whoever proposed it, or the trainer
+        has left."""
         return self._searches.get(due.fragment) is due
 
-    async def _joins(self, fragment: int) -> bool:
-        """Wait for the swap of the fragment that a peer has proposed meanwhile, if any. Return True
-        if it was applied: it is the outer step that is due."""
+    async def _wait_for_swap(self, fragment: int) -> None:
+        """Wait for a swap of the fragment that a peer has proposed, if there is one."""
         while (swap := self._swaps.get(fragment)) is not None:
             await swap.over.wait()
-            if swap.is_applied:
-                return True
-        return False
 
     def _order(self, due: local.OuterStepDue) -> list[str]:
         """Candidates without those in backoff: by edge rank, after the others those that said that
@@ -476,12 +472,12 @@ class Exchange:
             await swap.offered.wait()
         if not swap.offered.is_set():
             return Busy(request.id)
-        age_limit, offer = max(self._interval, self._copy_seconds), swap.offer
+        offer = swap.offer
         if (
             swap.copy is None
             or offer is None
             or not self._store.is_offered(offer)
-            or trio.current_time() > swap.copy.at + age_limit
+            or trio.current_time() > swap.copy.at + self._age_limit
         ):
             return Refused(request.id, "over")
         return Ready(request.id, offer.transfer, offer.root, offer.size, swap.copy.outer_step)
@@ -614,7 +610,7 @@ class Exchange:
                 self._send_to_trainer(local.DropExchange(swap.id))
             if swap.offer is not None and cause != "gate":
                 self._store.shorten(swap.offer, now + COPY_REUSE_SECONDS)
-            held = max(now - swap.began, min(SHORT_SECONDS, self._gap))
+            held = max(now - swap.began, self._short_seconds)
             if cause in LIES:
                 self._lied(swap.peer, f"weights_{cause}")
             elif cause == "gate" and swap.ended is not None and local.OUTCOMES[swap.ended.outcome]:
@@ -626,6 +622,7 @@ class Exchange:
             self.statistics.seconds += now - swap.began
             self.statistics.received_bytes += swap.theirs.size if swap.theirs is not None else 0
             self._copies.pop(swap.fragment, None)
+            self._searches.pop(swap.fragment, None)
             self._rest_until[swap.fragment] = now + ACCEPT_SHARE * self._interval
             partner = self._partner(swap.peer)
             partner.applied += 1
@@ -686,7 +683,7 @@ class Exchange:
     def reverted(self, peer: str) -> None:
         """Swaps with `peer`, among others, were taken back."""
         self.statistics.judged["reverted"] += 1
-        self._fail(peer, FAILURE_FACTOR * min(SHORT_SECONDS, self._gap))
+        self._fail(peer, FAILURE_FACTOR * self._short_seconds)
 
     # ---- for people, and for sums ----------------------------------------------------------------
 
@@ -713,11 +710,21 @@ class Exchange:
         return self._interval / max(1, len(self._replica.limits))
 
     @property
+    def _short_seconds(self) -> float:
+        """How long a failed swap counts as having taken, at least."""
+        return min(SHORT_SECONDS, self._gap or SHORT_SECONDS)
+
+    @property
     def _copy_seconds(self) -> float:
         """How long a copy may take, ours or the partner's."""
         least, most = COPY_WAIT_SECONDS
         encoding = max(self._replica.limits, default=0) / ENCODED_PER_SECOND
         return min(least + 2 * self._step_seconds, most) + encoding
+
+    @property
+    def _age_limit(self) -> float:
+        """Age in seconds up to which a copy is served: one interval."""
+        return max(self._interval, self._copy_seconds)
 
     def _lease(self, swap: SwapState) -> float:
         """Seconds that a payload may take, both ways at once."""
@@ -727,7 +734,7 @@ class Exchange:
     def _is_recent(self, copy: Copy, swap: SwapState) -> bool:
         """Return True if the copy may be served for this swap too."""
         return (
-            trio.current_time() < copy.at + COPY_REUSE_SECONDS
+            trio.current_time() < copy.at + min(COPY_REUSE_SECONDS, self._age_limit / 4)
             and copy.blocks == self._replica.within(swap.blocks, swap.fragment)
             and copy.clock == self._replica.outer_steps[swap.fragment]
             and self._store.is_held(copy.payload)

@@ -110,21 +110,20 @@ async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_cloc
     assert bulk.tried == 1
 
 
-async def test_a_copy_can_be_pulled_until_the_next_one_however_long_that_takes(
-    tmp_path, autojump_clock
-):
+async def test_offers_end_and_their_files_are_deleted(tmp_path, autojump_clock):
     bulk = Breaking([])
     store = PayloadStore(bulk, tmp_path)
-    for number in range(2):
-        path = tmp_path / f"out-{number}.bin"
-        path.write_bytes(bytes([number]))
-        store.publish(LocalPayload(BulkSource.from_file(path), path), 0, number, b"\x01")
-        await trio.sleep(10 * 3600)
-        store.expire(trio.current_time())
-        assert bulk.offered == {store.published(0).offer.transfer}
-        assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    store.unpublish()
-    assert (store.published(0), bulk.offered, list(tmp_path.iterdir())) == (None, set(), [])
+    path = tmp_path / "out-0.bin"
+    path.write_bytes(b"weights")
+    payload = LocalPayload(BulkSource.from_file(path), path)
+    first, second = (store.offer(payload, until, ["peer"]) for until in (100.0, 200.0))
+    store.shorten(first, 5.0)
+    store.shorten(second, 300.0)
+    for now, offers in ((4.0, 2), (5.0, 1), (199.0, 1), (200.0, 0)):
+        store.expire(now)
+        assert len(bulk.offered) == offers
+        assert path.exists() == store.is_held(payload) == bool(offers)
+        assert store.is_offered(second) == bool(offers)
 
 
 async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
