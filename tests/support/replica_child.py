@@ -55,7 +55,7 @@ async def _run(directory: Path, address: str, proposes: bool, die_in: str, linge
 
 
 def dying(phase: str, linger: float) -> Callable[[SwapState, str, object], None]:
-    """`SwapState.__setattr__` that ends this process `linger` seconds after a swap entered `phase`."""
+    """`SwapState.__setattr__` that ends this process `linger` seconds after `phase` began."""
 
     def watched(self: SwapState, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -1,5 +1,5 @@
-"""Nodes that average in memory: the product's Exchange and Discovery, over a network without bytes and
-beside a trainer without weights. On trio's autojump clock.
+"""Nodes that average in memory: the product's Exchange and Discovery, over a network without bytes
+and beside a trainer without weights. On trio's autojump clock.
 
     async with swarm({"a": Party, "b": Party}) as parties:
         parties["a"].due()
