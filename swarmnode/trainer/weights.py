@@ -42,7 +42,6 @@ from swarmnode.trainer.weights_worker import (
     AveragingWorker,
     PayloadExamined,
     PrepareStep,
-    PublishSnapshot,
     ReplicaParts,
     StateRead,
     StepPrepared,
@@ -358,7 +357,6 @@ class Replica:
         if not exchange.snapshot:  # of a stage without any of the fragment's layers
             return False
         self._parts.counters.solo_steps_total += 1
-        self._worker.submit(PublishSnapshot(exchange))
         return True
 
     def _step(self, exchange: Exchange) -> bool:

@@ -102,13 +102,6 @@ class PrepareStep:
     mean: Tensors
 
 
-@dataclass(frozen=True)
-class PublishSnapshot:
-    """A solo step was taken: offer what it started from to whoever wants to pull."""
-
-    exchange: Exchange
-
-
 Job = (
     local.TakeSnapshot
     | local.ApplyPayload
@@ -116,7 +109,6 @@ Job = (
     | local.WriteState
     | local.AdoptState
     | PrepareStep
-    | PublishSnapshot
 )
 
 
@@ -230,8 +222,6 @@ class AveragingWorker:
                 if self._is_ours(fragment):
                     exchange = self._copy(b"", fragment)
                     self.arrived.append(StepPrepared(self._prepared(exchange, exchange.snapshot)))
-            case PublishSnapshot(exchange):
-                self._publish(exchange)
             case local.WriteState():
                 self._write_state()
             case local.AdoptState():
@@ -267,8 +257,8 @@ class AveragingWorker:
         steps."""
         session = message.session
         exchange = self._parts.exchanges.get(session)
-        # a one-sided pull, our side of which starts now; or we gave it up meanwhile, and start
-        # afresh
+        # The partner was served a copy of some seconds ago, or a commit has replaced φ since: our
+        # side starts from the weights of now.
         if exchange is None:
             exchange = self._copy(session, message.fragment, message.blocks)
         exchange = dataclasses.replace(

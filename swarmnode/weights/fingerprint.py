@@ -14,7 +14,7 @@ import msgspec
 
 from swarmnode.weights.layout import Codec, Layout
 
-WEIGHTS_VERSION = 2
+WEIGHTS_VERSION = 3
 """Ordinal of the exchange's protocol."""
 STATE_VERSION = 1
 """The same number in a state's fingerprint."""

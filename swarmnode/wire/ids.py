@@ -69,7 +69,7 @@ BULK_PROTOCOL = "/swarmnode/bulk/1"
 BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
 """Request/response: what a transfer consists of. Not in `PROTOCOLS`."""
 
-WEIGHTS_PROTOCOL = "/swarmnode/weights/2"
+WEIGHTS_PROTOCOL = "/swarmnode/weights/3"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts
 without it."""
 

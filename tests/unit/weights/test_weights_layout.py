@@ -206,7 +206,7 @@ def test_the_fingerprint_is_pinned():
 
 PINNED = [
     "b96ddd61cf10151eff1685a3eb36029c9dbc5443031660a5c0c815b91dc1db54",
-    "4a8f7168936f9151689c5caf3ed3aa7ff5109c3908ae5c20358a1d9e9d4e0d9d",
+    "5d7ffd6eccac376ca4e5da4db34e1153d274c665c0095e800978203f4daab7cd",
 ]
 
 
@@ -332,7 +332,7 @@ def test_a_manifest_speaks_of_our_tensors_or_is_refused():
 
 def test_the_network_half_loads_no_torch():
     modules = (
-        "rule pairing partners layout fragments fingerprint payload manifest messages"
+        "rule discovery exchange layout fragments fingerprint payload manifest messages"
         " revert_monitor service"
     )
     code = (
