@@ -7,8 +7,8 @@
     liars, and nodes that leave at once
     to 100,000     benchmarks.scale_model: the same rules simplified, in numpy
 
-Every node makes 8 useful groups in a step of 30 s and trains on 6 of others'. Gossip's row is
-arithmetic with the constants of benchmarks.gossip (RESULTS.md): everybody receives everything.
+Every node makes 8 useful groups in a step of 30 s and trains on 6 of others'. The rows of flooding
+are arithmetic: every node receives every group once, for what one more group in a fetch costs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from benchmarks.scale_hosts import Constants
 
 SIZES = (2_000, 17_000)
 """Bytes of a group: short answers, and eight of some hundred tokens."""
-GOSSIP_CPU_MS, GOSSIP_BYTES = 6.2, 3.6
-"""Of a group that arrives, and bytes received ÷ its size: RESULTS.md, gossip, 16 nodes and 17
-KB."""
 LISTED_BYTES = 100
 WARM = 6
 """Steps before anything is counted."""
@@ -244,13 +241,13 @@ def cost_table(runs: Runs, constants: Constants) -> str:
         rows.append(
             [
                 f"{nodes:,}",
-                "gossip, computed",
-                f"{8 * came * GOSSIP_BYTES * constants.size / STEP_SECONDS / 1000:,.0f}",
-                f"{came * GOSSIP_BYTES / min(ROOM, came):,.0f}",
+                "flooding, computed",
+                f"{8 * came * constants.more.bytes / STEP_SECONDS / 1000:,.0f}",
+                f"{came * constants.more.bytes / (min(ROOM, came) * constants.size):,.0f}",
                 "–",
-                f"{came * GOSSIP_CPU_MS / min(ROOM, came):,.0f}",
+                f"{came * constants.more.cpu_ms / min(ROOM, came):,.0f}",
                 "–",
-                f"{came * GOSSIP_CPU_MS / STEP_SECONDS / 10:,.1f}",
+                f"{came * constants.more.cpu_ms / STEP_SECONDS / 10:,.1f}",
             ]
         )
     return report.table(headers, rows)
