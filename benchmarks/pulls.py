@@ -40,7 +40,7 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.link.messages import Hello
 from swarmnode.p2p import guards, identity
 from swarmnode.p2p.host import open_host
-from swarmnode.p2p.network import Network
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
 from swarmnode.testing.scorer import InProcessScorer
@@ -60,7 +60,7 @@ JOIN_SECONDS = 300.0
 SETTLE_SECONDS, IDLE_SECONDS = 6.0, 5.0
 MOST_SETTLING = 20
 """Windows of IDLE_SECONDS after which the hosts count as idle; usually they are much sooner."""
-WARM_STEPS, STEPS = 3, 4
+WARM_STEPS, STEPS = 2, 3
 RUN_SECONDS = 3600.0
 START = time.time()
 
@@ -121,13 +121,13 @@ class Meter:
 @contextlib.asynccontextmanager
 async def connected_hosts(
     nodes: int, seed: int, directory: Path
-) -> AsyncIterator[list[tuple[Network, Author]]]:
+) -> AsyncIterator[list[tuple[Libp2pNetwork, Author]]]:
     """Open `nodes` hosts, connected with others as they would be after some minutes."""
     rng = random.Random(seed)
     guards.install()
     guards.swarm.INBOUND_PER_ADDRESS = nodes**2  # all are at 127.0.0.1
     async with contextlib.AsyncExitStack() as stack:
-        opened: list[tuple[Network, Author]] = []
+        opened: list[tuple[Libp2pNetwork, Author]] = []
         for number in range(nodes):
             where = directory / str(number)
             key = identity.load_or_create(where / "identity.key")
@@ -163,7 +163,7 @@ def group(author: Author, sequence: int, size: int, policy_version: int = 0) -> 
 class Member:
     """One host with its exchange, and what its trainer does."""
 
-    def __init__(self, network: Network, author: Author, run: Run) -> None:
+    def __init__(self, network: Libp2pNetwork, author: Author, run: Run) -> None:
         self.network, self.author, self.run = network, author, run
         self.exchange = RolloutExchange(
             network,
