@@ -3,8 +3,8 @@ flood. `python -m benchmarks.ingest`
 
 Full admission: envelope, signature, payload, windows, seed, then regeneration and scoring in the
 sandboxed child, then the pool, through the same RolloutExchange that a node runs; only polls and
-fetches are left out. A core's worth is counted in CPU time of both processes, because the wall clock of a
-shared machine measures the others too.
+fetches are left out. A core's worth is counted in CPU time of both processes, because the wall
+clock of a shared machine measures the others too.
 
 Goal: 1,000 groups per second and core with builtin tasks; memory flat over a million hostile and
 valid frames.
