@@ -1,10 +1,11 @@
 """Does a node keep to its bandwidth? `python -m benchmarks.budget`
 
-Three real hosts on loopback, each publishing 8 groups of 17 KB and drawing 6 every two seconds; the
-first has a cap. Real exchange and meter; scored in this process. Counted are the bytes of streams,
-all protocols, in both directions.
+Three real hosts on loopback, each publishing a group of 125 KB and drawing four every second; the
+first has a cap. Real exchange and meter; scored in this process. What is counted are bytes of
+streams, all protocols, in both directions.
 
-Goal: no more than the rate and its burst, and the other direction continues.
+Goal: no more than the rate and its burst, and the other direction goes on. A pull that is under way
+when the budget is spent still comes, and is made up for afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from types import SimpleNamespace
 import trio
 
 from benchmarks import report
-from benchmarks.pulls import DRAWN, PUBLISHED, SIZES, group
 from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.p2p.budget import BURST_BYTES, BURST_SECONDS
@@ -32,9 +32,9 @@ from swarmnode.wire.envelope import Credentials
 from tests.support.hosts import hosts
 
 SWARM = swarm_of()
-STEP_SECONDS = 2.0
-CAP = 10_000
-"""Bytes per second."""
+PAUSE_SECONDS = 1.0
+DRAWN = 4
+CAP = 30_000
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ async def measure(arm: str, seconds: float) -> Result:
                     )
                 )
                 await nursery.start(exchange.run)
-                nursery.start_soon(take_steps, exchange, author)
+                nursery.start_soon(publish_and_draw, exchange, author)
             started = trio.current_time()
             before = networks[0].statistics().traffic
             await trio.sleep(seconds)
@@ -111,13 +111,11 @@ def traffic(network: Libp2pNetwork):  # type: ignore[no-untyped-def]
     return lambda: network.statistics().traffic
 
 
-async def take_steps(exchange: RolloutExchange, author: Author) -> None:
-    """Publish and draw as a trainer does, until cancelled."""
-    for version in itertools.count():
-        for number in range(PUBLISHED):
-            exchange.publish(group(author, version * PUBLISHED + number, SIZES[0], version))
-        exchange.draw(Draw(version, DRAWN, version, DRAWN // 2))
-        await trio.sleep(STEP_SECONDS)
+async def publish_and_draw(exchange: RolloutExchange, author: Author) -> None:
+    for sequence in itertools.count():
+        exchange.publish(author.long_group(sequence))
+        exchange.draw(Draw(sequence, DRAWN, 0, DRAWN))
+        await trio.sleep(PAUSE_SECONDS)
 
 
 def main() -> None:

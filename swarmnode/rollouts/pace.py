@@ -13,9 +13,6 @@ MEASURABLE = 16 * 2**10
 """Bytes: what takes a round trip says little about what is shorter."""
 MOST_PEERS = 16
 SHARE = 0.3
-LEAST_SECONDS = 5.0
-"""Shortest deadline: a processor that is busy with training answers late, and a fetch that is given
-up too early is made again by somebody."""
 LONGEST = 30.0
 
 
@@ -40,5 +37,5 @@ class Throughput:
             self._of.popitem(last=False)
 
     def deadline(self, size: int) -> float:
-        """Return LEAST_SECONDS plus three times what `size` bytes should take."""
-        return min(LONGEST, LEAST_SECONDS + 3.0 * size / self.bytes_per_second)
+        """Seconds: two, and three times what `size` bytes should take."""
+        return min(LONGEST, 2.0 + 3.0 * size / self.bytes_per_second)

@@ -6,7 +6,7 @@ clock, no I/O. `pull_gossip` carries them out, benchmarks drive them without a n
                                           claims (is a listing true?) ◀──┴──────────┘
 
 A node is hungry while its pool holds less than `STEPS_AHEAD` steps of groups and its next draw is
-near, and whenever it fetched less than one useful group in FORWARD_SECONDS: groups travel through
+near, and whenever it fetched less than one group in FORWARD_SECONDS: groups travel through
 nodes, so that a slow trainer must not stop them. A hungry node polls at most MOST_POLLED connected
 peers, and no more of them once enough is on offer.
 """
@@ -42,7 +42,7 @@ SETTLE_SECONDS = 2.0
 FORWARD_SECONDS = 10.0
 """A node fetches one group in so long, whatever its trainer draws."""
 MOST_AHEAD_SECONDS = 60.0
-"""A node that fetched several useful groups together waits up to this long before it fetches one
+"""A node that fetched several groups together waits up to this long before it fetches one
 that its trainer does not want: a request costs as much as six more groups in it."""
 LEAD_SHARE = 0.25
 LEAST_LEAD_SECONDS = 5.0
@@ -267,7 +267,10 @@ class Puller:
             few=not self.urgent,
         )
         for pull in pulls:
-            self._forwards_at = max(self._forwards_at, now + FORWARD_SECONDS)
+            forwarded = FORWARD_SECONDS * len(pull.groups)
+            self._forwards_at = min(
+                max(self._forwards_at, now) + forwarded, now + MOST_AHEAD_SECONDS
+            )
             self._fetches[pull.holder] = len(pull.groups)
             for listed in pull.groups:
                 self._asked[listed.content] = (pull.holder, listed)
@@ -305,11 +308,7 @@ class Puller:
 
     def scored(self, content: bytes, rewards: list[float], now: float) -> None:
         """Compare a fetched group's rewards (G,) with the spread that its holder listed."""
-        if is_useful(rewards):
-            self._forwards_at = min(
-                max(self._forwards_at, now) + FORWARD_SECONDS, now + MOST_AHEAD_SECONDS
-            )
-        elif content in self._asked:
+        if not is_useful(rewards) and content in self._asked:
             self._wanted += 1  # it is not trained on, so another one is wanted in its place
         holder, listed = self._asked.pop(content, (None, None))
         if holder is None or listed is None:
