@@ -27,7 +27,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.rollouts.admission import Admission, Rejected
-from swarmnode.rollouts.groups import Announced, ExternalGroup
+from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.sampling import PROBATION_GROUPS
 from swarmnode.tasks.client import Scorer
@@ -40,7 +40,7 @@ from swarmnode.trainer.judge import judge
 from swarmnode.wire.codec import encode
 from swarmnode.wire.envelope import peer_id, seal, sign, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
-from swarmnode.wire.limits import GOSSIP_BYTES
+from swarmnode.wire.limits import GROUP_BYTES
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
@@ -148,9 +148,7 @@ class HostileSwarm(Swarm):
     def _deliver(self, node: Node, sender: Node, frame: bytes) -> None:
         """One frame to one honest node, as `rollouts.exchange` does it."""
         gate, reputation = self.gates[node.index]
-        result = gate.check_frame(frame, self.now)
-        if isinstance(result, Announced):
-            return  # nobody serves it
+        result = gate.check(frame, self.now)
         if not isinstance(result, Rejected):
             scored = self._regenerate(result.content, result.group)
             if isinstance(scored, Exception):
@@ -546,7 +544,7 @@ def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
         made.append(self.seal(msgspec.structs.replace(good, created_at=int(self.world.now * 1000))))
     if overheard:
         other = self.rng.choice(overheard)
-        _, group = unseal(other, DOMAIN_ROLLOUT, self.world.swarm, GOSSIP_BYTES)
+        _, group = unseal(other, DOMAIN_ROLLOUT, self.world.swarm, GROUP_BYTES)
         assert isinstance(group, RolloutGroup)
         ref, sequence, _ = self.question()
         stolen = msgspec.structs.replace(group, task=ref, sequence=sequence)

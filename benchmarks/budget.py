@@ -113,7 +113,7 @@ def traffic(network: Libp2pNetwork):  # type: ignore[no-untyped-def]
 
 async def publish_and_draw(exchange: RolloutExchange, author: Author) -> None:
     for sequence in itertools.count():
-        await exchange.publish(author.long_group(sequence))
+        exchange.publish(author.long_group(sequence))
         exchange.draw(Draw(sequence, DRAWN, 0, DRAWN))
         await trio.sleep(PAUSE_SECONDS)
 

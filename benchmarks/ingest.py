@@ -2,9 +2,9 @@
 flood. `python -m benchmarks.ingest`
 
 Full admission: envelope, signature, payload, windows, seed, then regeneration and scoring in the
-sandboxed child, then the pool, through the same RolloutExchange that a node runs; only gossip is
-left out. A core's worth is counted in CPU time of both processes, because the wall clock of a
-shared machine measures the others too.
+sandboxed child, then the pool, through the same RolloutExchange that a node runs; only polls and
+fetches are left out. A core's worth is counted in CPU time of both processes, because the wall
+clock of a shared machine measures the others too.
 
 Goal: 1,000 groups per second and core with builtin tasks; memory flat over a million hostile and
 valid frames.
@@ -30,7 +30,7 @@ from swarmnode.config import SharingConfig, TaskConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import Draw, GroupRules, Judged
+from swarmnode.rollouts.groups import Candidate, Draw, GroupRules, Judged
 from swarmnode.rollouts.scoring import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
@@ -39,8 +39,7 @@ from swarmnode.wire.envelope import Credentials
 AUTHORS = 64
 EPOCH = 1_800_000_000.0
 SECONDS_PER_FRAME = 0.002
-"""Virtual time between two frames of the flood: 500 a second, ten times what a node's gossip
-carries."""
+"""Virtual time between two frames of the flood: 500 a second, far more than a node fetches."""
 
 
 class Node:
@@ -73,9 +72,11 @@ class Node:
         Returns how many there were."""
         count = 0
         for frame in frames:
-            self.exchange.validate(frame, "12D3KooWForwarder")
+            candidate = self.exchange.admission.check(frame, self.now)
+            if isinstance(candidate, Candidate):
+                self.exchange._enqueue(candidate)
             count += 1
-            while len(self.exchange.scoring) >= QUEUE_PEER_GROUPS:  # noqa: ASYNC110 - not worth an event in the node
+            while len(self.exchange._scoring) >= QUEUE_PEER_GROUPS:  # noqa: ASYNC110 - not worth an event in the node
                 await trio.sleep(0.001)
             if count % 32 == 0:
                 await trio.lowlevel.checkpoint()

@@ -1,177 +1,359 @@
-"""What a group costs that is trained on: by gossip, where a node receives all of them, and by
-listings and pulls.
+"""What a group costs that is trained on, between real hosts that exchange groups by pull gossip.
 
-    python -m benchmarks.pulls            4, 8 and 16 nodes, groups of 17 KB, both ways in turn
-    python -m benchmarks.pulls --quick    4 nodes
-    python -m benchmarks.pulls --nodes 8 --exchange pull --seeds 3
+    python -m benchmarks.pulls            4, 8, 16 and 48 nodes, groups of 17 KB and of 1.5 KB
+    python -m benchmarks.pulls --quick    4 nodes, groups of 17 KB
+    python -m benchmarks.pulls --nodes 8 --sizes 17000 --seeds 3
 
-Real hosts and the real exchange in one process. In a step each node publishes PUBLISHED groups and
-draws DRAWN, so that what arrives by gossip grows with the swarm and what is drawn does not.
-Counted: CPU time of all hosts, less what they take when nothing happens and what making up the
-groups takes; and all bytes read from sockets, listings and gossip's own among them. Both are
-divided by the groups drawn.
+Real hosts on loopback and the real exchange, all in one process. In a step each node publishes
+PUBLISHED groups and draws DRAWN. Counted: the CPU time of all hosts, less what idle connections
+take and what making up the groups takes; and all bytes read from sockets, polls among them. Both
+are divided by the groups drawn. The hosts' clock stands still while any of them has something to
+do, so that neither the number of hosts in one process nor other work on the machine makes a request
+time out.
+
+Goals: at most 7 ms of CPU per group; bytes at most 1.1 × its size at 17 KB and 1.6 × at 1.5 KB.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import itertools
+import math
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import trio
+import trio.testing
+from libp2p.io.trio import TrioTCPStream
 
-from benchmarks import gossip, report
-from benchmarks.gossip import Meter, group
-from swarmnode.p2p import guards
-from swarmnode.rollouts.groups import Draw
+from benchmarks import report
+from swarmnode.config import NetworkConfig, SharingConfig
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
+from swarmnode.link.messages import Hello
+from swarmnode.p2p import guards, identity
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.rollouts.exchange import RolloutExchange
+from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
+from swarmnode.testing.scorer import InProcessScorer
+from swarmnode.wire.envelope import Credentials
 
+SWARM = swarm_of("pulls")
+SIZES = (17_000, 2_000)
+"""Bytes of a group before compression, about: 17.9 KB and 1.5 KB as sent."""
 PUBLISHED, DRAWN = 8, 6
-RECEIPTS = 40.0
-"""Groups received per second by all nodes together where they gossip: decides how long a step is,
-ten seconds at least."""
-WARM_STEPS, STEPS = 2, 2
-IDLE_SECONDS = 5.0
-RUN_SECONDS = 1200.0
+STEP_SECONDS = 10.0
+JUMP_SECONDS = 0.005
+"""The clock jumps to the next timer after so much real time in which no host had anything to do."""
+KNOWN_PEERS = 8
+"""Nodes that a node connects to, of those that were there before it; as many connect to it, on
+average."""
+JOIN_SECONDS = 300.0
+SETTLE_SECONDS, IDLE_SECONDS = 6.0, 5.0
+MOST_SETTLING = 20
+"""Windows of IDLE_SECONDS after which the hosts count as idle; usually they are much sooner."""
+WARM_STEPS, STEPS = 2, 3
+RUN_SECONDS = 3600.0
+START = time.time()
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One process."""
+    """One process: `nodes` hosts, groups of about `size` bytes.
+
+    Attributes:
+        settings: overridden constants, "module.NAME" in swarmnode.rollouts → value.
+    """
 
     nodes: int
     size: int
-    exchange: Literal["gossip", "pull"]
     seed: int = 0
+    step_seconds: float = STEP_SECONDS
+    settings: dict[str, float] = {}
 
 
 class Outcome(msgspec.Struct, frozen=True):
     cpu_ms: float
-    """Of a host, for each group that its trainer drew, what it publishes in that time included."""
+    """Of a host, for each group that its trainer drew; publishing is included."""
     publishing_ms: float
-    """Of that, checking, compressing, signing and handing to gossip what it publishes itself, which
-    is not the cost of what it gets."""
+    """Of that: checking, compressing and signing the node's own groups."""
     idle_ms: float
-    """Of a host per second in which nothing happens."""
+    """Of a host per second, of connections over which no group travels. Not in `cpu_ms`."""
     bytes_ratio: float
     """Bytes read ÷ bytes of the groups that were drawn."""
     filled: float
-    """Share of the groups asked for that were there."""
+    """Share of the groups asked for that were in the pool."""
     frame_bytes: float
+    step_seconds: float
+    connections: float
+    counts: dict[str, float]
+    """Per group drawn: polls and listed polls by outcome, fetches, fetched groups by outcome."""
+
+
+class Meter:
+    """Bytes read from the sockets of this process."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def install(self) -> None:
+        """Count from now on, until the process ends."""
+        read = TrioTCPStream.read
+
+        async def counting(stream: TrioTCPStream, n: int | None = None) -> bytes:
+            data = await read(stream, n)
+            self.bytes += len(data)
+            return data
+
+        TrioTCPStream.read = counting  # type: ignore[assignment, method-assign]
+
+
+@contextlib.asynccontextmanager
+async def connected_hosts(
+    nodes: int, seed: int, directory: Path
+) -> AsyncIterator[list[tuple[Libp2pNetwork, Author]]]:
+    """Open `nodes` hosts, connected with others as they would be after some minutes."""
+    rng = random.Random(seed)
+    guards.install()
+    guards.swarm.INBOUND_PER_ADDRESS = nodes**2  # all are at 127.0.0.1
+    async with contextlib.AsyncExitStack() as stack:
+        opened: list[tuple[Libp2pNetwork, Author]] = []
+        for number in range(nodes):
+            where = directory / str(number)
+            key = identity.load_or_create(where / "identity.key")
+            known = [
+                network.listen_addrs[0]
+                for network, _ in rng.sample(opened, min(len(opened), KNOWN_PEERS))
+            ]
+            cfg = NetworkConfig(mdns=False, relay="off", initial_peers=known)
+            network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
+            opened.append((network, Author(SWARM, key=key.private_key)))
+        with trio.fail_after(JOIN_SECONDS):
+            while any(  # noqa: ASYNC110
+                len(network.connected()) < min(number, KNOWN_PEERS)
+                for number, (network, _) in enumerate(opened)
+            ):
+                await trio.sleep(0.2)
+        yield opened
+
+
+def group(author: Author, sequence: int, size: int, policy_version: int = 0) -> OwnGroup:
+    """Make a group whose frame has about `size` bytes: one right answer, and seven texts of random
+    letters."""
+    rng = random.Random(f"{author.peer} {sequence}")
+    # a letter is a token: its id, its log-probability and itself, compressed
+    letters = max(1, (size - 1_200) // 11)
+    texts = [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=letters)) for _ in range(7)
+    ]
+    right = answer(author.task(sequence))
+    return author.own_group(sequence, texts=[right, *texts], policy_version=policy_version)
+
+
+class Member:
+    """One host with its exchange, and what its trainer does."""
+
+    def __init__(self, network: Libp2pNetwork, author: Author, run: Run) -> None:
+        self.network, self.author, self.run = network, author, run
+        self.exchange = RolloutExchange(
+            network,
+            InProcessScorer(),
+            Credentials(author.key, SWARM),
+            GroupRules(BUILTIN_TASKS),
+            SharingConfig(),
+            clock=lambda: START + trio.current_time(),
+            rng=random.Random(f"{run.seed} {author.peer}"),
+        )
+        self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
+        self.sequence = self.drawn = 0
+        self.making = self.publishing = 0.0
+        """CPU seconds."""
+
+    async def steps(self, seconds: float, offset: float) -> None:
+        """Take steps of `seconds` until cancelled, the first after `offset` seconds."""
+        clock = trio.current_time() + offset
+        for version in itertools.count():
+            await trio.sleep_until(clock + version * seconds)
+            await self._step(version, seconds)
+
+    async def _step(self, version: int, seconds: float) -> None:
+        """Draw, and publish own groups over the whole step, as sampling does."""
+        began = time.process_time()
+        made = [
+            group(self.author, self.sequence + each, self.run.size, version)
+            for each in range(PUBLISHED)
+        ]
+        self.making += time.process_time() - began
+        self.sequence += PUBLISHED
+        self.drawn += len(self.exchange.draw(Draw(1, DRAWN, version, DRAWN // 2)).groups)
+        clock = trio.current_time()
+        for number, own in enumerate(made):
+            await trio.sleep_until(clock + (number + 0.5) * seconds / PUBLISHED)
+            began = time.process_time()
+            self.exchange.publish(own)
+            self.publishing += time.process_time() - began
 
 
 async def measure(run: Run) -> Outcome:
-    meter = Meter()
-    guards.install()
-    guards.swarm.INBOUND_PER_ADDRESS = run.nodes**2  # they are all at 127.0.0.1
+    """Run WARM_STEPS and then STEPS steps of all nodes, and count the latter."""
+    override(run.settings)
+    meter, seconds = Meter(), run.step_seconds
     meter.install()
-    pause = max(10.0, run.nodes * (run.nodes - 1) * PUBLISHED / RECEIPTS)
-    hosts = gossip.Run(run.nodes, run.size, "after", 0, run.seed, exchange=run.exchange)
-    drawn = sequence = 0
-    making = publishing = 0.0
     with tempfile.TemporaryDirectory() as directory:
-        async with gossip.swarm(hosts, meter, Path(directory)) as nodes:
-
-            async def step(number: int) -> None:
-                """One node's: what it publishes is spread over the step, as sampling is."""
-                nonlocal drawn, making, publishing
-                exchange, author, _ = nodes[number]
-                began = time.process_time()
-                made = [group(author, sequence + each, run.size) for each in range(PUBLISHED)]
-                making += time.process_time() - began
-                got = exchange.draw(Draw(1, DRAWN, 0, DRAWN // 2)).groups
-                drawn += len(got)
-                for own in made:
-                    began = time.process_time()
-                    await exchange.publish(own)
-                    publishing += time.process_time() - began
-                    await trio.sleep(pause / PUBLISHED)
-
-            async def steps(count: int) -> None:
-                nonlocal sequence
-                for _ in range(count):
-                    async with trio.open_nursery() as nursery:
-                        for number in range(len(nodes)):
-                            nursery.start_soon(step, number)
-                    sequence += PUBLISHED
-
-            await trio.sleep(gossip.MESH_SECONDS)
-            before = time.process_time()
-            await trio.sleep(IDLE_SECONDS)
-            idle = (time.process_time() - before) / IDLE_SECONDS
-            await steps(WARM_STEPS)
-            drawn, making, publishing = 0, 0.0, 0.0
-            received, began, clock = meter.bytes, time.process_time(), trio.current_time()
-            await steps(STEPS)
+        async with (
+            connected_hosts(run.nodes, run.seed, Path(directory)) as hosts,
+            trio.open_nursery() as nursery,
+        ):
+            idle = await _settle()
+            members = [Member(network, author, run) for network, author in hosts]
+            for number, member in enumerate(members):
+                await nursery.start(member.exchange.run)
+                # evenly over a step: nobody keeps trainers in step with each other
+                nursery.start_soon(member.steps, seconds, seconds * (number + 0.5) / run.nodes)
+            await trio.sleep((1 + WARM_STEPS) * seconds)
+            for member in members:
+                member.drawn, member.making, member.publishing = 0, 0.0, 0.0
+            counts, received = _counts(members), meter.bytes
+            began, clock = time.process_time(), trio.current_time()
+            await trio.sleep(STEPS * seconds)
             cpu, wall = time.process_time() - began, trio.current_time() - clock
-            kept = [exchange.statistics().serving.catalogue for exchange, _, _ in nodes]
-            size = sum(each.bytes for each in kept) / sum(each.groups for each in kept)
-            return Outcome(
-                cpu_ms=1000 * max(0.0, cpu - making - idle * wall) / max(1, drawn),
-                publishing_ms=1000 * publishing / max(1, drawn),
-                idle_ms=1000 * idle / run.nodes,
-                bytes_ratio=(meter.bytes - received) / (max(1, drawn) * size),
-                filled=drawn / (STEPS * DRAWN * run.nodes),
-                frame_bytes=size,
-            )
+            read, done = meter.bytes - received, _counts(members) - counts
+            making = sum(member.making for member in members)
+            drawn = max(1, sum(member.drawn for member in members))
+            shelves = [member.exchange.statistics().serving.shelf for member in members]
+            size = sum(each.bytes for each in shelves) / sum(each.groups for each in shelves)
+            connections = sum(len(network.connected()) for network, _ in hosts) / run.nodes
+            nursery.cancel_scope.cancel()
+    return Outcome(
+        cpu_ms=1000 * max(0.0, cpu - making - idle * wall) / drawn,
+        publishing_ms=1000 * sum(member.publishing for member in members) / drawn,
+        idle_ms=1000 * idle / run.nodes,
+        bytes_ratio=read / (drawn * size),
+        filled=drawn / (STEPS * DRAWN * run.nodes),
+        frame_bytes=size,
+        step_seconds=seconds,
+        connections=connections,
+        counts={name: round(count / drawn, 3) for name, count in sorted(done.items())},
+    )
+
+
+async def _settle() -> float:
+    """Wait until the hosts have connected and greeted each other; return the CPU seconds per second
+    that they take when idle."""
+    await trio.sleep(SETTLE_SECONDS)
+    latest = math.inf
+    for _ in range(MOST_SETTLING):
+        before, began = latest, time.process_time()
+        await trio.sleep(IDLE_SECONDS)
+        latest = (time.process_time() - began) / IDLE_SECONDS
+        if latest > 0.8 * before:
+            break
+    return min(before, latest)
+
+
+def _counts(members: list[Member]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for member in members:
+        pulling = member.exchange.statistics().pulling
+        counts.update({f"poll {name}": count for name, count in pulling.listings.items()})
+        counts.update({f"group {name}": count for name, count in pulling.pulled.items()})
+        for protocol, outcomes in member.network.statistics().requests.requests.items():
+            counts[protocol] += sum(outcomes.values())
+    return counts
+
+
+def override(settings: dict[str, float]) -> None:
+    """Set constants of modules of swarmnode.rollouts, by "module.NAME"."""
+    for name, value in settings.items():
+        module, _, constant = name.rpartition(".")
+        found = importlib.import_module(f"swarmnode.rollouts.{module}")
+        getattr(found, constant)  # raises AttributeError for a constant that does not exist
+        setattr(found, constant, value)
 
 
 def run(one: Run) -> Outcome:
-    """`one` in a process of its own. Raises subprocess.CalledProcessError, TimeoutExpired."""
+    """Run `one` in a process of its own. Raises subprocess.CalledProcessError, TimeoutExpired."""
     command = [sys.executable, "-m", "benchmarks.pulls", "--one", msgspec.json.encode(one).decode()]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=RUN_SECONDS)
     return msgspec.json.decode(done.stdout, type=Outcome)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="4 nodes")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument(
-        "--exchange", nargs="+", choices=["gossip", "pull"], default=["gossip", "pull"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--quick", action="store_true", help="4 nodes, groups of 17 KB")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 48])
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--one", help="a Run as JSON, done here and now; prints its Outcome")
+    parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
+    parser.add_argument("--json", type=Path, help="also write the outcomes here")
+    parser.add_argument("--one", help="a Run as JSON, run in this process; prints its Outcome")
     arguments = parser.parse_args()
     if arguments.one:
-        print(
-            msgspec.json.encode(
-                trio.run(measure, msgspec.json.decode(arguments.one, type=Run))
-            ).decode()
-        )
+        one = msgspec.json.decode(arguments.one, type=Run)
+        clock = trio.testing.MockClock(autojump_threshold=JUMP_SECONDS)
+        outcome = trio.run(measure, one, clock=clock)
+        print(msgspec.json.encode(outcome).decode())
         return
-    rows = []
-    for nodes in [4] if arguments.quick else arguments.nodes:
-        for seed in range(arguments.seeds):
-            for exchange in arguments.exchange:
-                got = run(Run(nodes, 17_000, exchange, seed))
-                costs = [f"{got.cpu_ms:.1f}", f"{got.publishing_ms:.1f}"]
-                numbers = [
-                    *costs,
-                    f"{got.bytes_ratio:.2f}",
-                    f"{got.filled:.0%}",
-                    f"{got.idle_ms:.1f}",
-                ]
-                rows.append([str(nodes), exchange, str(seed), *numbers])
-                print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-    head = [
-        "nodes",
-        "way",
-        "seed",
-        "CPU ms per group drawn",
-        "of that, publishing",
-        "bytes ÷ size",
-        "drawn of asked for",
-        "idle ms/s",
+    all_nodes = [4] if arguments.quick else arguments.nodes
+    sizes = SIZES[:1] if arguments.quick else arguments.sizes
+    rows, results = [], []
+    for one in [
+        Run(nodes, size, seed, arguments.step_seconds)
+        for nodes in all_nodes
+        for size in sizes
+        for seed in range(arguments.seeds)
+    ]:
+        got = run(one)
+        results.append(msgspec.to_builtins([one, got]))
+        rows.append(row(one, got))
+        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+        if arguments.json:
+            report.write_json(arguments.json, results)
+    print(report.heading("pulls: what a group costs that is trained on"))
+    print(report.table(HEAD, rows))
+
+
+HEAD = [
+    "nodes",
+    "KB",
+    "seed",
+    "step, s",
+    "CPU ms per group drawn",
+    "of that, publishing",
+    "bytes ÷ size",
+    "drawn of asked for",
+    "idle ms/s",
+    "polls per group",
+    "fetches per group",
+]
+
+
+def row(one: Run, got: Outcome) -> list[str]:
+    """One line of the table."""
+    of = lambda name: sum(count for key, count in got.counts.items() if name in key)
+    return [
+        str(one.nodes),
+        f"{got.frame_bytes / 1000:.1f}",
+        str(one.seed),
+        f"{got.step_seconds:g}",
+        f"{got.cpu_ms:.1f}",
+        f"{got.publishing_ms:.1f}",
+        f"{got.bytes_ratio:.2f}",
+        f"{got.filled:.0%}",
+        f"{got.idle_ms:.1f}",
+        f"{of('poll '):.2f}",
+        f"{of('/groups'):.2f}",
     ]
-    print(
-        report.heading("pulls: what a group costs that is trained on")
-        + "\n"
-        + report.table(head, rows)
-    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Up to a thousand nodes of benchmarks.scale, event by event: the product's own decisions
-(catalogue, allowances, asking, offers, claims, mode, pool, sampling, trust), with a simulated
-network, trainer and clock. The same seed makes the same run.
+"""Up to a thousand nodes of benchmarks.scale, event by event: the product's own decisions (shelf,
+allowances, puller, offers, claims, pool, sampling, trust), with a simulated network, trainer and
+clock. The same seed makes the same run.
 
-    trainer's step ─▶ draw from the pool ─▶ want ─▶ listings ─▶ pulls ─▶ pool, catalogue
-                   └▶ own groups ─▶ catalogue; to all in the topic, where there is one
+    trainer's step ─▶ draw from the pool ─▶ polls, held open ─▶ fetches ─▶ pool, shelf
+                   └▶ own groups ─▶ shelf ─▶ answers to waiting polls
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ import math
 import os
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from swarmnode.rollouts.catalogue import Allowances
-from swarmnode.rollouts.mode import Choice, Mode, Phase
-from swarmnode.rollouts.pulling import LISTING_SECONDS
-
 from benchmarks.neighbours import rings
-from benchmarks.pullers import Puller
 from swarmnode.p2p.liveness import SILENT_SECONDS
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.offers import Pull
 from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.pull_gossip import ANSWER_INTERVAL_SECONDS, ANSWER_SECONDS, NEWS_SECONDS
+from swarmnode.rollouts.puller import Puller
 from swarmnode.rollouts.sampling import most_per_peer, spread
+from swarmnode.rollouts.shelf import Allowances, Shelf
 from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.trainer.judge import reserve
 from swarmnode.wire import codec
-from swarmnode.wire.listings import GroupsResponse, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.limits import PATIENCE_SECONDS
+from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest, ListingResponse
 from swarmnode.wire.messages import RolloutGroup, SamplingParams, TaskRef
 
 SWARM = hashlib.blake2b(b"benchmarks.scale", digest_size=32).digest()
@@ -52,6 +51,8 @@ TURNOVER_SECONDS = 300.0
 LIFE_SECONDS = 3600.0
 """A node stays so long on average, and another comes in its place."""
 TEND_SECONDS = 10.0
+FETCH_SECONDS = 6.0
+"""Deadline of a fetch."""
 LEARNT = 3
 """Groups that show a behaviour, of which a node must have trained on so many to show it itself."""
 ENVELOPE = bytes(256)
@@ -66,7 +67,6 @@ trainer."""
 class Setup:
     nodes: int
     seed: int = 0
-    choice: Choice = "pull"
     steps: int = 20
     warm: int = 6
     """Steps before anything is counted."""
@@ -93,13 +93,21 @@ class Counts:
     pulls: int = 0
     pulled: int = 0
     hostile_pulled: int = 0
-    gossiped: int = 0
-    """Groups that came by gossip."""
     failed: int = 0
     """Requests that were not answered."""
     seconds: float = 0.0
-    """CPU time of all decisions."""
+    """CPU time of this process while counting: decisions, and the simulation itself."""
     ages: list[float] = field(default_factory=list)
+
+
+@dataclass
+class WaitingPoll:
+    """A poll that its holder has not answered yet."""
+
+    reader: Node
+    request: ListingRequest
+    reply: Callable[[ListingResponse], None]
+    is_woken: bool = False
 
 
 class Node:
@@ -110,28 +118,34 @@ class Node:
         self.rng = random.Random(f"{world.setup.seed}/{index}")
         self.key = self.rng.randbytes(32)
         self.peer = f"node{index}"
-        self.puller = Puller(self.key, SWARM, world.author_of, self.rng)
+        self.shelf = Shelf(self.key, SWARM, self.rng.randbytes(8))
+        self.puller = Puller(self.key, world.author_of, self.rng, world.now)
         self.allowances = Allowances()
-        self.mode = Mode(world.setup.choice, world.now)
+        self.waiting: list[WaitingPoll] = []
+        self.answered: dict[str, float] = {}
+        """Reader → when its last waiting poll was answered."""
         self.pool, self.trust = Pool(), PeerTrust()
         self.backlog: list[ExternalGroup] = []
         """Groups that a step had no room for, first in the next: `trainer.external`."""
         self.linked: set[str] = set()
-        self.version = self.shown = self.read = 0
-        self.knows = self.drained = False
+        self.version = self.shown = 0
+        self.knows = False
         self.met: set[str] = set()
+        self.wakes_at = math.inf
 
     def step(self) -> None:
         """One step of its trainer."""
-        world, now = self.world, self.world.now
+        world = self.world
         if world.nodes.get(self.peer) is not self:
             return
         world.after(STEP_SECONDS * self.rng.uniform(1 - JITTER, 1 + JITTER), self.step)
         if self.kind:
             self._make(64)
             return
-        began = time.process_time()
-        self._hear()
+        self.decide(self._step)
+
+    def _step(self) -> None:
+        world, now = self.world, self.world.now
         count = ROOM + reserve(ROOM) - len(self.backlog)
         drawn = self.pool.draw(
             count, self.version, now, self.rng, self._trusts, self.trust.belief, most_per_peer(ROOM)
@@ -154,17 +168,7 @@ class Node:
             world.counts.full += used == ROOM
             world.fills.append((now, used / ROOM))
         self._make(MADE)
-        self.puller.want(count, self.pool.waiting(self.trust.belief), now)
-        pulls = self.mode.phase is Phase.PULL
-        self.drained = pulls and (self.drained or self.puller.wanted > 0)
-        if self.drained or not pulls:
-            self.mode.note("wanted", count)
-        self.mode.look(now, self.puller.asking.listers(self.linked))
-        self._pump()
-        if (next_moment := self.puller.moments.next) < math.inf:
-            world.after(next_moment - now + 1e-6, self._ask_before_next)
-        if world.counting:
-            world.counts.seconds += time.process_time() - began
+        self.puller.drew(count, self.pool.waiting(self.trust.belief), self.version, now)
 
     def _train(self, group: ExternalGroup) -> None:
         world = self.world
@@ -180,11 +184,8 @@ class Node:
     def _make(self, count: int) -> None:
         """Own groups, or a liar's."""
         for _ in range(count):
-            rewards = (
-                [0.5, 0.5]
-                if self.kind == FLAT
-                else [0.5 - (width := self.rng.uniform(0.1, 0.5)), 0.5 + width]
-            )
+            width = 0.5 if self.kind else self.rng.uniform(0.1, 0.5)
+            rewards = [0.5, 0.5] if self.kind == FLAT else [0.5 - width, 0.5 + width]
             group = self.world.publish(self, rewards)
             about = Listed(
                 group.content,
@@ -194,124 +195,144 @@ class Node:
                 self.world.setup.group_bytes,
                 0.5 if self.kind else spread(rewards),
             )
-            self.puller.catalogue.put(ENVELOPE, about)
+            self.shelf.put(ENVELOPE, about)
+        for poll in [poll for poll in self.waiting if not poll.is_woken]:
+            self._wake(poll)
 
-    def _hear(self) -> None:
-        """What came by gossip since the last step; a few of it, the newest, stand for all in the
-        pool."""
-        world = self.world
-        came = world.published - self.read
-        self.read = world.published
-        if self.mode.phase is Phase.PULL or not came:
-            return
-        self.mode.note("arrived", came)
-        if world.counting:
-            world.counts.gossiped += came
-        latest = list(itertools.islice(reversed(world.latest), min(came, 256)))
-        for group in self.rng.sample(latest, min(len(latest), 3 * ROOM)):
-            if group.peer != self.peer and world.kind_of(group.peer) != FLAT:
-                self._admit(group)
+    # -- fetching
 
-    # -- asking
+    def decide(self, work: Callable[..., None], *args: object) -> None:
+        """Do `work`, then start what is due."""
+        if self.world.nodes.get(self.peer) is self:
+            work(*args)
+            self._start_due()
 
-    def _ask_before_next(self) -> None:
-        began = time.process_time()
-        self._pump()
-        if self.world.counting:
-            self.world.counts.seconds += time.process_time() - began
+    def start(self) -> None:
+        """Poll and fetch, once connected."""
+        if not self.kind:
+            self.decide(lambda: None)
 
-    def _pump(self) -> None:
-        """Start what is due."""
-        world, now = self.world, self.world.now
-        if self.mode.phase is Phase.GOSSIP or world.nodes.get(self.peer) is not self:
-            return
-        for peer, listing in self.puller.to_list(
-            sorted(self.linked), now, trial=self.mode.phase is Phase.TRIAL
-        ):
+    def _start_due(self) -> None:
+        world, now, seen = self.world, self.world.now, self.world.seen_by(self.peer)
+        for peer in self.puller.polls_due(sorted(self.linked), now, seen):
+            cursor = self.puller.offers.cursor(peer)
+            request = ListingRequest(SWARM, *cursor, PATIENCE_SECONDS)
             world.ask(
-                self.peer,
                 peer,
-                LISTING_SECONDS,
-                lambda other, r=listing: other.list(self, r),
-                lambda a, p=peer: self._listed(p, a),
+                PATIENCE_SECONDS + ANSWER_SECONDS,
+                lambda other, reply, r=request: other.list_groups(self, r, reply),
+                lambda answer, p=peer: self.decide(self._polled, p, answer),
             )
-        if self.mode.phase is Phase.PULL:
-            for pull in self.puller.to_pull(now, self._asks, world.seen_by(self.peer)):
-                world.ask(
-                    self.peer,
-                    pull.holder,
-                    6.0,
-                    lambda other, p=pull: other.give(self, p),
-                    lambda a, p=pull: self._pulled(p, a),
-                )
+        for pull in self.puller.fetches_due(now, now, self._fetch_weight, seen):
+            world.ask(
+                pull.holder,
+                FETCH_SECONDS,
+                lambda other, reply, p=pull: reply(other.give(self, p)),
+                lambda statuses, p=pull: self.decide(self._fetched, p, statuses),
+            )
+        wake = self.puller.next_time(now)
+        if wake < self.wakes_at:
+            self.wakes_at = wake
+            world.after(wake - now + 1e-6, lambda: self._woken(wake))
 
-    def _listed(self, peer: str, answer: ListingResponse | None) -> None:
-        began = time.process_time()
-        new = self.puller.listed(peer, answer, self.world.now)
-        self.mode.note("listed", new * self.puller.claims.credit(peer))
+    def _woken(self, wake: float) -> None:
+        if wake == self.wakes_at:
+            self.wakes_at = math.inf
+            self.decide(lambda: None)
+
+    def _polled(self, peer: str, answer: ListingResponse | None) -> None:
+        now = self.world.now
+        self.puller.polled(peer, answer, now, now)
         if self.world.counting and answer is not None:
             self.world.counts.listings += 1
             self.world.counts.listed += len(answer.groups)
             self.world.counts.listing_bytes += len(codec.encode(answer)) + len(
-                codec.encode(ListingRequest(SWARM, b"12345678", 9999))
+                codec.encode(ListingRequest(SWARM, b"12345678", 9999, PATIENCE_SECONDS))
             )
-        self._pump()
-        if self.world.counting:
-            self.world.counts.seconds += time.process_time() - began
 
-    def _pulled(self, pull: Pull, answer: GroupsResponse | None) -> None:
-        world = self.world
-        began = time.process_time()
-        came = self.puller.pulled(pull, answer, world.now)
+    def _fetched(self, pull: Pull, statuses: list[str] | None) -> None:
+        world, now = self.world, self.world.now
+        if statuses is None:
+            self.puller.failed(pull, now)
+            return
+        self.puller.fetched(pull, statuses, now)
+        came = [
+            listed for listed, status in zip(pull.groups, statuses, strict=True) if status == "ok"
+        ]
         if world.counting:
-            world.counts.pulls += answer is not None
+            world.counts.pulls += 1
             world.counts.pulled += len(came)
-        for listed, _ in came:
+        holder = world.nodes.get(pull.holder)
+        for listed in came:
             group = world.groups[listed.content]
-            lie = world.kind_of(group.peer) == FLAT
             if world.counting:
                 world.counts.hostile_pulled += bool(world.kind_of(group.peer))
-            self.puller.scored(listed.content, as_listed=not lie)
-            self.mode.note("gained", not lie)
+            self.puller.scored(listed.content, group.rewards, now)
             world.seen_by(self.peer)(listed.content, note=True)
-            if not lie:
-                self._admit(group)
-                self.puller.catalogue.put(ENVELOPE, listed)
-        self._pump()
-        if world.counting:
-            world.counts.seconds += time.process_time() - began
-
-    def _admit(self, group: ExternalGroup) -> None:
-        self.pool.add(group, self.world.now, self.version)
+            if world.kind_of(group.peer) != FLAT:
+                self.pool.add(group, now, self.version)
+                self.shelf.put(ENVELOPE, listed, holder.key if holder else b"")
 
     def _trusts(self, peer: str) -> float:
         return self.trust.of(peer, 1.0)
 
-    def _asks(self, peer: str) -> float:
+    def _fetch_weight(self, peer: str) -> float:
         return self._trusts(peer) * self.trust.belief(peer)
 
-    # -- answering
+    # -- serving
 
-    def list(self, asker: Node, request: ListingRequest) -> ListingResponse:
+    def list_groups(
+        self, reader: Node, request: ListingRequest, reply: Callable[[ListingResponse], None]
+    ) -> None:
+        """Answer a poll as `pull_gossip.Server` does: at once where the listing is not empty, else
+        when there is news or the patience is over."""
         now = self.world.now
-        if not self.allowances.has_room(asker.peer, now):
-            return self.puller.catalogue.busy()
-        answer = self.puller.catalogue.listing(request, now)
-        self.allowances.charge(asker.peer, 100 * len(answer.groups), asker.peer in self.met, now)
-        return answer
+        if not self.allowances.has_room(reader.peer, now):
+            reply(self.shelf.busy())
+            return
+        poll = WaitingPoll(reader, request, reply)
+        self.waiting.append(poll)
+        if self.shelf.listing(request, now, reader.key).groups:
+            self._answer(poll)
+        else:
+            self.world.after(request.patience, lambda: self._answer(poll))
+            self._wake(poll)
 
-    def give(self, asker: Node, pull: Pull) -> GroupsResponse | None:
+    def _wake(self, poll: WaitingPoll) -> None:
+        if self.shelf.has_news(poll.request, poll.reader.key):
+            poll.is_woken = True
+            now, before = self.world.now, self.answered.get(poll.reader.peer, -math.inf)
+            at = max(now + NEWS_SECONDS, before + ANSWER_INTERVAL_SECONDS)
+            self.answered[poll.reader.peer] = at
+            self.world.after(at - now, lambda: self._answer(poll))
+
+    def _answer(self, poll: WaitingPoll) -> None:
+        if poll not in self.waiting or self.world.nodes.get(self.peer) is not self:
+            return
+        self.waiting.remove(poll)
+        listing = self.shelf.listing(poll.request, self.world.now, poll.reader.key)
+        self._charge(poll.reader, 100 * len(listing.groups))
+        poll.reply(listing)
+
+    def give(self, reader: Node, pull: Pull) -> list[str]:
+        """Return the status of each group of a fetch."""
         now = self.world.now
-        if not self.allowances.has_room(asker.peer, now):
-            return None
-        answer = self.puller.give(pull, now)
-        size = sum(
-            listed.size
-            for listed, group in zip(pull.groups, answer.groups, strict=True)
-            if group.status == "ok"
+        if not self.allowances.has_room(reader.peer, now):
+            return ["busy"] * len(pull.groups)
+        request = GroupsRequest([listed.content for listed in pull.groups])
+        statuses = [str(answer.status) for answer in self.shelf.give(request, now).groups]
+        self._charge(
+            reader,
+            sum(
+                listed.size
+                for listed, status in zip(pull.groups, statuses, strict=True)
+                if status == "ok"
+            ),
         )
-        self.allowances.charge(asker.peer, size, asker.peer in self.met, now)
-        return answer
+        return statuses
+
+    def _charge(self, reader: Node, size: int) -> None:
+        self.allowances.charge(reader.peer, size, reader.peer in self.met, self.world.now)
 
 
 class Seen:
@@ -342,8 +363,6 @@ class World:
         self.used: set[bytes] = set()
         self.shown: set[bytes] = set()
         self.knowing: list[float] = []
-        self.published = 0
-        self.latest: deque[ExternalGroup] = deque(maxlen=256)
         self._keys: dict[bytes, str] = {}
         self._kinds: dict[str, str] = {}
         self._seen: dict[str, Seen] = {}
@@ -360,6 +379,7 @@ class World:
             list(self.nodes.values()), rings(setup.nodes, DEGREE, self.rng), strict=True
         ):
             node.linked = {f"node{i}" for i in linked}
+            node.start()
         self.after(TEND_SECONDS, self._tend)
 
     # -- what nodes use
@@ -383,8 +403,6 @@ class World:
         if author.knows:
             self.shown.add(content)
         if not author.kind:
-            self.published += 1
-            self.latest.append(group)
             self.made[author.peer] += self.counting
         return group
 
@@ -393,23 +411,34 @@ class World:
 
     def ask(
         self,
-        asker: str,
         peer: str,
         deadline: float,
-        answer: Callable[[Node], object],
+        answer: Callable[[Node, Callable[..., None]], None],
         done: Callable[..., None],
     ) -> None:
-        """A request, there and back; None where nobody is there."""
+        """Send a request; `done` gets the answer, or None at the deadline where there is none.
+
+        Args:
+            answer: answer(node, reply) calls reply with the answer, now or later.
+        """
+        is_open = True
+
+        def finish(response: object) -> None:
+            nonlocal is_open
+            if is_open:
+                is_open = False
+                self.counts.failed += self.counting and response is None
+                done(response)
+
+        def reply(response: object) -> None:
+            self.after(self.rng.uniform(0.02, 0.15), lambda: finish(response))
 
         def arrive() -> None:
-            other = self.nodes.get(peer)
-            said = answer(other) if other is not None else None
-            self.after(
-                self.rng.uniform(0.02, 0.15) if other is not None else deadline, lambda: done(said)
-            )
-            self.counts.failed += self.counting and said is None
+            if (other := self.nodes.get(peer)) is not None:
+                answer(other, reply)
 
         self.after(self.rng.uniform(0.02, 0.15), arrive)
+        self.after(deadline, lambda: finish(None))
 
     # -- what happens
 
@@ -466,6 +495,7 @@ class World:
                 ):
                     node.linked.add(other)
                     self.nodes[other].linked.add(node.peer)
+            node.start()
 
 
 @dataclass(frozen=True)
@@ -488,7 +518,6 @@ class Result:
     """Least mean over 30 s, after that."""
     kilobytes: float
     """Memory per node, without the groups themselves."""
-    phases: dict[str, int]
 
 
 def simulate(setup: Setup) -> Result:
@@ -498,7 +527,7 @@ def simulate(setup: Setup) -> Result:
     world.run(setup.warm * STEP_SECONDS)
     world.counting = True
     first = next(node for node in world.nodes.values() if not node.kind)
-    first.knows, began = True, world.now
+    first.knows, began, cpu = True, world.now, time.process_time()
     half = (setup.steps - setup.warm) * STEP_SECONDS / 2
     world.run(half)
     left_at = world.now
@@ -506,6 +535,7 @@ def simulate(setup: Setup) -> Result:
         for peer in world.rng.sample(sorted(world.nodes), round(setup.leave * len(world.nodes))):
             world.leave(peer)
     world.run(half)
+    world.counts.seconds = time.process_time() - cpu
     honest = [node for node in world.nodes.values() if not node.kind]
     seconds, least = absorbed(world.fills, left_at)
     return Result(
@@ -518,7 +548,6 @@ def simulate(setup: Setup) -> Result:
         absorbed_seconds=seconds if setup.leave else None,
         least_fill=least,
         kilobytes=(_resident() - before) / len(world.nodes),
-        phases=dict(Counter(node.mode.phase.value for node in honest)),
     )
 
 

@@ -8,30 +8,35 @@ as often as it is asked.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import trio
-from swarmnode.rollouts.catalogue import Catalogue
-from swarmnode.rollouts.serving import Serving
 
-from benchmarks.gossip import SWARM, Meter, Run, group, swarm
-from swarmnode.config import NetworkConfig, SharingConfig
+from benchmarks.pulls import SETTLE_SECONDS, SWARM, Meter, connected_hosts, group
+from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author
-from swarmnode.p2p import guards, identity
-from swarmnode.p2p.host import open_host
-from swarmnode.p2p.network import Network
 from swarmnode.rollouts.admission import Admission
+from swarmnode.rollouts.groups import Candidate
+from swarmnode.rollouts.pull_gossip import Hooks, Server
+from swarmnode.rollouts.sampling import spread
+from swarmnode.rollouts.shelf import Shelf
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids, limits
-from swarmnode.wire.listings import GroupsRequest, GroupsResponse, ListingRequest, ListingResponse
+from swarmnode.wire.listings import (
+    GroupsRequest,
+    GroupsResponse,
+    Listed,
+    ListingRequest,
+    ListingResponse,
+)
 
 REWARDS = [1.0] + [0.0] * 7
+LIFE = b"lifetime"
 TIMES = 24
 IDLE_NODES = 6
 IDLE_SECONDS = 40.0
@@ -59,56 +64,35 @@ class Constants(msgspec.Struct, frozen=True):
     """A connection, per second, all that is said when nothing is shared; of one end."""
 
 
-@contextlib.asynccontextmanager
-async def two(directory: Path) -> AsyncIterator[tuple[Network, Network]]:
-    """Two connected hosts."""
-    async with contextlib.AsyncExitStack() as stack:
-        opened: list[Network] = []
-        for name in ("one", "other"):
-            cfg = NetworkConfig(
-                mdns=False,
-                relay="off",
-                initial_peers=[n.listen_addrs[0] for n in opened],
-            )
-            key = identity.load_or_create(directory / name / "identity.key")
-            opened.append(
-                await stack.enter_async_context(open_host(cfg, key, directory / name, swarm=SWARM))
-            )
-        await opened[0].wait_connected()
-        await opened[1].wait_connected()
-        yield opened[0], opened[1]
-
-
 async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
     """`Constants` without `idle`, for groups of about `size` bytes."""
-    guards.install()
     meter, clock = Meter(), _Clock()
     meter.install()
     with tempfile.TemporaryDirectory() as directory:
-        async with two(Path(directory)) as (server, client):
-            serving = Serving(
-                Catalogue(b"", SWARM, b"lifetime"), lambda choice: True, lambda peer: True, clock
+        async with connected_hosts(2, 0, Path(directory)) as ((server, _), (client, _)):
+            shelf = Shelf(b"", SWARM, LIFE)
+            frames = _fill(shelf, size)
+            hooks = Hooks(
+                lambda what: True, lambda peer: 1.0, lambda peer: True, lambda group: None
             )
-            serving.start(server.requests)
-            frames = _fill(serving, size)
+            Server(server, shelf, hooks, clock).start()
             admission = Admission(
                 SWARM, client.peer_id, BUILTIN_TASKS, SharingConfig(groups_per_second=16)
             )
             scorer = InProcessScorer()
 
             async def listing(position: int) -> None:
-                life = b"lifetime" if position else b""
+                request = ListingRequest(SWARM, LIFE if position else b"", position, 0)
                 data = await client.requests.request(
                     server.peer_id,
                     ids.LISTING_PROTOCOL,
-                    codec.encode(ListingRequest(SWARM, life, position)),
+                    codec.encode(request),
                     deadline=10.0,
                     max_response_bytes=limits.LISTING_RESPONSE_BYTES,
                 )
                 clock.pass_by()
-                assert len(
-                    codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups
-                ) == (0 if position else limits.NEWEST)
+                answer = codec.decode(data, ListingResponse, limits.LISTING_RESPONSE_BYTES)
+                assert len(answer.groups) == (0 if position else limits.LISTED)
 
             async def pull(contents: list[bytes]) -> None:
                 data = await client.requests.request(
@@ -122,9 +106,10 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
                 for answer in codec.decode(
                     data, GroupsResponse, limits.GROUPS_RESPONSE_BYTES
                 ).groups:
-                    candidate = admission.check_pulled(answer.body, time.time())
-                    texts = [completion.text for completion in candidate.group.completions]  # type: ignore[union-attr]
-                    await scorer.score_many([(candidate.group.task, texts)])  # type: ignore[union-attr]
+                    candidate = admission.check(answer.body, time.time())
+                    assert isinstance(candidate, Candidate)
+                    texts = [completion.text for completion in candidate.group.completions]
+                    await scorer.score_many([(candidate.group.task, texts)])
 
             await listing(0)
             full = await _cost(meter, TIMES, lambda n: listing(0))
@@ -142,14 +127,12 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
 
 async def idle() -> Cost:
     """A connection's share of what a host does while nothing is shared, one end's."""
-    guards.install()
     meter = Meter()
     meter.install()
-    run = Run(IDLE_NODES, 2000, "after", 0)
     with tempfile.TemporaryDirectory() as directory:
-        async with swarm(run, meter, Path(directory)) as nodes:
-            await trio.sleep(5.0)
-            links = sum(len(network.connected()) for _, _, network in nodes)
+        async with connected_hosts(IDLE_NODES, 0, Path(directory)) as hosts:
+            await trio.sleep(SETTLE_SECONDS)
+            links = sum(len(network.connected()) for network, _ in hosts)
             began, read, clock = time.process_time(), meter.bytes, trio.current_time()
             await trio.sleep(IDLE_SECONDS)
             seconds = links * (trio.current_time() - clock)
@@ -177,15 +160,21 @@ class _Clock:
         self._at += 3.0
 
 
-def _fill(serving: Serving, size: int) -> list[bytes]:
-    """Groups of several authors, each as signed."""
+def _fill(shelf: Shelf, size: int) -> list[bytes]:
+    """Put groups of several authors on the shelf; return their envelopes."""
     frames, now = [], time.time()
     for number in range(TIMES + 5 * 8):
         author = Author(SWARM, seed=number)
-        made = group(author, 0, size)
-        rollout = author.group(0, now, texts=[completion.text for completion in made.completions])
-        frames.append(author.frame(rollout))
-        serving.put(rollout, author.peer, frames[-1], REWARDS)
+        texts = [completion.text for completion in group(author, 0, size).completions]
+        made = author.group(0, now, texts=texts)
+        frames.append(author.frame(made))
+        key = envelope.peer_key(author.peer)
+        assert key is not None
+        content = envelope.content_id(frames[-1])
+        listed = Listed(
+            content, key, made.task.id, made.created_at, len(frames[-1]), spread(REWARDS)
+        )
+        shelf.put(frames[-1], listed)
     return frames
 
 

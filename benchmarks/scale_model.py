@@ -24,7 +24,7 @@ from benchmarks.scale_events import (
     TURNOVER_SECONDS,
 )
 from swarmnode.rollouts.offers import HALF_LIFE_SECONDS, MOST_OFFERED
-from swarmnode.wire.limits import NEWEST
+from swarmnode.wire.limits import LISTED
 
 CHUNK = 10_000
 HOLDERS_AT_ONCE = 3
@@ -102,7 +102,7 @@ class Model:
         for place in turn:
             holders = self.linked[:, place]
             entries += int(
-                np.minimum(np.maximum(0, self.kept[holders] - self.cursors[:, place]), NEWEST).sum()
+                np.minimum(np.maximum(0, self.kept[holders] - self.cursors[:, place]), LISTED).sum()
             )
             self.cursors[:, place] = self.kept[holders]
         places = (

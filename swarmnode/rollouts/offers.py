@@ -160,6 +160,8 @@ class Offers:
         """
         if count <= 0:
             return []
+        believed = {holder: belief(holder) for holder in self._holders}
+        belief = believed.__getitem__
         doubted = [holder for holder in self._holders if rng.random() >= belief(holder) / BELIEVED]
         held = self._held(now, is_known, {*busy, *doubted}, asked)
         authors = {claim: self._author_of(claim[1]) for claim in held}

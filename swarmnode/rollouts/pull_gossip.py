@@ -55,8 +55,10 @@ ANSWER_INTERVAL_SECONDS = 1.0
 POLLS_PER_PEER = 2
 POLLS_SERVED = 512
 """Polls held open: of one peer and in all. More are refused."""
-FETCHES_SERVED = 8
-"""Fetches answered at a time; a quarter of them of one peer."""
+FETCHES_PER_PEER = 2
+FETCHES_SERVED = 32
+"""Fetches answered at a time, of one peer and in all: more readers than that may want a group as
+soon as it is listed, and each is answered from memory."""
 MOST_READERS = 1024
 BUDGET_SECONDS = 1.0
 """How often a node that may not fetch checks whether it may again."""
@@ -395,6 +397,7 @@ class Server:
             ids.GROUPS_PROTOCOL,
             self._give,
             concurrent=FETCHES_SERVED,
+            per_peer=FETCHES_PER_PEER,
             max_request_bytes=limits.GROUPS_REQUEST_BYTES,
             max_response_bytes=limits.GROUPS_RESPONSE_BYTES,
         )

@@ -6,7 +6,7 @@ clock, no I/O. `pull_gossip` carries them out, benchmarks drive them without a n
                                           claims (is a listing true?) ◀──┴──────────┘
 
 A node is hungry while its pool holds less than `STEPS_AHEAD` steps of groups and its next draw is
-near, and whenever it has not admitted a useful group for FORWARD_SECONDS: groups travel through
+near, and whenever it fetched less than one group in FORWARD_SECONDS: groups travel through
 nodes, so that a slow trainer must not stop them. A hungry node polls at most MOST_POLLED connected
 peers, and no more of them once enough is on offer.
 """
@@ -40,7 +40,10 @@ MOST_FETCHES = 4
 SETTLE_SECONDS = 2.0
 """How long a node whose pool holds the next step waits for its first polls before it chooses."""
 FORWARD_SECONDS = 10.0
-"""A node fetches one group after so long without a useful one, whatever its trainer draws."""
+"""A node fetches one group in so long, whatever its trainer draws."""
+MOST_AHEAD_SECONDS = 60.0
+"""A node that fetched several groups together waits up to this long before it fetches one
+that its trainer does not want: a request costs as much as six more groups in it."""
 LEAD_SHARE = 0.25
 LEAST_LEAD_SECONDS = 5.0
 """A node fetches `max(5 s, step / 4)` before its next draw: the later, the newer is what it gets;
@@ -116,8 +119,7 @@ class Puller:
         self._timer = PullTimer()
         self._step = FIRST_STEP
         self._wanted = STEPS_AHEAD * FIRST_STEP
-        self._useful_at = now
-        self._fetched_at = -math.inf
+        self._forwards_at = now + FORWARD_SECONDS
         self._polls: dict[str, float] = {}
         """Peer → when the poll under way was sent."""
         self._polled_at = -math.inf
@@ -149,10 +151,6 @@ class Puller:
         if self._wanted > 0 and (self.urgent or now >= self._timer.opens_at):
             return self._wanted
         return int(now >= self._forwards_at)
-
-    @property
-    def _forwards_at(self) -> float:
-        return max(self._useful_at, self._fetched_at) + FORWARD_SECONDS
 
     def next_time(self, now: float) -> float:
         """When, after `now`, another poll or fetch may be due although nothing happened."""
@@ -269,7 +267,10 @@ class Puller:
             few=not self.urgent,
         )
         for pull in pulls:
-            self._fetched_at = now
+            forwarded = FORWARD_SECONDS * len(pull.groups)
+            self._forwards_at = min(
+                max(self._forwards_at, now) + forwarded, now + MOST_AHEAD_SECONDS
+            )
             self._fetches[pull.holder] = len(pull.groups)
             for listed in pull.groups:
                 self._asked[listed.content] = (pull.holder, listed)
@@ -307,9 +308,7 @@ class Puller:
 
     def scored(self, content: bytes, rewards: list[float], now: float) -> None:
         """Compare a fetched group's rewards (G,) with the spread that its holder listed."""
-        if is_useful(rewards):
-            self._useful_at = now
-        elif content in self._asked:
+        if not is_useful(rewards) and content in self._asked:
             self._wanted += 1  # it is not trained on, so another one is wanted in its place
         holder, listed = self._asked.pop(content, (None, None))
         if holder is None or listed is None:

@@ -17,21 +17,15 @@ def test_a_simulated_swarm_fills_its_batches_and_repeats_itself():
     one, other = simulate(setup), simulate(setup)
     assert one.counts.node_steps > 8 * 4
     assert one.counts.full > 0.9 * one.counts.node_steps
-    told = lambda result: replace(result.counts, seconds=0.0)
-    assert told(one) == told(other)
-    assert one.phases == {"pull": 8}
+    counts = lambda result: replace(result.counts, seconds=0.0)
+    assert counts(one) == counts(other)
 
 
 def test_nodes_that_leave_are_noticed_and_liars_are_asked_for_less_than_their_share():
     left = simulate(Setup(10, steps=8, warm=4, leave=0.3))
-    assert sum(left.phases.values()) == 7
     assert left.counts.failed > 0
     lied = simulate(Setup(14, steps=12, warm=6, hostile=0.5))
     assert 0 < lied.counts.hostile_pulled < 0.5 * lied.counts.pulled
-
-
-def test_a_swarm_that_may_choose_stays_in_the_topic_while_it_is_small():
-    assert simulate(Setup(5, steps=14, warm=4, choice="auto")).phases == {"gossip": 5}
 
 
 def test_what_has_not_spread_or_not_been_absorbed_has_no_time():

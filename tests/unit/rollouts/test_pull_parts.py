@@ -638,7 +638,7 @@ def test_a_group_without_advantages_does_not_meet_the_demand():
 def test_a_node_that_has_its_next_steps_fetches_one_group_in_ten_seconds():
     world = World(["filler"])
     world.fill()
-    world.now += puller.FORWARD_SECONDS
+    world.now += puller.MOST_AHEAD_SECONDS
     assert world.puller.wanted(world.now) == 1
     assert world.polls() == ["filler"]
     world.list("filler", *(listed(500 + n, chr(97 + n)) for n in range(4)))
