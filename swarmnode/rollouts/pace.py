@@ -13,6 +13,9 @@ MEASURABLE = 16 * 2**10
 """Bytes: what takes a round trip says little about what is shorter."""
 MOST_PEERS = 16
 SHARE = 0.3
+LEAST_SECONDS = 5.0
+"""A trainer may leave the network processes little CPU. With 2 s at a tenth of a core, fetches timed
+out and were repeated, and half of the groups were missing."""
 LONGEST = 30.0
 
 
@@ -37,5 +40,5 @@ class Throughput:
             self._of.popitem(last=False)
 
     def deadline(self, size: int) -> float:
-        """Seconds: two, and three times what `size` bytes should take."""
-        return min(LONGEST, 2.0 + 3.0 * size / self.bytes_per_second)
+        """Return LEAST_SECONDS plus three times what `size` bytes should take, at most LONGEST."""
+        return min(LONGEST, LEAST_SECONDS + 3.0 * size / self.bytes_per_second)

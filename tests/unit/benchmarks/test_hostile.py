@@ -104,7 +104,7 @@ def test_every_attack_that_there_is_takes_part():
 
 
 def test_hostile_bytes_are_seen_and_nothing_breaks():
-    silent, garbage = (network_case(attack, 25, 1, 3) for attack in ("silent", "garbage"))
-    assert (silent["problem"], garbage["problem"]) == ("", "")
-    assert garbage["wasted"] > silent["wasted"]
-    assert garbage["used"] > 0
+    silent, stolen = (network_case(attack, 25, 1, 3) for attack in ("silent", "stolen"))
+    assert (silent["problem"], stolen["problem"]) == ("", "")
+    assert stolen["wasted"] > 2 * silent["wasted"]
+    assert stolen["used"] > 0

@@ -494,7 +494,7 @@ async def test_a_lone_holder_that_failed_once_is_asked_again_a_minute_later(
     assert swarm.admitted_of(0, holder.author) == 0
     await trio.sleep(FAILED_SECONDS / 2 - 1)
     assert holder.fetched == []
-    await trio.sleep(5)
+    await trio.sleep(10)
     assert swarm.admitted_of(0, holder.author) == 4
 
 
@@ -593,7 +593,7 @@ async def test_a_holder_that_trickles_within_its_deadline_is_believed_less(lone,
     slow, give = Holder(lone.medium), Holder.give
 
     async def trickle(peer, data):
-        await trio.sleep(1.5)
+        await trio.sleep(3.0)
         return await give(slow, peer, data)
 
     slow.serve_groups(trickle)

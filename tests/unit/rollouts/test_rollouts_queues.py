@@ -76,14 +76,14 @@ def test_memory_of_authors_is_bounded_and_forgets_the_oldest():
 
 def test_deadlines_follow_what_most_peers_achieve():
     speed = Throughput()
-    assert speed.deadline(256 * 1024) == pytest.approx(5.0)
+    assert speed.deadline(256 * 1024) == pytest.approx(8.0)
     for number in range(200):
         speed.observe(str(number % 4), 2**20, 0.1)
-    assert speed.deadline(2**20) == pytest.approx(2.3, abs=0.01)
+    assert speed.deadline(2**20) == pytest.approx(5.3, abs=0.01)
     for _ in range(100):
         speed.observe("drips", 2**20, 30.0)
     speed.observe("short", 100, 0.1)
-    assert speed.deadline(2**20) == pytest.approx(2.3, abs=0.01)
+    assert speed.deadline(2**20) == pytest.approx(5.3, abs=0.01)
 
 
 def test_peers_that_all_drip_cannot_stretch_deadlines_without_end():
