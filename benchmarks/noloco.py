@@ -21,7 +21,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +35,7 @@ from benchmarks.outer_rules import (
     outer_step,
     outer_step_of_gasloc,
     outer_step_of_two_tensors,
+    solo_step,
 )
 from benchmarks.replicas import (
     LAYERS,
@@ -53,9 +54,22 @@ from swarmnode.averaging.gate import AveragingGate, norm, threshold
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import EMBEDDING, END, block_of, cut, due
 from swarmnode.weights.layout import RELATIVE, Codec, Layout, elements, make_layout
-from swarmnode.weights.rule import Rule, make_rule
+from swarmnode.weights.rule import (
+    ALPHA,
+    Rule,
+    make_rule,
+    mixing_weight,
+    next_outer_step,
+    too_far_behind,
+)
+from swarmnode.weights.schedule import OuterSchedule
 
 REPLICAS, HOSTILE = 8, 7
+TRIES = 3
+"""Candidates that a replica asks before it takes its outer step alone."""
+REST_SHARE, MEET_SHARE = 0.25, 0.4
+"""Shares of its interval in which a replica accepts once per fragment: from anybody, and from one
+peer."""
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 """Sent per node and parameter by a ring all-reduce in bfloat16."""
 SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
@@ -73,7 +87,8 @@ class Arm:
     codec: Codec = "bfloat16"
     fragments: int = 1
     dropped: float = 0.0
-    """Share of exchanges that fail; both ends then step alone."""
+    """Share of exchanges in which something fails; all at once or in pairs, both ends then step
+    alone; in a swap, the side that it fails on."""
     gate: bool = False
     in_flight: int = 0
     """Training steps that pass between the copy and the commit."""
@@ -87,6 +102,13 @@ class Arm:
     it."""
     outer: tuple[float, float] | None = None
     """Momentum and step of the rule, where they are not its own."""
+    meeting: Literal["all at once", "pairs", "swap"] = "all at once"
+    """all at once: the outer steps of all are due at the same time, and all find a partner.
+    Otherwise each replica asks up to TRIES others when its own is due; pairs: both sides commit, or
+    neither; swap: each side commits by itself."""
+    solo: float | None = 1.0
+    """Factor of the momentum in a step without a partner, which records φ ← θ; None: the outer rule
+    with θ̄ = θ."""
     whole_every: int = 1
     """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt,
     in two bits with error feedback."""
@@ -199,6 +221,22 @@ ARMS = (
         unequal=True,
     ),
 )
+SHIPPED = Arm("swap", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True)
+ARMS += (
+    replace(SHIPPED, name="pairs until 2026-11-27", meeting="pairs", solo=None),
+    replace(SHIPPED, name="pairs, solo steps record", meeting="pairs"),
+    replace(SHIPPED, meeting="swap"),
+    *(
+        replace(SHIPPED, name=f"swap, half fail, {name}", meeting="swap", dropped=0.75, solo=solo)
+        for name, solo in (
+            ("outer rule", None),
+            ("δ unchanged", 1.0),
+            ("δ × α", ALPHA),
+            ("δ = 0", 0.0),
+        )
+    ),
+)
+"""The last four lose half of all sides: what happens to the momentum matters most there."""
 QUICK = (
     "no averaging",
     "DDP, every step",
@@ -220,6 +258,23 @@ class Size:
     own_share: float = 0.75
 
 
+@dataclass(frozen=True)
+class Landing:
+    """An outer step that is taken once its bytes have come."""
+
+    step: int
+    replica: int
+    fragment: int
+    snapshot: Tensors
+    mean: Tensors
+    """θ̄ of the tensors that were averaged."""
+    mean_phi: Tensors | None = None
+    claim: int | None = None
+    """The partner's outer steps."""
+    fails: bool = False
+    """Nothing comes, and this replica was not the one whose outer step was due."""
+
+
 @dataclass
 class Swarm:
     """One arm of one seed."""
@@ -231,7 +286,7 @@ class Swarm:
     parameters: Parameters
     sent: float = 0.0
     """Bytes per node and parameter."""
-    syncs: int = 0
+    syncs: float = 0
     curve: list[tuple[float, float]] = field(default_factory=list)
     """(learning rate, replica standard deviation) right before each sync."""
     judged: Counter = field(default_factory=Counter)
@@ -248,8 +303,13 @@ class Swarm:
         self.anchor = make_anchor(host_copy(self.views[0])) if self.arm.codec in RELATIVE else None
         self.feedback = [ErrorFeedback(view) for view in self.views]
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
-        self.late: deque[tuple[int, int, Tensors, Tensors, Tensors | None]] = deque()
-        """Commits under way: the step that they are for, replica, its copy, and the averages."""
+        self.late: deque[Landing] = deque()
+        """Outer steps under way, oldest first."""
+        every = self.size.sync_every * self.arm.every
+        self.schedules = [OuterSchedule(every, self.arm.fragments) for _ in range(REPLICAS)]
+        self.clocks = [[0] * self.arm.fragments for _ in range(REPLICAS)]
+        self.accepted: dict[tuple[int, int, int | None], int] = {}
+        """By replica, fragment and peer, None for anybody: the step of the last accepted swap."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
         self.parts = random.Random(f"noloco parts {self.seed}")
@@ -269,13 +329,15 @@ class Swarm:
             self._land(step + 1)
         self._land(len(data) + self.arm.in_flight)
 
+    def _steps_of(self, replica: int, step: int) -> int:
+        """Training steps that a replica has taken after `step` of the fastest."""
+        return int(step * SPEEDS[replica]) if self.arm.unequal else step
+
     def _step(self, optimizer: torch.optim.Adam, step: int) -> None:
         """A training step of all replicas whose turn it is: the others' weights and moments stay as
         they are."""
         slow = [
-            i
-            for i in range(REPLICAS)
-            if self.arm.unequal and int((step + 1) * SPEEDS[i]) == int(step * SPEEDS[i])
+            i for i in range(REPLICAS) if self._steps_of(i, step + 1) == self._steps_of(i, step)
         ]
         held = [p.data for p in self.parameters.values()] + [
             t for p in self.parameters.values() for t in _moments(optimizer, p)
@@ -303,6 +365,11 @@ class Swarm:
         if step % self.size.sync_every == 0:
             self.curve.append((rate, self.deviation()))
         if arm.rule in ("ddp", "off"):
+            return
+        if arm.meeting != "all at once":
+            for me in self.rng.sample(range(REPLICAS), REPLICAS):
+                if self._steps_of(me, step) > self._steps_of(me, step - 1):
+                    self._meet(me, step)
             return
         midway = (every // arm.fragments + 1) // 2
         if (
@@ -341,6 +408,54 @@ class Swarm:
                     self._exchange(me, other, snapshots, fragment, step, shared)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
+    def _meet(self, me: int, step: int) -> None:
+        """Ask others for a swap if an outer step of `me` is due, as nodes do (`weights/`)."""
+        fragment = self.schedules[me].due(self._steps_of(me, step))
+        if fragment is None or self._is_busy(me, fragment):
+            return
+        others = self.rng.sample([i for i in range(REPLICAS) if i != me], TRIES)
+        other = next((i for i in others if self._accepts(i, me, fragment, step)), None)
+        names = [spec.name for spec in self.pieces[fragment]]
+        if other is None:
+            self._alone(me, host_copy(self.views[me], names), fragment)
+            return
+        self.accepted[other, fragment, None] = self.accepted[other, fragment, me] = step
+        sides = {me: other, other: me}
+        snapshots = {i: host_copy(self.views[i], names) for i in sides}
+        fails = [self.faults.random() < 1 - (1 - self.arm.dropped) ** 0.5 for _ in sides]
+        if self.arm.meeting == "pairs":
+            fails = [any(fails)] * 2
+        for (i, j), failed in zip(sides.items(), fails, strict=True):
+            mine, theirs = self.clocks[i][fragment], self.clocks[j][fragment]
+            mean = None
+            if failed or too_far_behind(mine - theirs):
+                self.judged["failed" if failed else "lagging"] += 1
+            else:
+                weight = mixing_weight(mine - theirs)
+                piece = self.pieces[fragment]
+                mean = self._received(i, j, snapshots, fragment, step, piece, weight)
+                self.syncs += 1 / (REPLICAS * self.arm.fragments)
+            self._commit(
+                i,
+                snapshots[i],
+                mean or {},
+                fragment=fragment,
+                claim=None if failed else theirs,
+                fails=mean is None and i != me,
+            )
+
+    def _is_busy(self, me: int, fragment: int) -> bool:
+        return any((late.replica, late.fragment) == (me, fragment) for late in self.late)
+
+    def _accepts(self, me: int, peer: int, fragment: int, step: int) -> bool:
+        interval = self.size.sync_every * self.arm.every / (SPEEDS[me] if self.arm.unequal else 1)
+        since = lambda of: step - self.accepted.get((me, fragment, of), -step - 10**6)
+        return (
+            not self._is_busy(me, fragment)
+            and since(None) >= REST_SHARE * interval
+            and since(peer) >= MEET_SHARE * interval
+        )
+
     def _sync_rest(self, fragment: int, step: int) -> None:
         """What was not averaged when `fragment` was due, among those who lack the same; who finds
         nobody steps it alone."""
@@ -372,7 +487,38 @@ class Swarm:
     def _exchange(
         self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout
     ) -> None:
-        """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
+        """Commit what `me` makes of what `other` sends; piece: what of the fragment both hold."""
+        if self.arm.rule == "noloco_two":
+            self._exchange_two(me, other, snapshots, fragment, piece)
+            return
+        mean = self._received(me, other, snapshots, fragment, step, piece)
+        snapshot = snapshots[me]
+        if self.arm.later and mean is not None and len(mean) < len(snapshot):
+            self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mean)
+            snapshot = {name: snapshot[name] for name in mean}
+        self._commit(me, snapshot, mean or {})
+
+    def _exchange_two(
+        self, me: int, other: int, snapshots: Snapshots, fragment: int, piece: Layout
+    ) -> None:
+        """The paper's form: θ and φ travel."""
+        travel = lambda tensors: self._travel(tensors, piece, fragment, None)
+        mine, slow = snapshots[me], {n: self.states[me].phi[n] for n in snapshots[me]}
+        theirs = travel(snapshots[other])
+        their_slow = travel({n: self._phi_before[other][n] for n in mine})
+        self._commit(me, mine, blend(mine, theirs), mean_phi=blend(slow, their_slow))
+
+    def _received(
+        self,
+        me: int,
+        other: int,
+        snapshots: Snapshots,
+        fragment: int,
+        step: int,
+        piece: Layout,
+        weight: float = 0.5,
+    ) -> Tensors | None:
+        """The mean of what both hold of the fragment, `piece`; None where the gate refuses."""
         whole, names = self._proposed(me, snapshots[me]), [spec.name for spec in piece]
         anchor = self.anchor.of(names) if self.anchor is not None else None
         mine, sent = (
@@ -387,26 +533,21 @@ class Swarm:
             self.feedback[other].clear(names)
         else:
             theirs = self._travel_sparse(other, mine)
-        if self.arm.rule == "noloco_two":
-            slow = {n: self.states[me].phi[n] for n in mine}
-            their_slow = self._travel(
-                {n: self._phi_before[other][n] for n in mine}, piece, fragment, anchor
-            )
-            self._commit(me, mine, blend(mine, theirs), blend(slow, their_slow))
-            return
         if not self.arm.gate:
-            self._commit(me, snapshots[me], {**whole, **blend(mine, theirs)})
-            return
-        probe = lambda t: self._probe(me, t)
-        judged = judge(self.gates[me], f"peer{other}", mine, theirs, moved=norm(moved), probe=probe)
+            return blend(mine, theirs, weight)
+        judged = judge(
+            self.gates[me],
+            f"peer{other}",
+            mine,
+            theirs,
+            weight=weight,
+            moved=norm(moved),
+            probe=lambda tensors: self._probe(me, tensors),
+        )
         self.judged[
             "hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome
         ] += 1
-        if self.arm.later and judged.mean is not None and len(mine) < len(whole):
-            self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mine)
-            self._commit(me, mine, judged.mean)
-            return
-        self._commit(me, snapshots[me], {**whole, **(judged.mean or {})})
+        return judged.mean
 
     def _proposed(self, me: int, snapshot: Tensors) -> Tensors:
         """What is averaged of a copy: θ, or GASLoC's y."""
@@ -415,8 +556,8 @@ class Swarm:
         state = self.states[me]
         return blend({n: state.phi[n] for n in snapshot}, snapshot, state.rule.beta)
 
-    def _alone(self, me: int, snapshot: Tensors) -> None:
-        self._commit(me, snapshot, self._proposed(me, snapshot))
+    def _alone(self, me: int, snapshot: Tensors, fragment: int = 0) -> None:
+        self._commit(me, snapshot, {}, fragment=fragment)
 
     def _whole(self, step: int) -> bool:
         """Whether the outer step that is due exchanges all of its fragment."""
@@ -452,26 +593,36 @@ class Swarm:
             return float(losses(full, self.text.probe[None]))
 
     def _commit(
-        self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None = None
+        self, me: int, snapshot: Tensors, mean: Tensors, *, fragment: int = 0, **rest: Any
     ) -> None:
-        self.late.append((self._now + self.arm.in_flight, me, snapshot, mean, mean_phi))
+        step = self._now + self.arm.in_flight
+        self.late.append(Landing(step, me, fragment, snapshot, mean, **rest))
 
     def _land(self, step: int) -> None:
         """Take the outer steps whose bytes have come by now."""
-        while self.late and self.late[0][0] <= step:
-            _, *commit = self.late.popleft()
-            self._take(*commit)
+        while self.late and self.late[0].step <= step:
+            landing = self.late.popleft()
+            if not landing.fails:
+                self._take(landing, step)
 
-    def _take(self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None) -> None:
+    def _take(self, landing: Landing, step: int) -> None:
+        me, snapshot, mean = landing.replica, landing.snapshot, landing.mean
         state = self.states[me]
         if self.arm.rule == "noloco_two":
-            before = self._phi_before
-            outer_step_of_two_tensors(state, mean, mean_phi or {n: before[me][n] for n in mean})
+            outer_step_of_two_tensors(state, mean, landing.mean_phi or {})
         elif self.arm.rule == "gasloc":
-            outer_step_of_gasloc(state, self._proposed(me, snapshot), mean)
+            proposed = self._proposed(me, snapshot)
+            outer_step_of_gasloc(state, proposed, {**proposed, **mean})
         else:
             outer_step(state, mean)
+            alone = {name: theta for name, theta in snapshot.items() if name not in mean}
+            solo_step(state, alone, self.arm.solo)
         state.commit(self.views[me], snapshot)
+        if self.arm.meeting != "all at once":
+            fragment, clocks = landing.fragment, self.clocks[me]
+            self.judged["alone"] += not mean
+            clocks[fragment] = next_outer_step(clocks[fragment], landing.claim)
+            self.schedules[me].stepped(fragment, snapshot, snapshot, self._steps_of(me, step))
 
     @property
     def _phi_before(self) -> list[Tensors]:

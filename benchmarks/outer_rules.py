@@ -5,7 +5,7 @@ well as its θ
 diloco       θ̄ over all replicas at once
 gasloc       GASLoC (arXiv 2606.11081): y = φ + η (θ − φ) travels; φ ← ȳ + γ (y − y of the last
 outer step), ȳ their mean
-off          every replica steps alone: θ̄ = θ, so that φ follows θ
+off          every replica by itself: θ̄ = θ, so that φ follows θ
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses
-from swarmnode.averaging.outer import OuterState, Tensors, prepare
+from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, prepare
 from swarmnode.weights.rule import Rule
 
 OFF: Final = Rule("off", 0.0, 1.0)
@@ -46,6 +46,17 @@ def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
     assert state.take(
         prepare(state.rule, state.slow([name for name in mean if name in state.phi]), mean)
     )
+
+
+def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor], momentum: float | None) -> None:
+    """Take a step without a partner: φ ← θ and δ ← `momentum` · δ, or the outer rule with θ̄ = θ for
+    None, as nodes did until 2026-11-27."""
+    if momentum is None:
+        outer_step(state, theta)
+        return
+    slow = state.slow(list(theta))
+    decayed = {name: momentum * delta for name, delta in slow.delta.items()}
+    assert state.take(prepare(state.rule, SlowWeights(slow.phi, decayed), {}, theta))
 
 
 def outer_step_of_two_tensors(
