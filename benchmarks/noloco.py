@@ -29,6 +29,7 @@ from benchmarks.outer_rules import (
     DILOCO,
     GASLOC,
     OFF,
+    Solo,
     average,
     blend,
     judge,
@@ -106,9 +107,7 @@ class Arm:
     """all at once: the outer steps of all are due at the same time, and all find a partner.
     Otherwise each replica asks up to TRIES others when its own is due; pairs: both sides commit, or
     neither; swap: each side commits by itself."""
-    solo: float | None = 1.0
-    """Factor of the momentum in a step without a partner, which records φ ← θ; None: the outer rule
-    with θ̄ = θ."""
+    solo: Solo = 1.0
     whole_every: int = 1
     """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt,
     in two bits with error feedback."""
@@ -223,20 +222,21 @@ ARMS = (
 )
 SHIPPED = Arm("swap", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True)
 ARMS += (
-    replace(SHIPPED, name="pairs until 2026-11-27", meeting="pairs", solo=None),
+    replace(SHIPPED, name="pairs until 2026-11-27", meeting="pairs", solo="outer rule"),
     replace(SHIPPED, name="pairs, solo steps record", meeting="pairs"),
     replace(SHIPPED, meeting="swap"),
     *(
         replace(SHIPPED, name=f"swap, half fail, {name}", meeting="swap", dropped=0.75, solo=solo)
         for name, solo in (
-            ("outer rule", None),
+            ("outer rule", "outer rule"),
+            ("δ by the rule", "δ by the rule"),
             ("δ unchanged", 1.0),
             ("δ × α", ALPHA),
             ("δ = 0", 0.0),
         )
     ),
 )
-"""The last four lose half of all sides: what happens to the momentum matters most there."""
+"""The last five lose half of all sides: what happens to the momentum matters most there."""
 QUICK = (
     "no averaging",
     "DDP, every step",

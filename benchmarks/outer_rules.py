@@ -11,7 +11,7 @@ off          every replica by itself: θ̄ = θ, so that φ follows θ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -48,15 +48,23 @@ def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
     )
 
 
-def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor], momentum: float | None) -> None:
-    """Take a step without a partner: φ ← θ and δ ← `momentum` · δ, or the outer rule with θ̄ = θ for
-    None, as nodes did until 2026-11-27."""
-    if momentum is None:
+Solo = float | Literal["outer rule", "δ by the rule"]
+"""A step without a partner. A number: φ ← θ and δ ← that number · δ; δ by the rule: φ ← θ and
+δ ← α δ + β (θ − φ); outer rule: as with θ̄ = θ, which nodes did until 2026-11-27."""
+
+
+def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor], solo: Solo) -> None:
+    """Take a step without a partner."""
+    if solo == "outer rule":
         outer_step(state, theta)
         return
     slow = state.slow(list(theta))
-    decayed = {name: momentum * delta for name, delta in slow.delta.items()}
-    assert state.take(prepare(state.rule, SlowWeights(slow.phi, decayed), {}, theta))
+    delta = (
+        prepare(state.rule, slow, theta).delta
+        if solo == "δ by the rule"
+        else {name: solo * delta for name, delta in slow.delta.items()}
+    )
+    assert state.take(prepare(state.rule, SlowWeights(slow.phi, delta), {}, theta))
 
 
 def outer_step_of_two_tensors(

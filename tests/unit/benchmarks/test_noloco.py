@@ -128,7 +128,7 @@ def test_what_is_learnt_alone_is_learnt_by_either_rule():
     moved = {}
     for rule in ("noloco", "gasloc"):
         swarm = Swarm(
-            Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5), solo=None),
+            Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5), solo="outer rule"),
             size,
             text(),
             0,
