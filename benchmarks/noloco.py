@@ -50,11 +50,12 @@ from benchmarks.replicas import (
 )
 from benchmarks.report import heading, spread, table, write_json
 from benchmarks.sparse import ErrorFeedback, sparse_bytes
-from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
+from swarmnode.averaging.codecs import Anchor, decode, encode, encode_smallest, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm, threshold
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import EMBEDDING, END, block_of, cut, due
-from swarmnode.weights.layout import RELATIVE, Codec, Layout, elements, make_layout
+from swarmnode.weights.layout import Codec, Layout, elements, make_layout
+from swarmnode.weights.payload import parse
 from swarmnode.weights.rule import (
     ALPHA,
     Rule,
@@ -85,7 +86,8 @@ class Arm:
     rule: str = "noloco"
     every: int = 1
     """Sync interval in units of H."""
-    codec: Codec = "bfloat16"
+    codec: Codec | Literal["measured"] = "bfloat16"
+    """Of the difference to the start, but for bfloat16; measured: the smallest that suffices."""
     fragments: int = 1
     dropped: float = 0.0
     """Share of exchanges in which something fails; all at once or in pairs, both ends then step
@@ -224,7 +226,8 @@ SHIPPED = Arm("swap", codec="int8", fragments=4, gate=True, dropped=0.1, in_flig
 ARMS += (
     replace(SHIPPED, name="pairs until 2026-11-27", meeting="pairs", solo="outer rule"),
     replace(SHIPPED, name="pairs, solo steps record", meeting="pairs"),
-    replace(SHIPPED, meeting="swap"),
+    replace(SHIPPED, name="swap, int8", meeting="swap"),
+    replace(SHIPPED, meeting="swap", codec="measured"),
     *(
         replace(SHIPPED, name=f"swap, half fail, {name}", meeting="swap", dropped=0.75, solo=solo)
         for name, solo in (
@@ -300,7 +303,8 @@ class Swarm:
         self.honest = [i for i in range(REPLICAS) if not (self.arm.hostile and i == HOSTILE)]
         if self.arm.rule != "ddp":
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
-        self.anchor = make_anchor(host_copy(self.views[0])) if self.arm.codec in RELATIVE else None
+        of_weights = self.arm.codec in ("bfloat16", "float32")
+        self.anchor = None if of_weights else make_anchor(host_copy(self.views[0]))
         self.feedback = [ErrorFeedback(view) for view in self.views]
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
         self.late: deque[Landing] = deque()
@@ -529,7 +533,8 @@ class Swarm:
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)
         if self._whole(step):
-            theirs = self._travel(sent, piece, fragment, anchor)
+            change = norm(sent, minus=self.states[other].phi)
+            theirs = self._travel(sent, piece, fragment, anchor, change)
             self.feedback[other].clear(names)
         else:
             theirs = self._travel_sparse(other, mine)
@@ -572,11 +577,24 @@ class Swarm:
         return {n: t + learnt[n] for n, t in mine.items()}
 
     def _travel(
-        self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None
+        self,
+        tensors: Tensors,
+        piece: Layout,
+        fragment: int,
+        anchor: Anchor | None,
+        change: float = 0.0,
     ) -> Tensors:
-        payload = encode(tensors, piece, self.arm.codec, fragment=fragment, anchor=anchor)
+        """What arrives of `tensors`. change: what their sender has learnt since its outer step."""
+        codec = self.arm.codec
+        if codec == "measured":
+            assert anchor is not None
+            payload = encode_smallest(tensors, piece, change, anchor=anchor, fragment=fragment)
+            codec, _ = parse(payload, piece, fragment=fragment, anchor=anchor.hash)
+            self.judged[f"sent in {codec}"] += 1
+        else:
+            payload = encode(tensors, piece, codec, fragment=fragment, anchor=anchor)
         self.sent += len(payload) / elements(self.layout) / REPLICAS
-        return decode(payload, piece, self.arm.codec, fragment=fragment, anchor=anchor)
+        return decode(payload, piece, codec, fragment=fragment, anchor=anchor)
 
     def _attack(self, me: int, mine: Tensors, moved: Tensors) -> Tensors:
         """flip: −θ. informed: against what the partner has just learned, exactly as far as its gate

@@ -26,10 +26,9 @@ import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.outer_rules import judge as judge_average
-from benchmarks.outer_rules import outer_step
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import AveragingGate, norm
-from swarmnode.averaging.outer import OuterState, Tensors
+from swarmnode.averaging.outer import OuterState, Tensors, prepare
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
@@ -236,21 +235,23 @@ class Averaging:
     threads."""
 
     def __init__(self, policy: Policy, parts: int) -> None:
-        self.tensors = AveragedTensors(trainable(policy.model), "int8", parts, threading.Lock())
+        self.tensors = AveragedTensors(trainable(policy.model), parts, threading.Lock())
         self.outer = OuterState(self.tensors.parameters, make_rule("noloco"))
         self.gate = AveragingGate()
 
     def copy(self, fragment: int) -> tuple[Tensors, bytes]:
         """Weights, and the payload that a partner gets of them."""
         snapshot = self.tensors.copy(fragment)
-        return snapshot, self.tensors.encode(fragment, snapshot)
+        learnt = norm(snapshot, minus=self.outer.phi)
+        return snapshot, self.tensors.encode(fragment, snapshot, learnt)
 
     def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes) -> str:
         """What the gate made of the partner's payload; the outer step is taken either way."""
         theirs = self.tensors.decode(fragment, payload, snapshot)
-        slow = {name: self.outer.phi[name] for name in snapshot}
-        judged = judge_average(self.gate, peer, snapshot, theirs, moved=norm(snapshot, minus=slow))
-        outer_step(self.outer, judged.mean if judged.mean is not None else snapshot)
+        slow = self.outer.slow(list(snapshot))
+        moved = norm(snapshot, minus=slow.phi)
+        judged = judge_average(self.gate, peer, snapshot, theirs, moved=moved)
+        assert self.outer.take(prepare(self.outer.rule, slow, judged.mean or {}, snapshot))
         self.outer.commit(self.tensors.parameters, snapshot)
         return judged.outcome
 

@@ -149,7 +149,6 @@ class Replica:
         tensors = self._parts.tensors
         return local.ReplicaFacts(
             tensors.layout,
-            tensors.codec,
             len(tensors.parts),
             list(self._parts.counters.outer_clocks),
             fresh,

@@ -256,7 +256,8 @@ class AveragingWorker:
         return dataclasses.replace(exchange, prepared=prepared)
 
     def _publish(self, exchange: Exchange) -> None:
-        data = self._parts.tensors.encode(exchange.fragment, exchange.shared)
+        learnt = norm(exchange.shared, minus=exchange.slow.phi)
+        data = self._parts.tensors.encode(exchange.fragment, exchange.shared, learnt)
         if self._parts.exchanges.is_dropped(exchange.session):
             return
         path, blocks = self._files.write([data]), blocks_of(exchange.shared)

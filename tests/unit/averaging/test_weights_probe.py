@@ -28,9 +28,7 @@ class Scores:
 @pytest.fixture
 def probe():
     policy = SimpleNamespace(w=torch.nn.Parameter(LOGITS.clone()))
-    return LossProbe(
-        policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, "float32", 1, threading.Lock())
-    )
+    return LossProbe(policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, 1, threading.Lock()))
 
 
 def rows(*tokens, count=16):

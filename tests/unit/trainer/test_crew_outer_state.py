@@ -27,7 +27,7 @@ from tests.support.foreign import until
 from tests.support.replica import settle
 
 CREW = b"c" * 32
-WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1, "sync_every": 4}
+WEIGHTS = {"rule": "noloco", "fragments": 1, "sync_every": 4}
 
 
 @pytest.fixture(scope="module")

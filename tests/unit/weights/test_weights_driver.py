@@ -72,7 +72,7 @@ class Driven:
             bulk=SimpleNamespace(deadline=lambda peer, size: self.deadlines.get(peer, 10.0)),
         )
         self.replica.start(
-            local.ReplicaFacts(LAYOUT, "float32", 1, [20], False), bytes(32), bytes(32), bytes(32)
+            local.ReplicaFacts(LAYOUT, 1, [20], False), bytes(32), bytes(32), bytes(32)
         )
         self.discovery = Discovery(network, None, self.replica, bytes(32), lambda: 0.0)
         self.answer = self._silence

@@ -141,7 +141,6 @@ BASE = {
     "base": b"b" * 32,
     "tokenizer": b"t" * 32,
     "layout": make_layout(LLAMA),
-    "codec": "bfloat16",
     "fragments": 4,
     "lora": None,
 }
@@ -153,7 +152,6 @@ def test_everything_that_must_agree_changes_the_fingerprint():
         {"swarm": b"S" * 32},
         {"base": b"B" * 32},
         {"tokenizer": b"T" * 32},
-        {"codec": "int8"},
         {"fragments": 3},
         {"lora": LORA},
         {"layout": make_layout([(LLAMA[0][0], (1000, 64), "bfloat16"), *LLAMA[1:]])},

@@ -26,7 +26,7 @@ from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tens
 SESSION = b"s" * 16
 BLOCKS = blocks_of(["layers.0.w", "layers.1.w"])
 
-CFG = WeightsConfig(rule="noloco", codec="float32", fragments=2, sync_every=4)
+CFG = WeightsConfig(rule="noloco", fragments=2, sync_every=4)
 
 
 class Asking:
@@ -237,14 +237,15 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
 def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(
     made, monkeypatch
 ):
-    a, encode, copying, go_on = made("a"), codecs.encode, threading.Event(), threading.Event()
+    a, copying, go_on = made("a"), threading.Event(), threading.Event()
+    encode = codecs.encode_smallest
 
     def slow(*args, **options):
         copying.set()
         assert go_on.wait(10)
         return encode(*args, **options)
 
-    monkeypatch.setattr(codecs, "encode", slow)
+    monkeypatch.setattr(codecs, "encode_smallest", slow)
     dropped = [number.to_bytes(16, "big") for number in range(200)]
     a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
     assert copying.wait(10)
@@ -569,7 +570,7 @@ def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
 
 def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
     a = made("a")
-    monkeypatch.setattr(codecs, "encode", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(codecs, "encode_smallest", lambda *args, **options: 1 / 0)
     a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
     a.settle()
     with pytest.raises(ZeroDivisionError):
