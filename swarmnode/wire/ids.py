@@ -82,11 +82,11 @@ BULK_PROTOCOL = "/swarmnode/bulk/1"
 BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
 """Request/response: what a transfer consists of. Not in `PROTOCOLS`."""
 
-WEIGHTS_PROTOCOL = "/swarmnode/weights/2"
+WEIGHTS_PROTOCOL = "/swarmnode/weights/3"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts
 without it."""
 
-WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/2"
+WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/3"
 """Request/response: the signed manifest of slow weights, and where to fetch them. Not in
 `PROTOCOLS`."""
 
