@@ -42,7 +42,7 @@ it kept out (benchmarks/RESULTS.md)."""
 ENTROPY_SHARE: Final = 0.1
 """Least ε of a policy of less entropy, in units of that: 0.1 nats of 0.3 per token would be another
 policy, and over the 1,000 tokens of an answer any."""
-ERRORS: Final = 2.0
+ERRORS: Final = 4.0
 """Standard errors of the probe that the least ε has on top: in a few short answers, one token
 decides."""
 FAR: Final = 10.0
