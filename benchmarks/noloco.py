@@ -8,7 +8,8 @@ are what a node sends, per parameter: encoded payloads counted for exchanges in 
 a ring all-reduce in bfloat16 where all take part. With a hostile peer the control is `one peer
 silent`: its text is missing there too. `as shipped` is everything at once that a node does or
 meets: fragments, gate, an exchange in ten that fails, steps between copy and commit, and replicas
-of four speeds.
+of four speeds; there the outer steps of all replicas are due at once. In `swap` and `pairs until
+2026-11-27` each replica follows a schedule of its own, and weighs partners by lag.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from benchmarks.replicas import (
     losses,
     read_text,
 )
-from benchmarks.report import heading, spread, table, write_json
+from benchmarks.report import heading, mean_interval, spread, table, write_json
 from benchmarks.sparse import ErrorFeedback, sparse_bytes
 from swarmnode.averaging.codecs import Anchor, decode, encode, encode_smallest, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm, threshold
@@ -222,9 +223,10 @@ ARMS = (
         unequal=True,
     ),
 )
+CONTROL = "pairs until 2026-11-27"
 SHIPPED = Arm("swap", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True)
 ARMS += (
-    replace(SHIPPED, name="pairs until 2026-11-27", meeting="pairs", solo="outer rule"),
+    replace(SHIPPED, name=CONTROL, meeting="pairs", solo="outer rule"),
     replace(SHIPPED, name="pairs, solo steps record", meeting="pairs"),
     replace(SHIPPED, name="swap, int8", meeting="swap"),
     replace(SHIPPED, meeting="swap", codec="measured"),
@@ -749,6 +751,7 @@ def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
         "in total",
     ]
     lines = [table(headers, rows)]
+    lines += ["", *paired(by_arm)] if len(by_arm.get(CONTROL, [])) > 1 else []
     counted = [
         (n, sum((Counter(r["judged"]) for r in runs), Counter()))
         for n, runs in by_arm.items()
@@ -760,6 +763,18 @@ def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
             f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted
         ]
     return "\n".join(lines)
+
+
+def paired(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Held-out loss of arms less that of CONTROL, by seed."""
+    base = {r["seed"]: r["held_out"] for r in by_arm[CONTROL]}
+    lines = []
+    for name, runs in by_arm.items():
+        less = [r["held_out"] - base[r["seed"]] for r in runs if r["seed"] in base]
+        if name != CONTROL and len(less) > 1:
+            interval = mean_interval(less)
+            lines.append(f"* {name}, less {CONTROL}: {interval} nats, {len(less)} seeds, 90 %")
+    return lines
 
 
 def main() -> None:
