@@ -71,8 +71,8 @@ REPLICAS, HOSTILE = 8, 7
 TRIES = 3
 """Candidates that a replica asks before it takes its outer step alone."""
 REST_SHARE, MEET_SHARE = 0.25, 0.4
-"""Shares of its interval in which a replica accepts once per fragment: from anybody, and from one
-peer."""
+"""How often a replica accepts a swap of a fragment: once in 0.25 of the time between two outer steps
+of it, and from each of n peers once in 0.4 n of the time between two outer steps of any fragment."""
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 """Sent per node and parameter by a ring all-reduce in bfloat16."""
 SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
@@ -373,7 +373,7 @@ class Swarm:
         if arm.rule in ("ddp", "off"):
             return
         if arm.meeting != "all at once":
-            for me in self.rng.sample(range(REPLICAS), REPLICAS):
+            for me in self._random("order", step).sample(range(REPLICAS), REPLICAS):
                 if self._steps_of(me, step) > self._steps_of(me, step - 1):
                     self._meet(me, step)
             return
@@ -419,7 +419,9 @@ class Swarm:
         fragment = self.schedules[me].due(self._steps_of(me, step))
         if fragment is None or self._is_busy(me, fragment):
             return
-        others = self.rng.sample([i for i in range(REPLICAS) if i != me], TRIES)
+        others = self._random("partners", step, me).sample(
+            [i for i in range(REPLICAS) if i != me], TRIES
+        )
         other = next((i for i in others if self._accepts(i, me, fragment, step)), None)
         names = [spec.name for spec in self.pieces[fragment]]
         if other is None:
@@ -428,7 +430,8 @@ class Swarm:
         self.accepted[other, fragment, None] = self.accepted[other, fragment, me] = step
         sides = {me: other, other: me}
         snapshots = {i: host_copy(self.views[i], names) for i in sides}
-        fails = [self.faults.random() < 1 - (1 - self.arm.dropped) ** 0.5 for _ in sides]
+        faults = self._random("faults", step, me)
+        fails = [faults.random() < 1 - (1 - self.arm.dropped) ** 0.5 for _ in sides]
         if self.arm.meeting == "pairs":
             fails = [any(fails)] * 2
         for (i, j), failed in zip(sides.items(), fails, strict=True):
@@ -450,16 +453,22 @@ class Swarm:
                 fails=mean is None and i != me,
             )
 
+    def _random(self, *of: object) -> random.Random:
+        """A generator of its own for each event: what one arm does differently leaves the rest of
+        its randomness as in the others."""
+        return random.Random(" ".join(map(str, ("noloco", self.seed, *of))))
+
     def _is_busy(self, me: int, fragment: int) -> bool:
         return any((late.replica, late.fragment) == (me, fragment) for late in self.late)
 
     def _accepts(self, me: int, peer: int, fragment: int, step: int) -> bool:
         interval = self.size.sync_every * self.arm.every / (SPEEDS[me] if self.arm.unequal else 1)
+        between = interval / self.arm.fragments
         since = lambda of: step - self.accepted.get((me, fragment, of), -step - 10**6)
         return (
             not self._is_busy(me, fragment)
             and since(None) >= REST_SHARE * interval
-            and since(peer) >= MEET_SHARE * interval
+            and since(peer) >= MEET_SHARE * between * (REPLICAS - 1)
         )
 
     def _sync_rest(self, fragment: int, step: int) -> None:
