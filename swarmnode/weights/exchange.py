@@ -22,6 +22,7 @@ import contextlib
 import logging
 import math
 import random
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -179,14 +180,12 @@ class Copy:
     blocks: bytes
     """What of the fragment is in it, packed."""
     outer_step: int
-    clock: int
-    """Our outer step counter of the fragment when the copy arrived."""
     at: float
 
 
 @dataclass(eq=False)
 class SwapState:
-    """One swap under way. A SnapshotWritten or an ExchangeEnded of our trainer sets `news`."""
+    """One swap, under way or over."""
 
     id: bytes
     peer: str
@@ -202,8 +201,9 @@ class SwapState:
     path: Path | None = None
     """Where the partner's payload is."""
     snapshot: local.SnapshotWritten | None = None
+    copied: trio.Event = field(default_factory=trio.Event)
     ended: local.ExchangeEnded | None = None
-    news: trio.Event = field(default_factory=trio.Event)
+    judged: trio.Event = field(default_factory=trio.Event)
     over: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     began: float = field(default_factory=trio.current_time)
@@ -308,17 +308,18 @@ class Exchange:
         latest = trio.current_time() + self._interval / 2
         candidates = self._order(due)[:TRIES]
         await self._wait_for_swap(due.fragment)
-        while candidates and self._is_sought(due):
+        while candidates and self._is_sought(due) and len(self._swaps) < MOST_SWAPS:
             swap = await self._propose(candidates.pop(0), due)
             if swap is not None:
                 await self._exchange(swap)
             else:
                 await trio.sleep(pause * self._rng.random())
             await self._wait_for_swap(due.fragment)
-            if trio.current_time() > latest or len(self._swaps) >= MOST_SWAPS:
+            if trio.current_time() > latest:
                 break
         if self._is_sought(due):
             del self._searches[due.fragment]
+            self._copies.pop(due.fragment, None)
             self.statistics.outcomes["solo"] += 1
             self._send_to_trainer(local.SoloStep(due.fragment))
 
@@ -354,7 +355,7 @@ class Exchange:
         """Ask one candidate. Return None if it does not take part."""
         fragment, blocks = due.fragment, self._replica.blocks
         swap = SwapState(
-            self._rng.randbytes(ID_BYTES), peer, fragment, self._discovery.shared(peer)
+            secrets.token_bytes(ID_BYTES), peer, fragment, self._discovery.shared(peer)
         )
         self._swaps[fragment] = swap
         outer_step = self._replica.outer_steps[fragment]
@@ -514,21 +515,20 @@ class Exchange:
             if not self._send_to_trainer(request):
                 return "no_trainer"
             with trio.move_on_after(self._copy_seconds):
-                await swap.news.wait()
-            if swap.ended is not None:
+                await swap.copied.wait()
+            if swap.ended is not None:  # a stage that is suspended averages with nobody
                 return "local"
             path = swap.snapshot.path if swap.snapshot is not None else ""
             payload = await self._store.open(path)
             if swap.snapshot is None or payload is None:
                 return "snapshot"
-            now, clock = trio.current_time(), self._replica.outer_steps[swap.fragment]
-            copy = Copy(payload, swap.snapshot.blocks, swap.snapshot.outer_step, clock, now)
+            snapshot, now = swap.snapshot, trio.current_time()
+            copy = Copy(payload, snapshot.blocks, snapshot.outer_step, now)
             self._copies[swap.fragment] = copy
         size = copy.payload.source.size
         fetched = max(self._lease(swap) + LINGER_SECONDS, offer_seconds(size))
         until = trio.current_time() + self._copy_seconds + fetched
         swap.copy, swap.offer = copy, self._store.offer(copy.payload, until, [swap.peer])
-        swap.news = trio.Event()
         swap.offered.set()
         return ""
 
@@ -588,7 +588,7 @@ class Exchange:
         if not self._send_to_trainer(apply):
             return "no_trainer"
         with trio.move_on_after(APPLY_SECONDS + 8 * self._step_seconds):
-            await swap.news.wait()
+            await swap.judged.wait()
         if swap.ended is None:
             return "apply_timeout"
         if swap.ended.committed:
@@ -621,7 +621,6 @@ class Exchange:
             outcomes["applied"] += 1
             self.statistics.seconds += now - swap.began
             self.statistics.received_bytes += swap.theirs.size if swap.theirs is not None else 0
-            self._copies.pop(swap.fragment, None)
             self._searches.pop(swap.fragment, None)
             self._rest_until[swap.fragment] = now + ACCEPT_SHARE * self._interval
             partner = self._partner(swap.peer)
@@ -667,7 +666,7 @@ class Exchange:
         swap = self._swaps.get(snapshot.fragment)
         if swap is not None and swap.id == snapshot.session:
             swap.snapshot = snapshot
-            swap.news.set()
+            swap.copied.set()
         elif snapshot.path:
             self._store.discard(Path(snapshot.path))
 
@@ -675,14 +674,18 @@ class Exchange:
         """Our trainer has committed a swap or refused it."""
         outcome = ended.outcome if ended.outcome in local.OUTCOMES else "local"
         self.statistics.judged[outcome] += 1
+        if ended.committed:
+            self._copies.pop(ended.fragment, None)
         for swap in self._swaps.values():
             if swap.id == ended.session:
                 swap.ended = msgspec.structs.replace(ended, outcome=outcome)
-                swap.news.set()
+                swap.copied.set()
+                swap.judged.set()
 
     def reverted(self, peer: str) -> None:
         """Swaps with `peer`, among others, were taken back."""
         self.statistics.judged["reverted"] += 1
+        self._copies.clear()
         self._fail(peer, FAILURE_FACTOR * self._short_seconds)
 
     # ---- for people, and for sums ----------------------------------------------------------------
@@ -736,6 +739,5 @@ class Exchange:
         return (
             trio.current_time() < copy.at + min(COPY_REUSE_SECONDS, self._age_limit / 4)
             and copy.blocks == self._replica.within(swap.blocks, swap.fragment)
-            and copy.clock == self._replica.outer_steps[swap.fragment]
             and self._store.is_held(copy.payload)
         )

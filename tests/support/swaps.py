@@ -3,24 +3,30 @@ and beside a trainer without weights. On trio's autojump clock.
 
     async with swarm({"a": Party, "b": Party}) as parties:
         parties["a"].due()
+
+`python -m tests.support.swaps` measures how many swaps honest nodes have among hostile ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import trio
+import trio.testing
 
 from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.weights import exchange as product
 from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.exchange import Exchange
+from swarmnode.weights.exchange import FAILURES, OUTCOMES, Exchange
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import (
@@ -44,6 +50,8 @@ SIZE = 100
 SWARM = bytes(32)
 DELAY = 0.01
 LEASE_SECONDS = 10.0
+EVERY = 100
+"""Training steps of a second each between two outer steps of a fragment."""
 
 
 class Hub:
@@ -292,7 +300,7 @@ class Hostile:
 
 @contextlib.asynccontextmanager
 async def swarm(
-    kinds: Mapping[str, Callable[..., Any]], *, every: int = 100, seed: int = 0
+    kinds: Mapping[str, Callable[..., Any]], *, every: int = EVERY, seed: int = 0
 ) -> AsyncIterator[dict[str, Any]]:
     """Running parties by name. every: training steps, of a second each, between outer steps."""
     hub, parties = Hub(), dict[str, Any]()
@@ -304,3 +312,88 @@ async def swarm(
             await nursery.start(party.run)
         yield parties
         nursery.cancel_scope.cancel()
+
+
+# ---- a measurement -------------------------------------------------------------------------------
+
+
+def solo_steps(party: Party) -> int:
+    return sum(isinstance(message, local.SoloStep) for message in party.to_trainer)
+
+
+async def averaged(
+    honest: int,
+    ways: Sequence[str] = (),
+    count: int = 4,
+    seed: int = 0,
+    intervals: int = 10,
+    apart: bool = True,
+) -> list[float]:
+    """Swaps of one honest node per interval, with honest and with hostile partners, and its solo
+    steps. Each of `count` hostile nodes proposes to everybody every two seconds.
+
+    A swap takes 8 s without waiting. apart: the steps of the nodes are spread over the interval;
+    else all are due at the same time.
+    """
+    kinds: dict[str, Callable[..., Any]] = {f"honest{n}": Party for n in range(honest)}
+    if ways:
+        liar = partial(Hostile, ways=ways, proposes_every=2.0)
+        kinds |= {f"hostile{n}": liar for n in range(count)}
+    async with swarm(kinds, seed=seed) as parties, trio.open_nursery() as nursery:
+        nodes = [party for party in parties.values() if isinstance(party, Party)]
+
+        async def train(node: Party, offset: float) -> None:
+            node.encodes_in, node.judges_in, node.sends_in = 2.0, 2.0, 4.0
+            node.exchange._step_seconds = 1.0
+            await trio.sleep(offset)
+            while True:
+                node.due()
+                await trio.sleep(EVERY)
+
+        for number, node in enumerate(nodes):
+            nursery.start_soon(train, node, apart * number * EVERY / honest)
+        await trio.sleep(intervals * EVERY)
+        nursery.cancel_scope.cancel()
+    for node in nodes:
+        counts = node.exchange.statistics
+        assert counts.outcomes["failed"] == sum(counts.failures.values())
+        assert set(counts.outcomes) == set(OUTCOMES)
+        assert set(counts.failures) <= set(FAILURES)
+    by = lambda kind: sum(n for node in nodes for peer, n in node.applied.items() if kind in peer)
+    totals = by("honest"), by("hostile"), sum(map(solo_steps, nodes))
+    return [total / honest / intervals for total in totals]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.swaps", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--flat", action="store_true", help="a share per peer that ignores the other candidates"
+    )
+    options = parser.parse_args()
+    if options.flat:
+        product.Exchange._seconds_until_welcome = (  # type: ignore[method-assign]
+            lambda self, peer, now: (
+                self._known(peer).swapped_at + product.PEER_SHARE * self._gap - now
+            )
+        )
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("2 honest", {"honest": 2}),
+        ("12 honest", {"honest": 12}),
+        ("24 honest", {"honest": 24}),
+        ("24 honest, in step", {"honest": 24, "apart": False}),
+        *(
+            (f"12 honest, 4 hostile: {' and '.join(ways)}", {"honest": 12, "ways": ways})
+            for ways in (["well"], ["silent"], ["denies"], ["trickles"], ["well", "trickles"])
+        ),
+    ]
+    print("swaps of one honest node per interval with honest peers, with hostile peers; solo steps")
+    for name, case in cases:
+        for seed in range(options.seeds):
+            clock = trio.testing.MockClock(autojump_threshold=0)
+            totals = trio.run(partial(averaged, seed=seed, **case), clock=clock)
+            print(f"{name:45} seed {seed}", *(f"{total:.2f}" for total in totals), flush=True)
+
+
+if __name__ == "__main__":
+    main()

