@@ -25,7 +25,7 @@ import random
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVarTuple
 
@@ -52,7 +52,6 @@ from swarmnode.weights.messages import (
     encode_message,
 )
 from swarmnode.weights.payload_store import (
-    LocalPayload,
     PayloadOffer,
     PayloadStore,
     RemotePayload,
@@ -176,7 +175,7 @@ class Partner:
 class Copy:
     """Our encoded weights of a fragment, as of one moment."""
 
-    payload: LocalPayload
+    offer: PayloadOffer
     blocks: bytes
     """What of the fragment is in it, packed."""
     outer_step: int
@@ -194,9 +193,9 @@ class SwapState:
     """What the partner and we hold, packed, as of the swap's beginning."""
     phase: str = "proposing"
     copy: Copy | None = None
-    offer: PayloadOffer | None = None
+    """As it is offered to the partner."""
     offered: trio.Event = field(default_factory=trio.Event)
-    """Set when `offer` is there, or never will be."""
+    """Set when `copy` is there, or never will be."""
     theirs: Ready | None = None
     path: Path | None = None
     """Where the partner's payload is."""
@@ -473,15 +472,15 @@ class Exchange:
             await swap.offered.wait()
         if not swap.offered.is_set():
             return Busy(request.id)
-        offer = swap.offer
+        copy = swap.copy
         if (
-            swap.copy is None
-            or offer is None
-            or not self._store.is_offered(offer)
-            or trio.current_time() > swap.copy.at + self._age_limit
+            copy is None
+            or not self._store.is_offered(copy.offer)
+            or trio.current_time() > copy.at + self._age_limit
         ):
             return Refused(request.id, "over")
-        return Ready(request.id, offer.transfer, offer.root, offer.size, swap.copy.outer_step)
+        offer = copy.offer
+        return Ready(request.id, offer.transfer, offer.root, offer.size, copy.outer_step)
 
     # ---- a swap that both have agreed to ---------------------------------------------------------
 
@@ -509,8 +508,8 @@ class Exchange:
     async def _copy(self, swap: SwapState) -> str:
         """Have our trainer copy its weights between two steps and encode them; serve them to the
         partner. Return why it failed, or an empty string; so do the three that follow."""
-        copy = self._copies.get(swap.fragment)
-        if copy is None or not self._is_recent(copy, swap):
+        swap.copy = self._reused_copy(swap)
+        if swap.copy is None:
             request = local.TakeSnapshot(swap.id, swap.fragment, swap.blocks)
             if not self._send_to_trainer(request):
                 return "no_trainer"
@@ -518,19 +517,35 @@ class Exchange:
                 await swap.copied.wait()
             if swap.ended is not None:  # a stage that is suspended averages with nobody
                 return "local"
-            path = swap.snapshot.path if swap.snapshot is not None else ""
-            payload = await self._store.open(path)
-            if swap.snapshot is None or payload is None:
+            if (snapshot := swap.snapshot) is None:
                 return "snapshot"
-            snapshot, now = swap.snapshot, trio.current_time()
-            copy = Copy(payload, snapshot.blocks, snapshot.outer_step, now)
-            self._copies[swap.fragment] = copy
-        size = copy.payload.source.size
-        fetched = max(self._lease(swap) + LINGER_SECONDS, offer_seconds(size))
-        until = trio.current_time() + self._copy_seconds + fetched
-        swap.copy, swap.offer = copy, self._store.offer(copy.payload, until, [swap.peer])
+            payload = await self._store.open(snapshot.path)
+            if payload is None:
+                return "snapshot"
+            until = self._offered_until(swap, payload.source.size)
+            offer = self._store.offer(payload, until, [swap.peer])
+            swap.copy = Copy(offer, snapshot.blocks, snapshot.outer_step, trio.current_time())
+        self._copies[swap.fragment] = swap.copy
         swap.offered.set()
         return ""
+
+    def _reused_copy(self, swap: SwapState) -> Copy | None:
+        """Return the last copy of the fragment, offered to this partner too, if it is recent and of
+        the same blocks."""
+        copy = self._copies.get(swap.fragment)
+        if (
+            copy is None
+            or trio.current_time() > copy.at + min(COPY_REUSE_SECONDS, self._age_limit / 4)
+            or copy.blocks != self._replica.within(swap.blocks, swap.fragment)
+        ):
+            return None
+        until = self._offered_until(swap, copy.offer.size)
+        offer = self._store.offer_again(copy.offer, until, [swap.peer])
+        return None if offer is None else replace(copy, offer=offer)
+
+    def _offered_until(self, swap: SwapState, size: int) -> float:
+        fetched = max(self._lease(swap) + LINGER_SECONDS, offer_seconds(size))
+        return trio.current_time() + self._copy_seconds + fetched
 
     async def _await_payload(self, swap: SwapState) -> str:
         """Ask the partner for its payload until it is there."""
@@ -608,8 +623,8 @@ class Exchange:
             self.statistics.failures[cause] += 1
             if swap.ended is None:
                 self._send_to_trainer(local.DropExchange(swap.id))
-            if swap.offer is not None and cause != "gate":
-                self._store.shorten(swap.offer, now + COPY_REUSE_SECONDS)
+            if swap.copy is not None and cause != "gate":
+                self._store.shorten(swap.copy.offer, now + COPY_REUSE_SECONDS)
             held = max(now - swap.began, self._short_seconds)
             if cause in LIES:
                 self._lied(swap.peer, f"weights_{cause}")
@@ -733,11 +748,3 @@ class Exchange:
         """Seconds that a payload may take, both ways at once."""
         size, bulk = self._replica.limits[swap.fragment], self._network.bulk
         return 2 * min(bulk.deadline(swap.peer, size), SLOWER * bulk.deadline("", size))
-
-    def _is_recent(self, copy: Copy, swap: SwapState) -> bool:
-        """Return True if the copy may be served for this swap too."""
-        return (
-            trio.current_time() < copy.at + min(COPY_REUSE_SECONDS, self._age_limit / 4)
-            and copy.blocks == self._replica.within(swap.blocks, swap.fragment)
-            and self._store.is_held(copy.payload)
-        )

@@ -79,6 +79,8 @@ class PayloadStore:
         self._bulk = bulk
         self._directory = directory
         self._uses: dict[Path, int] = {}
+        self._payloads: dict[Path, LocalPayload] = {}
+        """Those of files with a use. Each maps its file, and holds its disk space."""
         self._offers: dict[bytes, PayloadOffer] = {}
         self._sinks: dict[Path, FileSink] = {}
 
@@ -118,12 +120,16 @@ class PayloadStore:
         )
         self._bulk.offer(transfer, payload.source, audience=audience)
         self._uses[offer.path] = self._uses.get(offer.path, 0) + 1
+        self._payloads[offer.path] = payload
         self._offers[transfer] = offer
         return offer
 
-    def is_held(self, payload: LocalPayload) -> bool:
-        """Return True while the file is offered to somebody."""
-        return payload.path in self._uses
+    def offer_again(
+        self, offer: PayloadOffer, until: float, audience: Collection[str] | None
+    ) -> PayloadOffer | None:
+        """Offer the same file to others too. Return None if it is deleted."""
+        payload = self._payloads.get(offer.path)
+        return None if payload is None else self.offer(payload, until, audience)
 
     def is_offered(self, offer: PayloadOffer) -> bool:
         return offer.transfer in self._offers
@@ -143,7 +149,7 @@ class PayloadStore:
         self._bulk.withdraw(offer.transfer)
         self._uses[offer.path] -= 1
         if not self._uses[offer.path]:
-            del self._uses[offer.path]
+            del self._uses[offer.path], self._payloads[offer.path]
             offer.path.unlink(missing_ok=True)
 
     def shorten(self, offer: PayloadOffer, until: float) -> None:

@@ -90,8 +90,8 @@ class StubStore:
         self.offered.append(PayloadOffer(name, bytes(32), SIZE, payload.path, until))
         return self.offered[-1]
 
-    def is_held(self, payload: Any) -> bool:
-        return True
+    def offer_again(self, offer: PayloadOffer, until: float, audience: Any) -> PayloadOffer:
+        return self.offer(SimpleNamespace(path=offer.path), until, audience)
 
     def is_offered(self, offer: PayloadOffer) -> bool:
         return offer.transfer not in self.ended

@@ -1,6 +1,7 @@
 """Fetching a payload: what breaks off is taken up again, for as long as something new comes."""
 
 import secrets
+import weakref
 
 import pytest
 import trio
@@ -116,14 +117,18 @@ async def test_offers_end_and_their_files_are_deleted(tmp_path, autojump_clock):
     path = tmp_path / "out-0.bin"
     path.write_bytes(b"weights")
     payload = LocalPayload(BulkSource.from_file(path), path)
-    first, second = (store.offer(payload, until, ["peer"]) for until in (100.0, 200.0))
+    mapped = weakref.ref(payload.source)
+    first = store.offer(payload, 100.0, ["peer"])
+    del payload
+    second = store.offer_again(first, 200.0, ["other"])
     store.shorten(first, 5.0)
     store.shorten(second, 300.0)
     for now, offers in ((4.0, 2), (5.0, 1), (199.0, 1), (200.0, 0)):
         store.expire(now)
         assert len(bulk.offered) == offers
-        assert path.exists() == store.is_held(payload) == bool(offers)
-        assert store.is_offered(second) == bool(offers)
+        assert path.exists() == store.is_offered(second) == bool(offers)
+    assert mapped() is None, "its disk space is free"
+    assert store.offer_again(second, 300.0, ["peer"]) is None
 
 
 async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
