@@ -1,9 +1,8 @@
-"""Who could be a partner: connected peers that average the same policy, as they claim, and how far
-they are.
+"""Peers that could be partners: connected peers that claim to average the same policy, and the
+order in which they are asked for a swap.
 
-A peer claims it over a connection that proves who it is. The claim decides only whether it is
-asked; the fingerprint is compared again in every proposal, and everything that follows is judged by
-the gate.
+A claim comes over a connection that proves the peer's identity. It decides only whether the peer is
+asked: the fingerprint is compared again in every swap, and the gate judges everything that follows.
 """
 
 from __future__ import annotations

@@ -225,8 +225,13 @@ class ExchangeStatistics:
 
 
 class Exchange:
-    """sync_every: training steps between two outer steps of a fragment. may_accept(): False while
-    no swap may begin. may_propose(): False while none may be proposed."""
+    """All swaps of this node.
+
+    Args:
+        sync_every: Training steps between two outer steps of a fragment.
+        may_accept: Returns False while no swap may begin.
+        may_propose: Returns False while none may be proposed.
+    """
 
     def __init__(
         self,

@@ -51,12 +51,15 @@ class WeightsStatistics(msgspec.Struct, frozen=True):
 
 
 class WeightService:
-    """Averages this node's policy with others'. budget(choice): as `Meter.allows`. unix_time: in
-    seconds. may_average(): False while the weights here are nobody's to have: then nothing is
-    proposed or accepted.
+    """Averages this node's policy with those of peers.
 
-    Start it with `await nursery.start(service.run)`; `set_policy` and `receive` are for the process
-    link.
+    Start it with `await nursery.start(service.run)`. `set_policy`, `trainer_left` and `receive` are
+    for the process link.
+
+    Args:
+        budget: As `Meter.allows`; without it no swap is proposed.
+        may_average: Returns False while no swap may begin.
+        unix_time: Returns seconds.
     """
 
     def __init__(

@@ -277,6 +277,17 @@ async def test_a_useless_partner_costs_one_try(way, cause, autojump_clock):
         assert not a.rejected, "an honest partner can crash"
 
 
+async def test_after_a_failed_swap_the_next_is_asked(autojump_clock):
+    names = {"x": hostile("denies"), "y": hostile("silent"), "b": Party}
+    async with swarm({"a": Party} | names, every=EVERY) as parties:
+        a = parties["a"]
+        a.due()
+        await settled(a)
+        assert a.applied == {"b": 1}
+        assert solo_steps(a) == 0
+        assert sum(a.failures.values()) == a.outcome("failed")
+
+
 @pytest.mark.parametrize(
     ("error", "cause", "reason"),
     [
