@@ -14,32 +14,25 @@ from check_join import peer_id
 WEIGHTS = (
     {"type": ("here",), "fingerprint": bytes, "outer_step": int, "blocks": bytes},
     {
-        "type": ("propose",),
-        "nonce": bytes,
+        "type": ("swap",),
+        "id": bytes,
         "fingerprint": bytes,
         "fragment": int,
         "outer_step": int,
         "blocks": bytes,
     },
-    {
-        "type": ("accept",),
-        "nonce": bytes,
-        "session": bytes,
-        "fragment": int,
-        "outer_step": int,
-        "blocks": bytes,
-    },
-    {"type": ("busy",), "nonce": bytes, "reason": ("busy", "other_policy"), "retry_seconds": int},
-    {"type": ("release",), "session": bytes},
+    {"type": ("accepted",), "id": bytes, "outer_step": int, "blocks": bytes},
+    {"type": ("busy",), "id": bytes, "retry_seconds": int},
+    {"type": ("refused",), "id": bytes, "reason": ("other_policy", "over")},
+    {"type": ("payload",), "id": bytes},
     {
         "type": ("ready",),
-        "session": bytes,
+        "id": bytes,
         "transfer": bytes,
         "root": bytes,
         "size": int,
         "outer_step": int,
     },
-    {"type": ("latest",), "fingerprint": bytes, "fragment": int, "blocks": bytes},
 )
 WEIGHTS_STATE = (
     {"type": ("state_request",), "fingerprint": bytes},
@@ -58,8 +51,7 @@ def read_weights(frame, cap, shapes):
     """03, sections 2 and 7."""
     message = decode(frame, BYTES[cap], *shapes)
     for field, length in (
-        ("nonce", "nonce"),
-        ("session", "nonce"),
+        ("id", "swap"),
         ("fingerprint", "fingerprint"),
         ("transfer", "transfer"),
     ):

@@ -10,26 +10,26 @@ import msgspec
 from protocol.generate.schema import render, write
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import (
-    Accept,
+    Accepted,
     Busy,
     Here,
-    Latest,
-    Propose,
+    Payload,
     Ready,
-    Release,
+    Refused,
     StateRequest,
     StateResponse,
+    Swap,
 )
 from swarmnode.weights.payload import Header
 
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     "weights_here": Here,
-    "weights_propose": Propose,
-    "weights_accept": Accept,
+    "weights_swap": Swap,
+    "weights_accepted": Accepted,
     "weights_busy": Busy,
-    "weights_release": Release,
+    "weights_refused": Refused,
+    "weights_payload": Payload,
     "weights_ready": Ready,
-    "weights_latest": Latest,
     "weights_state_request": StateRequest,
     "weights_state_response": StateResponse,
     "weights_state_manifest": StateManifest,

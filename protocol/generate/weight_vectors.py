@@ -19,15 +19,15 @@ from protocol.generate.frames import (
     rejected,
     without,
 )
+from swarmnode.weights.discovery import edge_rank
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.partners import edge_rank
 from swarmnode.wire import ids
 from swarmnode.wire.envelope import sign
 
 FINGERPRINT, TRANSFER, ROOT = b"\x41" * 32, b"\x42" * 32, b"\x43" * 32
-NONCE, SESSION = b"\x44" * 16, b"\x45" * 16
+SWAP = b"\x44" * 16
 TENSORS = [
     ["embed.weight", [100, 8], "float32"],
     ["layers.0.w", [8, 8], "float32"],
@@ -41,33 +41,26 @@ def messages() -> Iterator[Vector]:
     good: list[dict[str, Any]] = [
         {"type": "here", "fingerprint": FINGERPRINT, "outer_step": 12, "blocks": b"\xff" * 128},
         {
-            "type": "propose",
-            "nonce": NONCE,
+            "type": "swap",
+            "id": SWAP,
             "fingerprint": FINGERPRINT,
-            "fragment": 3,
+            "fragment": 1023,
             "outer_step": 2**63 - 1,
             "blocks": b"\x3d",
         },
-        {
-            "type": "accept",
-            "nonce": NONCE,
-            "session": SESSION,
-            "fragment": 0,
-            "outer_step": 0,
-            "blocks": b"\x01",
-        },
-        {"type": "busy", "nonce": NONCE, "reason": "busy", "retry_seconds": 3600},
-        {"type": "busy", "nonce": NONCE, "reason": "other_policy", "retry_seconds": 0},
-        {"type": "release", "session": SESSION},
+        {"type": "accepted", "id": SWAP, "outer_step": 0, "blocks": b"\x01"},
+        {"type": "busy", "id": SWAP, "retry_seconds": 3600},
+        {"type": "refused", "id": SWAP, "reason": "other_policy"},
+        {"type": "refused", "id": SWAP, "reason": "over"},
+        {"type": "payload", "id": SWAP},
         {
             "type": "ready",
-            "session": SESSION,
+            "id": SWAP,
             "transfer": TRANSFER,
             "root": ROOT,
             "size": 62_817,
             "outer_step": 5,
         },
-        {"type": "latest", "fingerprint": FINGERPRINT, "fragment": 1023, "blocks": b"\x04"},
     ]
     for message in good:
         yield accepted(
@@ -76,39 +69,39 @@ def messages() -> Iterator[Vector]:
             pack(message),
             message,
         )
-    here, propose, accept, busy, _, release, ready, latest = good
+    here, swap, accept, busy, refusal, _, payload, ready = good
 
     def refused(verdict: str, name: str, message: dict[str, Any], /, **fields: Any) -> Vector:
         return rejected(verdict, name, pack({**message, **fields}), "weights")
 
-    yield refused("bounds", "a nonce of 15 bytes", propose, nonce=NONCE[1:])
-    yield refused("bounds", "a session of 17 bytes", release, session=bytes(17))
-    yield refused("bounds", "an empty session", accept, session=b"")
+    yield refused("bounds", "an id of 15 bytes", swap, id=SWAP[1:])
+    yield refused("bounds", "an id of 17 bytes", payload, id=bytes(17))
+    yield refused("bounds", "an empty id", accept, id=b"")
     yield refused("bounds", "a fingerprint of 31 bytes", here, fingerprint=FINGERPRINT[1:])
-    yield refused("bounds", "fragment 1024", propose, fragment=1024)
-    yield refused("bounds", "fragment -1", latest, fragment=-1)
-    yield refused("bounds", "no blocks", propose, blocks=b"")
-    yield refused("bounds", "1032 blocks", latest, blocks=b"\1" * 129)
+    yield refused("bounds", "fragment 1024", swap, fragment=1024)
+    yield refused("bounds", "fragment -1", swap, fragment=-1)
+    yield refused("bounds", "no blocks", swap, blocks=b"")
+    yield refused("bounds", "1032 blocks", here, blocks=b"\1" * 129)
     yield refused("bounds", "a byte without a block at the end", accept, blocks=b"\1\0")
     yield refused("schema", "blocks as numbers", here, blocks=[2, 3])
-    yield refused("bounds", "2**63 outer steps", propose, outer_step=2**63)
+    yield refused("bounds", "2**63 outer steps", swap, outer_step=2**63)
     yield refused("bounds", "-1 outer steps", here, outer_step=-1)
     yield refused("bounds", "an hour and a second", busy, retry_seconds=3601)
     yield refused("bounds", "nothing to fetch", ready, size=0)
     yield refused("bounds", "2**63 bytes to fetch", ready, size=2**63)
     yield refused("bounds", "a root of 33 bytes", ready, root=bytes(33))
     yield refused("bounds", "a transfer without an id", ready, transfer=b"")
-    yield refused("schema", "another reason", busy, reason="tired")
+    yield refused("schema", "another reason", refusal, reason="tired")
     yield refused("schema", "an unknown type", here, type="average")
-    yield refused("schema", "outer steps as float", propose, outer_step=1.0)
-    yield refused("schema", "a nonce as text", propose, nonce="n" * 16)
+    yield refused("schema", "outer steps as float", swap, outer_step=1.0)
+    yield refused("schema", "an id as text", swap, id="n" * 16)
     yield refused("schema", "a weight", accept, weight=1.0)
-    yield rejected("schema", "without a fragment", pack(without(propose, "fragment")), "weights")
+    yield rejected("schema", "without a fragment", pack(without(swap, "fragment")), "weights")
     yield rejected(
-        "schema", "type last", pack({**without(release, "type"), "type": "release"}), "weights"
+        "schema", "type last", pack({**without(payload, "type"), "type": "payload"}), "weights"
     )
     yield rejected("malformed", "cut short", pack(ready)[:-1], "weights")
-    yield rejected("malformed", "a byte behind it", pack(release) + b"\0", "weights")
+    yield rejected("malformed", "a byte behind it", pack(payload) + b"\0", "weights")
     yield rejected("malformed", "nothing", b"", "weights")
     yield rejected("oversize", "257 bytes", bytes(257), "weights")
 

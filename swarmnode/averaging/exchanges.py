@@ -11,11 +11,9 @@ from typing import Final
 from swarmnode.averaging.outer import Prepared, SlowWeights, Tensors
 
 KEPT: Final = 4
-"""Exchanges whose copies are kept; the network process has one at a time, the rest are ones that it
-gave up while we were busy."""
+"""Exchanges whose copies are kept: as many as `weights.exchange.MOST_SWAPS`."""
 DROPPED: Final = 1024
-"""Sessions that are remembered as given up: more than can be begun while the worker writes a
-state."""
+"""Swaps that are remembered as given up: more than can begin while the worker writes a state."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ failure ends it.
 
 `examine` is everything but the probe and needs no model, so another thread can do it while the
 model trains; `conclude` is the rest. Sizes were checked before anything was allocated
-(`weights.payload`). What an outcome costs its sender is in `weights.outcomes`, and for how long it
-is left alone in `weights.pairing`; the gate judges each exchange by itself.
+(`weights.payload`). What an outcome costs its sender is in `weights.local`, and how long it is left
+alone in `weights.exchange`; the gate judges each exchange by itself.
 
 After the commit `revert_monitor` decides whether to take it back. What is left to a hostile partner
 is a nudge of at most w τ per exchange, in a direction that does not hurt on the probe
@@ -32,7 +32,7 @@ import torch
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.weights.fragments import block_of
-from swarmnode.weights.outcomes import OUTCOMES, TAKEN
+from swarmnode.weights.local import OUTCOMES, TAKEN
 
 CLIP: Final = 2.0
 EPSILON: Final = 0.1

@@ -46,8 +46,7 @@ from swarmnode.rollouts.mode import Phase
 from swarmnode.rollouts.pulling import LISTINGS, PULLED
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.rollouts.serving import SERVED as ROLLOUTS_SERVED
-from swarmnode.weights import outcomes, pairing
-from swarmnode.weights.driver import FAILURES
+from swarmnode.weights import exchange, local
 
 Labels = tuple[str, ...]
 Number = float | None
@@ -965,19 +964,20 @@ WEIGHTS = (
         "swarmnode_weights_exchanges_total",
         "counter",
         "weights.outcomes",
-        "Outer steps, attempts to find a partner, and exchanges, by how they ended. `applied`,"
-        " `pulled` and `solo` are outer steps.",
+        "Outer steps (`applied` with a partner's weights, or `solo`), attempts to find a partner"
+        " (`busy`, `refused`, `unreachable`), and swaps that `failed` after a partner was found.",
         ("outcome",),
-        pairing.OUTCOMES,
+        exchange.OUTCOMES,
     ),
     Metric(
         "swarmnode_weights_failures_total",
         "counter",
         "weights.failures",
-        "Weight exchanges that failed, by cause: a slow or blocked way between the partners, or one"
-        " that does not keep to the protocol.",
+        "Swaps that failed after a partner was found, by cause: a slow or blocked connection, a"
+        " partner that breaks the protocol, or this node (`local`, `snapshot`, `apply_timeout`,"
+        " `no_trainer`).",
         ("cause",),
-        FAILURES,
+        exchange.FAILURES,
     ),
     Metric(
         "swarmnode_weights_judged_total",
@@ -986,7 +986,7 @@ WEIGHTS = (
         "Partners' weights, by what the acceptance gate made of them. `probe` made the policy worse"
         " and was not taken.",
         ("outcome",),
-        tuple(outcomes.OUTCOMES),
+        tuple(local.OUTCOMES),
     ),
     Metric(
         "swarmnode_weights_adoptions_total",
@@ -995,7 +995,7 @@ WEIGHTS = (
         "Whole states taken from a neighbour, at the start or when too far behind, by what became"
         " of them.",
         ("outcome",),
-        tuple(outcomes.ADOPTIONS),
+        tuple(local.ADOPTIONS),
     ),
     Metric(
         "swarmnode_weights_candidates",
@@ -1008,7 +1008,7 @@ WEIGHTS = (
         "swarmnode_weights_exchange_seconds_total",
         "counter",
         "weights.exchange_seconds",
-        "Seconds that finished weight exchanges took, together; training goes on meanwhile.",
+        "Seconds that applied swaps took, summed; training continues meanwhile.",
     ),
     Metric(
         "swarmnode_weights_received_bytes_total",

@@ -42,7 +42,6 @@ from swarmnode.trainer.weights_worker import (
     AveragingWorker,
     PayloadExamined,
     PrepareStep,
-    PublishSnapshot,
     ReplicaParts,
     StateRead,
     StepPrepared,
@@ -50,8 +49,8 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.local import TAKEN
 from swarmnode.weights.manifest import writing_seconds
-from swarmnode.weights.outcomes import TAKEN
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 
@@ -357,7 +356,6 @@ class Replica:
         # a stage may have none of the fragment's layers
         if self._step(exchange) and exchange.snapshot:
             self._parts.counters.solo_steps_total += 1
-            self._worker.submit(PublishSnapshot(exchange))
 
     def _step(self, exchange: Exchange) -> bool:
         """Take the outer step that was prepared: of an exchange all of it, alone what is left to

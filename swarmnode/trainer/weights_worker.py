@@ -105,13 +105,6 @@ class PrepareStep:
     """θ of those that are only recorded."""
 
 
-@dataclass(frozen=True)
-class PublishSnapshot:
-    """A solo step was recorded: offer the weights to whoever wants to pull."""
-
-    exchange: Exchange
-
-
 Job = (
     local.TakeSnapshot
     | local.ApplyPayload
@@ -119,7 +112,6 @@ Job = (
     | local.WriteState
     | local.AdoptState
     | PrepareStep
-    | PublishSnapshot
 )
 
 
@@ -234,8 +226,6 @@ class AveragingWorker:
                     exchange = self._copy(b"", fragment)
                     step = PrepareStep(exchange, {}, exchange.snapshot)
                     self.arrived.append(StepPrepared(self._prepared(step)))
-            case PublishSnapshot(exchange):
-                self._publish(exchange)
             case local.WriteState():
                 self._write_state()
             case local.AdoptState():
@@ -272,8 +262,8 @@ class AveragingWorker:
         steps."""
         session = message.session
         exchange = self._parts.exchanges.get(session)
-        # a one-sided pull, our side of which starts now; or we gave it up meanwhile, and start
-        # afresh
+        # The partner was served a copy of some seconds ago, or a commit has replaced φ since: our
+        # side starts from the weights of now.
         if exchange is None:
             exchange = self._copy(session, message.fragment, message.blocks)
         exchange = dataclasses.replace(

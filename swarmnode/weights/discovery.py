@@ -1,13 +1,13 @@
-"""Who could be a partner: connected peers that average the same policy, as they claim, and how far
-they are.
+"""Peers that could be partners: connected peers that claim to average the same policy, and the
+order in which they are asked for a swap.
 
-A peer claims it over a connection that proves who it is. The claim decides only whether it is
-asked; the fingerprint is compared again in every proposal, and everything that follows is judged by
-the gate.
+A claim comes over a connection that proves the peer's identity. It decides only whether the peer is
+asked: the fingerprint is compared again in every swap, and the gate judges everything that follows.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -15,14 +15,21 @@ from typing import Final
 import msgspec
 import trio
 
-from swarmnode.errors import PeerError
+from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Network
 from swarmnode.weights.fragments import common
-from swarmnode.weights.messages import Accept, Here, Propose
-from swarmnode.weights.partners import epoch_bucket, partner_order
-from swarmnode.weights.replica import LocalReplica
-from swarmnode.weights.requests import PeerRequests
+from swarmnode.weights.local import PROOF, LocalReplica
+from swarmnode.weights.messages import (
+    MESSAGE_BYTES,
+    Accepted,
+    Here,
+    Message,
+    Swap,
+    decode_message,
+    encode_message,
+)
 from swarmnode.weights.rule import too_far_behind
+from swarmnode.wire import ids
 
 POLL_INTERVAL: Final = 2.0
 """Seconds between two looks whether somebody is there whose claim we do not have."""
@@ -31,6 +38,26 @@ FRESH_SECONDS: Final = 120.0
 ASK_SECONDS: Final = 30.0
 """Seconds between two questions to one peer."""
 MAX_PEERS: Final = 1024
+REQUEST_SECONDS: Final = 10.0
+"""For a small message, and a small answer."""
+BUCKET_SECONDS: Final = 60.0
+"""An edge keeps its rank for this long. Clocks that differ cost a few mutual first choices, nothing
+else."""
+_DOMAIN = b"swarmnode/pairing/1"
+
+
+async def ask(
+    network: Network, peer: str, message: Message, seconds: float = REQUEST_SECONDS
+) -> Message:
+    """Return the answer of `peer`. Raises BadMessage for one that is no message, PeerError."""
+    data = await network.requests.request(
+        peer,
+        ids.WEIGHTS_PROTOCOL,
+        encode_message(message),
+        deadline=seconds,
+        max_response_bytes=MESSAGE_BYTES,
+    )
+    return decode_message(data)
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -114,13 +141,11 @@ class Discovery:
     def __init__(
         self,
         network: Network,
-        requests: PeerRequests,
         replica: LocalReplica,
         swarm: bytes,
         unix_time: Callable[[], float],
     ) -> None:
         self._network = network
-        self._requests = requests
         self._replica = replica
         self._swarm = swarm
         self._unix_time = unix_time
@@ -149,10 +174,12 @@ class Discovery:
         """Our own claim."""
         return Here(self._replica.fingerprint, self._replica.least_outer_step, self._replica.blocks)
 
-    def received(self, peer: str, claim: Here | Propose | Accept) -> None:
+    def received(self, peer: str, claim: Here | Swap | Accepted) -> None:
         """`peer` claims to average this, and to have taken so many outer steps. Who accepts means
         our fingerprint."""
-        fingerprint = self._replica.fingerprint if isinstance(claim, Accept) else claim.fingerprint
+        fingerprint = (
+            self._replica.fingerprint if isinstance(claim, Accepted) else claim.fingerprint
+        )
         self._claims.received(
             peer, fingerprint, claim.outer_step, trio.current_time(), claim.blocks
         )
@@ -201,8 +228,36 @@ class Discovery:
 
     async def _ask(self, peer: str) -> None:
         try:
-            answer = await self._requests.ask(peer, self.claim())
+            answer = await ask(self._network, peer, self.claim())
+        except BadMessage:
+            self._network.rejected(peer, "weights_malformed", PROOF)
+            return
         except PeerError:
             return  # it does not average, or its trainer is not there yet: then it will ask us
         if isinstance(answer, Here):
             self.received(peer, answer)
+
+
+# ---- the order in which candidates are asked: the same at both ends of an edge -------------------
+
+
+def epoch_bucket(unix_seconds: float, seconds: float = BUCKET_SECONDS) -> int:
+    """Number of the epoch, at least 0."""
+    return max(0, int(unix_seconds // seconds))
+
+
+def edge_rank(bucket: int, one: str, other: str, swarm: bytes) -> bytes:
+    """16 bytes that order edges; symmetric in the two peer ids. swarm: 32-byte swarm id."""
+    low, high = sorted((one.encode(), other.encode()))
+    content = _DOMAIN + bucket.to_bytes(8, "big") + len(low).to_bytes(2, "big") + low + high + swarm
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def partner_order(own: str, candidates: Iterable[str], bucket: int, swarm: bytes) -> list[str]:
+    """`candidates` without `own` and duplicates, lowest edge first.
+
+    An edge that is lowest for both its ends is proposed by both at once and always pairs. A peer
+    could mint identities until one ranks low for a victim, but only for one epoch at a time, and
+    what it gains is one exchange, which the gate bounds.
+    """
+    return sorted(set(candidates) - {own}, key=lambda peer: edge_rank(bucket, own, peer, swarm))

@@ -1,4 +1,4 @@
-"""What two nodes send each other before tensors move: small frames, a state's manifest excepted."""
+"""What two nodes send each other before tensors move: small frames, except a state's manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmnode.wire import strict
 from swarmnode.wire.fields import ANY_COUNTER, COUNTER, check_between, check_fields
 
 MESSAGE_BYTES: Final = 256
-NONCE_BYTES: Final = 16
+ID_BYTES: Final = 16
 STATE_REQUEST_BYTES: Final = 128
 STATE_BYTES: Final = 4 * 2**20
 """A manifest of a state names every tensor."""
@@ -21,56 +21,59 @@ RETRY_SECONDS: Final = 3600
 BLOCK_BYTES: Final = BLOCKS // 8
 
 
-class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
-    """Average fragment `fragment` with me."""
+class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
+    """What the sender averages, and how far it is; answered by the same."""
 
-    nonce: bytes
-    """16 random bytes, never used before; becomes the session's name."""
     fingerprint: bytes
     """32 bytes."""
-    fragment: int
     outer_step: int
     """The sender's outer step counter: a claim, used for lag only."""
     blocks: bytes = b""
     """What the sender holds, as `fragments.pack` makes it, of 1 to 128 bytes; here and below."""
 
 
-class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
-    nonce: bytes
-    """Nonce of the proposal that this answers."""
-    session: bytes
-    """The nonce of that proposal; of the lower peer id's where both proposed."""
+class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swap"):
+    """Average a fragment with the sender. Answered at once by Accepted, Busy or Refused."""
+
+    id: bytes
+    """16 random bytes, never used before: the swap's name."""
+    fingerprint: bytes
     fragment: int
     outer_step: int
     blocks: bytes = b""
 
 
-class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):
-    nonce: bytes
-    reason: Literal["busy", "other_policy"]
-    retry_seconds: int = 0
+class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accepted"):
+    """The sender takes part: it copies its weights now."""
 
-
-class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="release"):
-    """I am not, or no longer, in this session. Never answered."""
-
-    session: bytes
-
-
-class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
-    """What I average, and how far I am; answered by the same."""
-
-    fingerprint: bytes
+    id: bytes
     outer_step: int
     blocks: bytes = b""
 
 
-class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """My weights of `session` can be fetched, as protocol/05-bulk.md says. Not answered. Also the
-    answer to `latest`."""
+class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):
+    """Not now: to a Swap, another one is under way; to a Payload, it is not encoded yet."""
 
-    session: bytes
-    """All zero in an answer to `latest`."""
+    id: bytes
+    retry_seconds: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
+    id: bytes
+    reason: Literal["other_policy", "over"]
+    """`other_policy`: nothing in common. `over`: no swap of this id is under way any more."""
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="payload"):
+    """Where is your payload of this swap? Answered by Ready, Busy or Refused."""
+
+    id: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """The payload can be fetched, as protocol/05-bulk.md says."""
+
+    id: bytes
     transfer: bytes
     """32 bytes."""
     root: bytes
@@ -80,18 +83,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     """Outer steps that the fragment had taken when the weights were copied."""
 
 
-class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="latest"):
-    """Which weights of `fragment` can be had without you taking part? Answered by `ready`, or not
-    at all."""
-
-    fingerprint: bytes
-    fragment: int
-    blocks: bytes = b""
-    """What both of us hold, as far as I know. Of a copy of anything else I could make nothing."""
-
-
-PairingMessage = Propose | Accept | Busy | Release
-Message = PairingMessage | Here | Ready | Latest
+Message = Here | Swap | Accepted | Busy | Refused | Payload | Ready
 
 
 class StateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_request"):
@@ -109,8 +101,7 @@ class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 _LENGTHS: Final = {
-    "nonce": NONCE_BYTES,
-    "session": NONCE_BYTES,
+    "id": ID_BYTES,
     "fingerprint": HASH_BYTES,
     "transfer": HASH_BYTES,
     "root": HASH_BYTES,
@@ -131,7 +122,7 @@ def decode_message(data: bytes) -> Message:
     """Raises BadMessage: oversize, malformed, schema or bounds."""
     message: Message = strict.decode(data, Message, MESSAGE_BYTES)
     check_fields(message, _LENGTHS, _RANGES)
-    if isinstance(message, Here | Propose | Accept | Latest):
+    if isinstance(message, Here | Swap | Accepted):
         check_between("blocks", len(message.blocks), 1, BLOCK_BYTES)
         check_between("blocks' last byte", message.blocks[-1], 1, 255)
     return message

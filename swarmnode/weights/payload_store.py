@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 from collections.abc import Collection
@@ -31,6 +30,7 @@ PATIENCE_SECONDS: Final = 60.0
 """A transfer may lag behind a steady one by so much: one that sends as little as it may is given up
 then, and not at its deadline."""
 PACE_INTERVAL: Final = 5.0
+EXPIRY_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = (0.2, 5.0)
 """Pause before what broke off is asked for again: the first, doubled each time in which nothing new
 comes, and the longest."""
@@ -62,15 +62,6 @@ class PayloadOffer(msgspec.Struct, frozen=True):
     """When it ends, on trio's clock."""
 
 
-class PublishedCopy(msgspec.Struct, frozen=True):
-    """Our newest copy of a fragment, open to everybody."""
-
-    offer: PayloadOffer
-    outer_step: int
-    blocks: bytes
-    """What of the fragment is in it, packed."""
-
-
 class RemotePayload(msgspec.Struct, frozen=True):
     """A file of a peer's, as it was announced."""
 
@@ -88,9 +79,16 @@ class PayloadStore:
         self._bulk = bulk
         self._directory = directory
         self._uses: dict[Path, int] = {}
+        self._payloads: dict[Path, LocalPayload] = {}
+        """Those of files with a use. Each maps its file, and holds its disk space."""
         self._offers: dict[bytes, PayloadOffer] = {}
-        self._published: dict[int, PublishedCopy] = {}
         self._sinks: dict[Path, FileSink] = {}
+
+    async def run(self) -> None:
+        """End offers when their time is over, until cancelled."""
+        while True:
+            await trio.sleep(EXPIRY_SECONDS)
+            self.expire(trio.current_time())
 
     def clean(self) -> None:
         """Delete what an earlier process left."""
@@ -122,8 +120,16 @@ class PayloadStore:
         )
         self._bulk.offer(transfer, payload.source, audience=audience)
         self._uses[offer.path] = self._uses.get(offer.path, 0) + 1
+        self._payloads[offer.path] = payload
         self._offers[transfer] = offer
         return offer
+
+    def offer_again(
+        self, offer: PayloadOffer, until: float, audience: Collection[str] | None
+    ) -> PayloadOffer | None:
+        """Offer the same file to others too. Return None if it is deleted."""
+        payload = self._payloads.get(offer.path)
+        return None if payload is None else self.offer(payload, until, audience)
 
     def is_offered(self, offer: PayloadOffer) -> bool:
         return offer.transfer in self._offers
@@ -143,26 +149,14 @@ class PayloadStore:
         self._bulk.withdraw(offer.transfer)
         self._uses[offer.path] -= 1
         if not self._uses[offer.path]:
-            del self._uses[offer.path]
+            del self._uses[offer.path], self._payloads[offer.path]
             offer.path.unlink(missing_ok=True)
 
-    def publish(self, payload: LocalPayload, fragment: int, outer_step: int, blocks: bytes) -> None:
-        """Open a copy of `fragment` to whoever wants to pull it, in place of the one before, until
-        the next: that may be hours away."""
-        before = self._published.get(fragment)
-        offer = self.offer(payload, math.inf, None)
-        self._published[fragment] = PublishedCopy(offer, outer_step, blocks)
-        if before is not None:
-            self.withdraw(before.offer)
-
-    def unpublish(self) -> None:
-        """Our policy is another one."""
-        for copy in self._published.values():
-            self.withdraw(copy.offer)
-        self._published.clear()
-
-    def published(self, fragment: int) -> PublishedCopy | None:
-        return self._published.get(fragment)
+    def shorten(self, offer: PayloadOffer, until: float) -> None:
+        """Serve it until `until` at most."""
+        if (current := self._offers.get(offer.transfer)) is not None:
+            until = min(current.until, until)
+            self._offers[offer.transfer] = msgspec.structs.replace(current, until=until)
 
     def expire(self, now: float) -> None:
         """End what has been offered for long enough."""

@@ -1,16 +1,14 @@
-"""Averaging in the network process: its parts, put together; where the node and the trainer talk to
-it.
+"""Averaging in the network process: its parts put together, and where the node and the trainer talk
+to them.
 
-Discovery       who averages what we do                 RequestServer   answers peers
-ExchangeDriver  finds a partner, carries exchanges out  PayloadStore    files of weights, ours and
-theirs
-StateSeeker     a neighbour's state for a new node      StateServer     ours for a neighbour
+Discovery     which peers average what we do       Exchange      swaps: asks peers and answers them
+PayloadStore  files of weights, ours and theirs    StateSeeker   a neighbour's state for a new node
+                                                   StateServer   ours for a neighbour
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,14 +18,10 @@ import trio
 from swarmnode.config import WeightsConfig
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
-from swarmnode.weights.background import Background
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.driver import ExchangeDriver, SendToTrainer
-from swarmnode.weights.outcomes import OUTCOMES
+from swarmnode.weights.exchange import Exchange
+from swarmnode.weights.local import LocalReplica, SendToTrainer
 from swarmnode.weights.payload_store import PayloadStore
-from swarmnode.weights.replica import LocalReplica
-from swarmnode.weights.requests import PeerRequests
-from swarmnode.weights.server import RequestServer
 from swarmnode.weights.state_seeker import CatchUpStatistics, StateSeeker
 from swarmnode.weights.state_server import StateServer
 from swarmnode.wire.envelope import Credentials
@@ -36,32 +30,36 @@ from swarmnode.wire.envelope import Credentials
 class WeightsStatistics(msgspec.Struct, frozen=True):
     enabled: bool = False
     phase: str = ""
-    """Phase of the exchange under way: idle, proposed, paired, transfer, apply."""
+    """Of the swap that has been under way for longest: idle, proposing, copying, waiting, fetching
+    or judging."""
     partner: str = ""
     outcomes: dict[str, int] = {}
-    """Tries and exchanges by `pairing.OUTCOMES`."""
+    """Outer steps, attempts and swaps by `exchange.OUTCOMES`."""
     failures: dict[str, int] = {}
-    """Failed ones by `driver.FAILURES`."""
+    """Failed swaps by `exchange.FAILURES`."""
     judged: dict[str, int] = {}
-    """Partners' weights by `outcomes.OUTCOMES`."""
+    """Partners' weights by `local.OUTCOMES`."""
     candidates: int = 0
     """Peers that could be partners now."""
     exchange_seconds: float = 0.0
-    """Time that finished exchanges took, in all."""
+    """Duration of the applied swaps, summed."""
     received_bytes: int = 0
-    """Length of what they fetched, in all."""
+    """Length of the payloads that they fetched, summed."""
     catch_up: CatchUpStatistics = CatchUpStatistics()
     pairs: dict[str, int] = {}
-    """Exchanges applied by peer: for people, never a metric's label."""
+    """Applied swaps by peer: for people, never a metric's label."""
 
 
 class WeightService:
-    """Averages this node's policy with others'. budget(choice): as `Meter.allows`. unix_time: in
-    seconds. may_average(): False while the weights here are nobody's to have: then nothing is
-    proposed, accepted or left to be pulled.
+    """Averages this node's policy with those of peers.
 
-    Start it with `await nursery.start(service.run)`; `set_policy` and `receive` are for the process
-    link.
+    Start it with `await nursery.start(service.run)`. `set_policy`, `trainer_left` and `receive` are
+    for the process link.
+
+    Args:
+        budget: As `Meter.allows`; without it no swap is proposed.
+        may_average: Returns False while no swap may begin.
+        unix_time: Returns seconds.
     """
 
     def __init__(
@@ -84,32 +82,19 @@ class WeightService:
             network, credentials, self._replica, self._store, send_to_trainer
         )
         self._has_trainer = False
-        may_begin = lambda: (
+        may_accept = lambda: (
             self._has_trainer and may_average() and not self._state_server.is_writing
         )
-        self._may_propose = lambda: budget("fetch") and may_begin()
-        requests = PeerRequests(network)
-        self._discovery = Discovery(network, requests, self._replica, credentials.swarm, unix_time)
-        self._background = Background()
-        self._driver = ExchangeDriver(
+        self._discovery = Discovery(network, self._replica, credentials.swarm, unix_time)
+        self._exchange = Exchange(
             network,
-            requests,
             self._replica,
             self._discovery,
             self._store,
             send_to_trainer,
-            self._background,
             cfg.sync_every,
-        )
-        self._server = RequestServer(
-            network,
-            requests,
-            self._replica,
-            self._discovery,
-            self._driver,
-            self._store,
-            may_average,
-            may_begin,
+            may_accept=may_accept,
+            may_propose=lambda: budget("fetch") and may_accept(),
         )
         self._seeker = StateSeeker(
             network,
@@ -120,7 +105,6 @@ class WeightService:
             send_to_trainer,
             cfg,
         )
-        self._judged: Counter[str] = Counter()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Average until cancelled. With averaging off it only waits."""
@@ -129,28 +113,27 @@ class WeightService:
             await trio.sleep_forever()
         await trio.to_thread.run_sync(self._store.clean)
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._background.run)
-            nursery.start_soon(self._driver.run)
-            self._server.start()
+            await nursery.start(self._exchange.run)
             self._state_server.start()
+            nursery.start_soon(self._store.run)
             nursery.start_soon(self._discovery.run)
             nursery.start_soon(self._seeker.run)
             task_status.started()
 
     def statistics(self) -> WeightsStatistics:
-        paired, totals = self._driver.statistics(), self._driver.totals
+        counts, (phase, partner) = self._exchange.statistics, self._exchange.phase
         return WeightsStatistics(
             enabled=self._enabled,
-            phase=paired.phase,
-            partner=paired.peer,
-            outcomes=paired.outcomes,
-            failures=dict(totals.failures),
-            judged=dict(self._judged),
+            phase=phase,
+            partner=partner,
+            outcomes=dict(counts.outcomes),
+            failures=dict(counts.failures),
+            judged=dict(counts.judged),
             candidates=len(self._discovery.candidates()),
-            exchange_seconds=totals.seconds,
-            received_bytes=totals.received_bytes,
+            exchange_seconds=counts.seconds,
+            received_bytes=counts.received_bytes,
             catch_up=self._seeker.statistics(self._state_server.served),
-            pairs=dict(totals.pairs),
+            pairs=self._exchange.pairs(),
         )
 
     # ---- for the trainer -------------------------------------------------------------------------
@@ -162,11 +145,8 @@ class WeightService:
         if facts is None or not self._enabled:
             self._replica.stop()
             return
-        before = self._replica.fingerprint
         self._replica.start(facts, self._swarm, base, tokenizer)
-        if self._replica.fingerprint != before:
-            self._store.unpublish()
-        self._driver.trainer_started()
+        self._exchange.trainer_left()
         self._discovery.forget()
         self._state_server.trainer_started()
         self._seeker.trainer_started()
@@ -175,7 +155,7 @@ class WeightService:
         """It is gone, and may load for minutes: what it was doing is over, and nothing is proposed
         or accepted until there is another."""
         self._has_trainer = False
-        self._driver.trainer_left()
+        self._exchange.trainer_left()
 
     def receive(self, message: local.FromTrainer) -> None:
         """Take what the trainer sends."""
@@ -184,26 +164,16 @@ class WeightService:
         match message:
             case local.OuterStepDue():
                 self._replica.outer_steps[message.fragment] = message.outer_step
-                self._driver.outer_step_due(message, self._may_propose())
+                self._exchange.outer_step_due(message)
             case local.SnapshotWritten():
-                self._driver.snapshot_written(message)
+                self._exchange.snapshot_written(message)
             case local.ExchangeEnded():
-                self._exchange_ended(message)
+                self._replica.outer_steps[message.fragment] = message.outer_step
+                self._exchange.exchange_ended(message)
             case local.ExchangeReverted(peer):
-                self._count("reverted", peer)
-                self._driver.reverted(peer)
+                self._exchange.reverted(peer)
             case local.StateWritten():
-                self._background.start(self._state_server.written, message)
+                self._exchange.start(self._state_server.written, message)
             case local.StateAdopted():
                 self._replica.outer_steps = list(message.outer_steps)
                 self._seeker.adopted(message)
-
-    def _exchange_ended(self, ended: local.ExchangeEnded) -> None:
-        self._replica.outer_steps[ended.fragment] = ended.outer_step
-        self._count(ended.outcome if ended.outcome in OUTCOMES else "local", ended.peer)
-        self._driver.exchange_ended(ended)
-
-    def _count(self, outcome: str, peer: str) -> None:
-        self._judged[outcome] += 1
-        if OUTCOMES[outcome] and peer:
-            self._driver.lied(peer, f"weights_{outcome}", OUTCOMES[outcome])

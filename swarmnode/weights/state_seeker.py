@@ -23,8 +23,8 @@ from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.driver import SendToTrainer
 from swarmnode.weights.layout import payload_limit
+from swarmnode.weights.local import ADOPTIONS, PROOF, LocalReplica, SendToTrainer
 from swarmnode.weights.manifest import (
     AGREE,
     ASK,
@@ -40,9 +40,7 @@ from swarmnode.weights.messages import (
     decode_state,
     encode_message,
 )
-from swarmnode.weights.outcomes import ADOPTIONS, PROOF
 from swarmnode.weights.payload_store import PayloadStore, RemotePayload
-from swarmnode.weights.replica import LocalReplica
 from swarmnode.weights.state_server import (
     ANSWER_SECONDS,
     MARGIN_SECONDS,
@@ -76,7 +74,7 @@ def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]
 
 class CatchUpStatistics(msgspec.Struct, frozen=True):
     adoptions: dict[str, int] = {}
-    """Neighbours' states by `outcomes.ADOPTIONS`."""
+    """Neighbours' states by `local.ADOPTIONS`."""
     served: int = 0
     """Manifests given out."""
     source: str = ""

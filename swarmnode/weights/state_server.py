@@ -18,7 +18,7 @@ import trio
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
-from swarmnode.weights.driver import SendToTrainer
+from swarmnode.weights.local import PROOF, LocalReplica, SendToTrainer
 from swarmnode.weights.manifest import StateManifest
 from swarmnode.weights.messages import (
     STATE_BYTES,
@@ -28,9 +28,7 @@ from swarmnode.weights.messages import (
     decode_state,
     encode_message,
 )
-from swarmnode.weights.outcomes import PROOF
 from swarmnode.weights.payload_store import PayloadOffer, PayloadStore, offer_seconds
-from swarmnode.weights.replica import LocalReplica
 from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
 

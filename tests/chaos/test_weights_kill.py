@@ -1,4 +1,4 @@
-"""kill -9 of one side of an exchange in every state that it has: the other has its weights as they
+"""kill -9 of one side of a swap in every phase: the other has its weights as they
 were or wholly averaged, and goes on."""
 
 import pytest
@@ -6,7 +6,7 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.weights import discovery, driver
+from swarmnode.weights import discovery, exchange
 from tests.support import replica_child
 from tests.support.hosts import host
 from tests.support.replica import SWARM, averaging, identical
@@ -14,21 +14,21 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
-STATES = ("paired", "transfer", "apply")
+STATES = ("copying", "waiting", "fetching", "judging")
 CASES = [
-    ("proposed", True, 0.0),
-    ("proposed", True, 0.05),
+    ("proposing", True, 0.0),
+    ("proposing", True, 0.05),
     *((state, proposes, 0.0) for state in STATES for proposes in (True, False)),
     # in the middle of what its trainer does
-    *(("apply", proposes, 0.02) for proposes in (True, False)),
+    *(("judging", proposes, 0.02) for proposes in (True, False)),
 ]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(driver, "OPEN_SECONDS", (0.5, 120.0))
-    # of who proposed and vanished; minutes, otherwise
-    monkeypatch.setattr(driver, "AVOID_SECONDS", 1.0)
+    monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (0.5, 120.0))
+    # The partner that vanished would be left alone for minutes otherwise.
+    monkeypatch.setattr(exchange, "LONGEST_BACKOFF_SECONDS", 1.0)
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 
@@ -54,7 +54,7 @@ async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_pa
         averaged = node.outcome("applied") == 1
         assert averaged == (not identical(before, node.weights()))
         # only then had it everything it needed
-        assert not averaged or state in ("transfer", "apply")
+        assert not averaged or linger or state in ("waiting", "fetching", "judging")
         assert node.counters.outer_clocks[0] <= 1
 
         child = replica_child.start(

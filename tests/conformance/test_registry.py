@@ -25,8 +25,8 @@ from swarmnode.rollouts import admission, pulling
 from swarmnode.rollouts.pace import LONGEST
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.tasks import seeds
+from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
-from swarmnode.weights import requests as weights_requests
 from swarmnode.weights import state_server
 from swarmnode.wire import envelope, ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
@@ -154,7 +154,7 @@ def test_caps_are_those_of_the_registry():
         "secret": limits.SECRET_BYTES,
         "life": limits.LIFE_BYTES,
         "session": limits.SESSION_BYTES,
-        "nonce": weights_messages.NONCE_BYTES,
+        "swap": weights_messages.ID_BYTES,
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "crew": record.HASH_BYTES,
@@ -224,7 +224,7 @@ def test_timeouts_are_those_of_the_registry():
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,
         "summary": summaries.DEADLINE,
-        "weights": weights_requests.REQUEST_TIMEOUT,
+        "weights": weights_discovery.REQUEST_SECONDS,
         "weights_state": state_server.ANSWER_SECONDS,
         "crews": service.REQUEST_TIMEOUT,
         "stage_open": stream_proxy.OPEN_SECONDS,
@@ -255,7 +255,7 @@ def test_every_limit_is_in_the_registry():
         said.MESSAGE_BYTES,
         said.STATE_REQUEST_BYTES,
         said.STATE_BYTES,
-        said.NONCE_BYTES,
+        said.ID_BYTES,
         said.FRAGMENTS,
         said.RETRY_SECONDS,
     ]

@@ -41,11 +41,11 @@ from swarmnode.tasks.frames import prepare
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import bucket_seed, choose_task, evaluation_seed, task_seed
+from swarmnode.weights.discovery import edge_rank
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.partners import edge_rank
 from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode

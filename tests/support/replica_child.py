@@ -1,5 +1,5 @@
-"""A node in a process of its own that kills itself with -9 when it enters a state of an exchange: a
-test looks at its partner."""
+"""A node in a process of its own that kills itself with -9 when a swap enters a phase: a test looks
+at its partner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import trio
 
 from swarmnode.p2p import identity
 from swarmnode.process import die_with_parent
-from swarmnode.weights import discovery, pairing
+from swarmnode.weights import discovery
+from swarmnode.weights.exchange import SwapState
 from tests.support import forked
 from tests.support.hosts import host
 from tests.support.replica import SWARM, averaging
@@ -44,7 +45,7 @@ async def _run(directory: Path, address: str, proposes: bool, die_in: str, linge
     key = identity.load_or_create(directory / "identity.key").private_key
     async with host(directory, initial_peers=[address], swarm=SWARM) as network:
         if die_in:
-            pairing.Pairing.handle = dying(die_in, linger)  # type: ignore[method-assign]
+            SwapState.__setattr__ = dying(die_in, linger)  # type: ignore[method-assign,assignment]
         async with averaging(network, key, directory, seed=7) as node:
             node.step()
             await until(lambda: node.candidates() == 1, seconds=START_SECONDS)
@@ -53,21 +54,15 @@ async def _run(directory: Path, address: str, proposes: bool, die_in: str, linge
             await trio.sleep_forever()
 
 
-def dying(
-    phase: str, linger: float
-) -> Callable[[pairing.Pairing, pairing.Event, float], tuple[pairing.Action, ...]]:
-    """`Pairing.handle` that ends this process, `linger` seconds after it has entered `phase`."""
-    handle = pairing.Pairing.handle
+def dying(phase: str, linger: float) -> Callable[[SwapState, str, object], None]:
+    """`SwapState.__setattr__` that ends this process `linger` seconds after `phase` began."""
 
-    def watched(
-        self: pairing.Pairing, event: pairing.Event, now: float
-    ) -> tuple[pairing.Action, ...]:
-        actions = handle(self, event, now)
-        if self.state.phase.value == phase:
+    def watched(self: SwapState, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name == "phase" and value == phase:
             if not linger:
                 os.kill(os.getpid(), signal.SIGKILL)
             trio.lowlevel.spawn_system_task(_die, linger)
-        return actions
 
     return watched
 

@@ -348,7 +348,6 @@ def example_at(t: float) -> NodeSnapshot:
             received_bytes=steps // 14 * 41_000,
             outcomes={
                 "applied": steps // 15,
-                "pulled": steps // 90,
                 "solo": 1,
                 "busy": steps // 40,
                 "failed": 2,

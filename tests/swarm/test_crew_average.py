@@ -19,7 +19,7 @@ from swarmnode.trainer.crew import average
 from swarmnode.trainer.crew.average import CLOCKS, averaged
 from swarmnode.trainer.crew.probe import CrewProbe
 from swarmnode.trainer.crew.stage import Stage
-from swarmnode.weights import discovery, driver, state_seeker
+from swarmnode.weights import discovery, exchange, state_seeker
 from swarmnode.weights.payload_store import PayloadStore
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
@@ -104,7 +104,7 @@ def as_good(_probe, _mine, _mean, answer):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(driver, "OPEN_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (1.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
     monkeypatch.setattr(CrewProbe, "measure", as_good)
 

@@ -9,7 +9,7 @@ import torch
 import trio
 
 from swarmnode.p2p import identity
-from swarmnode.weights import discovery, driver, local, pairing
+from swarmnode.weights import discovery, exchange, local
 from swarmnode.weights.messages import STATE_BYTES, StateRequest, encode_message
 from swarmnode.wire import ids
 from tests.support.hosts import hosts
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.swarm
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(driver, "OPEN_SECONDS", (1.0, 120.0))
+    monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (1.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
 
@@ -70,7 +70,7 @@ async def test_a_pair_meets_in_the_middle(tmp_path):
         assert 2 * 64 * 64 * 4 < payload < 2 * 64 * 64 * 4 + 600  # one policy, once
 
 
-async def test_an_exchange_crosses_our_own_socket_five_times_at_most(tmp_path):
+async def test_a_swap_crosses_our_own_socket_five_times(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         for node in (a, b):
             node.to_trainer.clear()
@@ -127,23 +127,22 @@ async def test_alone_the_outer_step_is_taken_alone(tmp_path):
         assert a.outcome("solo") == 1
 
 
-async def test_a_busy_partner_is_pulled_from(tmp_path):
+async def test_a_partner_that_rests_is_busy(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         b.due(step_seconds=10.0)  # so slow that it rests for two minutes afterwards
-        # now both have published
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         b.step()
         a.step()
         a.due()
-        await until(lambda: a.outcome("pulled"))
+        await until(lambda: a.outcome("solo"))
+        assert a.outcome("busy") == 1
         assert b.outcome("applied") == 1
         assert a.counters.outer_clocks == [2]
 
 
-async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(pairing, "WASTED", 0.0)  # else the other one leaves us alone for a while
+async def test_a_trainer_that_restarts_costs_one_swap(tmp_path, monkeypatch):
+    # Else the other node would leave this one alone for a while.
+    monkeypatch.setattr(exchange, "FAILURE_FACTOR", 0.0)
     async with nodes(tmp_path, 2) as (a, b):
         a.hold = {local.ApplyPayload}
         a.due()
@@ -151,7 +150,7 @@ async def test_a_trainer_that_starts_again_in_the_middle_costs_the_exchange_only
         before = a.weights()
         a.connect()
         assert a.service.statistics().phase == "idle"
-        assert a.service.statistics().failures == {"no_trainer": 1}
+        await until(lambda: a.service.statistics().failures == {"no_trainer": 1})
         assert identical(before, a.weights())
         a.hold = set()
         await until(lambda: b.service.statistics().phase == "idle" and a.candidates() == 1)

@@ -1,8 +1,8 @@
 """A hostile partner: speaks the protocol of averaging over a real network, and lies in one way or
 another. For tests and the demo's liar.
 
-It needs neither model nor configuration: peers tell their fingerprint, and what they publish is the
-pattern of what it sends. No torch.
+It needs neither model nor configuration: peers send their fingerprint, and the payload of the
+partner in a swap is the pattern of the lie. No torch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.weights.layout import BLOCK, SMALL_BLOCK
 from swarmnode.weights.messages import (
+    ID_BYTES,
     MESSAGE_BYTES,
-    NONCE_BYTES,
-    Accept,
+    Accepted,
+    Busy,
     Here,
-    Latest,
     Message,
-    Propose,
+    Payload,
     Ready,
-    Release,
+    Refused,
+    Swap,
     decode_message,
     encode_message,
 )
@@ -62,13 +63,15 @@ MANNERS: Final = (
     "other_root",
     "not_offered",
     "wrong_hash",
-    "release",
+    "denies",
     "no_answer",
-    "other_nonce",
+    "other_id",
 )
 """Lies that are told before."""
 LARGEST: Final = 2**28
 PROPOSE_EVERY_SECONDS: Final = 3.0
+PAYLOAD_SECONDS: Final = 30.0
+"""For a partner to encode its payload."""
 
 
 def opened(payload: bytes) -> tuple[Header, list[bytes]]:
@@ -148,8 +151,8 @@ def _altered(body: bytes, elements: int, codec: str, kind: str) -> bytes:
 
 
 class WeightLiar:
-    """kinds: the lies it tells, in turn, of PAYLOADS and MANNERS; empty is an honest partner that
-    sends back what it was shown."""
+    """kinds: the lies it tells, in turn, of PAYLOADS and MANNERS; empty is a partner that returns
+    what it was sent."""
 
     def __init__(
         self, network: Libp2pNetwork, kinds: Sequence[str], *, step: int | None = None
@@ -158,12 +161,14 @@ class WeightLiar:
         self._kinds = list(kinds)
         self._told = 0
         self._step = step
-        self._patterns: dict[int, bytes] = {}
+        self._offers: dict[bytes, Ready | None] = {}
+        """By swap; None while the lie is being made, or where nothing will come."""
         self._nursery: trio.Nursery | None = None
         self.fingerprint = b""
         self.blocks = b"\1"
         """Those of the peer that it has learnt of last."""
-        self.sessions: list[bytes] = []
+        self.swaps: list[bytes] = []
+        """Ids of the swaps that were proposed to it."""
 
     async def run(
         self,
@@ -191,32 +196,15 @@ class WeightLiar:
                     self._nursery.start_soon(self._approach, peer)
 
     async def learn(self, peer: str) -> None:
-        """Ask `peer` what it averages, and for what it has published. Raises PeerError."""
-        answer = await self.ask(
-            peer, Here(self.fingerprint or bytes(32), self._step or 0, self.blocks)
-        )
+        """Ask `peer` what it averages, and claim the same. Raises PeerError."""
+        fingerprint = self.fingerprint or bytes(32)
+        answer = await self.ask(peer, Here(fingerprint, self._step or 0, self.blocks))
         if isinstance(answer, Here):
             self.fingerprint, self.blocks = answer.fingerprint, answer.blocks
-            await self.ask(
-                peer,
-                Here(
-                    self.fingerprint,
-                    self._step if self._step is not None else answer.outer_step,
-                    self.blocks,
-                ),
-            )
-        for fragment in range(64):
-            try:
-                ready = await self.ask(peer, Latest(self.fingerprint, fragment, self.blocks))
-            except PeerError:
-                return
-            if isinstance(ready, Ready):
-                manifest = await self._network.bulk.manifest(peer, ready.transfer)
-                sink = MemorySink(manifest, limit=LARGEST)
-                await self._network.bulk.fetch(peer, ready.transfer, manifest, sink, deadline=30.0)
-                self._patterns[fragment] = bytes(sink.data)
+            step = self._claim(answer.outer_step)
+            await self.ask(peer, Here(self.fingerprint, step, self.blocks))
 
-    async def ask(self, peer: str, message: Message) -> Message | None:
+    async def ask(self, peer: str, message: Message) -> Message:
         """Raises PeerError."""
         data = await self._network.requests.request(
             peer,
@@ -225,28 +213,27 @@ class WeightLiar:
             deadline=10.0,
             max_response_bytes=MESSAGE_BYTES,
         )
-        return decode_message(data) if data else None
+        return decode_message(data)
 
     async def propose(
-        self, peer: str, fragment: int = 0, *, follow: bool = True, nonce: bytes = b""
-    ) -> Message | None:
-        """follow: go on with a lie when it accepts; else vanish."""
-        nonce = nonce or secrets.token_bytes(NONCE_BYTES)
-        answer = await self.ask(
-            peer, Propose(nonce, self.fingerprint, fragment, self._step or 0, self.blocks)
-        )
-        if isinstance(answer, Accept) and follow:
-            await self._lie(peer, answer.session, answer.fragment)
+        self, peer: str, fragment: int = 0, *, follow: bool = True, name: bytes = b""
+    ) -> Message:
+        """Propose a swap. follow: continue with a lie when it is accepted; else vanish."""
+        name = name or secrets.token_bytes(ID_BYTES)
+        swap = Swap(name, self.fingerprint, fragment, self._step or 0, self.blocks)
+        answer = await self.ask(peer, swap)
+        if isinstance(answer, Accepted) and follow:
+            self._offers[name] = None
+            await self._lie(peer, name)
         return answer
 
     async def _approach(self, peer: str) -> None:
         try:
-            if not self._patterns:
+            if not self.fingerprint:
                 await self.learn(peer)
-            for fragment in self._patterns:
-                await self.propose(peer, fragment)
+            await self.propose(peer)
         except (PeerError, msgspec.MsgspecError):
-            pass  # it does not want us; it is asked again
+            pass  # It refuses; it is asked again.
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
@@ -256,23 +243,22 @@ class WeightLiar:
             return encode_message(
                 Here(message.fingerprint, self._claim(message.outer_step), message.blocks)
             )
-        if isinstance(message, Propose) and self._nursery is not None:
-            self.sessions.append(message.nonce)
+        if isinstance(message, Payload):
+            if message.id not in self._offers:
+                return encode_message(Refused(message.id, "over"))
+            return encode_message(self._offers[message.id] or Busy(message.id))
+        if isinstance(message, Swap) and self._nursery is not None:
+            self.swaps.append(message.id)
             kind = self._kind(peek=True)
             if kind == "no_answer":
                 await trio.sleep(5.0)
-            nonce = bytes(NONCE_BYTES) if kind == "other_nonce" else message.nonce
-            self._nursery.start_soon(self._lie, peer, message.nonce, message.fragment)
-            return encode_message(
-                Accept(
-                    nonce,
-                    message.nonce,
-                    message.fragment,
-                    self._claim(message.outer_step),
-                    message.blocks,
-                )
-            )
-        return b""
+            name = bytes(ID_BYTES) if kind == "other_id" else message.id
+            if kind != "denies":
+                self._offers[message.id] = None
+            self._nursery.start_soon(self._lie, peer, message.id)
+            step = self._claim(message.outer_step)
+            return encode_message(Accepted(name, step, message.blocks))
+        raise PeerError("an answer to nothing")
 
     def _claim(self, theirs: int) -> int:
         return self._step if self._step is not None else theirs
@@ -284,28 +270,37 @@ class WeightLiar:
         self._told += not peek
         return kind
 
-    async def _lie(self, peer: str, session: bytes, fragment: int) -> None:
+    async def _lie(self, peer: str, name: bytes) -> None:
         kind = self._kind()
-        pattern = self._patterns.get(fragment)
+        if kind in ("silent", "denies", "no_answer", "other_id"):
+            return
         try:
-            if kind == "release":
-                await self.ask(peer, Release(session))
-            if pattern is None or kind in ("silent", "release", "no_answer", "other_nonce"):
-                return
-            content = bytearray(lie(pattern, kind) if kind in PAYLOADS else pattern)
-            source = BulkSource(content)
-            if kind == "wrong_hash":
-                struct.pack_into("<Q", content, len(content) // 2, 0x5555555555555555)
-            transfer = secrets.token_bytes(32)
-            if kind != "not_offered":
-                self._network.bulk.offer(transfer, source)
-            root = bytes(32) if kind == "other_root" else source.root
-            size = {"too_large": 2**40, "other_size": source.size - 1}.get(kind, source.size)
-            await self.ask(peer, Ready(session, transfer, root, size, self._claim(0)))
-            # and another one
-            await self.ask(
-                peer,
-                Ready(session, secrets.token_bytes(32), source.root, source.size, self._claim(0)),
-            )
+            pattern = await self._fetch(peer, name)
         except PeerError:
-            pass  # found out
+            return  # found out
+        content = bytearray(lie(pattern, kind) if kind in PAYLOADS else pattern)
+        source = BulkSource(content)
+        if kind == "wrong_hash":
+            struct.pack_into("<Q", content, len(content) // 2, 0x5555555555555555)
+        transfer = secrets.token_bytes(32)
+        if kind != "not_offered":
+            self._network.bulk.offer(transfer, source)
+        root = bytes(32) if kind == "other_root" else source.root
+        size = {"too_large": 2**40, "other_size": source.size - 1}.get(kind, source.size)
+        self._offers[name] = Ready(name, transfer, root, size, self._claim(0))
+
+    async def _fetch(self, peer: str, name: bytes) -> bytes:
+        """The partner's payload of a swap. Raises PeerError."""
+        bulk = self._network.bulk
+        with trio.move_on_after(PAYLOAD_SECONDS):
+            while True:
+                answer = await self.ask(peer, Payload(name))
+                if isinstance(answer, Ready):
+                    manifest = await bulk.manifest(peer, answer.transfer)
+                    sink = MemorySink(manifest, limit=LARGEST)
+                    await bulk.fetch(peer, answer.transfer, manifest, sink, deadline=30.0)
+                    return bytes(sink.data)
+                if not isinstance(answer, Busy):
+                    raise PeerError("its swap is over")
+                await trio.sleep(0.1)
+        raise PeerError("it has encoded nothing")

@@ -429,11 +429,11 @@ function bars(list, all) {
       node("rect", { class: `block ${look}`, width: (100 * n) / most, height: 4 })))));
 }
 
-const DONE = ["applied", "pulled", "solo"], NOBODY = ["busy", "other_policy", "unreachable", "propose_timeout", "released"];
+const DONE = ["applied", "solo"], NOBODY = ["busy", "refused", "unreachable"];
 
 function weights(s) {
   const { weights: w } = s, told = (s.trainer.report || {}).weights || {};
-  const finished = (w.outcomes.applied || 0) + (w.outcomes.pulled || 0);
+  const finished = w.outcomes.applied || 0;
   const partners = Object.entries(w.pairs).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([peer, n]) => `${shortId(peer)} ${count(n)}×`);
   facts("weights", !w.enabled ? [] : [
     ["rule", [told.rule, told.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],

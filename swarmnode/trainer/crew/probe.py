@@ -44,7 +44,7 @@ MICRO_BATCHES = 4
 SECONDS = (120.0, 3.0)
 """For a verdict, and for each second that a step takes: what travels for it grows with the policy
 as a step does, and shares the lines with it. A partner waits for six minutes and eight steps
-(`weights/driver.py`)."""
+(`weights/exchange.py`)."""
 
 
 class CrewProbe:

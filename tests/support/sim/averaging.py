@@ -1,9 +1,9 @@
 """The learner's half of averaging: what `trainer/weights.py` says to the network process, with
 skills for weights.
 
-It holds the network process to what `weights/pairing.py` promises: one outer step at a time,
-nothing of a session that was closed, and of a partner's weights exactly those that the partner
-copied for this session, or published.
+It holds the network process to what `weights/exchange.py` promises: one outer step at a time,
+nothing of a swap that was dropped, and of a partner's weights exactly those that the partner copied
+within some seconds.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ READ_SECONDS = (0.05, 2.0)
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A file of weights. peer, session: who copied them, and for what."""
+    """A file of weights. peer: who copied them."""
 
     peer: str
-    session: bytes
     skill: bytes
     """float32, little-endian."""
 
 
 class Averaging:
     """One life of it. `skill()`, `set_skill(values)`: the learner's weights. `fails`: is told what
-    must not be. `done`: outer steps by how they came about, `exchanged` (of a `session`, or
-    `pulled`) or `solo`, and states `adopted`; to be added to."""
+    must not be. `done`: outer steps by how they came about, `exchanged` or `solo`, and states
+    `adopted`; to be added to."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Averaging:
                 if session not in self._dropped:
                     self._send(
                         local.SnapshotWritten(
-                            session, 0, str(self._write("out", session)), self.outer_step, BLOCKS
+                            session, 0, str(self._write("out")), self.outer_step, BLOCKS
                         )
                     )
             case local.ApplyPayload():
@@ -132,16 +131,9 @@ class Averaging:
                     self._apply(message)
             case local.SoloStep():
                 self._stepped("solo")
-                self._send(
-                    local.SnapshotWritten(
-                        b"", 0, str(self._write("out", b"")), self.outer_step, BLOCKS
-                    )
-                )
             case local.WriteState():
                 hashes = [TensorHash("skill", hashlib.sha256(self._packed()).digest())]
-                self._send(
-                    local.StateWritten(str(self._write("state", b"")), self.outer_step, hashes)
-                )
+                self._send(local.StateWritten(str(self._write("state")), self.outer_step, hashes))
             case local.AdoptState(peer, path, outer_step) if path:
                 self._adopt(peer, Path(path), outer_step)
 
@@ -153,10 +145,8 @@ class Averaging:
         except (OSError, msgspec.MsgspecError, struct.error):
             outcome, committed = "payload", False
         else:
-            published = copy.session == b"" or copy.session != message.session
             if copy.peer != message.peer:
                 self._fails(f"weights of {copy.peer[-6:]} came as those of {message.peer[-6:]}")
-            self.done["pulled" if published else "session"] += 1
             self._set_skill([(a + b) / 2 for a, b in zip(self._skill(), theirs, strict=True)])
             self._stepped("exchanged")
         self._send(
@@ -184,8 +174,8 @@ class Averaging:
     def _packed(self) -> bytes:
         return struct.pack(f"<{SKILLS}f", *self._skill())
 
-    def _write(self, kind: str, session: bytes) -> Path:
+    def _write(self, kind: str) -> Path:
         self._written += 1
         path = self._directory / f"{kind}-{self._written}-{self._rng.getrandbits(32):08x}.bin"
-        path.write_bytes(msgspec.msgpack.encode(Copy(self._peer, session, self._packed())))
+        path.write_bytes(msgspec.msgpack.encode(Copy(self._peer, self._packed())))
         return path

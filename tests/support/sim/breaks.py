@@ -3,7 +3,7 @@ patch for the time of a simulation.
 
 guard      a group's question need not be its author's any more
 deadline   whoever asks for groups waits for ever
-commit     what the trainer has committed is not told to the exchange's driver
+commit     the exchange is not told what the trainer has committed
 storm      whoever publishes far more than it may is not found
 """
 
@@ -18,12 +18,12 @@ from unittest import mock
 from swarmnode.p2p.storms import Storms
 from swarmnode.rollouts import admission
 from swarmnode.rollouts.pace import Throughput
-from swarmnode.weights.driver import ExchangeDriver
+from swarmnode.weights.exchange import Exchange
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {
     "guard": (admission, "check_seed", mock.Mock(return_value=True)),
     "deadline": (Throughput, "deadline", mock.Mock(return_value=math.inf)),
-    "commit": (ExchangeDriver, "exchange_ended", mock.Mock()),
+    "commit": (Exchange, "exchange_ended", mock.Mock()),
     "storm": (Storms, "found", mock.Mock(return_value=False)),
 }
 

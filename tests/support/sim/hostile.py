@@ -305,11 +305,11 @@ class Hostile:
         match weights.decode_message(request):
             case weights.Here() as here:
                 return weights.encode_message(here)
-            case weights.Propose(nonce, _, fragment, outer_step, blocks):
-                return weights.encode_message(
-                    weights.Accept(nonce, nonce, fragment, outer_step, blocks)
-                )
-        return b""
+            case weights.Swap(id=name, outer_step=outer_step, blocks=blocks):
+                return weights.encode_message(weights.Accepted(name, outer_step, blocks))
+            case weights.Payload(id=name):
+                return weights.encode_message(weights.Busy(name))
+        raise PeerError("an answer to nothing")
 
     async def _list(self, peer: str, request: bytes) -> bytes:
         await trio.lowlevel.checkpoint()

@@ -32,10 +32,12 @@ from swarmnode.weights.layout import (
 )
 from swarmnode.weights.messages import (
     MESSAGE_BYTES,
-    Accept,
+    Accepted,
     Busy,
-    Propose,
-    Release,
+    Payload,
+    Ready,
+    Refused,
+    Swap,
     decode_message,
     encode_message,
 )
@@ -387,10 +389,12 @@ def test_a_layout_is_sorted_and_refuses_what_cannot_be_averaged():
 @pytest.mark.parametrize(
     "message",
     [
-        Propose(b"n" * 16, bytes(32), 3, 2**63 - 1, b"\1" * 128),
-        Accept(b"n" * 16, b"s" * 16, 0, 0, b"\1"),
-        Busy(b"n" * 16, "busy", 30),
-        Release(b"s" * 16),
+        Swap(b"n" * 16, bytes(32), 3, 2**63 - 1, b"\1" * 128),
+        Accepted(b"n" * 16, 0, b"\1"),
+        Busy(b"n" * 16, 30),
+        Refused(b"n" * 16, "over"),
+        Payload(b"s" * 16),
+        Ready(b"s" * 16, bytes(32), bytes(32), 2**63 - 1, 0),
     ],
 )
 def test_messages_travel_and_their_bounds_hold(message):
@@ -402,15 +406,17 @@ def test_messages_travel_and_their_bounds_hold(message):
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (Propose(b"n" * 15, bytes(32), 0, 0), "bounds"),
-        (Propose(b"n" * 16, bytes(31), 0, 0), "bounds"),
-        (Propose(b"n" * 16, bytes(32), -1, 0), "bounds"),
-        (Propose(b"n" * 16, bytes(32), 1024, 0), "bounds"),
-        (Accept(b"n" * 16, b"", 0, 0), "bounds"),
-        (Accept(b"n" * 16, b"s" * 16, 0, 2**63), "bounds"),
-        (Busy(b"n" * 16, "busy", -1), "bounds"),
-        (Busy(b"n" * 16, "tired"), "schema"),
-        (Release(b"s" * 300), "oversize"),
+        (Swap(b"n" * 15, bytes(32), 0, 0), "bounds"),
+        (Swap(b"n" * 16, bytes(31), 0, 0), "bounds"),
+        (Swap(b"n" * 16, bytes(32), -1, 0), "bounds"),
+        (Swap(b"n" * 16, bytes(32), 1024, 0), "bounds"),
+        (Accepted(b"", 0, b"\1"), "bounds"),
+        (Accepted(b"n" * 16, 2**63, b"\1"), "bounds"),
+        (Accepted(b"n" * 16, 0), "bounds"),
+        (Busy(b"n" * 16, -1), "bounds"),
+        (Refused(b"n" * 16, "tired"), "schema"),
+        (Ready(b"n" * 16, bytes(32), bytes(32), 0, 0), "bounds"),
+        (Payload(b"s" * 300), "oversize"),
         (Header("int8", 0, 0, b"", []), "schema"),
     ],
 )
@@ -423,7 +429,7 @@ def test_messages_outside_their_bounds_are_refused(message, why):
 def test_any_bytes_are_a_message_or_a_bad_message():
     rng = random.Random(0)
     for _ in range(5000):
-        data = bytearray(encode_message(Propose(b"n" * 16, bytes(32), 3, 7)))
+        data = bytearray(encode_message(Swap(b"n" * 16, bytes(32), 3, 7)))
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         assert refusal(decode_message, bytes(data)) in (

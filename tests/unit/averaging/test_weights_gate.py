@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.outer_rules import judge
 from swarmnode.averaging.gate import EPSILON, FAR, FIRST, AveragingGate, Losses, norm, threshold
-from swarmnode.weights.outcomes import ADOPTIONS, OUTCOMES
+from swarmnode.weights.local import ADOPTIONS, OUTCOMES
 from swarmnode.weights.revert_monitor import RevertMonitor
 
 W = 0.5

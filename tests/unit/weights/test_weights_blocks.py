@@ -3,11 +3,9 @@ and nodes that hold all of it."""
 
 import random
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
-import trio
 
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import Losses
@@ -15,12 +13,10 @@ from swarmnode.config import WeightsConfig
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.background import Background
 from swarmnode.weights.discovery import Discovery
-from swarmnode.weights.driver import ExchangeDriver
 from swarmnode.weights.fragments import block_of, common, pack, within
-from swarmnode.weights.messages import Busy, Here, Propose
-from swarmnode.weights.replica import LocalReplica
+from swarmnode.weights.local import LocalReplica
+from swarmnode.weights.messages import Here
 from tests.support.replica import settle
 
 LAYERS = 4
@@ -406,7 +402,7 @@ async def test_partners_with_the_whole_fragment_are_asked_first(
     replica = LocalReplica()
     held = {"w1": WHOLE, "h": HEAD, "w2": WHOLE, "s": SHORT, "l": LONG, "far": WHOLE, "none": {500}}
     network = StubNetwork("me", [*held, "other"])
-    asked = Discovery(network, None, replica, bytes(32), lambda: 0.0)
+    asked = Discovery(network, replica, bytes(32), lambda: 0.0)
     for party, expected in (
         (whole, ({"w1", "w2", "l"}, {"h"})),
         (head, ({"w1", "w2", "h", "l"}, set())),
@@ -426,49 +422,3 @@ async def test_partners_with_the_whole_fragment_are_asked_first(
         ]
         assert best == len(first)
     assert set(asked.alike()) == {"h"}
-
-
-async def test_of_a_busy_peer_that_averages_something_else_by_now_nothing_is_asked(
-    parties, autojump_clock
-):
-    """A question about no blocks is no message, and would cost the asker its standing."""
-    (party,) = parties(WHOLE)
-    replica, network, background, said, asked = (
-        LocalReplica(),
-        StubNetwork("a", ["b"]),
-        Background(),
-        [],
-        [],
-    )
-    network.bulk = SimpleNamespace(deadline=lambda peer, size: 1.0)
-    replica.start(party.facts, bytes(32), bytes(32), bytes(32))
-    discovery = Discovery(network, None, replica, bytes(32), lambda: 0.0)
-
-    async def ask(peer, message, seconds=1.0):
-        await trio.lowlevel.checkpoint()
-        asked.append(message)
-        discovery.received(peer, Here(b"x" * 32, 0, b"\1"))
-        return Busy(message.nonce, "busy")
-
-    store = SimpleNamespace(expire=lambda now: None)
-    driver = ExchangeDriver(
-        network,
-        SimpleNamespace(ask=ask),
-        replica,
-        discovery,
-        store,
-        lambda m: not said.append(m),
-        background,
-        4,
-    )
-    async with trio.open_nursery() as nursery:
-        await nursery.start(background.run)
-        nursery.start_soon(driver.run)
-        driver.trainer_started()
-        discovery.received("b", Here(replica.fingerprint, 0, replica.blocks))
-        driver.outer_step_due(local.OuterStepDue(0, 0, 0.01), propose=True)
-        await trio.sleep(600.0)  # of the jumping clock
-        nursery.cancel_scope.cancel()
-    assert local.SoloStep(0) in said
-    assert [type(message) for message in asked] == [Propose]
-    assert driver.totals.failures == {"declined": 1}

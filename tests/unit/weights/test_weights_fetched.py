@@ -1,6 +1,7 @@
 """Fetching a payload: what breaks off is taken up again, for as long as something new comes."""
 
 import secrets
+import weakref
 
 import pytest
 import trio
@@ -110,21 +111,24 @@ async def test_what_cannot_get_better_is_not_tried_again(tmp_path, autojump_cloc
     assert bulk.tried == 1
 
 
-async def test_a_copy_can_be_pulled_until_the_next_one_however_long_that_takes(
-    tmp_path, autojump_clock
-):
+async def test_offers_end_and_their_files_are_deleted(tmp_path, autojump_clock):
     bulk = Breaking([])
     store = PayloadStore(bulk, tmp_path)
-    for number in range(2):
-        path = tmp_path / f"out-{number}.bin"
-        path.write_bytes(bytes([number]))
-        store.publish(LocalPayload(BulkSource.from_file(path), path), 0, number, b"\x01")
-        await trio.sleep(10 * 3600)
-        store.expire(trio.current_time())
-        assert bulk.offered == {store.published(0).offer.transfer}
-        assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    store.unpublish()
-    assert (store.published(0), bulk.offered, list(tmp_path.iterdir())) == (None, set(), [])
+    path = tmp_path / "out-0.bin"
+    path.write_bytes(b"weights")
+    payload = LocalPayload(BulkSource.from_file(path), path)
+    mapped = weakref.ref(payload.source)
+    first = store.offer(payload, 100.0, ["peer"])
+    del payload
+    second = store.offer_again(first, 200.0, ["other"])
+    store.shorten(first, 5.0)
+    store.shorten(second, 300.0)
+    for now, offers in ((4.0, 2), (5.0, 1), (199.0, 1), (200.0, 0)):
+        store.expire(now)
+        assert len(bulk.offered) == offers
+        assert path.exists() == store.is_offered(second) == bool(offers)
+    assert mapped() is None, "its disk space is free"
+    assert store.offer_again(second, 300.0, ["peer"]) is None
 
 
 async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):

@@ -328,7 +328,7 @@ def test_a_manifest_speaks_of_our_tensors_or_is_refused():
 
 def test_the_network_half_loads_no_torch():
     modules = (
-        "rule pairing partners layout fragments fingerprint payload manifest messages"
+        "rule discovery exchange layout fragments fingerprint payload manifest messages"
         " revert_monitor service"
     )
     code = (
