@@ -71,8 +71,8 @@ REPLICAS, HOSTILE = 8, 7
 TRIES = 3
 """Candidates that a replica asks before it takes its outer step alone."""
 REST_SHARE, MEET_SHARE = 0.25, 0.4
-"""A replica accepts a swap of a fragment once in 0.25 of the time between two outer steps of it. From
-each of n peers it accepts one in 0.4 n of the time between two outer steps of any fragment."""
+"""A replica accepts a swap of a fragment once in 0.25 of the time between two outer steps of it.
+Of each of n peers it accepts one in 0.4 n of the time between two outer steps of any fragment."""
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 """Sent per node and parameter by a ring all-reduce in bfloat16."""
 SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
