@@ -198,7 +198,7 @@ def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_
     assert moved(whole, before) == LEFT
     for name in LEFT:
         torch.testing.assert_close(
-            whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=2e-3, rtol=0
+            whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=5e-3, rtol=0
         )
     assert all(
         torch.equal(t, weights[name]) for name, t in whole.weights().items() if name not in LEFT
