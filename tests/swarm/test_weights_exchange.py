@@ -340,7 +340,8 @@ async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_serv
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         assert identical(a.weights(), ahead)
         assert all(
-            torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=PAYLOAD_ERROR) for n, t in b.weights().items()
+            torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=PAYLOAD_ERROR)
+            for n, t in b.weights().items()
         )
         assert a.service.statistics().judged == {"lagging": 1}
         assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
