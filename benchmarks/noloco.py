@@ -8,7 +8,8 @@ are what a node sends, per parameter: encoded payloads counted for exchanges in 
 a ring all-reduce in bfloat16 where all take part. With a hostile peer the control is `one peer
 silent`: its text is missing there too. `as shipped` is everything at once that a node does or
 meets: fragments, gate, an exchange in ten that fails, steps between copy and commit, and replicas
-of four speeds.
+of four speeds; there the outer steps of all replicas are due at once. In `swap` and `pairs until
+2026-11-27` each replica follows a schedule of its own, and weighs partners by lag.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,12 +30,14 @@ from benchmarks.outer_rules import (
     DILOCO,
     GASLOC,
     OFF,
+    Solo,
     average,
     blend,
     judge,
     outer_step,
     outer_step_of_gasloc,
     outer_step_of_two_tensors,
+    solo_step,
 )
 from benchmarks.replicas import (
     LAYERS,
@@ -46,16 +49,30 @@ from benchmarks.replicas import (
     losses,
     read_text,
 )
-from benchmarks.report import heading, spread, table, write_json
+from benchmarks.report import heading, mean_interval, spread, table, write_json
 from benchmarks.sparse import ErrorFeedback, sparse_bytes
-from swarmnode.averaging.codecs import Anchor, decode, encode, make_anchor
+from swarmnode.averaging.codecs import Anchor, decode, encode, encode_smallest, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm, threshold
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import EMBEDDING, END, block_of, cut, due
-from swarmnode.weights.layout import RELATIVE, Codec, Layout, elements, make_layout
-from swarmnode.weights.rule import Rule, make_rule
+from swarmnode.weights.layout import Codec, Layout, elements, make_layout
+from swarmnode.weights.payload import parse
+from swarmnode.weights.rule import (
+    ALPHA,
+    Rule,
+    make_rule,
+    mixing_weight,
+    next_outer_step,
+    too_far_behind,
+)
+from swarmnode.weights.schedule import OuterSchedule
 
 REPLICAS, HOSTILE = 8, 7
+TRIES = 3
+"""Candidates that a replica asks before it takes its outer step alone."""
+REST_SHARE, MEET_SHARE = 0.25, 0.4
+"""A replica accepts a swap of a fragment once in 0.25 of the time between two outer steps of it.
+Of each of n peers it accepts one in 0.4 n of the time between two outer steps of any fragment."""
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 """Sent per node and parameter by a ring all-reduce in bfloat16."""
 SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
@@ -70,10 +87,12 @@ class Arm:
     rule: str = "noloco"
     every: int = 1
     """Sync interval in units of H."""
-    codec: Codec = "bfloat16"
+    codec: Codec | Literal["measured"] = "bfloat16"
+    """Of the difference to the start, but for bfloat16; measured: the smallest that suffices."""
     fragments: int = 1
     dropped: float = 0.0
-    """Share of exchanges that fail; both ends then step alone."""
+    """Share of exchanges in which something fails; all at once or in pairs, both ends then step
+    alone; in a swap, the side that it fails on."""
     gate: bool = False
     in_flight: int = 0
     """Training steps that pass between the copy and the commit."""
@@ -87,6 +106,11 @@ class Arm:
     it."""
     outer: tuple[float, float] | None = None
     """Momentum and step of the rule, where they are not its own."""
+    meeting: Literal["all at once", "pairs", "swap"] = "all at once"
+    """all at once: the outer steps of all are due at the same time, and all find a partner.
+    Otherwise each replica asks up to TRIES others when its own is due; pairs: both sides commit, or
+    neither; swap: each side commits by itself."""
+    solo: Solo = 1.0
     whole_every: int = 1
     """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt,
     in two bits with error feedback."""
@@ -199,6 +223,25 @@ ARMS = (
         unequal=True,
     ),
 )
+CONTROL = "pairs until 2026-11-27"
+SHIPPED = Arm("swap", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True)
+ARMS += (
+    replace(SHIPPED, name=CONTROL, meeting="pairs", solo="outer rule"),
+    replace(SHIPPED, name="pairs, solo steps record", meeting="pairs"),
+    replace(SHIPPED, name="swap, int8", meeting="swap"),
+    replace(SHIPPED, meeting="swap", codec="measured"),
+    *(
+        replace(SHIPPED, name=f"swap, half fail, {name}", meeting="swap", dropped=0.75, solo=solo)
+        for name, solo in (
+            ("outer rule", "outer rule"),
+            ("δ by the rule", "δ by the rule"),
+            ("δ unchanged", 1.0),
+            ("δ × α", ALPHA),
+            ("δ = 0", 0.0),
+        )
+    ),
+)
+"""The last five lose half of all sides: what happens to the momentum matters most there."""
 QUICK = (
     "no averaging",
     "DDP, every step",
@@ -220,6 +263,23 @@ class Size:
     own_share: float = 0.75
 
 
+@dataclass(frozen=True)
+class Landing:
+    """An outer step that is taken once its bytes have come."""
+
+    step: int
+    replica: int
+    fragment: int
+    snapshot: Tensors
+    mean: Tensors
+    """θ̄ of the tensors that were averaged."""
+    mean_phi: Tensors | None = None
+    claim: int | None = None
+    """The partner's outer steps."""
+    fails: bool = False
+    """Nothing comes, and this replica was not the one whose outer step was due."""
+
+
 @dataclass
 class Swarm:
     """One arm of one seed."""
@@ -231,7 +291,7 @@ class Swarm:
     parameters: Parameters
     sent: float = 0.0
     """Bytes per node and parameter."""
-    syncs: int = 0
+    syncs: float = 0
     curve: list[tuple[float, float]] = field(default_factory=list)
     """(learning rate, replica standard deviation) right before each sync."""
     judged: Counter = field(default_factory=Counter)
@@ -245,11 +305,17 @@ class Swarm:
         self.honest = [i for i in range(REPLICAS) if not (self.arm.hostile and i == HOSTILE)]
         if self.arm.rule != "ddp":
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
-        self.anchor = make_anchor(host_copy(self.views[0])) if self.arm.codec in RELATIVE else None
+        of_weights = self.arm.codec in ("bfloat16", "float32")
+        self.anchor = None if of_weights else make_anchor(host_copy(self.views[0]))
         self.feedback = [ErrorFeedback(view) for view in self.views]
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
-        self.late: deque[tuple[int, int, Tensors, Tensors, Tensors | None]] = deque()
-        """Commits under way: the step that they are for, replica, its copy, and the averages."""
+        self.late: deque[Landing] = deque()
+        """Outer steps under way, oldest first."""
+        every = self.size.sync_every * self.arm.every
+        self.schedules = [OuterSchedule(every, self.arm.fragments) for _ in range(REPLICAS)]
+        self.clocks = [[0] * self.arm.fragments for _ in range(REPLICAS)]
+        self.accepted: dict[tuple[int, int, int | None], int] = {}
+        """By replica, fragment and peer, None for anybody: the step of the last accepted swap."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
         self.parts = random.Random(f"noloco parts {self.seed}")
@@ -269,13 +335,15 @@ class Swarm:
             self._land(step + 1)
         self._land(len(data) + self.arm.in_flight)
 
+    def _steps_of(self, replica: int, step: int) -> int:
+        """Training steps that a replica has taken after `step` of the fastest."""
+        return int(step * SPEEDS[replica]) if self.arm.unequal else step
+
     def _step(self, optimizer: torch.optim.Adam, step: int) -> None:
         """A training step of all replicas whose turn it is: the others' weights and moments stay as
         they are."""
         slow = [
-            i
-            for i in range(REPLICAS)
-            if self.arm.unequal and int((step + 1) * SPEEDS[i]) == int(step * SPEEDS[i])
+            i for i in range(REPLICAS) if self._steps_of(i, step + 1) == self._steps_of(i, step)
         ]
         held = [p.data for p in self.parameters.values()] + [
             t for p in self.parameters.values() for t in _moments(optimizer, p)
@@ -303,6 +371,11 @@ class Swarm:
         if step % self.size.sync_every == 0:
             self.curve.append((rate, self.deviation()))
         if arm.rule in ("ddp", "off"):
+            return
+        if arm.meeting != "all at once":
+            for me in self._random("order", step).sample(range(REPLICAS), REPLICAS):
+                if self._steps_of(me, step) > self._steps_of(me, step - 1):
+                    self._meet(me, step)
             return
         midway = (every // arm.fragments + 1) // 2
         if (
@@ -341,6 +414,63 @@ class Swarm:
                     self._exchange(me, other, snapshots, fragment, step, shared)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
+    def _meet(self, me: int, step: int) -> None:
+        """Ask others for a swap if an outer step of `me` is due, as nodes do (`weights/`)."""
+        fragment = self.schedules[me].due(self._steps_of(me, step))
+        if fragment is None or self._is_busy(me, fragment):
+            return
+        others = self._random("partners", step, me).sample(
+            [i for i in range(REPLICAS) if i != me], TRIES
+        )
+        other = next((i for i in others if self._accepts(i, me, fragment, step)), None)
+        names = [spec.name for spec in self.pieces[fragment]]
+        if other is None:
+            self._alone(me, host_copy(self.views[me], names), fragment)
+            return
+        self.accepted[other, fragment, None] = self.accepted[other, fragment, me] = step
+        sides = {me: other, other: me}
+        snapshots = {i: host_copy(self.views[i], names) for i in sides}
+        faults = self._random("faults", step, me)
+        fails = [faults.random() < 1 - (1 - self.arm.dropped) ** 0.5 for _ in sides]
+        if self.arm.meeting == "pairs":
+            fails = [any(fails)] * 2
+        for (i, j), failed in zip(sides.items(), fails, strict=True):
+            mine, theirs = self.clocks[i][fragment], self.clocks[j][fragment]
+            mean = None
+            if failed or too_far_behind(mine - theirs):
+                self.judged["failed" if failed else "lagging"] += 1
+            else:
+                weight = mixing_weight(mine - theirs)
+                piece = self.pieces[fragment]
+                mean = self._received(i, j, snapshots, fragment, step, piece, weight)
+                self.syncs += 1 / (REPLICAS * self.arm.fragments)
+            self._commit(
+                i,
+                snapshots[i],
+                mean or {},
+                fragment=fragment,
+                claim=None if failed else theirs,
+                fails=mean is None and i != me,
+            )
+
+    def _random(self, *of: object) -> random.Random:
+        """A generator of its own for each event: what one arm does differently leaves the rest of
+        its randomness as in the others."""
+        return random.Random(" ".join(map(str, ("noloco", self.seed, *of))))
+
+    def _is_busy(self, me: int, fragment: int) -> bool:
+        return any((late.replica, late.fragment) == (me, fragment) for late in self.late)
+
+    def _accepts(self, me: int, peer: int, fragment: int, step: int) -> bool:
+        interval = self.size.sync_every * self.arm.every / (SPEEDS[me] if self.arm.unequal else 1)
+        between = interval / self.arm.fragments
+        since = lambda of: step - self.accepted.get((me, fragment, of), -step - 10**6)
+        return (
+            not self._is_busy(me, fragment)
+            and since(None) >= REST_SHARE * interval
+            and since(peer) >= MEET_SHARE * between * (REPLICAS - 1)
+        )
+
     def _sync_rest(self, fragment: int, step: int) -> None:
         """What was not averaged when `fragment` was due, among those who lack the same; who finds
         nobody steps it alone."""
@@ -372,7 +502,38 @@ class Swarm:
     def _exchange(
         self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout
     ) -> None:
-        """What `me` makes of what `other` sends; piece: what of the fragment both hold."""
+        """Commit what `me` makes of what `other` sends; piece: what of the fragment both hold."""
+        if self.arm.rule == "noloco_two":
+            self._exchange_two(me, other, snapshots, fragment, piece)
+            return
+        mean = self._received(me, other, snapshots, fragment, step, piece)
+        snapshot = snapshots[me]
+        if self.arm.later and mean is not None and len(mean) < len(snapshot):
+            self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mean)
+            snapshot = {name: snapshot[name] for name in mean}
+        self._commit(me, snapshot, mean or {})
+
+    def _exchange_two(
+        self, me: int, other: int, snapshots: Snapshots, fragment: int, piece: Layout
+    ) -> None:
+        """The paper's form: θ and φ travel."""
+        travel = lambda tensors: self._travel(tensors, piece, fragment, None)
+        mine, slow = snapshots[me], {n: self.states[me].phi[n] for n in snapshots[me]}
+        theirs = travel(snapshots[other])
+        their_slow = travel({n: self._phi_before[other][n] for n in mine})
+        self._commit(me, mine, blend(mine, theirs), mean_phi=blend(slow, their_slow))
+
+    def _received(
+        self,
+        me: int,
+        other: int,
+        snapshots: Snapshots,
+        fragment: int,
+        step: int,
+        piece: Layout,
+        weight: float = 0.5,
+    ) -> Tensors | None:
+        """The mean of what both hold of the fragment, `piece`; None where the gate refuses."""
         whole, names = self._proposed(me, snapshots[me]), [spec.name for spec in piece]
         anchor = self.anchor.of(names) if self.anchor is not None else None
         mine, sent = (
@@ -383,30 +544,26 @@ class Swarm:
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)
         if self._whole(step):
-            theirs = self._travel(sent, piece, fragment, anchor)
+            change = norm(sent, minus=self.states[other].phi)
+            theirs = self._travel(sent, piece, fragment, anchor, change)
             self.feedback[other].clear(names)
         else:
             theirs = self._travel_sparse(other, mine)
-        if self.arm.rule == "noloco_two":
-            slow = {n: self.states[me].phi[n] for n in mine}
-            their_slow = self._travel(
-                {n: self._phi_before[other][n] for n in mine}, piece, fragment, anchor
-            )
-            self._commit(me, mine, blend(mine, theirs), blend(slow, their_slow))
-            return
         if not self.arm.gate:
-            self._commit(me, snapshots[me], {**whole, **blend(mine, theirs)})
-            return
-        probe = lambda t: self._probe(me, t)
-        judged = judge(self.gates[me], f"peer{other}", mine, theirs, moved=norm(moved), probe=probe)
+            return blend(mine, theirs, weight)
+        judged = judge(
+            self.gates[me],
+            f"peer{other}",
+            mine,
+            theirs,
+            weight=weight,
+            moved=norm(moved),
+            probe=lambda tensors: self._probe(me, tensors),
+        )
         self.judged[
             "hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome
         ] += 1
-        if self.arm.later and judged.mean is not None and len(mine) < len(whole):
-            self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mine)
-            self._commit(me, mine, judged.mean)
-            return
-        self._commit(me, snapshots[me], {**whole, **(judged.mean or {})})
+        return judged.mean
 
     def _proposed(self, me: int, snapshot: Tensors) -> Tensors:
         """What is averaged of a copy: θ, or GASLoC's y."""
@@ -415,8 +572,8 @@ class Swarm:
         state = self.states[me]
         return blend({n: state.phi[n] for n in snapshot}, snapshot, state.rule.beta)
 
-    def _alone(self, me: int, snapshot: Tensors) -> None:
-        self._commit(me, snapshot, self._proposed(me, snapshot))
+    def _alone(self, me: int, snapshot: Tensors, fragment: int = 0) -> None:
+        self._commit(me, snapshot, {}, fragment=fragment)
 
     def _whole(self, step: int) -> bool:
         """Whether the outer step that is due exchanges all of its fragment."""
@@ -431,11 +588,24 @@ class Swarm:
         return {n: t + learnt[n] for n, t in mine.items()}
 
     def _travel(
-        self, tensors: Tensors, piece: Layout, fragment: int, anchor: Anchor | None
+        self,
+        tensors: Tensors,
+        piece: Layout,
+        fragment: int,
+        anchor: Anchor | None,
+        change: float = 0.0,
     ) -> Tensors:
-        payload = encode(tensors, piece, self.arm.codec, fragment=fragment, anchor=anchor)
+        """What arrives of `tensors`. change: what their sender has learnt since its outer step."""
+        codec = self.arm.codec
+        if codec == "measured":
+            assert anchor is not None
+            payload = encode_smallest(tensors, piece, change, anchor=anchor, fragment=fragment)
+            codec, _ = parse(payload, piece, fragment=fragment, anchor=anchor.hash)
+            self.judged[f"sent in {codec}"] += 1
+        else:
+            payload = encode(tensors, piece, codec, fragment=fragment, anchor=anchor)
         self.sent += len(payload) / elements(self.layout) / REPLICAS
-        return decode(payload, piece, self.arm.codec, fragment=fragment, anchor=anchor)
+        return decode(payload, piece, codec, fragment=fragment, anchor=anchor)
 
     def _attack(self, me: int, mine: Tensors, moved: Tensors) -> Tensors:
         """flip: −θ. informed: against what the partner has just learned, exactly as far as its gate
@@ -452,26 +622,36 @@ class Swarm:
             return float(losses(full, self.text.probe[None]))
 
     def _commit(
-        self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None = None
+        self, me: int, snapshot: Tensors, mean: Tensors, *, fragment: int = 0, **rest: Any
     ) -> None:
-        self.late.append((self._now + self.arm.in_flight, me, snapshot, mean, mean_phi))
+        step = self._now + self.arm.in_flight
+        self.late.append(Landing(step, me, fragment, snapshot, mean, **rest))
 
     def _land(self, step: int) -> None:
         """Take the outer steps whose bytes have come by now."""
-        while self.late and self.late[0][0] <= step:
-            _, *commit = self.late.popleft()
-            self._take(*commit)
+        while self.late and self.late[0].step <= step:
+            landing = self.late.popleft()
+            if not landing.fails:
+                self._take(landing, step)
 
-    def _take(self, me: int, snapshot: Tensors, mean: Tensors, mean_phi: Tensors | None) -> None:
+    def _take(self, landing: Landing, step: int) -> None:
+        me, snapshot, mean = landing.replica, landing.snapshot, landing.mean
         state = self.states[me]
         if self.arm.rule == "noloco_two":
-            before = self._phi_before
-            outer_step_of_two_tensors(state, mean, mean_phi or {n: before[me][n] for n in mean})
+            outer_step_of_two_tensors(state, mean, landing.mean_phi or {})
         elif self.arm.rule == "gasloc":
-            outer_step_of_gasloc(state, self._proposed(me, snapshot), mean)
+            proposed = self._proposed(me, snapshot)
+            outer_step_of_gasloc(state, proposed, {**proposed, **mean})
         else:
             outer_step(state, mean)
+            alone = {name: theta for name, theta in snapshot.items() if name not in mean}
+            solo_step(state, alone, self.arm.solo)
         state.commit(self.views[me], snapshot)
+        if self.arm.meeting != "all at once":
+            fragment, clocks = landing.fragment, self.clocks[me]
+            self.judged["alone"] += not mean
+            clocks[fragment] = next_outer_step(clocks[fragment], landing.claim)
+            self.schedules[me].stepped(fragment, snapshot, snapshot, self._steps_of(me, step))
 
     @property
     def _phi_before(self) -> list[Tensors]:
@@ -580,6 +760,7 @@ def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
         "in total",
     ]
     lines = [table(headers, rows)]
+    lines += ["", *paired(by_arm)] if len(by_arm.get(CONTROL, [])) > 1 else []
     counted = [
         (n, sum((Counter(r["judged"]) for r in runs), Counter()))
         for n, runs in by_arm.items()
@@ -591,6 +772,18 @@ def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
             f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted
         ]
     return "\n".join(lines)
+
+
+def paired(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Held-out loss of arms less that of CONTROL, by seed."""
+    base = {r["seed"]: r["held_out"] for r in by_arm[CONTROL]}
+    lines = []
+    for name, runs in by_arm.items():
+        less = [r["held_out"] - base[r["seed"]] for r in runs if r["seed"] in base]
+        if name != CONTROL and len(less) > 1:
+            interval = mean_interval(less)
+            lines.append(f"* {name}, less {CONTROL}: {interval} nats, {len(less)} seeds, 90 %")
+    return lines
 
 
 def main() -> None:

@@ -5,19 +5,19 @@ well as its θ
 diloco       θ̄ over all replicas at once
 gasloc       GASLoC (arXiv 2606.11081): y = φ + η (θ − φ) travels; φ ← ȳ + γ (y − y of the last
 outer step), ȳ their mean
-off          every replica steps alone: θ̄ = θ, so that φ follows θ
+off          every replica by itself: θ̄ = θ, so that φ follows θ
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
 
 from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses
-from swarmnode.averaging.outer import OuterState, Tensors, prepare
+from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, prepare
 from swarmnode.weights.rule import Rule
 
 OFF: Final = Rule("off", 0.0, 1.0)
@@ -46,6 +46,25 @@ def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
     assert state.take(
         prepare(state.rule, state.slow([name for name in mean if name in state.phi]), mean)
     )
+
+
+Solo = float | Literal["outer rule", "δ by the rule"]
+"""A step without a partner. A number: φ ← θ and δ ← that number · δ; δ by the rule: φ ← θ and
+δ ← α δ + β (θ − φ); outer rule: as with θ̄ = θ, which nodes did until 2026-11-27."""
+
+
+def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor], solo: Solo) -> None:
+    """Take a step without a partner."""
+    if solo == "outer rule":
+        outer_step(state, theta)
+        return
+    slow = state.slow(list(theta))
+    delta = (
+        prepare(state.rule, slow, theta).delta
+        if solo == "δ by the rule"
+        else {name: solo * delta for name, delta in slow.delta.items()}
+    )
+    assert state.take(prepare(state.rule, SlowWeights(slow.phi, delta), {}, theta))
 
 
 def outer_step_of_two_tensors(

@@ -59,6 +59,18 @@ def signed(values: Sequence[float], digits: int = 3) -> str:
     )
 
 
+T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
+"""95 % quantile of Student's t with 1 to 9 degrees of freedom; of more, the last is a bound."""
+
+
+def mean_interval(values: Sequence[float], digits: int = 3) -> str:
+    """`mean [90 % interval of the mean]`, signed: for at least two differences by seed."""
+    mean = statistics.fmean(values)
+    quantile = T95[min(len(values) - 1, len(T95)) - 1]
+    half = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean:+.{digits}f} [{mean - half:+.{digits}f} … {mean + half:+.{digits}f}]"
+
+
 def middle(values: Sequence[float], digits: int = 2) -> str:
     """`median [least–greatest]`: for times, which have a long tail."""
     if not values:

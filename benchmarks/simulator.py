@@ -25,11 +25,10 @@ import torch
 import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.outer_rules import judge as judge_average
-from benchmarks.outer_rules import outer_step
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import AveragingGate, norm
-from swarmnode.averaging.outer import OuterState, Tensors
+from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, norm
+from swarmnode.averaging.outer import OuterState, Tensors, prepare
+from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable
@@ -47,6 +46,7 @@ from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
+from swarmnode.trainer.loop import best_rows
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
@@ -232,25 +232,35 @@ class OwnSample:
 
 
 class Averaging:
-    """A node's slow weights, gate and codec: what `trainer.weights.Replica` has, without files and
+    """A node's slow weights, gate, probe and codec: `trainer.weights.Replica` without files and
     threads."""
 
-    def __init__(self, policy: Policy, parts: int) -> None:
-        self.tensors = AveragedTensors(trainable(policy.model), "int8", parts, threading.Lock())
+    def __init__(
+        self, policy: Policy, parts: int, batcher: MicroBatcher, temperature: float
+    ) -> None:
+        self.tensors = AveragedTensors(trainable(policy.model), parts, threading.Lock())
+        self.probe = LossProbe(policy, batcher, temperature, self.tensors)
         self.outer = OuterState(self.tensors.parameters, make_rule("noloco"))
         self.gate = AveragingGate()
 
     def copy(self, fragment: int) -> tuple[Tensors, bytes]:
         """Weights, and the payload that a partner gets of them."""
         snapshot = self.tensors.copy(fragment)
-        return snapshot, self.tensors.encode(fragment, snapshot)
+        learnt = norm(snapshot, minus=self.outer.phi)
+        return snapshot, self.tensors.encode(fragment, snapshot, learnt)
 
     def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes) -> str:
         """What the gate made of the partner's payload; the outer step is taken either way."""
         theirs = self.tensors.decode(fragment, payload, snapshot)
-        slow = {name: self.outer.phi[name] for name in snapshot}
-        judged = judge_average(self.gate, peer, snapshot, theirs, moved=norm(snapshot, minus=slow))
-        outer_step(self.outer, judged.mean if judged.mean is not None else snapshot)
+        slow = self.outer.slow(list(snapshot))
+        moved = norm(snapshot, minus=slow.phi)
+        found = self.gate.examine(peer, snapshot, theirs, moved=moved)
+        losses: list[Losses | None] = []
+        if found.mean is not None and not self.probe.measure(snapshot, found.mean, losses.append):
+            judged = GateDecision("local")
+        else:
+            judged = self.gate.conclude(found, *losses)
+        assert self.outer.take(prepare(self.outer.rule, slow, judged.mean or {}, snapshot))
         self.outer.commit(self.tensors.parameters, snapshot)
         return judged.outcome
 
@@ -330,7 +340,7 @@ class Node:
         self.judged: list[tuple[ExternalGroup, str]] = []
         """What became of every drawn group, the latest last."""
         self.replica = (
-            Averaging(policy, PARTS if arm.as_much_as else 1)
+            Averaging(policy, PARTS if arm.as_much_as else 1, self.batcher, training.temperature)
             if arm.average or arm.as_much_as
             else None
         )
@@ -424,6 +434,9 @@ class Node:
     ) -> None:
         """One optimizer step; tells split and guard."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
+        if self.replica is not None:
+            rewarded = [row for group in mine for row in best_rows(group)]
+            self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])
         self.replay.sampled(mine)
         if self.arm.filter_own or self.arm.oversample:
             mine = [g for g in mine if is_useful(g.rewards)]

@@ -92,12 +92,12 @@ def edge_rank(epoch, one, other, swarm):
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def weights_fingerprint(swarm, base, tokenizer, layout, codec, fragments, adapter):
+def weights_fingerprint(swarm, base, tokenizer, layout, fragments, adapter):
     hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
     dtypes = sorted({dtype for _, _, dtype in layout})
     packed = (
-        ["swarmnode/weights", *what, codec, fragments, adapter]
-        for what in ((3, *hashes, dtypes), (1, *hashes, sorted(layout)))
+        ["swarmnode/weights", *what, fragments, adapter]
+        for what in ((3, *hashes, dtypes), (2, *hashes, sorted(layout)))
     )
     return [hashlib.sha256(msgpack.packb(content)).hexdigest() for content in packed]
 

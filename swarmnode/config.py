@@ -402,9 +402,6 @@ class WeightsConfig(Section):
     fragments: int = Field(default=4, ge=1, le=1024)
     """Parts of the policy that are averaged in turn, each once in sync_every steps; never more than
     it has layers."""
-    codec: Literal["int8", "int4", "bfloat16", "float32"] = "int8"
-    """How weights travel: int8 or int4 of the difference to the base weights, or bfloat16 or
-    float32 of the weights themselves."""
     lora_a: Literal["shared", "trained"] = "shared"
     """With an adapter: freeze A at values that all nodes derive alike and average B, which is
     exact; or train and average both."""

@@ -197,12 +197,11 @@ def derivations() -> Iterator[Vector]:
             "base": ROOT.hex(),
             "tokenizer": TRANSFER.hex(),
             "layout": TENSORS,
-            "codec": "int8",
             "fragments": 3,
             "adapter": plain,
         }
         output = [
-            of(SWARM, ROOT, TRANSFER, layout, "int8", 3, adapter).hex()
+            of(SWARM, ROOT, TRANSFER, layout, 3, adapter).hex()
             for of in (fingerprint, state_fingerprint)
         ]
         yield {

@@ -11,11 +11,11 @@ import torch
 from swarmnode.averaging import codecs
 from swarmnode.averaging.outer import Tensors, host_copy
 from swarmnode.weights import fragments
-from swarmnode.weights.layout import RELATIVE, Codec, Layout, make_layout
+from swarmnode.weights.layout import Layout, make_layout
 
 
 class AveragedTensors:
-    """Make it before a saved state is restored: the base weights are what the codec is relative to.
+    """Make it before a saved state is restored: payloads are differences to the base weights.
 
     parameters: by their names in the whole model, those that are averaged. lock: held by whoever
     moves the weights; hold it to copy or to set them. layers: of the whole model, where not all are
@@ -25,21 +25,19 @@ class AveragedTensors:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        codec: Codec,
         wanted_fragments: int,
         lock: threading.Lock,
         layers: int | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.lock = lock
-        self.codec: Codec = codec
         self.layout = make_layout(
             (n, p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self.parameters.items()
         )
         self.parts = fragments.cut(
             self.layout, fragments.count(self.layout, wanted_fragments, layers)
         )
-        self._anchor = codecs.make_anchor(host_copy(self.parameters)) if codec in RELATIVE else None
+        self._anchor = codecs.make_anchor(host_copy(self.parameters))
 
     def names(self, fragment: int) -> list[str]:
         return [spec.name for spec in self.parts[fragment]]
@@ -59,17 +57,18 @@ class AveragedTensors:
         for name, tensor in tensors.items():
             self.parameters[name].copy_(tensor)
 
-    def encode(self, fragment: int, tensors: Tensors) -> bytes:
-        """What partners are served of the fragment: `tensors`, all of it or some."""
+    def encode(self, fragment: int, tensors: Tensors, change: float = 0.0) -> bytes:
+        """What partners are served of the fragment: `tensors`, all of it or some. change: ‖θ − φ‖
+        of these, a tenth of which is the largest error."""
         layout, anchor = self._format(fragment, tensors)
-        return codecs.encode(tensors, layout, self.codec, fragment=fragment, anchor=anchor)
+        return codecs.encode_smallest(tensors, layout, change, fragment=fragment, anchor=anchor)
 
     def decode(self, fragment: int, data: bytes | memoryview, names: Collection[str]) -> Tensors:
         """A partner's weights `names` of the fragment. Raises BadMessage; whether the values make
         sense is the gate's question."""
         layout, anchor = self._format(fragment, names)
-        return codecs.decode(data, layout, self.codec, fragment=fragment, anchor=anchor)
+        return codecs.decode(data, layout, fragment=fragment, anchor=anchor)
 
-    def _format(self, fragment: int, names: Collection[str]) -> tuple[Layout, codecs.Anchor | None]:
+    def _format(self, fragment: int, names: Collection[str]) -> tuple[Layout, codecs.Anchor]:
         layout = tuple(spec for spec in self.parts[fragment] if spec.name in names)
-        return layout, self._anchor.of(names) if self._anchor is not None else None
+        return layout, self._anchor.of(names)

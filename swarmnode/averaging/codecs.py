@@ -1,11 +1,14 @@
-"""Tensors to payloads and back: float32, bfloat16 (a newcomer's state), and int8 or int4 of the
-difference to an anchor.
+"""Tensors to payloads and back: int4, int8, bfloat16 or float32 of the difference to an anchor, the
+base weights, which both sides have. A newcomer's state is bfloat16 of the weights themselves.
 
-bfloat16 of a raw weight errs by 2⁻⁹ of the weight, about as much as late replicas differ; int8 of a
-raw weight would err by far more. int8 of the difference to something both sides have errs by 1/254
-of the largest difference in a block of 256, and costs nothing measurable. So there is no int8
-without an anchor: the base checkpoint, or a state whose hash the swarm agreed on. int4 errs by 1/14
-of the largest of a block of 64, and takes half the bytes.
+    int4        1/14 of the largest difference in a block of 64
+    int8        1/254 of the largest difference in a block of 256
+    bfloat16    2⁻⁹ of each difference
+
+is what a value errs by at most. The difference to the base grows with every outer step, and what a
+partner is to learn, the change since the last one, does not: int4 errs by 0.76 of an interval's
+change after 50 outer steps and by 1.5 after 200, int8 by 0.05 and 0.1. So whoever encodes measures
+its own error and takes the smallest codec that suffices (`encode_smallest`).
 """
 
 from __future__ import annotations
@@ -13,14 +16,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
 from swarmnode.averaging.outer import Tensors
 from swarmnode.errors import BadMessage
-from swarmnode.weights.layout import BLOCK, RELATIVE, SMALL_BLOCK, Codec, Layout, TensorSpec
+from swarmnode.weights.layout import BLOCK, CODECS, SMALL_BLOCK, Codec, Layout, TensorSpec
 from swarmnode.weights.payload import Header, TensorHeader, build, checksum, parse
+
+ERROR_SHARE: Final = 0.1
+"""Largest error of a payload, in units of what its sender has learnt since its last outer step."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,50 @@ def _joined(digests: Mapping[str, bytes]) -> bytes:
     return joined.digest()
 
 
+def encode_smallest(
+    tensors: Mapping[str, torch.Tensor],
+    layout: Layout,
+    change: float,
+    *,
+    anchor: Anchor,
+    fragment: int = 0,
+) -> bytes:
+    """Return the payload of `layout`'s tensors in the smallest codec that errs by at most
+    ERROR_SHARE of `change`, or else in float32.
+
+    Args:
+        tensors: float32 on the host.
+        change: ‖θ − φ‖ of these tensors, what was learnt since the last outer step.
+    """
+    for codec in CODECS[:-1]:
+        bodies = _bodies_within(tensors, layout, codec, anchor, ERROR_SHARE * change)
+        if bodies is not None:
+            return _payload(layout, codec, fragment, anchor, bodies)
+    return encode(tensors, layout, CODECS[-1], fragment=fragment, anchor=anchor)
+
+
+def _bodies_within(
+    tensors: Mapping[str, torch.Tensor],
+    layout: Layout,
+    codec: Codec,
+    anchor: Anchor,
+    error: float,
+) -> list[bytes] | None:
+    """Return the encoded tensors, or None as soon as they err by more than `error` together."""
+    bodies, squared = [], 0.0
+    for spec in layout:
+        values = _values(tensors, spec, anchor)
+        if not bool(values.isfinite().all()):
+            return None
+        body = _body(values, codec)
+        wrong = _from_body(body, spec.elements, codec) - values
+        squared += float(wrong.square().sum(dtype=torch.float64))
+        if squared > error**2:
+            return None
+        bodies.append(body)
+    return bodies
+
+
 def encode(
     tensors: Mapping[str, torch.Tensor],
     layout: Layout,
@@ -62,45 +113,71 @@ def encode(
     fragment: int = 0,
     anchor: Anchor | None = None,
 ) -> bytes:
-    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for a
-    relative codec without an anchor."""
+    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for int4
+    or int8 without an anchor."""
     _check_anchor(codec, anchor)
-    bodies = [_body(tensors, spec, codec, anchor) for spec in layout]
-    heads = [_head(spec, body) for spec, body in zip(layout, bodies, strict=True)]
-    return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
+    bodies = [_body(_values(tensors, spec, anchor), codec) for spec in layout]
+    return _payload(layout, codec, fragment, anchor, bodies)
 
 
 def encoded(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec) -> Iterator[bytes]:
     """What `encode` gives without an anchor, a tensor at a time. Each is encoded twice, since the
     header has the checksums of all; none may change until the last piece is taken."""
     _check_anchor(codec, None)
-    heads = [_head(spec, _body(tensors, spec, codec, None)) for spec in layout]
+    heads = [_head(spec, _body(_values(tensors, spec, None), codec)) for spec in layout]
     yield build(Header(codec, 0, 0, b"", heads), [])
     for spec in layout:
-        yield _body(tensors, spec, codec, None)
+        yield _body(_values(tensors, spec, None), codec)
+
+
+def _payload(
+    layout: Layout, codec: Codec, fragment: int, anchor: Anchor | None, bodies: list[bytes]
+) -> bytes:
+    heads = [_head(spec, body) for spec, body in zip(layout, bodies, strict=True)]
+    return build(Header(codec, fragment, 0, anchor.hash if anchor else b"", heads), bodies)
 
 
 def _head(spec: TensorSpec, body: bytes) -> TensorHeader:
     return TensorHeader(spec.name, spec.shape, spec.dtype, len(body), checksum(body))
 
 
-def _body(
-    tensors: Mapping[str, torch.Tensor], spec: TensorSpec, codec: Codec, anchor: Anchor | None
-) -> bytes:
+def _values(
+    tensors: Mapping[str, torch.Tensor], spec: TensorSpec, anchor: Anchor | None
+) -> torch.Tensor:
+    """(elements,) float32: the difference to the anchor, or the weights."""
     tensor = tensors[spec.name]
-    if codec == "float32":
-        return to_bytes(tensor, "<f4")
-    if codec == "bfloat16":
-        return to_bytes(bfloat16_bits(tensor), "<i2")
-    assert anchor is not None
-    difference = (tensor - anchor.tensors[spec.name]).reshape(-1)
-    return int8_to_bytes(difference, BLOCK) if codec == "int8" else int4_to_bytes(difference)
+    return (tensor if anchor is None else tensor - anchor.tensors[spec.name]).reshape(-1)
+
+
+def _body(flat: torch.Tensor, codec: Codec) -> bytes:
+    match codec:
+        case "int4":
+            return int4_to_bytes(flat)
+        case "int8":
+            return int8_to_bytes(flat, BLOCK)
+        case "bfloat16":
+            return to_bytes(bfloat16_bits(flat), "<i2")
+        case "float32":
+            return to_bytes(flat, "<f4")
+
+
+def _from_body(body: bytes | memoryview, elements: int, codec: Codec) -> torch.Tensor:
+    """(elements,) float32 from `_body`; the length of `body` was checked. Raises BadMessage."""
+    match codec:
+        case "int4":
+            return int4_from_bytes(body, elements)
+        case "int8":
+            return int8_from_bytes(body, elements, BLOCK)
+        case "bfloat16":
+            return bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
+        case "float32":
+            return torch.from_numpy(np.frombuffer(body, "<f4").copy())
 
 
 def decode(
     data: bytes | memoryview,
     layout: Layout,
-    codec: Codec,
+    codec: Codec | None = None,
     *,
     fragment: int = 0,
     anchor: Anchor | None = None,
@@ -108,31 +185,29 @@ def decode(
     """float32 host tensors of `layout` from a peer's payload. Whether their values make sense is
     the gate's question.
 
-    Raises BadMessage as `payload.parse` does, or not_finite for a quantiser that is not; ValueError
-    as `encode` does.
+    Args:
+        codec: None where the sender chooses.
+
+    Raises:
+        BadMessage: As `payload.parse`, or not_finite or bounds for a quantiser.
+        ValueError: As `encode`.
     """
     _check_anchor(codec, anchor)
-    bodies = parse(data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b"")
-    tensors, base = {}, anchor.tensors if anchor else {}
+    codec, bodies = parse(
+        data, layout, codec, fragment=fragment, anchor=anchor.hash if anchor else b""
+    )
+    tensors = {}
     for spec, body in zip(layout, bodies, strict=True):
-        if codec == "float32":
-            flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
-        elif codec == "bfloat16":
-            flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
-        else:
-            difference = (
-                int8_from_bytes(body, spec.elements, BLOCK)
-                if codec == "int8"
-                else int4_from_bytes(body, spec.elements)
-            )
-            flat = difference + base[spec.name].reshape(-1)
+        flat = _from_body(body, spec.elements, codec)
+        if anchor is not None:
+            flat += anchor.tensors[spec.name].reshape(-1)
         tensors[spec.name] = flat.reshape(spec.shape)
     return tensors
 
 
-def _check_anchor(codec: Codec, anchor: Anchor | None) -> None:
-    if (codec in RELATIVE) != (anchor is not None):
-        raise ValueError("int8 and int4, and only these, are relative to an anchor")
+def _check_anchor(codec: Codec | None, anchor: Anchor | None) -> None:
+    if anchor is None and codec not in ("bfloat16", "float32"):
+        raise ValueError("int4 and int8 are of the difference to an anchor")
 
 
 def bfloat16_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,15 @@ from swarmnode.weights.local import OUTCOMES, TAKEN
 
 CLIP: Final = 2.0
 EPSILON: Final = 0.1
-"""Least ε: nats per token that averaged weights may be worse on the probe. At 0.05 honest partners
-were refused, which cost more than the hostile ones that it kept out (benchmarks/RESULTS.md)."""
+"""Least ε of a policy of one nat per token or more: nats per token that averaged weights may be
+worse on the probe. At 0.05 honest partners were refused, which cost more than the hostile ones that
+it kept out (benchmarks/RESULTS.md)."""
+ENTROPY_SHARE: Final = 0.1
+"""Least ε of a policy of less entropy, in units of that: 0.1 nats of 0.3 per token would be another
+policy, and over the 1,000 tokens of an answer any."""
+ERRORS: Final = 4.0
+"""Standard errors of the probe that the least ε has on top: in a few short answers, one token
+decides."""
 FAR: Final = 10.0
 """Distance in units of τ that no honest replica has."""
 NORM_RATIO: Final = 2.0
@@ -64,12 +71,15 @@ class Losses:
     """Nats per token on the probe's sequences."""
 
     before: float
-    """Loss of our weights as they are."""
+    """Loss of our weights as they are. The sequences are our own, so that it estimates the entropy
+    of our policy."""
     after: float
     """Loss with the average in their place."""
     drift: float = 0.0
     """KL of our policy to the averaged one, nats per token; 0 where the sequences are ones that
     earned a reward."""
+    error: float = 0.0
+    """Standard error of `change`, over the tokens of the probe."""
 
     @property
     def change(self) -> float:
@@ -119,8 +129,6 @@ class GateStatistics:
     """Distance of the last exchange that was measured."""
     tau: dict[int, float]
     """Threshold by block."""
-    epsilon: float
-    """Nats that the probe may be worse, now."""
 
 
 class AveragingGate:
@@ -199,7 +207,7 @@ class AveragingGate:
                 return self._ended(found.refusal)
             if losses is not None:
                 change = losses.change
-                if not change <= self._tolerance():  # a NaN is refused too
+                if not change <= self._tolerance(losses):  # a NaN is refused too
                     return self._ended("probe")
                 _remember(self._changes, found.peer, abs(change))
             for block, distance in found.remembered.items():
@@ -242,17 +250,17 @@ class AveragingGate:
                     block: CLIP * statistics.median(d for _, d in window)
                     for block, window in self._distances.items()
                 },
-                epsilon=self._tolerance(),
             )
 
-    def _tolerance(self) -> float:
-        """ε, nats."""
+    def _tolerance(self, losses: Losses) -> float:
+        """ε, nats per token."""
+        least = min(EPSILON, ENTROPY_SHARE * losses.before + ERRORS * losses.error)
         usual = (
             2 * statistics.median(c for _, c in self._changes)
             if len(self._changes) >= FIRST
             else 0.0
         )
-        return min(max(EPSILON, usual), EPSILON_RANGE * EPSILON)
+        return min(max(least, usual), EPSILON_RANGE * least)
 
     def _ended(self, outcome: str, mean: Tensors | None = None) -> GateDecision:
         self._outcomes[outcome] += 1

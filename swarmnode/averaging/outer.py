@@ -7,10 +7,13 @@ computes in.
     slow = state.slow(snapshot)                                in the same moment: φ and δ that go
     with it
     mean = what the gate made of snapshot and the partner's    while inner steps go on, as bytes
-    travel (solo: the snapshot itself)
+    travel
     prepared = prepare(state.rule, slow, mean)                 likewise: nothing that it reads is
     ever changed in place
     state.take(prepared); state.commit(parameters, snapshot)   between two inner steps
+
+A tensor that no partner shares is only recorded, φ ← θ, and keeps its momentum: a node that meets
+nobody trains as if nothing were averaged.
 
 The optimizer's moments are neither exchanged nor reset. Weights are set with `copy_`: multiplying a
 NaN by zero leaves a NaN, and a replica that caught one could never be healed.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -98,20 +102,31 @@ class _Undo:
     weights: Tensors
 
 
-def prepare(rule: Rule, slow: SlowWeights, mean: Mapping[str, torch.Tensor]) -> Prepared:
-    """δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`: all, or one fragment's. Changes
-    nothing; for any thread.
+def prepare(
+    rule: Rule,
+    slow: SlowWeights,
+    mean: Mapping[str, torch.Tensor],
+    alone: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Prepared:
+    """Compute δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`, and φ ← θ for those in
+    `alone`. Changes nothing; for any thread.
 
-    mean: θ̄, float32 on the host. Raises ValueError when a shape is not ours or the result is not
-    finite.
+    Args:
+        mean: θ̄ of the tensors that a partner shares, float32 on the host.
+        alone: θ of other tensors, of the same moment as `slow`. Nobody may change them afterwards.
+
+    Raises:
+        ValueError: A shape is not ours, or the result is not finite.
     """
     phi, delta, before = {}, {}, {}
-    for name, theta in mean.items():
+    for name, theta in {**alone, **mean}.items():
         if name not in slow.phi or theta.shape != slow.phi[name].shape:
             raise ValueError(f"{name} is not a tensor of this replica")
         old = before[name] = slow.phi[name]
+        if name not in mean:
+            phi[name], delta[name] = theta, slow.delta[name]
         # gossip: exactly the mean, not the mean up to rounding
-        if rule.alpha == 0 and rule.beta == 1:
+        elif rule.alpha == 0 and rule.beta == 1:
             phi[name], delta[name] = theta.clone(), torch.zeros_like(old)
         else:
             delta[name] = rule.alpha * slow.delta[name] + rule.beta * (theta - old)

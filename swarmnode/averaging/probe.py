@@ -12,6 +12,7 @@ peer in. Without any own completion nothing is taken.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -49,13 +50,21 @@ def compare(before: Sequence[float], after: Sequence[float], rewarded: bool) -> 
     """What log-probabilities of the same tokens under our policy and under the averaged one mean;
     not empty, and equally many."""
     count = len(before)
-    losses = Losses(-sum(before) / count, -sum(after) / count)
+    worse = [ours - theirs for ours, theirs in zip(before, after, strict=True)]
+    losses = Losses(-sum(before) / count, -sum(after) / count, error=_error_of_mean(worse))
     if rewarded:
         return losses
-    ratios = [
-        min(theirs - ours, LARGEST_LOG_RATIO) for ours, theirs in zip(before, after, strict=True)
-    ]
-    return Losses(losses.before, losses.after, sum(math.exp(r) - 1 - r for r in ratios) / count)
+    ratios = [min(-nats, LARGEST_LOG_RATIO) for nats in worse]
+    drifts = [math.exp(r) - 1 - r for r in ratios]
+    error = max(losses.error, _error_of_mean(drifts))
+    return dataclasses.replace(losses, drift=sum(drifts) / count, error=error)
+
+
+def _error_of_mean(values: Sequence[float]) -> float:
+    """Standard error of the mean; 0 where it cannot be known."""
+    count, mean = len(values), sum(values) / len(values)
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, count - 1) / count)
+    return error if math.isfinite(error) else 0.0
 
 
 class LossProbe:

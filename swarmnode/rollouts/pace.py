@@ -14,7 +14,7 @@ MEASURABLE = 16 * 2**10
 MOST_PEERS = 16
 SHARE = 0.3
 LEAST_SECONDS = 5.0
-"""A trainer may leave the network processes little CPU. With 2 s at a tenth of a core, fetches timed
+"""A trainer may leave the network process little CPU. With 2 s at a tenth of a core, fetches timed
 out and were repeated, and half of the groups were missing."""
 LONGEST = 30.0
 

@@ -44,7 +44,6 @@ AGREED = (
     "stages.paper_mode",
     "training.advantage",
     "training.loss_type",
-    "weights.codec",
     "weights.fragments",
     "weights.lora_a",
     "weights.rule",

@@ -197,10 +197,10 @@ def make_whole_policy(
     updater = Updater(policy, training, memory.training, reference, memory.external, optim)
     report_layers(policy.base, alive)
     replica, probe, cfg = None, None, config.weights
-    # before a state is restored: the base weights are what the codec is relative to
+    # before a state is restored: payloads are differences to the base weights
     if cfg.rule != "off":
         trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-        tensors = AveragedTensors(trained, cfg.codec, cfg.fragments, updater.lock)
+        tensors = AveragedTensors(trained, cfg.fragments, updater.lock)
         # of its own, since a row that is too long to train on may be scored
         scoring = MicroBatcher(memory.training.tokens, alive)
         probe = LossProbe(policy, scoring, training.temperature, tensors)

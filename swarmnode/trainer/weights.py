@@ -29,7 +29,7 @@ import torch
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.exchanges import Exchange, ExchangeTable
 from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, host_copy, prepare, unmoved
+from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, host_copy, unmoved
 from swarmnode.averaging.payload_files import PayloadFiles
 from swarmnode.averaging.probe import Probe
 from swarmnode.config import WeightsConfig
@@ -49,6 +49,7 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
+from swarmnode.weights.local import TAKEN
 from swarmnode.weights.manifest import writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
@@ -147,7 +148,6 @@ class Replica:
         tensors = self._parts.tensors
         return local.ReplicaFacts(
             tensors.layout,
-            tensors.codec,
             len(tensors.parts),
             list(self._parts.counters.outer_clocks),
             fresh,
@@ -217,7 +217,9 @@ class Replica:
             case AverageMeasured():
                 self._measured(arrival)
             case StepPrepared(exchange):
-                return self._commit(exchange) if exchange.session else self._commit_solo(exchange)
+                if exchange.session:
+                    return self._commit(exchange)
+                self._record(exchange)
             case StateRead():
                 return self._adopt(arrival)
         return False
@@ -234,11 +236,8 @@ class Replica:
             # it has more to gain from us than we from it: it gets ours, and we step as if alone
             if examined.outcome == "lagging":
                 self._note_claim(exchange)
-                alone = {
-                    name: exchange.snapshot[name]
-                    for name in self._parts.schedule.takes(exchange.fragment, exchange.snapshot)
-                }
-                self._go_on(exchange, "lagging", alone)
+                taken = self._parts.schedule.takes(exchange.fragment, exchange.snapshot)
+                self._go_on(exchange, "lagging", {name: exchange.snapshot[name] for name in taken})
             else:
                 self._end(exchange, exchange.session, examined.outcome)
         elif found.mean is None:
@@ -301,26 +300,31 @@ class Replica:
             self._distance = found.relative_distance  # of what was refused, anybody's guess
             self._go_on(exchange, decision.outcome, decision.mean)
 
-    def _go_on(self, exchange: Exchange, outcome: str, mean: Tensors) -> None:
+    def _go_on(self, exchange: Exchange, outcome: str, taken: Tensors) -> None:
+        """taken: what the outer step is of, at least; averages where `outcome` is of TAKEN."""
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
-            leaves = self._parts.schedule.leaves(exchange.fragment, mean)
-            self._worker.submit(
-                PrepareStep(exchange, mean if leaves else {**exchange.snapshot, **mean})
-            )
+            mean = taken if outcome in TAKEN else {}
+            leaves = self._parts.schedule.leaves(exchange.fragment, taken)
+            alone = {
+                name: theta
+                for name, theta in exchange.snapshot.items()
+                if name not in mean and (name in taken or not leaves)
+            }
+            self._worker.submit(PrepareStep(exchange, mean, alone))
         else:
             self._end(None, exchange.session, "local")
 
     def _commit(self, exchange: Exchange) -> bool:
         """Take the outer step with what a partner sent, unless the exchange was dropped or
-        overtaken. Whether it was taken."""
+        overtaken. Whether the policy's weights have changed."""
         if self._parts.exchanges.pop(exchange.session) is None or not self._step(exchange):
             self._end(None, exchange.session, "local")
             return False
         counters = self._parts.counters
         if exchange.outcome == "probation":
             counters.probation = False
-        elif exchange.outcome != "lagging":
+        elif exchange.outcome in TAKEN:
             counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
@@ -334,7 +338,7 @@ class Replica:
                 outer_step,
             )
         )
-        return True
+        return exchange.outcome in TAKEN
 
     def _end(self, exchange: Exchange | None, session: bytes, outcome: str) -> None:
         """Without effect. exchange: None where it is not known any more."""
@@ -346,18 +350,12 @@ class Replica:
             )
         )
 
-    def _commit_solo(self, exchange: Exchange) -> bool:
-        # an exchange, a revert or a neighbour's state came in between: once more, from where we are
-        # now
-        while not self._step(exchange):
-            exchange = self._parts.copy(b"", exchange.fragment)
-            exchange = dataclasses.replace(
-                exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, exchange.snapshot)
-            )
-        if not exchange.snapshot:  # of a stage without any of the fragment's layers
-            return False
-        self._parts.counters.solo_steps_total += 1
-        return True
+    def _record(self, exchange: Exchange) -> None:
+        """Record the weights of a step without a partner, which moves none of them, unless an
+        exchange, a revert or a neighbour's state came in between."""
+        # a stage may have none of the fragment's layers
+        if self._step(exchange) and exchange.snapshot:
+            self._parts.counters.solo_steps_total += 1
 
     def _step(self, exchange: Exchange) -> bool:
         """Take the outer step that was prepared: of an exchange all of it, alone what is left to
@@ -377,13 +375,15 @@ class Replica:
         if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
             return False
         rest = parts.schedule.is_rest(fragment, prepared.phi)
-        alone = not exchange.session or exchange.outcome in ("lagging", "probation")
+        averaged = exchange.outcome in TAKEN
         with parts.tensors.lock:
-            if not parts.outer.take(prepared, rest=rest, alone=alone):
+            if not parts.outer.take(prepared, rest=rest, alone=not averaged):
                 return False
-            parts.outer.commit(
-                parts.tensors.parameters, {name: exchange.snapshot[name] for name in prepared.phi}
-            )
+            if averaged:
+                parts.outer.commit(
+                    parts.tensors.parameters,
+                    {name: exchange.snapshot[name] for name in prepared.phi},
+                )
             clocks[fragment] = next_outer_step(clocks[fragment], exchange.their_outer_step) - int(
                 rest
             )

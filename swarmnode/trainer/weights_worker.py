@@ -96,10 +96,13 @@ class ReplicaParts:
 
 @dataclass(frozen=True)
 class PrepareStep:
-    """The gate has taken a partner's weights: compute the outer step."""
+    """The gate has decided: compute the outer step."""
 
     exchange: Exchange
     mean: Tensors
+    """θ̄ of the tensors that are averaged."""
+    alone: Tensors
+    """θ of those that are only recorded."""
 
 
 Job = (
@@ -216,12 +219,13 @@ class AveragingWorker:
             case local.ApplyPayload():
                 if self._is_ours(job.fragment):
                     self.arrived.append(self._examine(job))
-            case PrepareStep(exchange, mean):
-                self.arrived.append(StepPrepared(self._prepared(exchange, mean)))
+            case PrepareStep():
+                self.arrived.append(StepPrepared(self._prepared(job)))
             case local.SoloStep(fragment):
                 if self._is_ours(fragment):
                     exchange = self._copy(b"", fragment)
-                    self.arrived.append(StepPrepared(self._prepared(exchange, exchange.snapshot)))
+                    step = PrepareStep(exchange, {}, exchange.snapshot)
+                    self.arrived.append(StepPrepared(self._prepared(step)))
             case local.WriteState():
                 self._write_state()
             case local.AdoptState():
@@ -236,13 +240,14 @@ class AveragingWorker:
         self.copy_seconds += time.monotonic() - began
         return exchange
 
-    def _prepared(self, exchange: Exchange, mean: Tensors) -> Exchange:
-        return dataclasses.replace(
-            exchange, prepared=prepare(self._parts.outer.rule, exchange.slow, mean)
-        )
+    def _prepared(self, step: PrepareStep) -> Exchange:
+        exchange = step.exchange
+        prepared = prepare(self._parts.outer.rule, exchange.slow, step.mean, step.alone)
+        return dataclasses.replace(exchange, prepared=prepared)
 
     def _publish(self, exchange: Exchange) -> None:
-        data = self._parts.tensors.encode(exchange.fragment, exchange.shared)
+        learnt = norm(exchange.shared, minus=exchange.slow.phi)
+        data = self._parts.tensors.encode(exchange.fragment, exchange.shared, learnt)
         if self._parts.exchanges.is_dropped(exchange.session):
             return
         path, blocks = self._files.write([data]), blocks_of(exchange.shared)

@@ -1,9 +1,9 @@
 """What two nodes must have in common before their weights may be averaged, as 32 bytes. No torch.
 
 Equal shapes are not enough: two models with the same shapes, or two LoRA adapters with other seeds,
-average to nonsense. Nodes with another fingerprint still share rollouts. Device, learning rate and
-outer rule are left out: replicas may differ in them. So is which layers are held here: base and
-adapter say what a layer's tensors are, and partners average the blocks that both hold.
+average to nonsense. Nodes with another fingerprint still share rollouts. Device, learning rate,
+outer rule and codec are left out: replicas may differ in them. So is which layers are held here:
+base and adapter say what a layer's tensors are, and partners average the blocks that both hold.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import hashlib
 
 import msgspec
 
-from swarmnode.weights.layout import Codec, Layout
+from swarmnode.weights.layout import Layout
 
 WEIGHTS_VERSION = 3
 """Ordinal of the exchange's protocol."""
-STATE_VERSION = 1
+STATE_VERSION = 2
 """The same number in a state's fingerprint."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -38,7 +38,6 @@ def fingerprint(
     base: bytes,
     tokenizer: bytes,
     layout: Layout,
-    codec: Codec,
     fragments: int,
     lora: LoraShape | None = None,
 ) -> bytes:
@@ -52,7 +51,7 @@ def fingerprint(
         WEIGHTS_VERSION,
         (swarm, base, tokenizer),
         sorted({spec.dtype for spec in layout}),
-        (codec, fragments, lora),
+        (fragments, lora),
     )
 
 
@@ -61,7 +60,6 @@ def state_fingerprint(
     base: bytes,
     tokenizer: bytes,
     layout: Layout,
-    codec: Codec,
     fragments: int,
     lora: LoraShape | None = None,
 ) -> bytes:
@@ -71,7 +69,7 @@ def state_fingerprint(
         STATE_VERSION,
         (swarm, base, tokenizer),
         sorted(layout, key=lambda s: s.name),
-        (codec, fragments, lora),
+        (fragments, lora),
     )
 
 

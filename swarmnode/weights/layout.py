@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
-Codec = Literal["float32", "bfloat16", "int8", "int4"]
-RELATIVE: Final[frozenset[Codec]] = frozenset({"int8", "int4"})
-"""Codecs of the difference to an anchor."""
+Codec = Literal["int4", "int8", "bfloat16", "float32"]
+CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
+"""Smallest payload first."""
 BLOCK: Final = 256
 """Elements that share one scale in the int8 codec."""
 SMALL_BLOCK: Final = 64
@@ -70,7 +70,9 @@ def header_limit(layout: Layout) -> int:
     return 256 + sum(len(spec.name.encode()) + 9 * len(spec.shape) + 96 for spec in layout)
 
 
-def payload_limit(layout: Layout, codec: Codec) -> int:
+def payload_limit(layout: Layout, codec: Codec | None = None) -> int:
     """No honest payload of `layout` is longer, bytes: what may be received before anything is
-    looked at."""
-    return 4 + header_limit(layout) + sum(body_bytes(spec, codec) for spec in layout)
+    looked at. codec: None where the sender chooses."""
+    codecs = CODECS if codec is None else (codec,)
+    longest = sum(max(body_bytes(spec, codec) for codec in codecs) for spec in layout)
+    return 4 + header_limit(layout) + longest

@@ -27,7 +27,7 @@ import msgspec
 from swarmnode.p2p.reputation import COST
 from swarmnode.weights import fingerprint, fragments, manifest
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.layout import Codec, Layout, payload_limit
+from swarmnode.weights.layout import Layout, payload_limit
 from swarmnode.weights.manifest import TensorHash
 
 DIRECTORY = "weights"
@@ -40,7 +40,6 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     trainer's Hello."""
 
     layout: Layout
-    codec: Codec
     fragments: int
     outer_steps: list[int]
     """Outer steps taken, by fragment."""
@@ -59,18 +58,18 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     def fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
         """32 bytes; equal on two nodes that may average."""
         return fingerprint.fingerprint(
-            swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora
+            swarm, base, tokenizer, self.layout, self.fragments, self.lora
         )
 
     def state_fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
         """32 bytes; equal on two nodes of which one may take the other's state."""
         return fingerprint.state_fingerprint(
-            swarm, base, tokenizer, self.layout, self.codec, self.fragments, self.lora
+            swarm, base, tokenizer, self.layout, self.fragments, self.lora
         )
 
     def limits(self) -> list[int]:
         """Longest payload of each fragment, bytes."""
-        return [payload_limit(part, self.codec) for part in self.parts()]
+        return [payload_limit(part) for part in self.parts()]
 
 
 # ---- trainer → network ---------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: int
     """Always 0: every payload stands by itself."""
     anchor: bytes
-    """32 bytes: hash of what the values are relative to; empty for absolute ones."""
+    """32 bytes: hash of what the values are differences to; empty where they are weights."""
     tensors: list[TensorHeader]
 
 
@@ -56,16 +56,20 @@ def build(header: Header, bodies: Sequence[bytes]) -> bytes:
 def parse(
     data: bytes | memoryview,
     layout: Layout,
-    codec: Codec,
+    codec: Codec | None = None,
     *,
     fragment: int = 0,
     anchor: bytes = b"",
-) -> list[memoryview]:
-    """The bodies of a payload, in the order of `layout`; every length and every checksum is
-    verified.
+) -> tuple[Codec, list[memoryview]]:
+    """Return a payload's codec, and its bodies in the order of `layout`; every length and every
+    checksum is verified.
 
-    Raises BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size,
-    checksum, anchor or bounds.
+    Args:
+        codec: None where the sender chooses.
+
+    Raises:
+        BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size,
+            checksum, anchor or bounds.
     """
     data = memoryview(data)
     if len(data) > payload_limit(layout, codec):
@@ -73,7 +77,7 @@ def parse(
             "oversize", f"{len(data)} bytes of payload, at most {payload_limit(layout, codec)}"
         )
     header, start = _header(data, layout)
-    if header.codec != codec:
+    if codec is not None and header.codec != codec:
         raise BadMessage("codec", header.codec)
     if header.fragment != fragment:
         raise BadMessage("fragment")
@@ -87,7 +91,10 @@ def parse(
             raise BadMessage("shape", spec.name)
         if tensor.dtype != spec.dtype:
             raise BadMessage("dtype", spec.name)
-        if tensor.length != body_bytes(spec, codec) or len(tensor.checksum) != CHECKSUM_BYTES:
+        if (
+            tensor.length != body_bytes(spec, header.codec)
+            or len(tensor.checksum) != CHECKSUM_BYTES
+        ):
             raise BadMessage("size", spec.name)
         body = data[start : start + tensor.length]
         start += tensor.length
@@ -96,7 +103,7 @@ def parse(
         bodies.append(body)
     if start != len(data):
         raise BadMessage("size", "bodies and payload end at different places")
-    return bodies
+    return header.codec, bodies
 
 
 def _header(data: memoryview, layout: Layout) -> tuple[Header, int]:

@@ -73,7 +73,7 @@ WEIGHTS_PROTOCOL = "/swarmnode/weights/3"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts
 without it."""
 
-WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/2"
+WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/3"
 """Request/response: the signed manifest of slow weights, and where to fetch them. Not in
 `PROTOCOLS`."""
 

@@ -153,7 +153,7 @@ def weights_fingerprint(given: dict) -> list[str]:
     )
     layout = make_layout(given["layout"])
     return [
-        of(*hashes, layout, given["codec"], given["fragments"], adapter).hex()
+        of(*hashes, layout, given["fragments"], adapter).hex()
         for of in (fingerprint, state_fingerprint)
     ]
 

@@ -43,7 +43,7 @@ SWARM = b"\x21" * 32
 BASE = b"\x22" * 32
 TOKENIZER = b"\x23" * 32
 BETWEEN_SECONDS = 0.005
-CONFIG = WeightsConfig(rule="gossip", codec="float32", fragments=1, join_seconds=5.0)
+CONFIG = WeightsConfig(rule="gossip", fragments=1, join_seconds=5.0)
 
 
 class Tiny(torch.nn.Module):
@@ -81,9 +81,7 @@ class OptionalProbe(LossProbe):
 
 
 def tensors_of(model: torch.nn.Module, cfg: WeightsConfig) -> AveragedTensors:
-    return AveragedTensors(
-        dict(model.named_parameters()), cfg.codec, cfg.fragments, threading.Lock()
-    )
+    return AveragedTensors(dict(model.named_parameters()), cfg.fragments, threading.Lock())
 
 
 def probe_of(model: torch.nn.Module, judge: Judge, tensors: AveragedTensors) -> LossProbe:

@@ -136,7 +136,7 @@ class Party:
         self.accepted: list[str] = []
         self.store = StubStore(parties)
         self.replica = local.LocalReplica()
-        facts = local.ReplicaFacts(LAYOUT, "float32", fragments, [20] * fragments, False)
+        facts = local.ReplicaFacts(LAYOUT, fragments, [20] * fragments, False)
         self.replica.start(facts, SWARM, bytes(32), bytes(32))
         self._hub, self._parties = hub, parties
         network: Any = SimpleNamespace(

@@ -114,7 +114,7 @@ async def stages(tmp_path, seats):
     """A holder for each (crew, stage, and how the crew is cut, unless in two halves), hosts
     connected and weight planes running; nobody is connected to its own plane yet."""
     path = write_deep_model(tmp_path / "model", layers=4)
-    weights = {"rule": "gossip", "codec": "float32", "fragments": 1, "sync_every": 4}
+    weights = {"rule": "gossip", "fragments": 1, "sync_every": 4}
 
     def config(directory):
         policy = {"model": str(path), "device": "cpu"}

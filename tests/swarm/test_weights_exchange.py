@@ -47,6 +47,10 @@ async def nodes(directory, count, **options):
         yield made
 
 
+PAYLOAD_ERROR = 5e-3
+"""Of one weight, which a step moves by 0.01: payloads may err by a tenth of what was learnt."""
+
+
 def distance(a, b):
     one, other = a.weights(), b.weights()
     return float(sum((one[n] - other[n]).norm() for n in one))
@@ -62,12 +66,12 @@ async def test_a_pair_meets_in_the_middle(tmp_path):
         middle = {n: (t + b.weights()[n]) / 2 for n, t in a.weights().items()}
         a.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
-        assert distance(a, b) < 1e-3
-        assert all(torch.allclose(t, middle[n], atol=1e-5) for n, t in a.weights().items())
+        assert distance(a, b) < 0.1
+        assert all(torch.allclose(t, middle[n], atol=PAYLOAD_ERROR) for n, t in a.weights().items())
         assert a.counters.outer_clocks == b.counters.outer_clocks == [1]
         assert a.counters.policy_version == 1
         payload = a.service.statistics().received_bytes
-        assert 2 * 64 * 64 * 4 < payload < 2 * 64 * 64 * 4 + 600  # one policy, once
+        assert 0.5 * 2 * 64 * 64 < payload < 1.02 * 2 * 64 * 64 + 600  # one policy, once
 
 
 async def test_a_swap_crosses_our_own_socket_five_times(tmp_path):
@@ -102,7 +106,7 @@ async def test_both_propose_at_once_and_average_once(tmp_path):
         a.due()
         b.due()
         await until(lambda: a.counters.outer_clocks == [1] and b.counters.outer_clocks == [1])
-        assert distance(a, b) < 1e-3
+        assert distance(a, b) < 0.1
 
 
 async def test_steps_taken_while_weights_travel_are_kept(tmp_path):
@@ -117,7 +121,7 @@ async def test_steps_taken_while_weights_travel_are_kept(tmp_path):
         a.replica.receive(commit)
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         apart = {n: t - b.weights()[n] for n, t in a.weights().items()}
-        assert all(torch.allclose(apart[n], t, atol=1e-4) for n, t in moved.items())
+        assert all(torch.allclose(apart[n], t, atol=PAYLOAD_ERROR) for n, t in moved.items())
 
 
 async def test_alone_the_outer_step_is_taken_alone(tmp_path):
@@ -307,10 +311,10 @@ async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_aske
 async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         made = []
-        for number, codec in enumerate(("float32", "bfloat16", "float32")):
+        for number, wanted in enumerate((1, 2, 1)):
             await networks[number].wait_connected(2)
             key = identity.load_or_create(tmp_path / str(number) / "identity.key").private_key
-            cfg = CONFIG.model_copy(update={"codec": codec})
+            cfg = CONFIG.model_copy(update={"fragments": wanted})
             made.append(
                 await stack.enter_async_context(
                     averaging(networks[number], key, tmp_path / str(number), cfg=cfg)
@@ -335,7 +339,8 @@ async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_serv
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         assert identical(a.weights(), ahead)
         assert all(
-            torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=1e-5) for n, t in b.weights().items()
+            torch.allclose(t, (ahead[n] + behind[n]) / 2, atol=PAYLOAD_ERROR)
+            for n, t in b.weights().items()
         )
         assert a.service.statistics().judged == {"lagging": 1}
         assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])

@@ -7,6 +7,7 @@ partner in a swap is the pattern of the lie. No torch.
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import struct
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.weights.layout import BLOCK
+from swarmnode.weights.layout import BLOCK, SMALL_BLOCK
 from swarmnode.weights.messages import (
     ID_BYTES,
     MESSAGE_BYTES,
@@ -90,7 +91,10 @@ def lie(payload: bytes, kind: str) -> bytes:
     replace = msgspec.structs.replace
     tensors = list(header.tensors)
     if kind in ("nan", "infinite", "huge", "flipped"):
-        bodies = [_altered(body, header.codec, kind) for body in bodies]
+        bodies = [
+            _altered(body, math.prod(tensor.shape), header.codec, kind)
+            for tensor, body in zip(tensors, bodies, strict=True)
+        ]
     elif kind == "shape":
         tensors[0] = replace(
             tensors[0],
@@ -120,25 +124,30 @@ def lie(payload: bytes, kind: str) -> bytes:
     return secrets.token_bytes(len(made)) if kind == "garbage" else made
 
 
-def _altered(body: bytes, codec: str, kind: str) -> bytes:
+def _altered(body: bytes, elements: int, codec: str, kind: str) -> bytes:
     """Values of a body changed: its scales where it has some, else all its floats."""
     change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = {
         "nan": lambda x: np.full_like(x, np.nan),
         "infinite": lambda x: np.full_like(x, np.inf),
-        "huge": lambda x: x * 1e6,
+        "huge": lambda x: (x + np.float32(1e-3)) * 1e6,
         "flipped": lambda x: -x,
     }[kind]
-    if codec == "float32":
-        return change(np.frombuffer(body, "<f4")).astype("<f4").tobytes()
-    if codec == "bfloat16":
-        wide = np.frombuffer(body, "<u2").astype("<u4") << 16
-        return (change(wide.view("<f4")).astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    elements = next(n for n in range(len(body), 0, -1) if n + 4 * -(-n // BLOCK) == len(body))
-    cut = len(body) - elements
-    if kind == "flipped":  # a negative scale would be found out at once
-        return body[:cut] + (-np.frombuffer(body[cut:], "i1")).tobytes()
-    scales = np.frombuffer(body[:cut], "<f4")
-    return change(scales + np.float32(1e-3) * (kind == "huge")).astype("<f4").tobytes() + body[cut:]
+    cut = len(body)
+    if codec in ("int4", "int8"):
+        width, block = (2, SMALL_BLOCK) if codec == "int4" else (4, BLOCK)
+        cut = width * -(-elements // block)
+        if kind == "flipped":  # a negative scale would be found out at once
+            values = np.frombuffer(body[cut:], "u1")
+            if codec == "int4":
+                flipped = 16 - (values & 15) | (16 - (values >> 4)) << 4
+            else:
+                flipped = 256 - values.astype("<u2")
+            return body[:cut] + flipped.astype("u1").tobytes()
+    if codec in ("int8", "float32"):
+        floats = np.frombuffer(body[:cut], "<f4")
+        return change(floats).astype("<f4").tobytes() + body[cut:]
+    floats = (np.frombuffer(body[:cut], "<u2").astype("<u4") << 16).view("<f4")
+    return (change(floats).astype("<f4").view("<u4") >> 16).astype("<u2").tobytes() + body[cut:]
 
 
 class WeightLiar:

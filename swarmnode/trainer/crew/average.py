@@ -50,7 +50,7 @@ that makes no progress."""
 
 
 class StageAveraging(Observer):
-    """Make it while the stage has the base weights: the codec is relative to them. connected: is
+    """Make it while the stage has the base weights: payloads are differences to them. connected: is
     there a network process? averages: may this stage be averaged now?"""
 
     def __init__(
@@ -76,7 +76,7 @@ class StageAveraging(Observer):
         """Grows while a state of another crew comes."""
         self.probe = CrewProbe()
         self._tensors = AveragedTensors(
-            averaged(stage), cfg.codec, cfg.fragments, stage.optimizer.lock, sum(stage.layers)
+            averaged(stage), cfg.fragments, stage.optimizer.lock, sum(stage.layers)
         )
         self._replica = Replica(
             self._tensors,

@@ -72,7 +72,7 @@ class Averaging:
         self._news = trio.Event()
 
     def facts(self, fresh: bool) -> local.ReplicaFacts:
-        return local.ReplicaFacts(LAYOUT, "float32", 1, [self.outer_step], fresh)
+        return local.ReplicaFacts(LAYOUT, 1, [self.outer_step], fresh)
 
     @property
     def busy(self) -> bool:

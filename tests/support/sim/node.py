@@ -161,7 +161,7 @@ class Node:
         weights = WeightService(
             network,
             credentials,
-            WeightsConfig(sync_every=traits.pace.sync_every, fragments=1, codec="float32"),
+            WeightsConfig(sync_every=traits.pace.sync_every, fragments=1),
             self._directory,
             lambda message: life.learner is not None and life.learner.averaging.receive(message),
             budget=meter.allows,

@@ -1,6 +1,7 @@
 """Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise
 BadMessage with a known reason."""
 
+import math
 import random
 import tracemalloc
 from pathlib import Path
@@ -9,12 +10,19 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.averaging.codecs import decode, encode, encoded, make_anchor
+from swarmnode.averaging.codecs import (
+    ERROR_SHARE,
+    decode,
+    encode,
+    encode_smallest,
+    encoded,
+    make_anchor,
+)
 from swarmnode.averaging.payload_files import PayloadFiles
 from swarmnode.errors import BadMessage
 from swarmnode.weights.layout import (
     BLOCK,
-    RELATIVE,
+    CODECS,
     SMALL_BLOCK,
     TensorSpec,
     body_bytes,
@@ -166,17 +174,92 @@ def test_no_difference_is_none_after_the_journey(codec):
 def test_a_payload_costs_what_its_codec_says(codec, per_element):
     layout = make_layout([("w", (64, 1024), "float32")])
     sent = {"w": torch.randn(64, 1024)}
-    anchor = make_anchor({"w": torch.zeros(64, 1024)}) if codec in RELATIVE else None
-    payload = encode(sent, layout, codec, anchor=anchor)
+    payload = encode(sent, layout, codec, anchor=make_anchor({"w": torch.zeros(64, 1024)}))
     assert len(payload) == pytest.approx(per_element * elements(layout), rel=0.005)
-    assert len(payload) <= payload_limit(layout, codec)
+    assert len(payload) <= payload_limit(layout, codec) <= payload_limit(layout)
 
 
-def test_a_difference_needs_an_anchor_and_nothing_else_takes_one():
-    anchor = make_anchor(tensors())
-    for options in ({"codec": "int8"}, {"codec": "int4"}, {"codec": "bfloat16", "anchor": anchor}):
-        with pytest.raises(ValueError, match="anchor"):
-            encode(tensors(), LAYOUT, **options)
+def test_no_codec_of_a_tiny_tensor_is_longer_than_what_may_be_received():
+    anchor = make_anchor(tensors(1))
+    longest = max(len(encode(tensors(), LAYOUT, codec, anchor=anchor)) for codec in CODECS)
+    assert longest <= payload_limit(LAYOUT)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_quantised_payload_needs_an_anchor(codec):
+    with pytest.raises(ValueError, match="anchor"):
+        encode(tensors(), LAYOUT, codec)
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("float32", 24), ("bfloat16", 8)])
+def test_a_float_of_the_difference_errs_by_a_share_of_the_difference(codec, bits):
+    anchor = make_anchor(tensors(1))
+    sent = {n: t + 1e-3 * tensors(2)[n] for n, t in anchor.tensors.items()}
+    got = decode(encode(sent, LAYOUT, codec, anchor=anchor), LAYOUT, anchor=anchor)
+    for n, t in sent.items():
+        difference = (t - anchor.tensors[n]).abs()
+        # and the rounding of float32 at weights of about 1
+        assert bool(((got[n] - t).abs() <= difference * 2.0**-bits + 6e-7).all())
+
+
+def wandered(outer_steps, seed=0):
+    """Base weights, weights after so many outer steps that have little to do with each other, and
+    the norm of the last one."""
+    rng = torch.Generator().manual_seed(seed)
+    base = {"w": torch.randn(64, 1024, generator=rng)}
+    steps = 1e-3 * torch.randn(outer_steps, 64, 1024, generator=rng)
+    return make_anchor(base), {"w": base["w"] + steps.sum(0)}, float(steps[-1].norm())
+
+
+WIDE = make_layout([("w", (64, 1024), "float32")])
+
+
+@pytest.mark.parametrize(
+    ("outer_steps", "int4", "int8"), [(1, 0.11, 0.007), (50, 0.76, 0.05), (200, 1.52, 0.10)]
+)
+def test_the_error_of_an_interval_grows_with_the_distance_from_the_base(outer_steps, int4, int8):
+    anchor, sent, change = wandered(outer_steps)
+    for codec, expected in (("int4", int4), ("int8", int8)):
+        got = decode(encode(sent, WIDE, codec, anchor=anchor), WIDE, anchor=anchor)
+        error = float((got["w"] - sent["w"]).norm()) / change
+        assert error == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("outer_steps", "factor", "codec"),
+    [
+        (1, 1.0, "int8"),
+        (1, 2.0, "int4"),
+        (50, 1.0, "int8"),
+        (200, 0.8, "bfloat16"),
+        (200, 1.2, "int8"),
+        (50, 1e-4, "float32"),
+        (50, 0.0, "float32"),
+    ],
+)
+def test_the_smallest_codec_that_errs_by_a_tenth_of_what_was_learnt_is_taken(
+    outer_steps, factor, codec
+):
+    anchor, sent, change = wandered(outer_steps)
+    payload = encode_smallest(sent, WIDE, factor * change, anchor=anchor)
+    assert header_of(payload).codec == codec
+    assert len(payload) == len(encode(sent, WIDE, codec, anchor=anchor))
+    got = decode(payload, WIDE, anchor=anchor)
+    assert float((got["w"] - sent["w"]).norm()) <= max(ERROR_SHARE * factor * change, 1e-4)
+
+
+def test_what_is_at_the_base_needs_nothing_but_zeros():
+    anchor, _, _ = wandered(1)
+    payload = encode_smallest(anchor.tensors, WIDE, 0.0, anchor=anchor)
+    assert header_of(payload).codec == "int4"
+
+
+def test_our_own_broken_weights_are_sent_as_they_are():
+    """The partner's gate refuses them; the codec must not end the trainer."""
+    anchor, sent, change = wandered(1)
+    sent["w"][0, 0] = math.nan
+    payload = encode_smallest(sent, WIDE, change, anchor=anchor)
+    assert bool(decode(payload, WIDE, anchor=anchor)["w"].isnan().any())
 
 
 def test_another_anchor_is_noticed():
@@ -268,7 +351,7 @@ def test_a_hostile_quantiser_of_four_bits_is_refused():
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
 def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
-    anchor = make_anchor(tensors(1)) if codec in RELATIVE else None
+    anchor = make_anchor(tensors(1))
     good = encode(tensors(), LAYOUT, codec, anchor=anchor)
     rng = random.Random(codec)
     head = 4 + int.from_bytes(good[:4], "big")
@@ -278,15 +361,16 @@ def test_mutated_payloads_raise_nothing_but_known_reasons(codec):
             where = rng.randrange(head) if rng.random() < 0.8 else rng.randrange(len(data))
             data[where] = rng.randrange(256)
         cut = data[: rng.randrange(len(data))] if rng.random() < 0.2 else data
-        found = refusal(decode, bytes(cut), LAYOUT, codec, anchor=anchor)
+        found = refusal(decode, bytes(cut), LAYOUT, anchor=anchor)
         # everything is compared or under a checksum
         assert found in REASONS or (found is None and bytes(cut) == good)
 
 
 def test_parsing_copies_nothing():
     good = encode(tensors(), LAYOUT, "float32")
-    for body in parse(good, LAYOUT, "float32"):
-        assert body.obj is good
+    codec, bodies = parse(good, LAYOUT)
+    assert codec == "float32"
+    assert all(body.obj is good for body in bodies)
 
 
 # ---- layouts and messages ------------------------------------------------------------------------

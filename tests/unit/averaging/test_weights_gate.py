@@ -204,16 +204,49 @@ def test_a_probe_that_is_nan_refuses():
 def test_the_probes_tolerance_grows_with_honest_changes_and_no_further_than_its_range():
     mine = weights()
     gate = trained_gate(mine)
+    found = gate.examine("p", mine, near(mine, 1.0))
+    passes = lambda worse: gate.conclude(found, Losses(2.0, 2.0 + worse)).ok
     for i in range(8):
         judge(
             gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 2.0 if t is mine else 1.88
         )
-    assert gate.statistics().epsilon == pytest.approx(0.24)
+    assert not passes(0.241)
+    assert passes(0.239)
     for i in range(64):
         judge(
             gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 9.0 if t is mine else 1.0
         )
-    assert gate.statistics().epsilon == pytest.approx(4 * EPSILON)
+    assert not passes(4 * EPSILON + 1e-6)
+    assert passes(4 * EPSILON - 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "epsilon"), [(3.0, EPSILON), (1.0, EPSILON), (0.3, 0.3 * EPSILON)]
+)
+def test_the_probes_tolerance_is_a_share_of_the_entropy(entropy, epsilon):
+    mine = weights()
+    theirs = near(mine, 1.0)
+    judged = lambda worse: judge(
+        trained_gate(mine),
+        "p",
+        mine,
+        theirs,
+        probe=lambda t: entropy if t is mine else entropy + worse,
+    )
+    assert judged(1.01 * epsilon).outcome == "probe"
+    assert judged(0.99 * epsilon).ok
+
+
+def test_what_honest_exchanges_do_never_makes_a_certain_policy_tolerant():
+    mine, gate = weights(), AveragingGate()
+    for i in range(64):
+        judge(
+            gate, f"p{i}", mine, near(mine, 1.0, seed=i), probe=lambda t: 0.3 if t is mine else 0.0
+        )
+    found = gate.examine("p", mine, near(mine, 1.0))
+    limit = 4 * EPSILON * 0.3
+    assert gate.conclude(found, Losses(0.3, 0.3 + 1.01 * limit)).outcome == "probe"
+    assert gate.conclude(found, Losses(0.3, 0.3 + 0.99 * limit)).ok
 
 
 def test_a_newcomer_is_judged_and_mixed_with_nothing():

@@ -178,6 +178,28 @@ def test_rules_have_names():
     assert make_rule("gossip") == Rule("gossip", 0.0, 1.0)
 
 
+def test_what_no_partner_shares_is_recorded_and_keeps_its_momentum():
+    mine = replica(1)
+    state = OuterState(mine, make_rule())
+    outer_step(state, blend(host_copy(mine), replica(2)))
+    state.commit(mine, host_copy(mine))
+    momentum, phi = state.delta["b.weight"], dict(state.phi)
+    assert bool(momentum.any())
+    inner_steps(mine, torch.Generator().manual_seed(0))
+    theta = host_copy(mine)
+    mean = {"a.weight": blend(theta, replica(3))["a.weight"]}
+    assert state.take(prepare(state.rule, state.slow(list(mine)), mean, theta))
+    assert torch.equal(state.phi["b.weight"], theta["b.weight"])
+    assert state.delta["b.weight"] is momentum
+    expected = 0.7 * (mean["a.weight"] - phi["a.weight"]) + 0.5 * (
+        phi["a.weight"] - replica(1)["a.weight"]
+    )
+    torch.testing.assert_close(state.delta["a.weight"], expected, rtol=0, atol=1e-5)
+    state.commit(mine, theta)
+    assert torch.equal(mine["b.weight"], theta["b.weight"])
+    assert torch.equal(mine["a.weight"], state.phi["a.weight"])
+
+
 def test_gossip_is_exactly_the_mean():
     mine, theirs = replica(1), replica(2)
     state = OuterState(mine, make_rule("gossip"))

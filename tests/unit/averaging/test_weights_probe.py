@@ -28,9 +28,7 @@ class Scores:
 @pytest.fixture
 def probe():
     policy = SimpleNamespace(w=torch.nn.Parameter(LOGITS.clone()))
-    return LossProbe(
-        policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, "float32", 1, threading.Lock())
-    )
+    return LossProbe(policy, Scores(), 1.0, AveragedTensors({"w": policy.w}, 1, threading.Lock()))
 
 
 def rows(*tokens, count=16):
@@ -88,6 +86,20 @@ def test_enough_rewarded_completions_are_all_that_counts(probe):
     assert losses.after < losses.before
     assert losses.drift == 0.0
     assert outcome == "accepted"
+
+
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_a_few_short_answers_are_judged_by_less_than_many_long_ones(rewarded):
+    """Honest averages change few tokens: over 40 tokens of 0.3 nats one may lose 2 nats."""
+    few = compare([-0.3] * 40, [-2.3, *[-0.3] * 39], rewarded)
+    many = compare([-0.3] * 16_000, [-0.35] * 16_000, rewarded)
+    gate = AveragingGate()
+    found = gate.examine("peer", {"w": LOGITS}, {"w": LOGITS + 0.1}, moved=100.0)
+    assert few.error == pytest.approx(0.05, rel=0.05) or not rewarded
+    assert many.error < 1e-9
+    assert many.change == pytest.approx(0.05)
+    assert gate.conclude(found, few).ok
+    assert gate.conclude(found, many).outcome == "probe"
 
 
 @pytest.mark.parametrize("after", [[-math.inf, -1.0], [math.nan, -1.0], [-80.0, -1.0]])

@@ -46,7 +46,8 @@ def test_an_arm_receives_what_it_may_and_not_a_fragment_more(policy):
         most - FRAGMENT < used <= most
         for used, most in zip(spent, itertools.accumulate(allowance), strict=True)
     )
-    assert trace.extra["exchange accepted"] == 2 * 2  # two fragments, by two nodes
+    taken = sum(trace.extra.get(f"exchange {outcome}", 0) for outcome in ("accepted", "clipped"))
+    assert taken >= 2 * 2  # two fragments, by two nodes, in int8; more in int4
     assert PARTS == 2
 
 

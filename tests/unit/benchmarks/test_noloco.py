@@ -89,13 +89,45 @@ def test_averaging_brings_replicas_together_and_ddp_keeps_them_equal():
     assert ends["diloco"] < 1e-6
 
 
+def swarm_of(arm, steps=16):
+    size = Size(steps=steps, sync_every=4, batch=1, warmup=1)
+    swarm = Swarm(arm, size, text(), 0, initial(0, REPLICAS, 20))
+    swarm.run(batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0))
+    return swarm
+
+
+@pytest.mark.parametrize("meeting", ["all at once", "pairs", "swap"])
+def test_replicas_whose_exchanges_all_fail_train_as_without_averaging(meeting):
+    options = {"in_flight": 2, "unequal": True}
+    off = swarm_of(Arm("off", "off", **options))
+    alone = swarm_of(Arm("alone", meeting=meeting, dropped=1.0, **options))
+    for name, p in off.parameters.items():
+        assert torch.equal(p, alone.parameters[name])
+
+
+def test_a_failure_costs_a_pair_both_sides_and_a_swap_one():
+    commits = {}
+    for meeting in ("pairs", "swap"):
+        swarm = swarm_of(Arm(meeting, meeting=meeting, dropped=0.5, gate=True), steps=64)
+        commits[meeting] = sum(swarm.judged[outcome] for outcome in ("accepted", "clipped"))
+        assert swarm.judged["failed"] > 0
+    assert commits["swap"] > 1.2 * commits["pairs"]
+
+
+def test_an_accepted_swap_satisfies_the_accepters_own_outer_step():
+    swarm = swarm_of(Arm("swap", meeting="swap"), steps=64)
+    taken = [clock for clocks in swarm.clocks for clock in clocks]
+    assert sum(taken) <= REPLICAS * 64 / 4 * 1.1
+    assert min(taken) > 64 / 4 * 0.7
+
+
 def test_what_is_learnt_alone_is_learnt_by_either_rule():
     size = Size(steps=8, sync_every=4, batch=1, warmup=1)
     data = batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0)
     moved = {}
     for rule in ("noloco", "gasloc"):
         swarm = Swarm(
-            Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5)),
+            Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5), solo="outer rule"),
             size,
             text(),
             0,

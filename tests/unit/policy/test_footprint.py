@@ -287,7 +287,7 @@ def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
 
     layers = {f"layers.{i}.w": torch.nn.Parameter(torch.randn(64, 64)) for i in range(4)}
     averaged, outer = (
-        AveragedTensors(layers, "int8", 4, threading.Lock()),
+        AveragedTensors(layers, 4, threading.Lock()),
         OuterState(layers, make_rule()),
     )
     size = lambda tensors: sum(t.nbytes for t in tensors.values())

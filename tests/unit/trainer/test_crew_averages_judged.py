@@ -22,9 +22,9 @@ from swarmnode.weights.fragments import pack
 from tests.support.crew_network import crew_network
 from tests.support.waiting import until
 
-WEIGHTS = {"rule": "noloco", "codec": "float32", "fragments": 1}
+WEIGHTS = {"rule": "noloco", "fragments": 1}
 EVERYTHING = pack(range(64))
-STAGES = {"mode": "always", "codec": "float32", "gradient_codec": "float32"}
+STAGES = {"mode": "always", "gradient_codec": "float32"}
 
 
 @pytest.fixture

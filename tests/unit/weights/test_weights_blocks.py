@@ -55,16 +55,14 @@ class Agreeable:
 class Party:
     """The trainer's half of somebody who holds `blocks`; steps are taken by the test."""
 
-    def __init__(self, directory, blocks, seed, codec="float32", shapes=SHAPES, sync_every=4):
+    def __init__(self, directory, blocks, seed, shapes=SHAPES, sync_every=4):
         held = {name: shape for name, shape in shapes.items() if block_of(name) in blocks}
         base = torch.Generator().manual_seed(0)
         start = {name: torch.randn(shape, generator=base) for name, shape in shapes.items()}
         self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
-        self.tensors = AveragedTensors(self.parameters, codec, FRAGMENTS, threading.Lock(), LAYERS)
+        self.tensors = AveragedTensors(self.parameters, FRAGMENTS, threading.Lock(), LAYERS)
         self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
-        config = WeightsConfig(
-            rule="gossip", codec=codec, fragments=FRAGMENTS, sync_every=sync_every
-        )
+        config = WeightsConfig(rule="gossip", fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(
             self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe
@@ -131,9 +129,8 @@ def parties(tmp_path):
         party.replica.close()
 
 
-@pytest.mark.parametrize("codec", ["float32", "int8"])
-def test_common_blocks_are_averaged_and_the_rest_steps_alone(parties, codec):
-    head, long = parties(HEAD, LONG, codec=codec)
+def test_common_blocks_are_averaged_and_the_rest_steps_alone(parties):
+    head, long = parties(HEAD, LONG)
     for party in (head, long):
         party.train()
     before = [party.weights() for party in (head, long)]
@@ -145,7 +142,7 @@ def test_common_blocks_are_averaged_and_the_rest_steps_alone(parties, codec):
         torch.testing.assert_close(
             party.weights()["model.layers.1.w"],
             mean,
-            atol=1e-3 if codec == "int8" else 1e-6,
+            atol=2e-3,
             rtol=0,
         )
         assert all(
@@ -201,7 +198,7 @@ def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_
     assert moved(whole, before) == LEFT
     for name in LEFT:
         torch.testing.assert_close(
-            whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=1e-6, rtol=0
+            whole.weights()[name], (weights[name] + theirs[name]) / 2, atol=5e-3, rtol=0
         )
     assert all(
         torch.equal(t, weights[name]) for name, t in whole.weights().items() if name not in LEFT
@@ -372,13 +369,13 @@ def test_two_crews_cut_differently_and_a_whole_node_stay_together_and_agree_when
 
 
 def test_a_tensor_of_another_shape_or_of_another_base_is_refused(parties):
-    (whole,) = parties(WHOLE, codec="int8")
-    (other,) = parties(HEAD, codec="int8", shapes={**SHAPES, "model.layers.1.w": (4, 8)})
+    (whole,) = parties(WHOLE)
+    (other,) = parties(HEAD, shapes={**SHAPES, "model.layers.1.w": (4, 8)})
     before = whole.weights()
     assert exchange(whole, other, 1, b"s" * 16) == ["shape"] * 2
-    (stranger,) = parties(TAIL, codec="int8")
+    (stranger,) = parties(TAIL)
     stranger.train(size=1.0)
-    elsewhere = AveragedTensors(stranger.parameters, "int8", FRAGMENTS, threading.Lock(), LAYERS)
+    elsewhere = AveragedTensors(stranger.parameters, FRAGMENTS, threading.Lock(), LAYERS)
     stranger.tensors.encode = elsewhere.encode  # it means the difference to something else
     assert exchange(whole, stranger, 0, b"t" * 16)[0] == "payload"
     assert all(torch.equal(t, before[name]) for name, t in whole.weights().items())

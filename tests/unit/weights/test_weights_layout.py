@@ -141,7 +141,6 @@ BASE = {
     "base": b"b" * 32,
     "tokenizer": b"t" * 32,
     "layout": make_layout(LLAMA),
-    "codec": "bfloat16",
     "fragments": 4,
     "lora": None,
 }
@@ -153,7 +152,6 @@ def test_everything_that_must_agree_changes_the_fingerprint():
         {"swarm": b"S" * 32},
         {"base": b"B" * 32},
         {"tokenizer": b"T" * 32},
-        {"codec": "int8"},
         {"fragments": 3},
         {"lora": LORA},
         {"layout": make_layout([(LLAMA[0][0], (1000, 64), "bfloat16"), *LLAMA[1:]])},
@@ -196,17 +194,15 @@ def test_the_fingerprint_is_pinned():
     """It is on the wire: another value is another protocol."""
     layout = make_layout([("w", (2, 3), "float32")])
     got = [
-        of(
-            bytes(32), bytes(32), bytes(32), layout, "bfloat16", 1, LoraShape(8, 16, ("q_proj",), 1)
-        ).hex()
+        of(bytes(32), bytes(32), bytes(32), layout, 1, LoraShape(8, 16, ("q_proj",), 1)).hex()
         for of in (state_fingerprint, fingerprint)
     ]
     assert got == PINNED
 
 
 PINNED = [
-    "b96ddd61cf10151eff1685a3eb36029c9dbc5443031660a5c0c815b91dc1db54",
-    "5d7ffd6eccac376ca4e5da4db34e1153d274c665c0095e800978203f4daab7cd",
+    "c6d8da26f7b8fe7cddf243e9df11d92553e4ad04b01e61da65f9b621010dedfe",
+    "0ce00ad9e00b6d507e57433ff60794c294ebc4a9a5b4aa5ff729b7d15ed7f1ad",
 ]
 
 

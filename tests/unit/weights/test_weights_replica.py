@@ -26,7 +26,7 @@ from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tens
 SESSION = b"s" * 16
 BLOCKS = blocks_of(["layers.0.w", "layers.1.w"])
 
-CFG = WeightsConfig(rule="noloco", codec="float32", fragments=2, sync_every=4)
+CFG = WeightsConfig(rule="noloco", fragments=2, sync_every=4)
 
 
 class Asking:
@@ -237,14 +237,15 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
 def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(
     made, monkeypatch
 ):
-    a, encode, copying, go_on = made("a"), codecs.encode, threading.Event(), threading.Event()
+    a, copying, go_on = made("a"), threading.Event(), threading.Event()
+    encode = codecs.encode_smallest
 
     def slow(*args, **options):
         copying.set()
         assert go_on.wait(10)
         return encode(*args, **options)
 
-    monkeypatch.setattr(codecs, "encode", slow)
+    monkeypatch.setattr(codecs, "encode_smallest", slow)
     dropped = [number.to_bytes(16, "big") for number in range(200)]
     a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
     assert copying.wait(10)
@@ -258,7 +259,8 @@ def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_noth
     a.settle()
     assert not a.said
     assert not list(a.directory.glob("*/out-*"))
-    assert a.between(), "the step alone"
+    assert not a.between()
+    assert a.counters.solo_steps_total == 1, "the step alone"
     assert not a.said
 
 
@@ -465,7 +467,8 @@ def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(
         "where most of them are; three steps of the first were taken alone"
     )
     a.step()
-    a.exchange(partner, b"z" * 16)
+    a.fetched(partner, b"z" * 16, outer_step=43)
+    assert not a.between()
     assert a.between()
 
 
@@ -476,23 +479,65 @@ def test_without_a_network_process_the_outer_step_is_taken_alone(made):
     # the step is computed while the next one is trained
     assert not a.replica.between_steps(False, 0.1)
     a.settle()
-    assert a.replica.between_steps(False, 0.1, stepped=False)
+    assert not a.replica.between_steps(False, 0.1, stepped=False)
     assert a.counters.solo_steps_total == 1
     assert a.counters.outer_clocks == [1, 0]
 
 
-def test_a_step_alone_that_an_exchange_overtakes_starts_from_where_that_has_led(made):
+def test_a_lone_node_trains_bit_by_bit_as_without_averaging(made):
+    a, off = made("a"), made("b")
+    version = a.counters.policy_version
+    for seed in range(20):
+        for each in (a, off):
+            each.step(seed=seed)
+        assert not a.replica.between_steps(False, 0.1)
+        for each in (a, off):  # trains on while the worker copies
+            each.step(seed=100 + seed)
+        a.settle()
+        assert not a.replica.between_steps(False, 0.1, stepped=False)
+        assert identical(a.weights(), off.weights())
+    assert a.counters.outer_clocks == [10, 10]
+    assert a.counters.solo_steps_total == 20
+    assert a.counters.policy_version == version
+    assert not any(bool(t.any()) for n, t in a.replica.tensors().items() if n.startswith("delta."))
+    for fragment in (0, 1):
+        a.solo(fragment)
+    assert identical(a.phi(), a.weights())
+
+
+def test_a_partner_far_behind_moves_no_weight_and_no_momentum(made):
+    a, partner = made("a"), made("c")
+    partner.step(seed=2)
+    a.exchange(partner)
+    assert a.between()
+    a.step(seed=3)
+    a.counters.outer_clocks = [100, 100]
+    before, version = a.weights(), a.counters.policy_version
+    momentum = {n: t for n, t in a.replica.tensors().items() if n.startswith("delta.")}
+    assert any(bool(t.any()) for t in momentum.values())
+    a.fetched(partner, b"z" * 16, peer="late")
+    for _ in range(2):
+        assert not a.between()
+    assert a.said[-1].outcome == "lagging"
+    assert a.counters.outer_clocks == [101, 100]
+    assert a.counters.policy_version == version
+    assert identical(a.weights(), before)
+    assert all(torch.equal(a.phi()[n], before[n]) for n in a.tensors.names(0))
+    assert all(torch.equal(a.replica.tensors()[n], t) for n, t in momentum.items())
+
+
+def test_a_step_alone_that_an_exchange_overtakes_is_dropped(made):
     a, b, partner = made("a"), made("b"), made("c")
     partner.step(seed=2)
     for each in (a, b):
         each.step()
         each.exchange(partner)
     a.replica.receive(local.SoloStep(0))
-    a.settle()  # what the step alone would be, from φ as it is before the commit
+    a.settle()  # what the step alone would record is from before the commit
     assert a.between()
     assert b.between()
-    b.solo(0)
-    assert a.counters.outer_clocks == b.counters.outer_clocks == [2, 0]
+    assert a.counters.outer_clocks == b.counters.outer_clocks == [1, 0]
+    assert a.counters.solo_steps_total == 0
     assert identical(a.weights(), b.weights())
     assert identical(a.replica.tensors(), b.replica.tensors())
 
@@ -502,7 +547,8 @@ def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
     partner.step(seed=2)
     a.step()
     a.fetched(partner)
-    assert a.solo(0)  # judged first, and prepared after the step alone was taken
+    assert not a.solo(0)  # judged first, and prepared after the step alone was taken
+    assert a.counters.solo_steps_total == 1
     before = a.weights()
     assert not a.between()
     assert identical(a.weights(), before)
@@ -525,7 +571,7 @@ def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
 
 def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
     a = made("a")
-    monkeypatch.setattr(codecs, "encode", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(codecs, "encode_smallest", lambda *args, **options: 1 / 0)
     a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
     a.settle()
     with pytest.raises(ZeroDivisionError):
