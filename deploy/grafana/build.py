@@ -599,7 +599,7 @@ SWARM: dict[str, list[Panel]] = {
             (f"increase(swarmnode_peers_let_go_total{{{I}}}[1h])", "{{instance}} {{why}}"),
             width=6,
         ),
-        p("Gossip mesh", gauge("swarmnode_mesh_peers"), width=6),
+        p("Polled peers", gauge("swarmnode_polled_peers"), width=6),
         p(
             "Can strangers dial it?",
             (f"{gauge('swarmnode_reach')} == 1", "{{instance}} {{verdict}}"),
@@ -634,11 +634,6 @@ SWARM: dict[str, list[Panel]] = {
                 "{{protocol}} {{direction}}",
             ),
             unit="Bps",
-        ),
-        p(
-            "Gossip messages",
-            (total("swarmnode_gossip_messages_total", "event"), "{{event}}"),
-            unit="ops",
         ),
         p("Requests", (total("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
     ],

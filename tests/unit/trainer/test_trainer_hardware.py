@@ -25,13 +25,13 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-async def train(data_dir, *, on_report=None, node=None, **training):
+async def train(data_dir, *, on_report=None, node=None, task=None, **training):
     """Run a trainer to its end; returns its reports."""
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
     settings = {
         "node": {"data_dir": data_dir, **(node or {})},
         "training": training,
-        "task": {"held_out_per_task": 1},
+        "task": {"held_out_per_task": 1, **(task or {})},
     }
     network = NetworkSide()
     async with trio.open_nursery() as nursery:
@@ -71,8 +71,8 @@ class Allocator:
 
 async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch, tokens=80)
-    # steps alike: one that trains on more rows may find a limit of its own
-    once = {"eval_every": 100, "options": ["train_once"]}
+    # steps alike: one with longer prompts or more rows may find a limit of its own
+    once = {"eval_every": 100, "options": ["train_once"], "task": {"names": ["builtin/copy"]}}
     first = await train(tmp_path, max_steps=2, **once)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
