@@ -200,8 +200,8 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
             (sequence, ref)
             for sequence, ref in (told.next() for _ in range(24))
             if ref.difficulty == 1
-        ]
-        assert 2 < len(hard) < 24
+        ][: limits.LISTED]  # what one listing leaves out is never listed
+        assert len(hard) > 2
 
         async def publish(sequence, ref, *wrong):
             prompt = await scorer.prompt(ref)
