@@ -1,16 +1,15 @@
-"""Admission: the checks that a group from a stranger must pass before a node trains on it, cheapest
-first. Pure, bounded, cannot raise.
+"""Admission: the checks that a peer's group must pass before a node trains on it, cheapest first.
+Pure, bounded, cannot raise.
 
     envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ pace ─ signature ─ payload
              ─ clock ─ sequence ─ policy version ─ task and version ─ seed ─ tokens, length, charset
              ─▶ Candidate
     Candidate ─ [scorer: prompt, rewards] ─ rewards in range ─ not all equal ─▶ ExternalGroup
 
-A sender chooses neither the question nor its answer nor the reward: the question follows from
-(swarm, its peer id, its counter), and the rest is recomputed here. So a rollout cannot be stolen:
-whoever signs another's completions must carry its own seed, whose question they do not answer. The
-share of a liar is bounded elsewhere: in the pool, in a step (sampling), and by an importance weight
-of at most 1.
+An author chooses neither the question nor its answer nor the reward. The question follows from the
+swarm, the author's peer id, its counter, the task and the difficulty; answer and reward are
+recomputed here. So a peer cannot sign stolen completions: they answer another question than its
+own. Pool, sampling and an importance weight of at most 1 bound the influence of each author.
 """
 
 from __future__ import annotations
@@ -41,17 +40,16 @@ from swarmnode.wire.messages import Completion, Envelope, RolloutGroup
 log = logging.getLogger(__name__)
 
 SEEN_FRAMES = 16_384
-"""Content ids remembered of what became no candidate, so that a frame that comes twice costs one
-hash."""
+"""Content ids remembered of envelopes that did not become candidates. A repeated envelope then
+costs one hash."""
 BYTES_PER_TOKEN = 256
-"""No tokenizer in use has a longer token; text beyond this is not what was sampled."""
+"""Most UTF-8 bytes of text per token. No tokenizer in use has a longer token."""
 LONGER_THAN_OURS = 4
-"""Completions up to this many times our own limit are trained on."""
+"""Longest completion that is trained on, in units of this node's own limit."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """A refused group. `peer` is the author where the signature proved it, else None: then the peer
-    that gave it is answerable."""
+    """A refused group. `peer` is the author if the signature is valid, else None."""
 
     verdict: Verdict
     reason: str
@@ -59,24 +57,26 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class AdmissionStatistics(msgspec.Struct, frozen=True):
-    """Groups by how far they came. Reasons are those of `reasons.REASONS` that occurred, never
-    something that a peer chose."""
+    """Counts of groups by outcome. Reasons are keys of `reasons.REASONS`, never a peer's text."""
 
     candidates: int = 0
-    """Complete groups that passed every check but the scorer's."""
+    """Groups that passed every check except the scorer's."""
     admitted: int = 0
     """Groups that passed every check and went into the pool."""
     ignored: dict[str, int] = {}
     """Groups dropped without blame, by reason."""
     rejected: dict[str, int] = {}
-    """Groups dropped at the cost of somebody's reputation, by reason."""
+    """Groups dropped at the cost of a peer's reputation, by reason."""
     signers: int = 0
+    """Authors that are remembered."""
     seen: int = 0
+    """Content ids that are remembered."""
     last_internal_error: str = ""
+    """The last exception that a group caused; empty if there was none."""
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """All of them by name, without those that did not occur."""
+        """Counts of all outcomes that occurred, by name."""
         passed = {
             "candidate": self.candidates,
             "admitted": self.admitted,
@@ -87,11 +87,17 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """Checks frames for one node. `now` is Unix seconds everywhere.
+    """Checks envelopes for one node. `now` is in Unix seconds.
 
-    swarm: 32-byte swarm id; own_peer: this node's peer id; tasks: names it trains on;
-    is_greylisted: peers not to be listened to; keeps_rules: whether a group is one that the swarm's
-    manifest allows; chooses: members choose the difficulty of their questions.
+    Args:
+        swarm: Swarm id, 32 bytes.
+        own_peer: This node's peer id.
+        tasks: Names of the tasks that it trains on.
+        cfg: The settings `sharing.*`.
+        max_completion_length: This node's own limit, tokens.
+        is_greylisted: Peer id → True if the peer's groups are ignored.
+        keeps_rules: Returns True if the swarm's manifest allows a group.
+        chooses: True if members choose the difficulty of their questions.
     """
 
     def __init__(
@@ -123,17 +129,17 @@ class Admission:
         self._last_internal_error = ""
 
     def set_policy(self, model: bytes, tokenizer: bytes, tokens_per_text_byte: float) -> None:
-        """Take what this node samples with, and how many tokens it makes of a byte. Until then
-        every text counts one token a byte."""
+        """Set the fingerprints of model and tokenizer, and the mean number of tokens per byte of
+        text. Before the first call a text counts one token per byte."""
         self.policy = (model, tokenizer)
         self.tokens_per_text_byte = tokens_per_text_byte
 
     def check(self, body: bytes, now: float) -> Candidate | Rejected:
-        """Check everything that needs no scorer on a fetched envelope. Cannot raise."""
+        """Apply all checks that need no scorer to a fetched envelope. Cannot raise."""
         try:
             result = self._check(body, now)
         except Exception as error:  # noqa: BLE001
-            # a defect of ours that an envelope found must cost that group, not the node
+            # An envelope that triggers a defect of this node must cost that group, not the node.
             self._last_internal_error = f"{type(error).__name__}: {error}"[:200]
             return self.refuse("internal")
         if isinstance(result, str):
@@ -144,13 +150,19 @@ class Admission:
         return result
 
     def has_seen(self, content: bytes) -> bool:
-        """Whether this frame was here before, whatever became of it."""
+        """Return True if the envelope with this content id passed the signature check before."""
         return content in self._seen
 
     def check_scored(
         self, candidate: Candidate, prompt: str, rewards: list[float]
     ) -> ExternalGroup | Rejected:
-        """`rewards` (G,) as this node's scorer computed them. Cannot raise."""
+        """Check a scored candidate. Cannot raise.
+
+        Args:
+            candidate: The group that passed `check`.
+            prompt: The regenerated question.
+            rewards: (G,), as this node's scorer computed them.
+        """
         if len(rewards) != len(candidate.group.completions) or not all(
             math.isfinite(r) and 0.0 <= r <= 1.0 for r in rewards
         ):
@@ -162,12 +174,18 @@ class Admission:
         )
 
     def refuse(self, reason: str, peer: str | None = None) -> Rejected:
-        """Count `reason` and make the answer for it; also for the steps around admission (queue,
-        scorer, fetch, trainer)."""
+        """Count a refusal and return it. The first refusal for each reason is logged.
+
+        The steps after admission (scoring queue, scorer, pool) also report their refusals here.
+
+        Args:
+            reason: A key of REASONS.
+            peer: The author, if the signature is valid. For a listed group, the holder.
+        """
         verdict = REASONS[reason]
         if not self._outcomes[reason]:
             level = log.warning if verdict is Verdict.REJECT else log.info
-            level("group from a peer refused for the first time: %s, peer %s", reason, peer)
+            level("first group refused for this reason: reason=%s peer=%s", reason, peer)
         self._outcomes[reason] += 1
         return Rejected(verdict, reason, peer)
 
@@ -176,6 +194,7 @@ class Admission:
         self._outcomes["admitted"] += 1
 
     def statistics(self) -> AdmissionStatistics:
+        """Return the counts of groups."""
         by_verdict = lambda verdict: {
             reason: n for reason, n in self._outcomes.items() if REASONS.get(reason) is verdict
         }
@@ -190,8 +209,8 @@ class Admission:
         )
 
     def _check(self, body: bytes, now: float) -> Candidate | str | tuple[str, str]:
-        """Return the candidate, or the reason why there is none, with the author where the
-        signature proved it."""
+        """Return the candidate, or the reason of the refusal, with the author if the signature is
+        valid."""
         if len(body) > limits.GROUP_BYTES:
             return "oversize"
         content = envelope.content_id(body)
@@ -206,8 +225,8 @@ class Admission:
             if self.is_greylisted(peer):
                 return "greylisted"
             if signer and not signer.has_token(self.cfg.groups_per_second, now):
-                # before the signature on purpose: a storm costs a hash, and a forged envelope takes
-                # no token
+                # Checked before the signature, so that a flood costs one hash per envelope. The
+                # token is taken after it, so that forged envelopes cannot use up an allowance.
                 return "rate"
             envelope.verify(signed, ids.DOMAIN_ROLLOUT, self.swarm)
         except BadMessage as bad:
@@ -237,6 +256,7 @@ class Admission:
         return Candidate(content, peer, group, body)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
+        """Return why the payload is refused, or None."""
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
             return "outdated"
         task = group.task
@@ -266,16 +286,20 @@ class Admission:
         return None
 
     def _own_tokens(self, completion: Completion, tokenizer: bytes) -> float:
-        """About how many tokens a completion costs this node: as counted by a sender with the same
-        tokenizer, else from its length."""
+        """Return the length of a completion in this node's tokens: exact if the author has the same
+        tokenizer, else estimated from its bytes."""
         if tokenizer == self.policy[1]:
             return completion.tokens
         return len(completion.text.encode()) * self.tokens_per_text_byte
 
 
 def clock_reason(created_at: int, now: float) -> str | None:
-    """Return `stale` or `future` for a group made at `created_at`, Unix milliseconds, that is too
-    old or too new at `now`, Unix seconds; None for a timely one."""
+    """Return `stale` or `future` if a group is outside the clock window, else None.
+
+    Args:
+        created_at: Time at which the group was made, Unix milliseconds.
+        now: Unix seconds.
+    """
     age = now - created_at / 1000
     if age > limits.GROUP_AGE_SECONDS:
         return "stale"
@@ -283,8 +307,8 @@ def clock_reason(created_at: int, now: float) -> str | None:
 
 
 def _adds_up(completion: Completion) -> bool:
-    """Whether text, token count and log-probabilities can belong together. The sum may differ by
-    how it was rounded: 1 % and 0.05 nats."""
+    """Return True if text, token count and log-probabilities are consistent. The sum may differ by
+    0.05 nats + 1 %, for rounding."""
     if len(completion.text.encode()) > BYTES_PER_TOKEN * completion.tokens:
         return False
     if not completion.logprobs:

@@ -1,12 +1,11 @@
-"""How far the listings of each peer are believed, by comparing them with the groups that came. Pure
-and bounded.
+"""Belief in the listings of each peer, from comparing them with the fetched groups. Pure, bounded.
 
-    listed ─▶ fetched ─▶ not there                     `absent`, a quarter: it may have expired
-                      └▶ other bytes, or not its size, author, task or creation time
-                      └▶ scored ─▶ another spread of rewards
+    listed ─▶ fetched ─▶ not on the holder's shelf    `absent`: it may have expired
+                      └▶ other bytes, size, author, task or creation time than listed
+                      └▶ scored ─▶ another spread of rewards than listed
 
-A lie halves the belief in a holder, up to six times; eight groups that were as listed restore one
-halving.
+A false listing halves the belief in its holder, at most DEEPEST times; `absent` and `slow` cost a
+fraction of a halving (COST). Eight groups that are as listed restore one halving.
 """
 
 from __future__ import annotations
@@ -34,30 +33,33 @@ LIES: tuple[Lie, ...] = (
     "slow",
 )
 PROVEN: frozenset[Lie] = frozenset({"content", "size", "author", "task", "age"})
-"""Lies that a signed group proves. The others may have an honest reason."""
+"""Lies that the fetched bytes prove. They cost reputation too. The others may have an honest
+reason."""
 COST: dict[Lie, float] = {"absent": 0.25, "slow": 0.5}
 """Halvings of belief per lie; every other kind costs one."""
 KEPT = 0.125
-"""Halvings that one group as listed restores."""
+"""Halvings restored by each group that is as listed."""
 DEEPEST = 6.0
-"""Most halvings: such a holder is still asked for one group in 64 and can recover."""
+"""Most halvings. Such a holder keeps 1/64 of its belief, so that it can recover."""
 PROVING_GROUPS = 8
+"""Groups as listed after which a new holder has full belief."""
 NEWCOMER = 0.25
-"""Belief in a holder of which nothing came yet. It rises to 1 over the first PROVING_GROUPS groups
-that were as listed."""
+"""Belief in a holder before its first fetched group. It rises to 1 over the first PROVING_GROUPS
+groups that are as listed."""
 SPREAD_SLACK = 0.01
-"""Tolerance for rounding: rewards are deterministic."""
+"""Tolerance for rounding. Rewards are deterministic."""
 MOST_HOLDERS = 1024
+"""Holders that are remembered; the one observed least recently is forgotten."""
 
 
 def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int) -> Lie | None:
-    """Return how a listing contradicts the signed group, None where it does not.
+    """Return the first field of a listing that contradicts the signed group, or None.
 
     Args:
-        listed: the line of the listing.
-        author: raw key of the group's signer.
-        group: the group.
-        size: bytes of its envelope.
+        listed: The group as listed.
+        author: Raw key of the group's signer.
+        group: The fetched group.
+        size: Length of its envelope, bytes.
     """
     if size != listed.size:
         return "size"
@@ -69,21 +71,23 @@ def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int)
 
 
 def has_spread(listed: Listed, rewards: list[float]) -> bool:
-    """Return whether rewards (G,), as computed here, have the listed spread."""
+    """Return True if the rewards (G,), as computed by this node, have the listed spread."""
     return math.isclose(sampling.spread(rewards), listed.spread, abs_tol=SPREAD_SLACK)
 
 
 class BeliefStatistics(msgspec.Struct, frozen=True):
+    """Counts of true and false listings."""
+
     kept: int = 0
-    """Groups that were as listed, spread of rewards included."""
+    """Groups that were as listed, including the spread of rewards."""
     lies: dict[str, int] = {}
-    """Listings that were wrong, by kind of LIES."""
+    """False listings by kind, of LIES."""
     holders: int = 0
-    """Peers whose listings are remembered."""
+    """Holders that are remembered."""
 
 
 class Claims:
-    """True and false listings of the MOST_HOLDERS peers asked last."""
+    """True and false listings of the MOST_HOLDERS latest holders."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, int] = OrderedDict()
@@ -91,7 +95,7 @@ class Claims:
         self._counts: Counter[str] = Counter()
 
     def keep(self, holder: str) -> None:
-        """Count a group that was as `holder` listed it."""
+        """Count a group that is as `holder` listed it."""
         self._counts["kept"] += 1
         self._touch(holder)
         self._kept[holder] = min(PROVING_GROUPS, self._kept[holder] + 1)
@@ -99,18 +103,18 @@ class Claims:
             self._debt[holder] = left
 
     def lie(self, holder: str, lie: Lie) -> None:
-        """Count a lie of `holder`."""
+        """Count a false listing of `holder`, or an unanswered request to it."""
         self._counts[lie] += 1
         self._touch(holder)
         self._debt[holder] = min(DEEPEST, self._debt.get(holder, 0.0) + COST.get(lie, 1.0))
 
     def credit(self, holder: str) -> float:
-        """Return 0.5 to the power of its halvings."""
+        """Return `0.5 ** halvings` of `holder`."""
         return float(0.5 ** self._debt.get(holder, 0.0))
 
     def belief(self, holder: str) -> float:
-        """Return how far `holder` is believed, above 0 to 1: its credit × a share that rises with
-        the groups that were as listed."""
+        """Return the belief in `holder`, above 0 and at most 1: its credit × a share that rises
+        from NEWCOMER to 1 with the number of groups that were as listed."""
         proven = self._kept.get(holder, 0) / PROVING_GROUPS
         return self.credit(holder) * (NEWCOMER + (1 - NEWCOMER) * proven)
 

@@ -1,12 +1,12 @@
-"""The rollout service of a node: shares its own groups and collects those of others (SAPO, arXiv
-2509.08721).
+"""The rollout service of a node: it shares the node's own groups and collects groups of peers
+(SAPO, arXiv 2509.08721).
 
     trainer ─ publish ─▶ publisher: check, sign ─▶ shelf ─▶ peers that fetch it
     peers' shelves ─ pull_gossip ─▶ admission ─▶ scorer ─▶ pool, shelf
     trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ authors (trust)
 
-A failed fetch or scorer costs one group and is counted. Any other exception is a defect of ours and
-ends `run` visibly.
+A failed fetch or a failed scorer loses one group and is counted. Any other exception is a defect of
+this node and ends `run`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPIRE_SECONDS = 30.0
 
 
 class Budget(Protocol):
-    """The part of `p2p.metering.Meter` that is needed here."""
+    """The part of `p2p.metering.Meter` that the rollout service uses."""
 
     def allows(self, choice: str) -> bool: ...
 
@@ -60,17 +60,17 @@ class Unlimited:
 
 
 class ExchangeStatistics(msgspec.Struct, frozen=True):
-    """Groups on their way from and to peers."""
+    """Counts of groups sent to and received from peers."""
 
     published: int = 0
     """Own groups that were put on the shelf."""
     unpublished: dict[str, int] = {}
-    """Own groups that stayed here: `zero_advantage`, `rate`, `oversize`, `invalid`, `no_policy`,
-    `budget`, `disabled`."""
+    """Own groups that were not put on the shelf, by reason: `zero_advantage`, `rate`, `oversize`,
+    `invalid`, `no_policy`, `budget`, `disabled`."""
     unpublished_since: dict[str, int] = {}
-    """Those after the last one that was published."""
+    """The same, counted since the last published group."""
     received: int = 0
-    """Groups that arrived: admitted, ignored, rejected, and those that wait for the scorer."""
+    """Groups that arrived: admitted, ignored, rejected, or waiting for the scorer."""
     admission: AdmissionStatistics = AdmissionStatistics()
     pulling: PullStatistics = PullStatistics()
     serving: ServingStatistics = ServingStatistics()
@@ -80,22 +80,23 @@ class ExchangeStatistics(msgspec.Struct, frozen=True):
     judged: dict[str, int] = {}
     """Drawn groups by the trainer's judgement."""
     peers_used: int = 0
-    """Peers of which a group was trained on."""
+    """Peers with at least one group that was trained on and none refused since."""
 
 
 class RolloutExchange:
-    """One node's rollout service. Start it with `await nursery.start(exchange.run)`; the other
-    methods are for the process link.
+    """The rollout service of one node.
+
+    Start it with `await nursery.start(exchange.run)`. The process link calls the other methods.
 
     Args:
-        network: the node's network.
-        scorer: computes rewards, in a sandbox.
-        credentials: the node's key and its swarm.
-        rules: what this node samples and accepts.
-        cfg: the settings `sharing.*`.
-        clock: Unix seconds.
-        rng: source of randomness.
-        budget: what the node may send and receive; None for no limits.
+        network: The node's network.
+        scorer: Computes rewards in a sandbox.
+        credentials: The node's key and its swarm.
+        rules: The groups that this node samples and accepts.
+        cfg: The settings `sharing.*`.
+        clock: Returns Unix seconds.
+        rng: Source of randomness.
+        budget: Limits on sending and receiving; None for no limits.
     """
 
     def __init__(
@@ -155,7 +156,8 @@ class RolloutExchange:
     # -- for the node
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Run until cancelled. Started once peers are served. With sharing off it only waits."""
+        """Run until cancelled. Reports started once peers are served. Only sleeps if sharing is
+        off."""
         if not self.cfg.enabled:
             task_status.started()
             await trio.sleep_forever()
@@ -166,7 +168,7 @@ class RolloutExchange:
             task_status.started()
 
     def statistics(self) -> ExchangeStatistics:
-        """Return everything that is counted."""
+        """Return all counters of the rollout service."""
         admission, own = self.admission.statistics(), self._publisher.statistics()
         decided = (
             admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
@@ -188,21 +190,28 @@ class RolloutExchange:
     # -- for the trainer
 
     def set_policy(self, policy: PolicyFacts) -> None:
-        """Take the model of a trainer that has just started."""
+        """Store the model facts of a trainer that has just started."""
         self._policy = policy
         self._version = policy.policy_version
         self.admission.set_policy(policy.model, policy.tokenizer, policy.tokens_per_text_byte)
 
     def publish(self, own: OwnGroup) -> str:
-        """Sign a group and put it on the shelf; return its outcome, which is also counted. Never
-        raises for a group that cannot be shared."""
+        """Sign an own group and put it on the shelf.
+
+        Never raises for a group that cannot be shared.
+
+        Returns:
+            The outcome, which is also counted.
+        """
         if not self.cfg.enabled:
             return self._publisher.note("disabled")
         return self._publisher.publish(own, self._policy)
 
     def draw(self, request: Draw) -> Drawn:
-        """Take up to `count` groups out of the pool for the step at `policy_version`; each group is
-        drawn at most once."""
+        """Remove up to `count` groups from the pool for the step at `policy_version`.
+
+        Each group is drawn at most once.
+        """
         self._version = request.policy_version
         groups = self.pool.draw(
             request.count,
@@ -227,7 +236,7 @@ class RolloutExchange:
     # -- from peers
 
     def _enqueue(self, candidate: Candidate) -> None:
-        """Have a group scored that passed admission."""
+        """Queue a group that passed admission for scoring."""
         if (reason := self._scoring.put(candidate)) is not None:
             self.admission.refuse(reason, candidate.peer)
 
@@ -252,7 +261,7 @@ class RolloutExchange:
             self.admission.refuse("pool_full", candidate.peer)
 
     def _refuse(self, reason: str, peer: str) -> None:
-        """Refuse a group whose scoring failed; only its author can be to blame."""
+        """Refuse a group whose scoring failed. Only its author can lose reputation for it."""
         if self.admission.refuse(reason, peer).verdict is Verdict.REJECT:
             self._network.rejected(peer, reason)
 

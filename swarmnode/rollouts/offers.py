@@ -1,5 +1,6 @@
-"""The groups that peers list, and the choice of which to fetch from whom. Pure: time, belief and
-randomness are arguments.
+"""The groups that peers list, and the choice of groups and holders for fetches.
+
+Pure: time, belief and randomness are arguments.
 
     listing ─▶ offers of a holder (at most 64 holders, the newest 32 groups of each)
     choose ─▶ unknown groups in a random order, weighted by
@@ -7,8 +8,9 @@ randomness are arguments.
               × belief in the holder
            ─▶ one request per holder: at most 16 groups, and 1 MiB as listed
 
-An author's groups together have the weight of its best one, so that listing more gains nothing. The
-groups of unknown authors that one holder lists count as one author's, since identities are free.
+All groups of an author together have the weight of its best group, so that listing more gains
+nothing. The groups of unknown authors at one holder count as groups of one author, because
+identities are free.
 """
 
 from __future__ import annotations
@@ -25,45 +27,53 @@ from swarmnode.wire import limits
 from swarmnode.wire.listings import Listed, ListingResponse
 
 MOST_HOLDERS = 64
+"""Holders whose offers are stored; the one polled least recently is dropped."""
 MOST_OFFERED = 32
-"""Offers of one holder, its newest. Older ones are hardly ever chosen, and each costs 4 µs per
+"""Offers stored per holder, the newest. Older offers are rarely chosen, and each costs 4 µs per
 choice."""
 HALF_LIFE_SECONDS = 60.0
-"""Time in which the weight of a listed group halves: about two steps."""
+"""Age at which the weight of a listed group has halved: about two steps."""
 FEW_HOLDERS = 3
-"""Holders asked by one choice that is not urgent: a request costs as much as six more groups in
-it."""
+"""Most holders in a choice that is not urgent: a request costs as much as six more groups in it."""
 SECOND_HAND = 0.3
-"""Weight of a holder that is not the author: the author has its own groups first."""
+"""Weight of a holder that is not the author. Preferring authors spreads the load: every reader
+learns of a group from its author first."""
 BELIEVED = 0.25
-"""Belief of a new holder. A holder with less takes part in a choice with probability `belief /
-0.25`, so that it is not asked merely because there is no other."""
+"""Belief in a new holder. A holder with less takes part in a choice with probability `belief /
+0.25`, so that a liar is not asked each time only because no other holder is connected."""
 REMEMBERED_AUTHORS = 64
-"""Fetched groups whose authors are remembered: a second group of one author has half the
-weight."""
+"""Number of latest fetched groups whose authors are remembered. Each remembered group of an author
+lowers the weight of its next one."""
 
 _Claim = tuple[bytes, bytes, int]
-"""(content id, author, creation time): one choice. Contradicting listings of one group are separate
-claims, so that a lie never replaces the truth."""
+"""(content id, author, creation time). Contradicting listings of one group are separate claims, so
+that a false listing never replaces a true one."""
 _Held = dict[_Claim, list[tuple[str, Listed]]]
 """Claim → (holder, its listing)."""
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """One fetch request: the most wanted group first."""
+    """One fetch request: a holder and the groups to ask it for, the most wanted first."""
 
     holder: str
     groups: tuple[Listed, ...]
 
 
 class _Holder(msgspec.Struct):
+    """Cursor and offers of one holder."""
+
     life: bytes
     position: int
     groups: OrderedDict[bytes, Listed]
 
 
 class Offers:
-    """Offers by holder. author_of: raw key → peer id."""
+    """Offers by holder.
+
+    Args:
+        own_key: This node's raw public key; its own groups are no offers.
+        author_of: Raw public key → peer id.
+    """
 
     def __init__(self, own_key: bytes, author_of: Callable[[bytes], str]) -> None:
         self._own_key = own_key
@@ -72,7 +82,7 @@ class Offers:
         self._asked_of: deque[str] = deque(maxlen=REMEMBERED_AUTHORS)
 
     def __len__(self) -> int:
-        """Offers; a group counts once for each of its holders."""
+        """Return the number of offers; a group counts once for each of its holders."""
         return sum(len(holder.groups) for holder in self._holders.values())
 
     def cursor(self, holder: str) -> tuple[bytes, int]:
@@ -81,8 +91,7 @@ class Offers:
         return (known.life, known.position) if known else (b"", 0)
 
     def count(self, is_known: Callable[[bytes], bool], busy: Collection[str] = ()) -> int:
-        """Return the number of distinct groups that are not known, of holders that are not
-        busy."""
+        """Return the number of distinct unknown groups that holders outside `busy` offer."""
         contents = {
             content
             for holder, known in self._holders.items()
@@ -92,8 +101,12 @@ class Offers:
         return sum(not is_known(content) for content in contents)
 
     def take(self, holder: str, response: ListingResponse, now: float) -> bool:
-        """Take a listing with the status `ok`. Return False where its cursor went back within one
-        life, or advanced by less than the groups listed: such a listing never ends."""
+        """Store the offers of a listing with the status `ok`.
+
+        Returns:
+            False if the cursor went back within one life, or advanced by less than the number of
+            groups listed. Such a holder could list groups without end.
+        """
         known = self._holders.pop(holder, None)
         if known is None or known.life != response.life:
             known = _Holder(response.life, 0, OrderedDict())
@@ -111,12 +124,12 @@ class Offers:
         return True
 
     def restore(self, holder: str, listed: Listed) -> None:
-        """Offer a group again that `holder` could not give now."""
+        """Offer a group again after a failed fetch from `holder`."""
         if (known := self._holders.get(holder)) is not None:
             known.groups.setdefault(listed.content, listed)
 
     def forget(self, holder: str, contents: Iterable[bytes]) -> None:
-        """Do not fetch these groups from `holder`."""
+        """Remove these groups from the offers of `holder`."""
         if (known := self._holders.get(holder)) is not None:
             for content in contents:
                 known.groups.pop(content, None)
@@ -138,25 +151,24 @@ class Offers:
         asked: Collection[bytes] = (),
         *,
         few: bool = False,
-        requests: int = MOST_HOLDERS,
     ) -> list[Pull]:
         """Choose up to `count` groups and the holder of each. Chosen groups are no longer offered.
 
-        At most half of the groups come from one holder where there are several.
+        If several holders have offers, at most half of the groups come from one of them.
 
         Args:
-            count: groups to fetch.
+            count: Number of groups to fetch.
             now: Unix seconds.
-            rng: source of randomness.
-            trust: peer id of an author → 0 to 1. An author with less trust than a new one takes
-                part with probability `trust / 0.25`, since each author has one group before any
-                has two.
-            belief: peer id of a holder → 0 to 1.
-            is_known: whether the group with a content id was received before.
-            busy: peers that may not be asked now.
-            asked: content ids that are being fetched. They stay on offer at other holders, since
+            rng: Source of randomness.
+            trust: Author's peer id → 0 to 1. An author with less trust than a new one takes part
+                with probability `trust / 0.25`. A lower weight alone would not be enough, because
+                every author gets one place before any author gets two.
+            belief: Holder's peer id → 0 to 1.
+            is_known: Content id → True if the group was received before.
+            busy: Peers that may not be asked now.
+            asked: Content ids that are being fetched. They stay on offer at other holders, because
                 the fetch may fail.
-            few: ask at most FEW_HOLDERS holders.
+            few: Choose at most FEW_HOLDERS holders.
         """
         if count <= 0:
             return []
@@ -168,8 +180,8 @@ class Offers:
         trusted = {author: trust(author) for author in dict.fromkeys(authors.values())}
         allowed = {
             author
-            for author, much in trusted.items()
-            if rng.random() < much / sampling.PROBATION_TRUST
+            for author, value in trusted.items()
+            if rng.random() < value / sampling.PROBATION_TRUST
         }
         held = {claim: holders for claim, holders in held.items() if authors[claim] in allowed}
         if not held:
@@ -212,7 +224,7 @@ class Offers:
         busy: Collection[str],
         asked: Collection[bytes],
     ) -> _Held:
-        """Return all groups that may be fetched; forget the old and the known ones."""
+        """Return all claims that may be fetched. Forget offers that are too old or known."""
         held: _Held = {}
         for holder, known in self._holders.items():
             gone = [
@@ -230,21 +242,23 @@ class Offers:
 
 
 def is_timely(listed: Listed, now: float) -> bool:
-    """Return whether admission would take a group of this age."""
+    """Return True if admission would accept a group of this age."""
     return -limits.CLOCK_SKEW_SECONDS <= now - listed.created_at / 1000 <= limits.GROUP_AGE_SECONDS
 
 
 def freshness(listed: Listed, now: float) -> float:
-    """Return 1 for a group that was just made, half of it after each HALF_LIFE_SECONDS."""
+    """Return `0.5 ** (age / HALF_LIFE_SECONDS)`."""
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
 
 
 def _name(
     author: str, known: Collection[str], holders: list[tuple[str, Listed]], rng: random.Random
 ) -> str:
-    """Return the name under which a group takes a place in a choice: its author where that is known
-    or lists the group itself, else a random holder of it. All groups of unknown authors at one
-    holder share a name."""
+    """Return the name that a group is counted under in a choice.
+
+    It is the author if the author is known or lists the group itself. Otherwise it is derived from
+    a random holder, so that all groups of unknown authors at one holder share a name.
+    """
     return (
         author
         if author in known or any(holder == author for holder, _ in holders)
@@ -253,7 +267,7 @@ def _name(
 
 
 def _by_name(weight: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Claim, float]:
-    """Scale the weights so that all claims of one name add up to the weight of the best one."""
+    """Scale the weights so that the claims of each name add up to the weight of its best claim."""
     best, total = defaultdict[str, float](float), defaultdict[str, float](float)
     for claim, value in weight.items():
         best[names[claim]] = max(best[names[claim]], value)
@@ -267,7 +281,7 @@ def _by_name(weight: dict[_Claim, float], names: dict[_Claim, str]) -> dict[_Cla
 def _of_few(
     held: _Held, weight: dict[_Claim, float], belief: Callable[[str], float], rng: random.Random
 ) -> _Held:
-    """Return the claims of FEW_HOLDERS holders, drawn by belief × the total weight of their
+    """Restrict the claims to FEW_HOLDERS holders, drawn by belief × the total weight of their
     offers."""
     total: defaultdict[str, float] = defaultdict(float)
     for claim, holders in held.items():
@@ -288,11 +302,17 @@ def _pack(
     belief: Callable[[str], float],
     rng: random.Random,
 ) -> list[Pull]:
-    """Return requests for `count` of (claim, author, name, holders), in that order.
+    """Pack up to `count` claims into requests.
 
-    Each name has one place before any has two. An author has at most half of all places; so has a
-    name and a holder where there are several holders. A place goes to the next claim of its name
-    where the group is already requested by another claim, or no holder has room.
+    Each name gets one place before any name gets two. An author gets at most half of all places. If
+    there are several holders, a name and a holder also get at most half. A claim is skipped if its
+    group is already requested, or no holder has room.
+
+    Args:
+        count: Number of groups to request.
+        ordered: (claim, author, name, holders), the most wanted first.
+        belief: Holder's peer id → 0 to 1.
+        rng: Source of randomness.
     """
     half = -(-count // 2)
     most = half if len({holder for *_, holders in ordered for holder, _ in holders}) > 1 else count
@@ -344,6 +364,7 @@ def _draw(
     belief: Callable[[str], float],
     rng: random.Random,
 ) -> tuple[str, Listed]:
+    """Draw one holder, weighted by belief, and by SECOND_HAND if it is not the author."""
     return rng.choices(
         holders,
         [belief(holder) * (1.0 if author == holder else SECOND_HAND) for holder, _ in holders],

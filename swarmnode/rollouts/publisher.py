@@ -1,9 +1,8 @@
-"""Shares this node's own groups: checked against the bounds that peers apply, signed, put on the
-shelf."""
+"""Publishes this node's own groups: checks them against the bounds that peers apply, signs them and
+puts them on the shelf."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from swarmnode.drops import DropCounts, DropTally
@@ -21,25 +20,23 @@ from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import RolloutGroup
 
-log = logging.getLogger(__name__)
-
 PUBLISHED = "published"
 """Outcome of `Publisher.publish` for a group that was put on the shelf."""
 EXPECTED = ("zero_advantage", "budget", "disabled")
-"""Outcomes that are no fault."""
+"""Outcomes of normal operation, logged at level info."""
 
 
 class Publisher:
     """Publishes own groups.
 
     Args:
-        own_peer: this node's peer id.
-        credentials: the node's key and its swarm.
-        rules: what the swarm's manifest allows.
-        rate: own groups per second, at most.
-        allows: allows("publish") is whether there is budget for it.
-        gossip: puts groups on the shelf.
-        clock: Unix seconds.
+        own_peer: This node's peer id.
+        credentials: The node's key and its swarm.
+        rules: The groups that the swarm's manifest allows.
+        rate: Most own groups per second.
+        allows: allows("publish") returns True while budget and pauses permit serving groups.
+        gossip: Puts groups on the shelf.
+        clock: Returns Unix seconds.
     """
 
     def __init__(
@@ -63,14 +60,17 @@ class Publisher:
         self._tally = DropTally("own group not published", quiet=EXPECTED)
 
     def statistics(self) -> DropCounts:
-        """Return the groups that were published, and those that were not by outcome."""
+        """Return the number of published groups, and of unpublished ones by outcome."""
         return self._tally.statistics()
 
     def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
-        """Sign a group that `policy` sampled and put it on the shelf; return its outcome. Never
+        """Sign a group that `policy` sampled and put it on the shelf.
+
+        A group whose rewards are all equal is not published, because peers would drop it. Never
         raises for a group that cannot be shared.
 
-        A group whose rewards are all equal is not shared: peers would drop it.
+        Returns:
+            The outcome, which is also counted.
         """
         try:
             outcome = self._publish(own, policy)
@@ -95,7 +95,7 @@ class Publisher:
             return "budget"
         now = self._clock()
         if not self._pace.has_token(self._rate, now):
-            return "rate"  # peers take no more from us than we from them
+            return "rate"  # peers ignore groups above this rate
         group = RolloutGroup(
             task=own.task,
             model=policy.model,

@@ -1,14 +1,13 @@
 """Pull gossip: each node keeps a shelf of groups, polls the listings of connected peers, and
 fetches the groups that its trainer will use. Groups travel from shelf to shelf; no peer can push.
 
-    shelf ─ listing, held open up to 10 s until there is news ─▶ peers' polls
+    shelf ─ listing, held open up to 10 s until a new group ───▶ peers' polls
           ─ groups, up to 16 and 1 MiB ────────────────────────▶ peers' fetches
-    own polls ─▶ listings ─▶ puller (which groups, from whom) ─▶ own fetches ─▶ admission ─▶ scorer
+    own polls ─▶ listings ─▶ puller chooses groups and holders ─▶ own fetches ─▶ admission ─▶ scorer
 
-This is the anti-entropy of Demers et al. (PODC 1987) in its pull variant, with long polls: news
-travels as fast as by a push, and costs an answer only where a reader asked for it. Serving never
-depends on the node's own demand; a node that is paused or over its budget neither fetches nor
-serves.
+This is the anti-entropy of Demers et al. (PODC 1987) in its pull variant, with long polls. A new
+group travels as fast as with a push, and only peers that poll receive it. Serving does not depend
+on the node's own demand. A node that is paused or over its budget neither fetches nor serves.
 """
 
 from __future__ import annotations
@@ -46,35 +45,38 @@ from swarmnode.wire.listings import (
 from swarmnode.wire.messages import RolloutGroup
 
 ANSWER_SECONDS = 5.0
-"""A poll is answered so long after its patience at the latest."""
+"""A requester waits for the answer to a poll for its patience plus this time."""
 NEWS_SECONDS = 0.1
-"""How long a waiting poll collects news before it is answered: a step's groups are published
-together."""
+"""A held poll is answered this long after the first new group. The groups of one step are
+published together, so one answer lists all of them."""
 ANSWER_INTERVAL_SECONDS = 1.0
-"""Between two answers to polls of one peer that have patience, at least."""
+"""Least time between two answers to one peer's polls with `patience` above 0."""
 POLLS_PER_PEER = 2
+"""Polls of one peer that are held open at a time. Further ones are refused."""
 POLLS_SERVED = 512
-"""Polls held open: of one peer and in all. More are refused."""
+"""Polls of all peers that are held open at a time. Further ones are refused."""
 FETCHES_PER_PEER = 2
+"""Fetches of one peer that are answered at a time. Further ones are refused."""
 FETCHES_SERVED = 32
-"""Fetches answered at a time, of one peer and in all: more readers than that may want a group as
-soon as it is listed, and each is answered from memory."""
+"""Fetches of all peers that are answered at a time. Each is answered from memory, so many readers
+can fetch a group as soon as it is listed."""
 MOST_READERS = 1024
+"""Peers whose last answer is remembered."""
 BUDGET_SECONDS = 1.0
-"""How often a node that may not fetch checks whether it may again."""
+"""Time between two checks whether a paused node may fetch again."""
 LISTINGS = ("ok", "busy", "other_swarm", "unsupported", "timeout", "failed", "malformed")
 """Outcomes of polls."""
 PULLED = ("ok", "refused", "unknown", "busy", "timeout", "failed", "malformed", "mismatch")
 """Outcomes of fetched groups; `refused` by admission, which counts the reason."""
 SERVED = ("listing", "group", "unknown", "busy", "malformed")
-"""Outcomes of what peers ask for: a listing, or each group of a fetch."""
+"""Outcomes of peers' requests: one per poll, and one per group of a fetch."""
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 
 class PullStatistics(msgspec.Struct, frozen=True):
-    """Polls and fetches of this node."""
+    """Counts of this node's polls and fetches."""
 
     polled: int = 0
     """Peers whose listings are being polled now."""
@@ -83,12 +85,12 @@ class PullStatistics(msgspec.Struct, frozen=True):
     pulled: dict[str, int] = {}
     """Fetched groups by outcome, of PULLED."""
     offered: int = 0
-    """Groups that could be fetched now; a group counts once for each peer that lists it."""
+    """Listed groups that this node has not fetched; a group counts once per peer that lists it."""
     claims: BeliefStatistics = BeliefStatistics()
 
 
 class ServingStatistics(msgspec.Struct, frozen=True):
-    """Answers to peers."""
+    """Counts of answers to peers."""
 
     served: dict[str, int] = {}
     """Answers by outcome, of SERVED."""
@@ -101,29 +103,29 @@ class ServingStatistics(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What pull gossip needs from the rest of the rollout service."""
+    """Callbacks into the rest of the rollout service."""
 
     allows: Callable[[str], bool]
-    """allows("fetch"), allows("publish"): whether budget and pauses permit to fetch groups, and to
-    give them."""
+    """allows("fetch") and allows("publish") return True while budget and pauses permit fetching
+    groups, or serving them."""
     trust: Callable[[str], float]
-    """Peer id of an author → how much its groups count, 0 to 1."""
+    """Author's peer id → weight of its groups, 0 to 1."""
     gives: Callable[[str], bool]
-    """Peer id → whether a group of it was ever admitted."""
+    """Peer id → True if a group made by this peer was ever admitted."""
     enqueue: Callable[[Candidate], None]
-    """Takes a group that passed admission, to have it scored."""
+    """Queues a group that passed admission for scoring."""
 
 
 class PullGossip:
-    """One node's pull gossip. Start it with `await nursery.start(gossip.run)`.
+    """Pull gossip of one node. Start it with `await nursery.start(gossip.run)`.
 
     Args:
-        network: polls, fetches, and the standing of peers.
-        admission: checks of fetched groups.
-        shelf: the groups to give.
-        hooks: see Hooks.
-        clock: Unix seconds.
-        rng: source of randomness.
+        network: Carries polls and fetches, and records peers' reputation.
+        admission: Checks fetched groups.
+        shelf: The groups that this node serves.
+        hooks: See `Hooks`.
+        clock: Returns Unix seconds.
+        rng: Source of randomness.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class PullGossip:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve, poll and fetch until cancelled."""
         self._server.start()
-        puller = self._started()
+        puller = self._get_puller()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_connections)
             task_status.started()
@@ -177,11 +179,11 @@ class PullGossip:
         """Put a group on the shelf.
 
         Args:
-            group: the decoded group.
-            author: peer id of its signer.
-            frame: its envelope, as signed.
+            group: The decoded group.
+            author: Peer id of its signer.
+            frame: Its envelope, as signed.
             rewards: (G,), as this node computed them.
-            source: peer id of the peer that gave it; empty for an own group.
+            source: Peer id of the holder it was fetched from; empty for an own group.
         """
         key = envelope.peer_key(author)
         if key is None:
@@ -198,19 +200,24 @@ class PullGossip:
         self._server.news()
 
     def drew(self, count: int, waiting: int, policy_version: int) -> None:
-        """Note that the trainer drew `count` groups for the step at `policy_version`, after which
-        `waiting` groups are in the pool."""
-        self._started().drew(count, waiting, policy_version, trio.current_time())
+        """Record a draw of the trainer.
+
+        Args:
+            count: Groups that the trainer asked for.
+            waiting: Groups that are left in the pool.
+            policy_version: Version of the policy that the step trains.
+        """
+        self._get_puller().drew(count, waiting, policy_version, trio.current_time())
         self._changed.set()
 
     def scored(self, content: bytes, rewards: list[float]) -> None:
-        """Take a group's rewards (G,), which may not be those that its holder listed."""
-        self._started().scored(content, rewards, trio.current_time())
+        """Compare a group's rewards (G,) with the spread that its holder listed."""
+        self._get_puller().scored(content, rewards, trio.current_time())
         self._changed.set()
 
     def statistics(self) -> PullStatistics:
         """Return the counts of polls and fetches."""
-        puller = self._started()
+        puller = self._get_puller()
         return PullStatistics(
             polled=puller.polling,
             listings=dict(self._polls),
@@ -223,14 +230,15 @@ class PullGossip:
         """Return the counts of answers."""
         return self._server.statistics()
 
-    def _started(self) -> Puller:
-        """Return the puller, whose clock begins with the event loop."""
+    def _get_puller(self) -> Puller:
+        """Return the puller, created at the first call: trio's clock needs a running event loop."""
         if self._puller is None:
             own_key = envelope.peer_key(self._network.peer_id) or b""
             self._puller = Puller(own_key, envelope.peer_id, self._rng, trio.current_time())
         return self._puller
 
     async def _watch_connections(self) -> None:
+        """Wake `run` when a peer connects or disconnects."""
         while True:
             await self._network.changed()
             self._changed.set()
@@ -271,7 +279,8 @@ class PullGossip:
             outcome = "other_swarm" if response.status == "unknown" else response.status
             taken = puller.polled(peer, response, now(), self._clock())
             for listed in response.groups if taken else ():
-                # such a group is not fetched: the clock of this node or of its author is wrong
+                # `offers` drops a group outside the clock window: this node's clock or its author's
+                # is wrong. Count it here, so that the operator sees it.
                 if (reason := clock_reason(listed.created_at, self._clock())) is not None:
                     self._admission.refuse(reason, peer)
         self._polls[outcome] += 1
@@ -280,7 +289,7 @@ class PullGossip:
     # -- fetches
 
     async def _fetch(self, puller: Puller, pull: Pull) -> None:
-        """Fetch the groups of one choice from their holder."""
+        """Send one fetch request and hand the received groups to admission."""
         size = sum(listed.size for listed in pull.groups)
         deadline, began = self._pace.deadline(size), trio.current_time()
         try:
@@ -314,27 +323,32 @@ class PullGossip:
         self._changed.set()
 
     def _take(self, puller: Puller, holder: str, listed: Listed, body: bytes) -> str:
-        """Check one fetched group against its listing and by admission; return its outcome, of
-        PULLED."""
+        """Check one fetched group against its listing and by admission.
+
+        Returns:
+            The outcome, one of PULLED.
+        """
         if envelope.content_id(body) != listed.content:
             self._lied(puller, holder, "content")
             return "mismatch"
         result = self._admission.check(body, self._clock())
         if isinstance(result, Rejected):
             if result.verdict is Verdict.REJECT:
-                # the holder applied the same checks before it listed the group
+                # The holder had to apply the same checks before it listed the group.
                 self._lied(puller, holder, "content")
                 if result.peer is not None and result.peer != holder:
                     self._network.rejected(result.peer, result.reason)
             return "refused"
         lie = contradiction(listed, envelope.peer_key(result.peer) or b"", result.group, len(body))
         if lie is not None:
-            self._lied(puller, holder, lie)  # the group itself is signed, so it is taken
+            # The group is signed by its author, so it is used although its holder lied.
+            self._lied(puller, holder, lie)
             puller.contradicted(listed.content)
         self._hooks.enqueue(msgspec.structs.replace(result, source=holder))
         return "ok"
 
     def _lied(self, puller: Puller, holder: str, lie: Lie) -> None:
+        """Count a false listing; a proven one also costs the holder reputation."""
         puller.claims.lie(holder, lie)
         if lie in PROVEN:
             self._network.rejected(holder, "mismatch")
@@ -349,7 +363,11 @@ class PullGossip:
         deadline: float,
         limit: int,
     ) -> Answer:
-        """Send a request and decode the response. Raises _Unanswered, whatever the peer does."""
+        """Send a request and decode the response.
+
+        Raises:
+            _Unanswered: The peer sent no valid response before the deadline.
+        """
         try:
             data = await self._network.requests.request(
                 peer, protocol, codec.encode(request), deadline=deadline, max_response_bytes=limit
@@ -378,13 +396,13 @@ class Server:
         self._clock = clock
         self._allowances = Allowances()
         self._answered: OrderedDict[str, float] = OrderedDict()
-        """Reader → when its last poll was answered, or will be where one is due."""
+        """Peer → time of the last answer to its polls, in the future if an answer is scheduled."""
         self._news = trio.Event()
         self._waiting = 0
         self._served: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Serve both protocols for as long as the network runs."""
+        """Register the handlers of both protocols."""
         self._network.requests.serve(
             ids.LISTING_PROTOCOL,
             self._list,
@@ -403,7 +421,7 @@ class Server:
         )
 
     def news(self) -> None:
-        """Wake the waiting polls: the shelf has changed."""
+        """Wake the held polls after the shelf has changed."""
         self._news.set()
         self._news = trio.Event()
 
@@ -414,9 +432,14 @@ class Server:
         )
 
     async def _list(self, peer: str, data: bytes) -> bytes:
-        """Answer a poll: when there is something to list and the last answer is
-        ANSWER_INTERVAL_SECONDS ago, or the patience is over. Raises BadMessage for a malformed
-        request, which resets the stream."""
+        """Answer a poll.
+
+        The answer is sent when there is a group to list and the last answer to this peer is
+        ANSWER_INTERVAL_SECONDS old, at the latest when the patience is over.
+
+        Raises:
+            BadMessage: The request is malformed; the stream is reset.
+        """
         request = self._read(data, ListingRequest, limits.LISTING_REQUEST_BYTES)
         if not self._may_answer(peer):
             self._served["busy"] += 1
@@ -440,27 +463,34 @@ class Server:
         return answer
 
     async def _wait_for_news(self, request: ListingRequest, reader: bytes) -> None:
-        """Return when the shelf has had news for `reader` for NEWS_SECONDS."""
+        """Return NEWS_SECONDS after the shelf has a new own group for `reader`."""
         while not self._shelf.has_news(request, reader):
             await self._news.wait()
         await trio.sleep(NEWS_SECONDS)
 
     async def _wait_turn(self, peer: str) -> None:
-        """Return when the last answer to `peer` is ANSWER_INTERVAL_SECONDS ago. Another poll of it
-        that waits at the same time has a later turn."""
+        """Return when the last answer to `peer` is ANSWER_INTERVAL_SECONDS old.
+
+        The turn is recorded before the wait, so that a second poll of the same peer gets a later
+        one.
+        """
         turn = self._answered.get(peer, -math.inf) + ANSWER_INTERVAL_SECONDS
         if turn > trio.current_time():
             self._note_answer(peer, turn)
             await trio.sleep_until(turn)
 
     def _note_answer(self, peer: str, at: float) -> None:
-        """Note that a poll of `peer` is answered at this time."""
+        """Record the time `at` of an answer to a poll of `peer`."""
         self._answered[peer] = max(at, self._answered.pop(peer, -math.inf))
         if len(self._answered) > MOST_READERS:
             self._answered.popitem(last=False)
 
     async def _give(self, peer: str, data: bytes) -> bytes:
-        """Answer a fetch. Raises BadMessage for a malformed request, which resets the stream."""
+        """Answer a fetch.
+
+        Raises:
+            BadMessage: The request is malformed; the stream is reset.
+        """
         request = self._read(data, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
         if self._may_answer(peer):
             response = self._shelf.give(request, self._clock())
@@ -485,7 +515,7 @@ class Server:
 
 
 class _Unanswered(Exception):
-    """Raised when a request has no usable response. `outcome`: of LISTINGS or PULLED."""
+    """Raised when a request has no valid response. `outcome` is one of LISTINGS or PULLED."""
 
     def __init__(self, outcome: str) -> None:
         super().__init__(outcome)

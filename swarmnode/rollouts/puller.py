@@ -1,14 +1,20 @@
-"""The decisions of pull gossip: which peers to poll, and which groups to fetch from whom. Pure: no
-clock, no I/O. `pull_gossip` carries them out, benchmarks drive them without a network.
+"""The decisions of pull gossip: which peers to poll, which groups to fetch, and from which holders.
+
+Pure: no clock, no I/O. `pull_gossip` carries out the decisions; benchmarks call this module without
+a network.
 
     drew ─▶ demand ─▶ polls_due ─▶ polled ─▶ offers ─▶ fetches_due ─▶ fetched ─▶ scored
                                                                          │          │
                                           claims (is a listing true?) ◀──┴──────────┘
 
-A node is hungry while its pool holds less than `STEPS_AHEAD` steps of groups and its next draw is
-near, and whenever it fetched less than one group in FORWARD_SECONDS: groups travel through
-nodes, so that a slow trainer must not stop them. A hungry node polls at most MOST_POLLED connected
-peers, and no more of them once enough is on offer.
+A node is hungry in two cases:
+
+* its pool holds less than STEPS_AHEAD steps of groups, and its next draw is near;
+* it has fetched less than one group per FORWARD_SECONDS. Groups reach distant nodes through other
+  nodes, so a node with a slow trainer must pass them on too.
+
+A hungry node polls at most MOST_POLLED connected peers. Once PLENTY steps of groups are on offer,
+it polls one peer per PLENTY_POLL_SECONDS.
 """
 
 from __future__ import annotations
@@ -24,46 +30,50 @@ from swarmnode.rollouts.offers import Offers, Pull
 from swarmnode.wire.listings import Listed, ListingResponse
 
 STEPS_AHEAD = 2
-"""Steps of groups that a node keeps in its pool: not every group that arrives can be trained on."""
+"""Steps of groups that a node keeps in its pool. More than 1, because the trainer refuses some."""
 FIRST_STEP = 8
-"""Groups that a node wants before its trainer has drawn any. Without them a swarm's first step is
-trained on own groups alone, which costs 7 % of the reward on the way (RESULTS.md)."""
+"""Assumed groups per step until the trainer's first draw. Without them a swarm trains its first
+step on own groups alone, and the mean reward over training falls by 7 % (RESULTS.md)."""
 MOST_POLLED = 8
-"""Peers polled at a time."""
+"""Most polls under way at a time, each of another peer."""
 PLENTY = 4
-"""Offered groups per group of a step from which on no further peer is polled: an answer costs about
-3 ms of CPU and up to 1.5 KB."""
+"""Steps of groups on offer at which the node stops polling more peers: an answer costs about 3 ms
+of CPU and up to 1.5 KB."""
 PLENTY_POLL_SECONDS = 5.0
-"""Between two polls where there is plenty on offer and the node is hungry nevertheless."""
+"""Time between two polls of a hungry node with PLENTY steps of groups on offer."""
 MOST_FETCHES = 4
-"""Fetches under way from which on no other is begun."""
+"""The node starts no fetch while this many are under way."""
 SETTLE_SECONDS = 2.0
-"""How long a node whose pool holds the next step waits for its first polls before it chooses."""
+"""A node whose pool holds the next step's groups collects listings for this time before it
+chooses."""
 FORWARD_SECONDS = 10.0
-"""A node fetches one group in so long, whatever its trainer draws."""
+"""A node fetches at least one group per this time on average, whatever its trainer draws."""
 MOST_AHEAD_SECONDS = 60.0
-"""A node that fetched several groups together waits up to this long before it fetches one
-that its trainer does not want: a request costs as much as six more groups in it."""
+"""Longest pause of forwarding after a fetch of several groups. Fetching several groups in one
+request is cheaper: a request costs as much as six more groups in it."""
 LEAD_SHARE = 0.25
+"""Share of a step before its end at which a node starts to fetch for the next draw."""
 LEAST_LEAD_SECONDS = 5.0
-"""A node fetches `max(5 s, step / 4)` before its next draw: the later, the newer is what it gets;
-but a step may be shorter than usual."""
+"""Least time before the expected next draw at which a node starts to fetch. A later fetch gets
+newer groups, but a step may be shorter than usual."""
 USUAL_SHARE = 0.3
 """Weight of the latest step in the moving average of step lengths."""
 MOST_LONGER = 2.0
-"""A step counts at most this many times the usual length: the trainer may have been paused."""
+"""Longest step that enters the moving average, in units of the average. The trainer may have been
+paused."""
 POLL_INTERVAL_SECONDS = 1.0
-"""Between two polls of one peer, at least: it may answer at once without news."""
+"""Least time between two polls of one peer, which may answer at once with an empty listing."""
 BUSY_SECONDS = 5.0
-"""Before the next poll of, or fetch from, a peer that answered `busy`."""
+"""Time before the next poll of, or fetch from, a peer that answered `busy`."""
 FAILED_SECONDS = 60.0
-"""Before the next poll of, or fetch from, a peer that did not answer."""
+"""Time before the next poll of, or fetch from, a peer that did not answer."""
 REFUSED_SECONDS = 600.0
-"""Before the next poll of a peer that does not list, at most: the wait begins with a second and
-doubles, because a peer that has just started does not list yet."""
+"""Longest time before the next poll of a peer that refuses polls. The wait starts at 1 s and
+doubles, because a peer that has just started may not serve listings yet."""
 MOST_ASKED = 1024
 """Fetched groups that are remembered until their rewards are known."""
 MOST_PEERS = 1024
+"""Peers whose next poll time is remembered."""
 
 
 class PullTimer:
@@ -76,19 +86,22 @@ class PullTimer:
 
     @property
     def lead_seconds(self) -> float:
-        """How long before its next draw a node fetches."""
+        """Time before the expected next draw at which fetching starts."""
         return max(LEAST_LEAD_SECONDS, LEAD_SHARE * (self._usual or 0.0))
 
     @property
     def opens_at(self) -> float:
-        """When fetching for the next draw begins; in the past where a step's length is unknown."""
+        """Time at which fetching for the next draw starts; −∞ while the step length is unknown."""
         if self._usual is None or self._drew_at is None:
             return -math.inf
         return self._drew_at + self._usual - self.lead_seconds
 
     def drew(self, version: int, now: float) -> bool:
-        """Note a draw for the step at policy `version`. Return False for a second draw of the same
-        step."""
+        """Record a draw for the step at policy `version`.
+
+        Returns:
+            False for a second draw of the same step.
+        """
         if version == self._version:
             return False
         if self._drew_at is not None:
@@ -100,14 +113,16 @@ class PullTimer:
 
 
 class Puller:
-    """One node's pulling.
+    """State and decisions of one node's pull gossip.
+
+    Methods take `now` in monotonic seconds. Methods that compare with the creation time of a group
+    also take `unix` in Unix seconds.
 
     Args:
-        own_key: the node's raw public key, 32 bytes.
-        author_of: raw public key → peer id.
-        rng: source of randomness.
-        now: monotonic seconds. Methods that also take `unix`, in Unix seconds, compare it with the
-            time at which a group was made.
+        own_key: The node's raw public key, 32 bytes.
+        author_of: Raw public key → peer id.
+        rng: Source of randomness.
+        now: Current time.
     """
 
     def __init__(
@@ -121,39 +136,41 @@ class Puller:
         self._wanted = STEPS_AHEAD * FIRST_STEP
         self._forwards_at = now + FORWARD_SECONDS
         self._polls: dict[str, float] = {}
-        """Peer → when the poll under way was sent."""
+        """Peer → time at which the poll under way was sent."""
         self._polled_at = -math.inf
         self._settles_at = -math.inf
-        """When the first of the polls under way is SETTLE_SECONDS old."""
+        """Time at which the first poll under way is SETTLE_SECONDS old."""
         self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Peer → (when it may be polled again, seconds of that rest)."""
+        """Peer → (time of the next allowed poll, length of the wait in seconds)."""
         self._busy_until: dict[str, float] = {}
-        """Peer that answered a fetch with `busy`, or not at all → when it may be asked again."""
+        """Peer whose last fetch failed or was answered `busy` → time of the next allowed
+        request."""
         self._fetches: dict[str, int] = {}
-        """Peer → groups of the fetch under way."""
+        """Peer → number of groups in the fetch under way."""
         self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
+        """Content id → (holder, its listing) of groups that are being fetched or scored."""
 
     # -- demand
 
     def drew(self, count: int, waiting: int, version: int, now: float) -> None:
-        """Note that the trainer drew `count` groups for the step at policy `version`, after which
-        `waiting` groups are in the pool."""
+        """Record that the trainer asked for `count` groups for the step at policy `version`, and
+        that `waiting` groups are left in the pool."""
         self._step = count if self._timer.drew(version, now) else max(self._step, count)
         self._wanted = max(0, STEPS_AHEAD * self._step - waiting)
 
     @property
     def urgent(self) -> bool:
-        """Whether the pool holds less than the next step's groups."""
+        """True while the pool holds less than the next step's groups."""
         return self._wanted > (STEPS_AHEAD - 1) * self._step
 
     def wanted(self, now: float) -> int:
-        """Groups that should be fetched now, those of fetches under way included."""
+        """Return the number of groups to fetch now, including those of fetches under way."""
         if self._wanted > 0 and (self.urgent or now >= self._timer.opens_at):
             return self._wanted
         return int(now >= self._forwards_at)
 
     def next_time(self, now: float) -> float:
-        """When, after `now`, another poll or fetch may be due although nothing happened."""
+        """Return the next time after `now` at which a timer makes a poll or fetch due."""
         times = [
             self._timer.opens_at,
             self._forwards_at,
@@ -168,20 +185,19 @@ class Puller:
 
     @property
     def polling(self) -> int:
-        """Polls under way."""
+        """Number of polls under way."""
         return len(self._polls)
 
     def polls_due(
         self, connected: Collection[str], now: float, is_known: Callable[[bytes], bool]
     ) -> list[str]:
-        """Choose peers to poll now. Each is under way until `polled` is called.
+        """Choose peers to poll now. Each poll is under way until `polled` or `refused` is called.
 
-        Peers are drawn with a probability in proportion to how far their listings are believed: a
-        peer of which nothing came yet has a quarter of the weight of one that gave eight groups.
+        Peers are drawn with probability proportional to the belief in them (`claims`).
 
         Args:
-            connected: peers that may be polled.
-            is_known: whether the group with a content id was received before.
+            connected: Peers that may be polled.
+            is_known: Content id → True if the group was received before.
         """
         self.offers.keep(connected)
         if self.wanted(now) <= 0:
@@ -207,8 +223,11 @@ class Puller:
         return chosen
 
     def polled(self, peer: str, response: ListingResponse | None, now: float, unix: float) -> bool:
-        """Take the answer to a poll, None where there was no usable one. Return False for a
-        dishonest one: its cursor went back."""
+        """Process the answer to a poll; `response` is None if there was no valid one.
+
+        Returns:
+            False if the cursor of the answer contradicts the peer's earlier answers.
+        """
         sent_at = self._polls.pop(peer, now)
         if response is None:
             self.claims.lie(peer, "slow")
@@ -224,13 +243,13 @@ class Puller:
         return True
 
     def refused(self, peer: str, now: float) -> None:
-        """Note that `peer` does not speak the listing protocol, or reset the stream."""
+        """Record that `peer` does not speak the listing protocol, or reset the stream."""
         self._polls.pop(peer, None)
         _, rest = self._rests.get(peer, (now, 0.0))
         self._rest(peer, now, min(REFUSED_SECONDS, max(1.0, 2 * rest)))
 
     def _rest(self, peer: str, now: float, seconds: float) -> None:
-        """Do not poll `peer` for so long."""
+        """Do not poll `peer` before `now` + `seconds`."""
         self._rests.pop(peer, None)
         self._rests[peer] = (now + seconds, seconds)
         if len(self._rests) > MOST_PEERS:
@@ -245,11 +264,14 @@ class Puller:
         trust: Callable[[str], float],
         is_known: Callable[[bytes], bool],
     ) -> list[Pull]:
-        """Choose groups to fetch now. Each fetch is under way until `fetched` or `failed`.
+        """Choose groups to fetch now. Each fetch is under way until `fetched` or `failed` is
+        called.
 
         Args:
-            trust: peer id of an author → how much its groups count, 0 to 1.
-            is_known: whether the group with a content id was received before.
+            now: Monotonic seconds.
+            unix: Unix seconds.
+            trust: Author's peer id → weight of its groups, 0 to 1.
+            is_known: Content id → True if the group was received before.
         """
         missing = self.wanted(now) - sum(self._fetches.values())
         settling = self._polls and now < self._settles_at
@@ -278,10 +300,10 @@ class Puller:
             self._asked.popitem(last=False)
         return pulls
 
-    def fetched(self, pull: Pull, came: Sequence[str], now: float) -> None:
-        """Take how the groups of a fetch ended, each `ok`, `busy`, `unknown` or anything else."""
+    def fetched(self, pull: Pull, outcomes: Sequence[str], now: float) -> None:
+        """Record the outcome of each group of a fetch, one of `pull_gossip.PULLED`."""
         del self._fetches[pull.holder]
-        for listed, outcome in zip(pull.groups, came, strict=True):
+        for listed, outcome in zip(pull.groups, outcomes, strict=True):
             if outcome == "ok":
                 self._wanted = max(0, self._wanted - 1)
                 continue
@@ -293,8 +315,11 @@ class Puller:
                 self.claims.lie(pull.holder, "absent")
 
     def failed(self, pull: Pull, now: float) -> None:
-        """Note a fetch without an answer. The groups may be fetched from others now, and from the
-        same peer after FAILED_SECONDS."""
+        """Record a fetch without a valid answer.
+
+        The groups may be fetched from other holders at once, and from this one after
+        FAILED_SECONDS.
+        """
         del self._fetches[pull.holder]
         self.claims.lie(pull.holder, "slow")
         self._busy_until[pull.holder] = now + FAILED_SECONDS
@@ -303,13 +328,13 @@ class Puller:
             self.offers.restore(pull.holder, listed)
 
     def contradicted(self, content: bytes) -> None:
-        """Forget what was listed of a fetched group that the group itself contradicts."""
+        """Forget the listing of a fetched group that contradicts it: the lie is counted already."""
         self._asked.pop(content, None)
 
     def scored(self, content: bytes, rewards: list[float], now: float) -> None:
         """Compare a fetched group's rewards (G,) with the spread that its holder listed."""
         if not is_useful(rewards) and content in self._asked:
-            self._wanted += 1  # it is not trained on, so another one is wanted in its place
+            self._wanted += 1  # it cannot be trained on, so the node needs another one
         holder, listed = self._asked.pop(content, (None, None))
         if holder is None or listed is None:
             return
@@ -319,7 +344,7 @@ class Puller:
             self.claims.lie(holder, "spread")
 
     def _busy(self, now: float) -> Collection[str]:
-        """Return the peers that are neither polled nor fetched from now."""
+        """Return the peers that may be neither polled nor fetched from at `now`."""
         self._busy_until = {peer: at for peer, at in self._busy_until.items() if at > now}
         return self._busy_until
 
@@ -330,7 +355,10 @@ class Puller:
 def _draw_distinct(
     items: Sequence[str], weights: Sequence[float], count: int, rng: random.Random
 ) -> list[str]:
-    """Draw up to `count` of `items` without replacement, in proportion to `weights`."""
+    """Draw up to `count` of `items` without replacement, weighted by `weights`.
+
+    Efraimidis and Spirakis (2006): the largest keys u^(1/weight), u uniform in [0, 1).
+    """
     keyed = [
         (rng.random() ** (1.0 / weight), item) for item, weight in zip(items, weights, strict=True)
     ]

@@ -1,5 +1,5 @@
-"""Scores groups that passed admission: a bounded queue and batches, without the groups of authors
-whose groups keep failing the scorer.
+"""Scoring of groups that passed admission: a bounded queue, batches, and the exclusion of authors
+whose groups repeatedly fail the scorer.
 
     put ─ author excluded? room? ─▶ queue ─▶ scorer ─▶ on_scored
                                               └ failed ─▶ on_failed, and a strike for the author
@@ -19,20 +19,25 @@ from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire.messages import TaskRef
 
 SCORER_GROUPS = 32
-"""Groups handed to the scorer at once by each of SCORER_TASKS tasks: one batch is scored while the
-next is decoded."""
+"""Most groups in a batch."""
 SCORER_TASKS = 2
+"""Batches under way at a time: one is scored while the next is decoded."""
 QUEUE_GROUPS = 512
+"""Most candidates that wait for the scorer."""
 QUEUE_BYTES = 32 * 2**20
+"""Most memory of the waiting candidates."""
 QUEUE_PEER_GROUPS = 64
-"""Candidates that wait for the scorer: in all, and of one peer."""
+"""Most waiting candidates of one author."""
 STRIKES = 3
+"""Failures within STRIKE_SECONDS after which an author is excluded."""
 STRIKE_SECONDS = 600.0
+"""Window of the failures, and length of the exclusion."""
 STRIKE_PEERS = 1024
+"""Authors whose failures are remembered."""
 
 
 class Scorer(Protocol):
-    """The part of `tasks.client.AsyncScorer` that is needed here."""
+    """The part of `tasks.client.AsyncScorer` that the queue uses."""
 
     async def score_many(
         self, items: Sequence[tuple[TaskRef, Sequence[str]]]
@@ -40,13 +45,13 @@ class Scorer(Protocol):
 
 
 class ScoringQueue:
-    """The queue and the tasks that empty it.
+    """The queue of candidates and the tasks that score them.
 
     Args:
-        scorer: computes rewards.
-        on_scored: takes a scored candidate.
-        on_failed: takes the reason and the author of a candidate that could not be scored.
-        clock: Unix seconds.
+        scorer: Computes rewards.
+        on_scored: Called with each scored candidate.
+        on_failed: Called with reason and author of each candidate that could not be scored.
+        clock: Returns Unix seconds.
     """
 
     def __init__(
@@ -65,12 +70,16 @@ class ScoringQueue:
         self._news = trio.Event()
 
     def __len__(self) -> int:
-        """Candidates that wait."""
+        """Return the number of waiting candidates."""
         return len(self._queue)
 
     def put(self, candidate: Candidate) -> str | None:
-        """Queue a candidate. Return None, or why it is refused: `scorer` (its author is excluded),
-        `busy` (no room)."""
+        """Queue a candidate.
+
+        Returns:
+            None, or the reason of the refusal: `scorer` (its author is excluded) or `busy` (the
+            queue is full).
+        """
         if self._strikes.is_out(candidate.peer, self._clock()):
             return "scorer"
         if not self._queue.put(candidate):
@@ -79,11 +88,13 @@ class ScoringQueue:
         return None
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Start scoring."""
+        """Start the scoring tasks."""
         for _ in range(SCORER_TASKS):
             nursery.start_soon(self._work)
 
     async def _work(self) -> None:
+        """Score batches until cancelled. An author gets a strike only if the scorer succeeded for
+        another group of the batch; otherwise the scorer itself may be broken."""
         while True:
             while not (batch := self._queue.take(SCORER_GROUPS)):
                 self._news = trio.Event() if self._news.is_set() else self._news
@@ -94,7 +105,7 @@ class ScoringQueue:
             ]
             try:
                 results = await self._scorer.score_many(questions)
-            except ScorerFailed as failed:  # no scorer can be started
+            except ScorerFailed as failed:  # the scorer process cannot be started
                 results = [failed] * len(batch)
             works = any(isinstance(scored, Scored) for scored in results)
             for candidate, scored in zip(batch, results, strict=True):
@@ -109,7 +120,7 @@ class ScoringQueue:
 
 
 class CandidateQueue:
-    """First in, first out, bounded by groups, bytes and groups of one peer."""
+    """First-in, first-out queue bounded by groups, bytes and groups of one author."""
 
     def __init__(
         self,
@@ -128,7 +139,7 @@ class CandidateQueue:
         return len(self._items)
 
     def put(self, candidate: Candidate) -> bool:
-        """Return False where there is no room."""
+        """Append a candidate. Return False if the queue is full."""
         size = memory_bytes(candidate.group) + len(candidate.envelope)
         if (
             len(self._items) >= self.groups
@@ -142,7 +153,7 @@ class CandidateQueue:
         return True
 
     def take(self, most: int) -> list[Candidate]:
-        """Take out up to `most` of the oldest candidates."""
+        """Remove and return up to `most` of the oldest candidates."""
         taken: list[Candidate] = []
         while self._items and len(taken) < most:
             candidate, size = self._items.popleft()
@@ -155,11 +166,11 @@ class CandidateQueue:
 
 
 class Strikes:
-    """Authors whose groups failed the scorer: after STRIKES within STRIKE_SECONDS they are excluded
+    """Failures of the scorer by author. STRIKES failures within STRIKE_SECONDS exclude the author
     for STRIKE_SECONDS.
 
-    A failure may be a defect of ours, so it costs no reputation. But each can block the scorer for
-    seconds.
+    A failure may be a defect of this node, so it costs no reputation. But each failure can block
+    the scorer for seconds.
     """
 
     def __init__(self) -> None:
@@ -177,6 +188,6 @@ class Strikes:
             self._of.popitem(last=False)
 
     def is_out(self, peer: str, now: float) -> bool:
-        """Return whether groups of `peer` are not scored now."""
+        """Return True while groups of `peer` are not scored."""
         count, since = self._of.get(peer, (0, now))
         return count >= STRIKES and now - since <= STRIKE_SECONDS

@@ -1,12 +1,11 @@
-"""The shelf: the groups that a node can give to others, its own and those that it admitted. Pure.
+"""The shelf: the groups that a node serves to peers, its own and admitted ones. Pure.
 
-    put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ at most 14: up to 7 own
-                                                                        ones, then one per author
-                                             └ give, by content id ──▶ at most 16, and 1 MiB
+    put ─▶ positions 1, 2, 3, … of this life ─ listing since a cursor ─▶ at most 14 groups: up to 7
+                                                                        own, then one per author
+                                             └ give, by content id ───▶ at most 16 groups and 1 MiB
 
-Each answer is charged to the peer's allowance, at four times its cost where that peer never gave a
-useful group. Everything in a listing can be checked by its reader, and every group is signed by its
-author.
+Each answer is charged to the peer's allowance. A peer that never made an admitted group is charged
+four times as much.
 """
 
 from __future__ import annotations
@@ -29,22 +28,28 @@ from swarmnode.wire.listings import (
 )
 
 MOST_GROUPS = 256
+"""Capacity in groups."""
 MOST_BYTES = 32 * 2**20
+"""Capacity in bytes of envelopes."""
 LISTED_SECONDS = 1800.0
-"""Age up to which a group is listed: half of the age at which admission refuses it."""
+"""Age at which a group leaves the shelf: half of the age at which admission refuses it."""
 OWN_LISTED = limits.LISTED // 2
-"""Places of a listing that own groups have before others': no other node has them first."""
+"""Places of a listing reserved for own groups. No other node has these before this node lists
+them."""
 PEER_BYTES_PER_SECOND = 256 * 2**10
-"""Sustained rate of one peer's allowance, with a burst of ten seconds of it: twelve groups of
-100 KB in five seconds."""
+"""Rate of one peer's allowance, with a burst of ten seconds of it. It admits twelve groups of 100
+KB in five seconds."""
 REQUEST_BYTES = 16 * 2**10
-"""Charge of a request beside its answer's bytes: a request takes about 3 ms of CPU."""
+"""Charge of a request in addition to the bytes of its answer: a request takes about 3 ms of CPU."""
 TAKER_FACTOR = 4.0
-"""Factor on all charges of a peer of which no group was ever admitted."""
+"""Factor on all charges of a peer that never made an admitted group."""
 MOST_PEERS = 1024
+"""Peers whose allowance is remembered."""
 
 
 class ShelfStatistics(msgspec.Struct, frozen=True):
+    """Occupancy of the shelf."""
+
     groups: int = 0
     bytes: int = 0
 
@@ -54,18 +59,18 @@ class _Entry(msgspec.Struct, frozen=True):
     listed: Listed
     envelope: bytes
     source: bytes
-    """Raw key of the peer that gave it; the author's for an own group."""
+    """Raw key of the holder it was fetched from; the author's for an own group."""
 
 
 class Shelf:
-    """Groups by content id, oldest first. `now` is in Unix seconds.
+    """Groups by content id, in the order of their positions. `now` is in Unix seconds.
 
     Args:
-        own_key: this node's raw public key.
-        swarm: the swarm's id, 32 bytes.
+        own_key: This node's raw public key.
+        swarm: The swarm's id, 32 bytes.
         life: 8 random bytes, drawn when the process started.
-        groups: capacity in groups.
-        size: capacity in bytes of envelopes.
+        groups: Capacity in groups.
+        size: Capacity in bytes of envelopes.
     """
 
     def __init__(
@@ -86,12 +91,13 @@ class Shelf:
         self._position = 0
 
     def put(self, envelope: bytes, listed: Listed, source: bytes = b"") -> None:
-        """Store a group. The oldest groups of the author with most make room for it.
+        """Store a group. If the shelf is full, drop the oldest groups of the author with most.
 
         Args:
-            envelope: the group as its author signed it.
-            listed: its line in listings.
-            source: raw key of the peer that gave it, to which it is not listed; may be empty.
+            envelope: The group as its author signed it.
+            listed: Its entry in listings.
+            source: Raw key of the holder it was fetched from, to which it is not listed. May be
+                empty.
         """
         if listed.content in self._entries or len(envelope) > self.size:
             return
@@ -105,20 +111,24 @@ class Shelf:
         return content in self._entries
 
     def has_news(self, request: ListingRequest, reader: bytes) -> bool:
-        """Return whether an answer to `request` is worth waking a waiting poll: an own group of
-        this node is beyond the cursor. Groups of others are listed with the next answer, since
-        their authors list them themselves.
+        """Return True if an own group of this node is beyond the cursor of `request`.
+
+        Only own groups wake a held poll. Groups of other authors are listed with the next answer,
+        because their authors list them too.
 
         Args:
-            request: the waiting poll.
-            reader: raw key of the peer that polls; empty where it has none.
+            request: The held poll.
+            reader: Raw key of the peer that polls; empty if it is unknown.
         """
         return any(entry.listed.author == self._own_key for entry in self._since(request, reader))
 
     def listing(self, request: ListingRequest, now: float, reader: bytes = b"") -> ListingResponse:
-        """Return the newest groups beyond the request's cursor, of every group where the cursor is
-        of another life or ahead of this one: at most OWN_LISTED own groups, then one of each author
-        before a second of any. Groups that `reader` made or gave are left out."""
+        """Return the newest groups beyond the cursor of `request`.
+
+        At most OWN_LISTED own groups come first, then one group per author before a second of any.
+        Groups that `reader` made or gave are excluded. A cursor of another life, or ahead of this
+        shelf, counts as 0.
+        """
         if request.swarm != self.swarm:
             return ListingResponse("unknown", self.life, 0, [])
         self._expire(now)
@@ -137,7 +147,7 @@ class Shelf:
         return ListingResponse("ok", self.life, self._position, listed)
 
     def _since(self, request: ListingRequest, reader: bytes) -> Iterator[_Entry]:
-        """Yield the entries beyond the request's cursor that `reader` neither made nor gave, the
+        """Yield the entries beyond the cursor of `request` that `reader` neither made nor gave, the
         newest first."""
         mine = request.life == self.life and request.position <= self._position
         known = request.position if mine else 0
@@ -148,12 +158,15 @@ class Shelf:
                 yield entry
 
     def busy(self) -> ListingResponse:
-        """Return the answer to a peer whose allowance is used up: it keeps its cursor."""
+        """Return the answer to a peer whose allowance is used up. The peer's cursor stays valid."""
         return ListingResponse("busy", self.life, 0, [])
 
     def give(self, request: GroupsRequest, now: float) -> GroupsResponse:
-        """Return each requested group: the first that fit 1 MiB together, `busy` for the others,
-        `unknown` for those that are not here."""
+        """Return an answer for each requested group, in order.
+
+        A group that is not on the shelf is `unknown`. A group that does not fit into the rest of
+        1 MiB is `busy`.
+        """
         self._expire(now)
         room, answers = limits.GROUP_BYTES, []
         for content in request.contents:
@@ -171,17 +184,20 @@ class Shelf:
         return ShelfStatistics(len(self._entries), self._bytes)
 
     def _expire(self, now: float) -> None:
-        """Drop old groups from the front. Admission order is nearly the order of age; an old group
-        behind a newer one waits."""
-        while (
-            self._entries
-            and now - next(iter(self._entries.values())).listed.created_at / 1000 > LISTED_SECONDS
-        ):
-            self._drop(next(iter(self._entries)))
+        """Drop all groups older than LISTED_SECONDS. Positions do not follow age: a group may be
+        admitted up to an hour after it was made."""
+        oldest = (now - LISTED_SECONDS) * 1000
+        for content in [
+            content for content, entry in self._entries.items() if entry.listed.created_at < oldest
+        ]:
+            self._drop(content)
 
     def _most(self) -> bytes:
-        """Return the oldest group of the author with most. Own groups make room only where they are
-        more than half of all: identities are free, and no other node has the own groups."""
+        """Return the oldest group of the author with most.
+
+        Own groups are dropped only if they are more than half of all. Otherwise an attacker with
+        many identities could displace them, and no other node may have them yet.
+        """
         by_bytes = len(self._entries) <= self.groups
         most: Counter[bytes] = Counter()
         for entry in self._entries.values():
@@ -202,7 +218,7 @@ def _author(entry: _Entry) -> bytes:
 
 
 class Allowances:
-    """A token bucket of bytes for each of the MOST_PEERS peers that asked last."""
+    """A token bucket of bytes for each of the MOST_PEERS latest requesters."""
 
     def __init__(self) -> None:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
@@ -211,12 +227,18 @@ class Allowances:
         return len(self._buckets)
 
     def has_room(self, peer: str, now: float) -> bool:
-        """Return whether `peer` is answered now; one in debt is not."""
+        """Return True if the allowance of `peer` is not used up."""
         return self._bucket(peer, now).level(now) > 0
 
     def charge(self, peer: str, size: int, gives: bool, now: float) -> None:
-        """Charge an answer of `size` bytes to `peer`. gives: whether a group of it was ever
-        admitted."""
+        """Charge an answer of `size` bytes to `peer`.
+
+        Args:
+            peer: The requester.
+            size: Bytes of the answer.
+            gives: True if a group made by `peer` was ever admitted.
+            now: Unix seconds.
+        """
         cost = REQUEST_BYTES + size
         self._bucket(peer, now).charge(cost if gives else int(TAKER_FACTOR * cost), now)
 

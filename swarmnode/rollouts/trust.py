@@ -1,9 +1,9 @@
-"""Authors of groups: how many groups of each were admitted, what the trainer made of them, and how
-far each is trusted.
+"""Authors of groups: admitted groups, the trainer's judgements of drawn groups, and trust.
 
-A peer whose text our policy would not have sampled takes part in half as many draws with each such
-group (a quarter, where nothing of it was used since the last one), down to one in sixteen, and in
-more again with each group that is trained on. So it can recover where our own policy differed.
+Each group that the trainer refuses for a reason of DISTRUSTED halves the share of draws in which
+its author takes part. It quarters the share if no group of the author was used since the last such
+refusal. The share is at least 1/16. Each group that is trained on doubles it again, so that an
+author can recover if this node's own policy was the one that differed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from swarmnode.rollouts.groups import Judged, Outcome
 from swarmnode.rollouts.reasons import REASONS, Verdict
 
 MAX_PEERS = 4096
-"""Peers that are remembered."""
+"""Authors that are remembered in each table."""
 DISTRUSTED: frozenset[Outcome] = frozenset(
     {"forged_ids", "no_ids", "special_ids", "spot_check", "surprise", "temperature"}
 )
 """Judgements that put a group's author on probation again."""
 REFUSED_AT_MOST = 4
-"""Refusals that count against a peer at a time, so that it can recover."""
+"""Most refusals that count against an author, so that it can recover."""
 
 
 class Authors:
-    """Authors by peer id. Bounded: the author that was silent for longest is forgotten."""
+    """Authors by peer id. Bounded: the author without a group for longest is forgotten."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -37,33 +37,30 @@ class Authors:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Drawn groups by the trainer's judgement."""
+        """Counts of drawn groups by the trainer's judgement."""
         return dict(self._outcomes)
 
     @property
     def used(self) -> int:
-        """Peers of which a group was trained on."""
+        """Number of authors with a group that was trained on and none refused since."""
         return len(self._trust)
 
     def peers(self) -> list[str]:
-        """Return the peers of which a group was admitted, the latest last."""
+        """Return the authors of admitted groups, the latest last."""
         return list(self._admitted)
 
     def admitted_of(self, peer: str) -> int:
-        """Return the number of admitted groups of `peer`; 0 once it is not among the MAX_PEERS
-        latest."""
+        """Return the number of admitted groups of `peer`; 0 if it is not among the MAX_PEERS latest
+        authors."""
         return self._admitted.get(peer, 0)
-
-    def known(self, peer: str) -> bool:
-        """Return whether a group of `peer` was trained on and none was refused since."""
-        return self._trust.used(peer) > 0
 
     def admitted(self, peer: str) -> None:
         """Count a group of `peer` that reached the pool."""
         count(self._admitted, peer)
 
     def judged(self, judged: Judged) -> None:
-        """Take the trainer's judgement of a drawn group, which raises or lowers trust."""
+        """Record the trainer's judgement of a drawn group, which raises or lowers trust and
+        reputation."""
         self._outcomes[judged.outcome] += 1
         self._trust.judged(judged.peer, judged.outcome)
         if judged.outcome == "used":
@@ -72,7 +69,7 @@ class Authors:
             self._network.rejected(judged.peer, judged.outcome)
 
     def trust(self, peer: str) -> float:
-        """Return how much the groups of `peer` weigh in a draw, 0 to 1; 0 for a greylisted peer."""
+        """Return the weight of the groups of `peer` in a draw, 0 to 1; 0 for a greylisted peer."""
         if not self._network.welcome(peer):
             return 0.0
         score = self._network.score(peer)
@@ -83,8 +80,8 @@ class Authors:
         return self._trust.belief(peer)
 
     def fetch_weight(self, peer: str) -> float:
-        """Return how much the groups of `peer` count when groups to fetch are chosen, 0 to 1: its
-        trust × the share of draws in which its groups take part."""
+        """Return the weight of the groups of `peer` in the choice of fetches, 0 to 1: its trust ×
+        the share of draws in which its groups take part."""
         return self.trust(peer) * self.belief(peer)
 
 
@@ -96,15 +93,15 @@ class PeerTrust:
         self._refused: OrderedDict[str, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Peers of which a group was trained on since the last one that was refused."""
+        """Return the number of authors with a group that was trained on and none refused since."""
         return len(self._used)
 
     def used(self, peer: str) -> int:
-        """Groups of `peer` that were trained on since the last one that was refused."""
+        """Return the number of groups of `peer` that were trained on since its last refused one."""
         return self._used.get(peer, 0)
 
     def judged(self, peer: str, outcome: Outcome) -> None:
-        """Take the trainer's judgement of a drawn group of `peer`."""
+        """Record the trainer's judgement of a drawn group of `peer`."""
         if outcome == "used":
             count(self._used, peer)
             if (refused := self._refused.pop(peer, 0)) > 1:
@@ -115,19 +112,20 @@ class PeerTrust:
                 count(self._refused, peer, REFUSED_AT_MOST)
 
     def of(self, peer: str, reputation: float) -> float:
-        """How much its groups weigh in drawing, 0 to 1: `reputation` × probation
+        """Return the weight of its groups in a draw, 0 to 1: `reputation` × probation
         (`sampling.trust`)."""
         return sampling.trust(reputation, self.used(peer))
 
     def belief(self, peer: str) -> float:
-        """In what share of draws its groups take part at all: one half for each that was refused
-        more than were used since; those of which nothing was used count twice."""
+        """Return the share of draws in which its groups take part: `0.5 ** refusals`, where each
+        refusal without a used group since the last one counts twice, and each used group removes
+        one."""
         return float(0.5 ** self._refused.get(peer, 0))
 
 
 def count(counts: OrderedDict[str, int], peer: str, most: int | None = None) -> None:
-    """Count one more of `peer`, which becomes the latest; the one not heard of for longest is
-    forgotten."""
+    """Add 1 to the count of `peer`, at most `most`, and make it the latest. If there are more than
+    MAX_PEERS, forget the earliest."""
     number = counts.pop(peer, 0) + 1
     counts[peer] = number if most is None else min(number, most)
     if len(counts) > MAX_PEERS:

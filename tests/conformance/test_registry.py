@@ -20,7 +20,7 @@ from swarmnode.pipeline.commit import STEP_DOMAIN
 from swarmnode.pipeline.fence import FENCE_REASONS
 from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission, pull_gossip
-from swarmnode.rollouts.pace import LONGEST
+from swarmnode.rollouts.pace import LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
@@ -209,7 +209,7 @@ def test_caps_are_those_of_the_registry():
 def test_timeouts_are_those_of_the_registry():
     assert REGISTRY["timeouts"] == {
         "listing": pull_gossip.ANSWER_SECONDS,
-        "groups": LONGEST,
+        "groups": LONGEST_SECONDS,
         "peers": exchange.DEADLINE,
         "manifest": manifests.DEADLINE,
         "session": sessions.DEADLINE,

@@ -69,6 +69,15 @@ def test_another_swarm_is_told_nothing():
     assert (answer.status, answer.groups) == ("unknown", [])
 
 
+def test_an_old_group_behind_a_newer_one_is_neither_listed_nor_given():
+    kept = Shelf(OWN_KEY, SWARM, LIFE)
+    kept.put(bytes(100), listed(0))
+    kept.put(bytes(100), listed(1, age=shelf.LISTED_SECONDS + 1))
+    assert [group.content for group in kept.listing(ask(), NOW).groups] == [listed(0).content]
+    answers = kept.give(GroupsRequest([listed(1).content]), NOW).groups
+    assert [group.status for group in answers] == ["unknown"]
+
+
 def test_a_shelf_is_bounded_by_groups_bytes_and_age():
     kept = filled(300, groups=256)
     assert kept.statistics().groups == 256

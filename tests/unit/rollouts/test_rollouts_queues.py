@@ -3,7 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.rollouts.pace import LEAST, LONGEST, MOST_PEERS, Throughput
+from swarmnode.rollouts.pace import (
+    LEAST_BYTES_PER_SECOND,
+    LONGEST_SECONDS,
+    MOST_PEERS,
+    Throughput,
+)
 from swarmnode.rollouts.scoring import (
     STRIKE_PEERS,
     STRIKE_SECONDS,
@@ -90,8 +95,8 @@ def test_peers_that_all_drip_cannot_stretch_deadlines_without_end():
     speed = Throughput()
     for number in range(10 * MOST_PEERS):
         speed.observe(str(number), 2**15, 30.0)
-    assert speed.bytes_per_second == LEAST
-    assert speed.deadline(2**20) == LONGEST
+    assert speed.bytes_per_second == LEAST_BYTES_PER_SECOND
+    assert speed.deadline(2**20) == LONGEST_SECONDS
 
 
 def test_three_strikes_and_an_author_is_out_for_ten_minutes():
