@@ -1,14 +1,16 @@
-"""Tensors to payloads and back: int4, int8, bfloat16 or float32 of the difference to an anchor, the
-base weights, which both sides have. A newcomer's state is bfloat16 of the weights themselves.
+"""Encoding of tensors as payloads: int4, int8, bfloat16 or float32 of the difference to an anchor.
+The anchor is the base weights, which both sides have. The state for a new node is bfloat16 of the
+weights themselves.
 
+    codec       largest error of a value
     int4        1/14 of the largest difference in a block of 64
     int8        1/254 of the largest difference in a block of 256
-    bfloat16    2⁻⁹ of each difference
+    bfloat16    2⁻⁹ of the difference
 
-is what a value errs by at most. The difference to the base grows with every outer step, and what a
-partner is to learn, the change since the last one, does not: int4 errs by 0.76 of an interval's
-change after 50 outer steps and by 1.5 after 200, int8 by 0.05 and 0.1. So whoever encodes measures
-its own error and takes the smallest codec that suffices (`encode_smallest`).
+The difference to the base grows with every outer step. The change since the last outer step, which
+the partner needs, does not. After 50 (200) outer steps, the error of int4 is 0.76 (1.5) of that
+change, and the error of int8 is 0.05 (0.1). So the sender measures the error of its own payload and
+uses the smallest codec that is exact enough (`encode_smallest`).
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from swarmnode.weights.layout import BLOCK, CODECS, SMALL_BLOCK, Codec, Layout, 
 from swarmnode.weights.payload import Header, TensorHeader, build, checksum, parse
 
 ERROR_SHARE: Final = 0.1
-"""Largest error of a payload, in units of what its sender has learnt since its last outer step."""
+"""Largest error of a payload, in units of its sender's change since the last outer step."""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """What differences are relative to. Make it with `make_anchor`."""
+    """The tensors that differences are relative to. Create it with `make_anchor`."""
 
     hash: bytes
     tensors: Tensors
@@ -40,14 +42,15 @@ class Anchor:
     """SHA-256 of each tensor's bytes."""
 
     def of(self, names: Iterable[str]) -> Anchor:
-        """The anchor of some of its tensors."""
+        """Return the anchor of the tensors in `names`."""
         return Anchor(
             _joined({name: self.digests[name] for name in names}), self.tensors, self.digests
         )
 
 
 def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
-    """float32 host tensors → an anchor; its hash is SHA-256 over name and hash of each, by name."""
+    """Return the anchor of float32 host tensors. Its hash is SHA-256 over the name and hash of each
+    tensor, sorted by name."""
     digests = {
         name: hashlib.sha256(to_bytes(tensor, "<f4")).digest() for name, tensor in tensors.items()
     }
@@ -69,12 +72,15 @@ def encode_smallest(
     anchor: Anchor,
     fragment: int = 0,
 ) -> bytes:
-    """Return the payload of `layout`'s tensors in the smallest codec that errs by at most
-    ERROR_SHARE of `change`, or else in float32.
+    """Return the payload of `layout`'s tensors in the smallest codec whose error is at most
+    `ERROR_SHARE * change`, or else in float32.
 
     Args:
         tensors: float32 on the host.
-        change: ‖θ − φ‖ of these tensors, what was learnt since the last outer step.
+        layout: The tensors to encode, in order.
+        change: ‖θ − φ‖ of these tensors, the change since the last outer step.
+        anchor: The base weights.
+        fragment: Number of the fragment.
     """
     for codec in CODECS[:-1]:
         bodies = _bodies_within(tensors, layout, codec, anchor, ERROR_SHARE * change)
@@ -90,7 +96,8 @@ def _bodies_within(
     anchor: Anchor,
     error: float,
 ) -> list[bytes] | None:
-    """Return the encoded tensors, or None as soon as they err by more than `error` together."""
+    """Return the encoded tensors, or None if the norm of their total error exceeds `error` or a
+    value is not finite."""
     bodies, squared = [], 0.0
     for spec in layout:
         values = _values(tensors, spec, anchor)
@@ -113,16 +120,29 @@ def encode(
     fragment: int = 0,
     anchor: Anchor | None = None,
 ) -> bytes:
-    """The payload of `layout`'s tensors, which are float32 on the host. Raises ValueError for int4
-    or int8 without an anchor."""
+    """Return the payload of `layout`'s tensors.
+
+    Args:
+        tensors: float32 on the host.
+        layout: The tensors to encode, in order.
+        codec: Encoding of the differences.
+        fragment: Number of the fragment.
+        anchor: The base weights; None to encode the weights themselves.
+
+    Raises:
+        ValueError: int4 or int8 without an anchor.
+    """
     _check_anchor(codec, anchor)
     bodies = [_body(_values(tensors, spec, anchor), codec) for spec in layout]
     return _payload(layout, codec, fragment, anchor, bodies)
 
 
 def encoded(tensors: Mapping[str, torch.Tensor], layout: Layout, codec: Codec) -> Iterator[bytes]:
-    """What `encode` gives without an anchor, a tensor at a time. Each is encoded twice, since the
-    header has the checksums of all; none may change until the last piece is taken."""
+    """Yield the result of `encode` without an anchor in pieces of one tensor.
+
+    Each tensor is encoded twice, because the header contains the checksums of all. The tensors must
+    not change before the last piece is yielded.
+    """
     _check_anchor(codec, None)
     heads = [_head(spec, _body(_values(tensors, spec, None), codec)) for spec in layout]
     yield build(Header(codec, 0, 0, b"", heads), [])
@@ -144,7 +164,7 @@ def _head(spec: TensorSpec, body: bytes) -> TensorHeader:
 def _values(
     tensors: Mapping[str, torch.Tensor], spec: TensorSpec, anchor: Anchor | None
 ) -> torch.Tensor:
-    """(elements,) float32: the difference to the anchor, or the weights."""
+    """Return the values to encode, (elements,) float32: difference to the anchor, or weights."""
     tensor = tensors[spec.name]
     return (tensor if anchor is None else tensor - anchor.tensors[spec.name]).reshape(-1)
 
@@ -162,7 +182,11 @@ def _body(flat: torch.Tensor, codec: Codec) -> bytes:
 
 
 def _from_body(body: bytes | memoryview, elements: int, codec: Codec) -> torch.Tensor:
-    """(elements,) float32 from `_body`; the length of `body` was checked. Raises BadMessage."""
+    """Decode the result of `_body` to (elements,) float32.
+
+    Raises:
+        BadMessage: not_finite or bounds. The length of `body` was checked by the caller.
+    """
     match codec:
         case "int4":
             return int4_from_bytes(body, elements)
@@ -182,14 +206,17 @@ def decode(
     fragment: int = 0,
     anchor: Anchor | None = None,
 ) -> Tensors:
-    """float32 host tensors of `layout` from a peer's payload. Whether their values make sense is
-    the gate's question.
+    """Decode a peer's payload to float32 host tensors of `layout`. The gate checks their values.
 
     Args:
-        codec: None where the sender chooses.
+        data: The payload.
+        layout: The expected tensors, in order.
+        codec: The expected codec; None if the sender chooses.
+        fragment: The expected fragment.
+        anchor: The base weights; None if the payload has weights instead of differences.
 
     Raises:
-        BadMessage: As `payload.parse`, or not_finite or bounds for a quantiser.
+        BadMessage: As `payload.parse`, or not_finite or bounds in a quantised tensor.
         ValueError: As `encode`.
     """
     _check_anchor(codec, anchor)
@@ -207,29 +234,31 @@ def decode(
 
 def _check_anchor(codec: Codec | None, anchor: Anchor | None) -> None:
     if anchor is None and codec not in ("bfloat16", "float32"):
-        raise ValueError("int4 and int8 are of the difference to an anchor")
+        raise ValueError("int4 and int8 need an anchor")
 
 
 def bfloat16_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """float32 → bfloat16, rounded to nearest even, as int16 of the same shape."""
+    """Round float32 to bfloat16 (nearest even); return its bits as int16 of the same shape."""
     return tensor.to(torch.bfloat16).view(torch.int16)
 
 
 def bfloat16_values(bits: torch.Tensor) -> torch.Tensor:
-    """int16 bits → float32 of the same shape."""
+    """Return the float32 values of bfloat16 bits, int16 of the same shape."""
     return bits.view(torch.bfloat16).float()
 
 
 def to_bytes(tensor: torch.Tensor, dtype: str) -> bytes:
-    """Row-major little-endian bytes; dtype as numpy writes it, e.g. `<f4`."""
+    """Return the row-major bytes of a tensor. `dtype` is numpy's, such as `<f4`."""
     return tensor.detach().cpu().contiguous().numpy().astype(dtype, copy=False).tobytes()
 
 
 def int8_blocks(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(elements,) float32 → one float32 scale per `block` elements, and int8 (elements,): value =
-    scale · q, q in −127 … 127.
+    """Quantise (elements,) float32 to int8, value = scale · q, q in −127 … 127.
 
-    A value errs by at most 1/254 of the largest magnitude in its block.
+    The error of a value is at most 1/254 of the largest magnitude in its block.
+
+    Returns:
+        Scales (⌈elements / block⌉,) float32, and q (elements,) int8.
     """
     blocks = -(-flat.numel() // block)
     padded = torch.zeros(blocks * block, device=flat.device)
@@ -246,14 +275,17 @@ def int8_blocks(flat: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def int8_to_bytes(flat: torch.Tensor, block: int) -> bytes:
-    """`int8_blocks` as bytes: all scales, f32, then all values."""
+    """Return the result of `int8_blocks` as bytes: all scales (f32), then all q."""
     scales, q = int8_blocks(flat, block)
     return to_bytes(scales, "<f4") + to_bytes(q, "i1")
 
 
 def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torch.Tensor:
-    """(elements,) float32 from `int8_to_bytes`; the length of `body` was checked by the caller.
-    Raises BadMessage."""
+    """Decode the result of `int8_to_bytes` to (elements,) float32.
+
+    Raises:
+        BadMessage: not_finite or bounds. The length of `body` was checked by the caller.
+    """
     blocks = -(-elements // block)
     scales = torch.from_numpy(np.frombuffer(body[: 4 * blocks], "<f4").copy())
     if not bool(torch.isfinite(scales).all()):
@@ -269,11 +301,14 @@ def int8_from_bytes(body: bytes | memoryview, elements: int, block: int) -> torc
 
 
 def int4_to_bytes(flat: torch.Tensor) -> bytes:
-    """(elements,) float32 → a bfloat16 scale per SMALL_BLOCK elements, then two values a byte, the
-    first in the lower half: 8 + q, q in −7 … 7, 8 where there is none.
+    """Quantise (elements,) float32 to 4 bits, value = scale · q, q in −7 … 7.
 
-    A value errs by at most 1/14 of the largest magnitude in its block, and 2⁻⁹ of itself: the scale
-    is rounded before it is used.
+    The error of a value is at most 1/14 of the largest magnitude in its block plus 2⁻⁹ of the
+    value, because the scale is rounded to bfloat16 before it is used.
+
+    Returns:
+        All scales (bfloat16, one per SMALL_BLOCK elements), then two elements per byte as 8 + q,
+        the first in the lower half. An unused half is 8.
     """
     blocks = -(-flat.numel() // SMALL_BLOCK)
     padded = torch.zeros(blocks * SMALL_BLOCK)
@@ -294,8 +329,11 @@ def int4_to_bytes(flat: torch.Tensor) -> bytes:
 
 
 def int4_from_bytes(body: bytes | memoryview, elements: int) -> torch.Tensor:
-    """(elements,) float32 from `int4_to_bytes`; the length of `body` was checked by the caller.
-    Raises BadMessage."""
+    """Decode the result of `int4_to_bytes` to (elements,) float32.
+
+    Raises:
+        BadMessage: not_finite or bounds. The length of `body` was checked by the caller.
+    """
     blocks = -(-elements // SMALL_BLOCK)
     scales = bfloat16_values(torch.from_numpy(np.frombuffer(body[: 2 * blocks], "<i2").copy()))
     if not bool(torch.isfinite(scales).all()):
@@ -305,7 +343,7 @@ def int4_from_bytes(body: bytes | memoryview, elements: int) -> torch.Tensor:
     pairs = np.frombuffer(body[2 * blocks :], "u1")
     q = np.stack([pairs & 15, pairs >> 4], 1).reshape(-1)
     if q.min() < 1 or (q[elements:] != 8).any():
-        raise BadMessage("bounds", "no quantised value")
+        raise BadMessage("bounds", "not a quantised value")
     padded = torch.zeros(blocks * SMALL_BLOCK)
     padded[:elements] = torch.from_numpy(q[:elements].astype(np.float32) - 8)
     return (padded.view(blocks, SMALL_BLOCK) * scales[:, None]).view(-1)[:elements]

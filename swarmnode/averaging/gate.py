@@ -1,21 +1,19 @@
-"""What a peer's tensors go through before one of our weights moves, in this order; the first
-failure ends it.
+"""The gate: checks of a partner's tensors θ_j before a weight of this node's θ_i changes. They run
+in this order, and the first failure refuses the swap. d = θ_j − θ_i.
 
-    like mine?         names, dtype, shape, bounds → finite → norms: ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖
-    ≤ 10 τ
-    clip               θ̄ = θ_i + w · min(1, τ/‖d‖) · d,   d = θ_j − θ_i,   τ² = Σ (2 × running
-    median of accepted ‖d‖ of a block)²
-    probe              loss of θ̄ on sequences that no peer has seen, not worse than that of θ_i by
-    more than ε
+    format    names, dtype, shape, finite, bounds
+    norms     ‖θ_j‖ within [½, 2] ‖θ_i‖, ‖d‖ ≤ 10 τ
+    clip      θ̄ = θ_i + w · min(1, τ/‖d‖) · d, where τ² = Σ (2 × median of a block's accepted ‖d‖)²
+    probe     the loss of θ̄ on sequences that no peer has seen exceeds that of θ_i by at most ε
 
-`examine` is everything but the probe and needs no model, so another thread can do it while the
-model trains; `conclude` is the rest. Sizes were checked before anything was allocated
-(`weights.payload`). What an outcome costs its sender is in `weights.local`, and how long it is left
-alone in `weights.exchange`; the gate judges each exchange by itself.
+`examine` does everything except the probe. It needs no model, so it can run in another thread while
+the model trains. `conclude` does the rest. `weights.payload` has checked all sizes before anything
+was allocated. `weights.local` has the cost of each outcome in reputation, `weights.exchange` the
+backoff. The gate itself keeps no state about a peer except its share of the medians.
 
-After the commit `revert_monitor` decides whether to take it back. What is left to a hostile partner
-is a nudge of at most w τ per exchange, in a direction that does not hurt on the probe
-(ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute by itself).
+After the commit, `revert_monitor` decides whether to revert the swap. A hostile partner can still
+move the weights by at most w τ per swap, in a direction that the probe does not detect
+(ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute alone).
 """
 
 from __future__ import annotations
@@ -35,83 +33,83 @@ from swarmnode.weights.fragments import block_of
 from swarmnode.weights.local import OUTCOMES, TAKEN
 
 CLIP: Final = 2.0
+"""τ in units of the median of accepted distances."""
 EPSILON: Final = 0.1
-"""Least ε of a policy of one nat per token or more: nats per token that averaged weights may be
-worse on the probe. At 0.05 honest partners were refused, which cost more than the hostile ones that
-it kept out (benchmarks/RESULTS.md)."""
+"""Upper bound of ε₀, nats per token. With 0.05 honest partners were refused, which cost more than
+the hostile partners that it kept out (benchmarks/RESULTS.md)."""
 ENTROPY_SHARE: Final = 0.1
-"""Least ε of a policy of less entropy, in units of that: 0.1 nats of 0.3 per token would be another
-policy, and over the 1,000 tokens of an answer any."""
+"""Part of ε₀ that is proportional to the policy's loss on its own sequences, an estimate of its
+entropy. For a policy at 0.3 nats per token, 0.1 nats would be a third of the entropy, and 100 nats
+over an answer of 1,000 tokens."""
 ERRORS: Final = 4.0
-"""Standard errors of the probe that the least ε has on top: in a few short answers, one token
-decides."""
+"""Part of ε₀ in standard errors of the probe. In a few short answers, one token decides."""
 FAR: Final = 10.0
-"""Distance in units of τ that no honest replica has."""
+"""Distance in units of τ from which a partner is refused."""
 NORM_RATIO: Final = 2.0
+"""Largest ratio of the norms of two honest replicas, either way."""
 LARGEST: Final = 65504.0
-"""Largest |weight|: that of float16, which no trained policy comes near."""
+"""Largest |weight|: the largest float16, far above any trained policy."""
 WINDOW: Final = 32
-"""Accepted distances per block that the median runs over."""
+"""Accepted distances per block in the median."""
 WINDOW_PER_PEER: Final = 4
-"""Most of these from one peer: an eager peer must not set the threshold that it is held to."""
+"""Most distances of one peer in a window, so that a peer cannot set its own threshold."""
 FIRST: Final = 4
-"""Accepted distances before the median is believed. Until then τ is 2 ‖θ_i − φ_i‖, and nobody is
-called far away: we may have trained for one step and the partner for fifty."""
+"""Accepted distances from which the median counts. With fewer, τ is 2 ‖θ_i − φ_i‖, and no partner
+is refused as `too_far`: this node may have trained for one step and the partner for fifty."""
 EPSILON_RANGE: Final = 4.0
-"""ε grows with what honest exchanges do to the probe (a policy that learns fast moves it up and
-down), but no further than this times the least ε."""
+"""Upper bound of ε in units of ε₀. ε grows with the probe's usual change in accepted swaps, which
+is large while a policy learns fast."""
 LEAST_TAU: Final = 1e-4
-"""Least τ in units of ‖θ_i‖. Replicas that have become equal would otherwise call the first one
-that learns an attacker."""
+"""Least τ in units of ‖θ_i‖. Without it, replicas that have become equal would refuse the first one
+that learns."""
 CHUNK: Final = 2**22
+"""Elements that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Nats per token on the probe's sequences."""
+    """Result of the probe, nats per token."""
 
     before: float
-    """Loss of our weights as they are. The sequences are our own, so that it estimates the entropy
-    of our policy."""
+    """Loss of this node's weights. The sequences are its own, so this estimates its entropy."""
     after: float
-    """Loss with the average in their place."""
+    """Loss of the averaged weights."""
     drift: float = 0.0
-    """KL of our policy to the averaged one, nats per token; 0 where the sequences are ones that
-    earned a reward."""
+    """KL of this node's policy to the averaged one; 0 if the probe uses rewarded sequences."""
     error: float = 0.0
-    """Standard error of `change`, over the tokens of the probe."""
+    """Standard error of `change` over the tokens of the probe."""
 
     @property
     def change(self) -> float:
-        """By how much the average is worse, in whichever way it is worse."""
+        """The larger of the increase of the loss and `drift`, where there is one."""
         worse = self.after - self.before
         return max(worse, self.drift) if self.drift else worse
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What `examine` found. `refusal` empty: the probe and `conclude` come next."""
+    """Result of `examine`. If `refusal` is empty, the probe and `conclude` follow."""
 
     peer: str
     refusal: str
     mine: Mapping[str, torch.Tensor]
     mean: Tensors | None = None
-    """The average that the probe has to look at; for a newcomer not what will be taken."""
+    """θ̄ for the probe; on probation it is probed but not taken."""
     relative_distance: float | None = None
     """‖d‖ / ‖θ_i‖."""
     scale: float = 0.0
     """min(1, τ/‖d‖)."""
     remembered: Mapping[int, float] = field(default_factory=dict)
-    """Distance of each block that goes into its median."""
+    """Block → distance to add to its window."""
     probation: bool = False
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """`mean` is θ̄, None where the exchange is refused: take a solo outer step then."""
+    """Result of the gate. `mean` is θ̄; None if the swap is refused."""
 
     outcome: str
-    """One of `outcomes.OUTCOMES`."""
+    """One of `weights.local.OUTCOMES`."""
     mean: Tensors | None = None
 
     @property
@@ -121,21 +119,24 @@ class GateDecision:
 
 @dataclass(frozen=True)
 class GateStatistics:
+    """Counts of outcomes, and the current thresholds."""
+
     outcomes: dict[str, int]
-    """Counts by outcome, of those that occurred."""
+    """Counts of the outcomes that occurred."""
     clip_ratio: float
-    """Mean of min(1, τ/‖d‖) over accepted exchanges; 1 when nothing was clipped."""
+    """Mean of min(1, τ/‖d‖) over accepted swaps; 1 if nothing was clipped."""
     relative_distance: float | None
-    """Distance of the last exchange that was measured."""
+    """‖d‖ / ‖θ_i‖ of the last swap with a measured distance."""
     tau: dict[int, float]
     """Threshold by block."""
 
 
 class AveragingGate:
-    """Judges peers' tensors against ours. Every method may be called from any thread.
+    """Checks partners' tensors against this node's. All methods may be called from any thread.
 
-    grows: an honest node's may have twice the norm of another's, as those of an adapter do, which
-    starts at 0.
+    Args:
+        grows: True for adapters. They start at 0, so two honest nodes may differ by NORM_RATIO;
+        then another norm is `too_far` instead of `norm_ratio`, which costs reputation.
     """
 
     def __init__(self, grows: bool = False) -> None:
@@ -157,12 +158,16 @@ class AveragingGate:
         moved: float = 0.0,
         probation: bool = False,
     ) -> Examination:
-        """Look at `theirs` from `peer`; both are float32 on the host and neither is changed. Counts
-        nothing.
+        """Check the tensors of `peer`, without the probe. Counts nothing and changes no tensor.
 
-        weight: `rule.mixing_weight`, clamped to [0, ½]. moved: ‖θ_i − φ_i‖, how far we came by
-        ourselves: stands in for the median until enough was accepted. probation: look at the mean
-        with ½, and have `conclude` give θ_i itself (for newcomers).
+        Args:
+            peer: The partner.
+            mine: θ_i, float32 on the host.
+            theirs: θ_j, float32 on the host.
+            weight: w, from `rule.mixing_weight`, clamped to [0, ½].
+            moved: ‖θ_i − φ_i‖, this node's own progress. It replaces the medians until each has
+                FIRST distances.
+            probation: True to probe the mean with w = ½ but to take θ_i itself, for a new node.
         """
 
         def refuse(outcome: str, relative: float | None = None) -> Examination:
@@ -181,17 +186,17 @@ class AveragingGate:
         distances = _by_block(theirs, mine)
         other, distance = norm(theirs), math.hypot(*distances.values())
         relative = distance / own if own > 0 else None
-        # young LoRA factors are all but zero, and their ratio says nothing; then the distance
-        # decides
+        # New LoRA factors are almost 0, so the ratio of their norms means nothing. Then only the
+        # distance is checked.
         if own > tau and not own / NORM_RATIO <= other <= own * NORM_RATIO:
             return refuse(self._unequal, relative)
         if known and distance > FAR * tau:
             return refuse("too_far", relative)
-        scale = 1.0 if distance <= tau else tau / distance  # 0 where neither of us has a weight yet
+        scale = 1.0 if distance <= tau else tau / distance  # 0 if θ_i is 0 and has not moved
         step = scale * (0.5 if probation else min(max(weight, 0.0), 0.5))
         mean = {name: t + step * (theirs[name] - t) for name, t in mine.items()}
-        # clipped, so that no accepted exchange can raise the threshold by more than the others
-        # would; whole while there is no threshold
+        # Windows store clipped distances, so that one swap cannot raise the threshold far. Before
+        # there is a threshold they store the full distances.
         limit = lambda block: (
             max(CLIP * (medians[block] or 0.0), LEAST_TAU * own) if known else math.inf
         )
@@ -199,7 +204,7 @@ class AveragingGate:
         return Examination(peer, "", mine, mean, relative, scale, remembered, probation)
 
     def conclude(self, found: Examination, losses: Losses | None = None) -> GateDecision:
-        """Decide about what was examined, and count it. losses: None where nothing is probed."""
+        """Decide on an examined swap, and count the outcome. `losses` is None without a probe."""
         with self._lock:
             if found.relative_distance is not None:
                 self._relative = found.relative_distance
@@ -220,15 +225,18 @@ class AveragingGate:
             return self._ended("accepted" if found.scale == 1.0 else "clipped", found.mean)
 
     def refused(self, outcome: str) -> None:
-        """Count what others than the gate found: payload, lagging, lora_residual, reverted. Raises
-        KeyError for no outcome."""
+        """Count an outcome that the gate did not decide: payload, lagging, lora_residual, reverted.
+
+        Raises:
+            KeyError: `outcome` is not in OUTCOMES.
+        """
         OUTCOMES[outcome]
         with self._lock:
             self._ended(outcome)
 
     def medians(self, names: Iterable[str]) -> dict[int, float | None]:
-        """Distance of what was accepted of these tensors, by block; None where that was too
-        little."""
+        """Return the median accepted distance of each block of these tensors; None for a block with
+        fewer than FIRST."""
         with self._lock:
             windows = {
                 block: [d for _, d in self._distances.get(block, ())]
@@ -253,7 +261,8 @@ class AveragingGate:
             )
 
     def _tolerance(self, losses: Losses) -> float:
-        """ε, nats per token."""
+        """Return ε, nats per token: twice the median change of accepted swaps, within [ε₀,
+        EPSILON_RANGE ε₀]."""
         least = min(EPSILON, ENTROPY_SHARE * losses.before + ERRORS * losses.error)
         usual = (
             2 * statistics.median(c for _, c in self._changes)
@@ -268,8 +277,13 @@ class AveragingGate:
 
 
 def threshold(medians: Mapping[int, float | None], own: float, moved: float) -> float:
-    """τ, the length up to which a difference of tensors is taken whole. medians: as
-    `AveragingGate.medians`; own: their norm."""
+    """Return τ, the norm up to which a difference is not clipped.
+
+    Args:
+        medians: Result of `AveragingGate.medians`.
+        own: ‖θ_i‖.
+        moved: ‖θ_i − φ_i‖, which replaces the medians if one is None.
+    """
     known = [median for median in medians.values() if median is not None]
     return max(
         CLIP * (math.hypot(*known) if len(known) == len(medians) else moved), LEAST_TAU * own
@@ -279,8 +293,8 @@ def threshold(medians: Mapping[int, float | None], own: float, moved: float) -> 
 def norm(
     tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor] | None = None
 ) -> float:
-    """Euclidean norm over all tensors, of their difference where `minus` is given; in float64, so
-    that nothing finite overflows."""
+    """Return the Euclidean norm over all tensors, or of their difference to `minus`. It is computed
+    in float64, so that finite tensors have a finite norm."""
     total = 0.0
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1)
@@ -296,7 +310,7 @@ def norm(
 def _by_block(
     tensors: Mapping[str, torch.Tensor], minus: Mapping[str, torch.Tensor]
 ) -> dict[int, float]:
-    """Norm of the difference in each block."""
+    """Return the norm of the difference by block."""
     blocks: dict[int, list[str]] = {}
     for name in tensors:
         blocks.setdefault(block_of(name), []).append(name)
@@ -307,6 +321,7 @@ def _by_block(
 
 
 def _unlike(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the outcome for tensors of another format, or None."""
     if mine.keys() != theirs.keys():
         return "names"
     if any(
@@ -319,10 +334,11 @@ def _unlike(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 
 
 def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the outcome for values that are not finite or too large, or None."""
     for tensor in theirs.values():
         flat = tensor.reshape(-1)
         for start in range(0, flat.numel(), CHUNK):
-            # a NaN anywhere is the maximum
+            # `max` returns NaN if any element is NaN.
             largest = float(flat[start : start + CHUNK].abs().max())
             if not math.isfinite(largest):
                 return "not_finite"
@@ -332,6 +348,7 @@ def _not_usable(theirs: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def _remember(window: deque[tuple[str, float]], peer: str, value: float) -> None:
+    """Append a value of `peer`; it replaces the oldest one beyond WINDOW_PER_PEER of this peer."""
     of_peer = [entry for entry in window if entry[0] == peer]
     if len(of_peer) >= WINDOW_PER_PEER:
         window.remove(of_peer[0])

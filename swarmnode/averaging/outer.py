@@ -1,22 +1,19 @@
-"""φ and δ of one replica, and the step that moves them. float32 on the host, whatever the policy
-computes in.
+"""Slow weights φ and momentum δ of one replica, and the outer step. All are float32 on the host,
+whatever dtype the policy computes in.
 
-    trainer, every H inner steps                               when
-    snapshot = host_copy(parameters)                           while the optimizer stands still;
-    this is what partners are served
-    slow = state.slow(snapshot)                                in the same moment: φ and δ that go
-    with it
-    mean = what the gate made of snapshot and the partner's    while inner steps go on, as bytes
-    travel
-    prepared = prepare(state.rule, slow, mean)                 likewise: nothing that it reads is
-    ever changed in place
-    state.take(prepared); state.commit(parameters, snapshot)   between two inner steps
+    every H inner steps:
+        snapshot = host_copy(parameters)             while no optimizer step runs; partners fetch it
+        slow = state.slow(snapshot)                  at the same time, φ and δ of the same tensors
+        mean = gate(snapshot, partner's weights)     while inner steps continue
+        prepared = prepare(state.rule, slow, mean)   likewise: its inputs are never changed in place
+        state.take(prepared)                         between two inner steps
+        state.commit(parameters, snapshot)           likewise
 
-A tensor that no partner shares is only recorded, φ ← θ, and keeps its momentum: a node that meets
-nobody trains as if nothing were averaged.
+For a tensor that no partner shares, the step only records φ ← θ and keeps δ. So a node without
+partners trains as if averaging were off.
 
-The optimizer's moments are neither exchanged nor reset. Weights are set with `copy_`: multiplying a
-NaN by zero leaves a NaN, and a replica that caught one could never be healed.
+The optimizer's moments are neither exchanged nor reset. Weights are set with `torch.where` and
+`copy_`, not by multiplying with a mask: 0 × NaN is NaN, so that a NaN could never be repaired.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ UNDO = "undo."
 
 
 def unmoved(phi: Tensors) -> Tensors:
-    """What `OuterState.load` takes for slow weights without momentum: φ, and δ = 0."""
+    """Return the tensors that `OuterState.load` expects, for these φ and δ = 0."""
     return {f"phi.{n}": t for n, t in phi.items()} | {
         f"delta.{n}": torch.zeros_like(t) for n, t in phi.items()
     }
@@ -46,7 +43,7 @@ def unmoved(phi: Tensors) -> Tensors:
 def host_copy(
     parameters: Mapping[str, torch.Tensor], names: Iterable[str] | None = None
 ) -> Tensors:
-    """Independent float32 copies on the host of all `parameters`, or of those in `names`."""
+    """Return float32 copies on the host of all `parameters`, or of those in `names`."""
     chosen = parameters if names is None else {name: parameters[name] for name in names}
     return {
         name: p.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -56,6 +53,8 @@ def host_copy(
 
 @dataclass(frozen=True)
 class OuterStatistics:
+    """Counts of outer steps, and their current state."""
+
     rule: str
     steps: int
     """Outer steps taken."""
@@ -63,12 +62,13 @@ class OuterStatistics:
     momentum_norm: float
     """‖δ‖ over all tensors."""
     revertible: bool
+    """True if `revert` has something to restore."""
 
 
 @dataclass(frozen=True)
 class SlowWeights:
-    """φ and δ of some tensors in one moment: the tensors themselves, which are replaced and never
-    changed."""
+    """φ and δ of some tensors at one time, not copied: outer steps replace tensors and never change
+    them in place."""
 
     phi: Tensors
     delta: Tensors
@@ -76,17 +76,17 @@ class SlowWeights:
 
 @dataclass(frozen=True)
 class Prepared:
-    """An outer step that has been computed and not been taken. Make it with `prepare`."""
+    """An outer step that is computed but not taken. Create it with `prepare`."""
 
     phi: Tensors
     delta: Tensors
     squares: dict[str, float]
     """‖δ‖² of each tensor."""
     before: Tensors
-    """φ that it starts from."""
+    """φ at the start of the step."""
 
     def of(self, names: Collection[str]) -> Prepared:
-        """The same for the tensors in `names` alone."""
+        """Return the part of the step for the tensors in `names`."""
         phi, delta = {n: self.phi[n] for n in names}, {n: self.delta[n] for n in names}
         return Prepared(
             phi, delta, {n: self.squares[n] for n in names}, {n: self.before[n] for n in names}
@@ -95,7 +95,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Undo:
-    """Everything that steps changed, as it was before the first of them."""
+    """State before the first outer step since the last `keep`, of all changed tensors."""
 
     phi: Tensors
     delta: Tensors
@@ -108,40 +108,45 @@ def prepare(
     mean: Mapping[str, torch.Tensor],
     alone: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Prepared:
-    """Compute δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`, and φ ← θ for those in
-    `alone`. Changes nothing; for any thread.
+    """Compute an outer step (NoLoCo, arXiv 2506.10911, section 3.2, with γ = β).
+
+    δ ← α δ + β (θ̄ − φ), φ ← φ + δ for the tensors in `mean`, and φ ← θ for those in `alone`.
+    Changes nothing; may be called from any thread.
 
     Args:
+        rule: α and β.
+        slow: φ and δ of all these tensors.
         mean: θ̄ of the tensors that a partner shares, float32 on the host.
-        alone: θ of other tensors, of the same moment as `slow`. Nobody may change them afterwards.
+        alone: θ of other tensors, copied at the same time as `slow`. The step keeps references to
+            them, so they must not change afterwards.
 
     Raises:
-        ValueError: A shape is not ours, or the result is not finite.
+        ValueError: A tensor is not one of this replica, or the result is not finite.
     """
     phi, delta, before = {}, {}, {}
     for name, theta in {**alone, **mean}.items():
         if name not in slow.phi or theta.shape != slow.phi[name].shape:
-            raise ValueError(f"{name} is not a tensor of this replica")
+            raise ValueError(f"{name} is no tensor of this replica, or has another shape")
         old = before[name] = slow.phi[name]
         if name not in mean:
             phi[name], delta[name] = theta, slow.delta[name]
-        # gossip: exactly the mean, not the mean up to rounding
+        # The rule `gossip`: φ + (θ̄ − φ) would differ from θ̄ by rounding.
         elif rule.alpha == 0 and rule.beta == 1:
             phi[name], delta[name] = theta.clone(), torch.zeros_like(old)
         else:
             delta[name] = rule.alpha * slow.delta[name] + rule.beta * (theta - old)
             phi[name] = old + delta[name]
         if not bool(torch.isfinite(phi[name]).all()):
-            raise ValueError(f"{name} would not be finite")
+            raise ValueError(f"the outer step of {name} is not finite")
     return Prepared(phi, delta, {n: _square(d) for n, d in delta.items()}, before)
 
 
 class OuterState:
-    """The slow half of a replica.
+    """φ and δ of a replica.
 
-    A step that raises has changed nothing. What was before the steps since the last `keep` is there
-    for `revert`. `slow` and `tensors` may be called from any thread; everything else is for whoever
-    moves the weights.
+    A step that raises has changed nothing. `revert` restores the state before the steps since the
+    last `keep`. `slow` and `tensors` may be called from any thread, all other methods only from the
+    thread that changes the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], rule: Rule) -> None:
@@ -150,22 +155,27 @@ class OuterState:
         self.delta = {name: torch.zeros_like(p) for name, p in self.phi.items()}
         self._squares = dict.fromkeys(self.phi, 0.0)
         self._lock = threading.Lock()
-        """φ and δ of one moment, never half of each."""
+        """Protects φ and δ, so that readers never see half of a step."""
         self._undo: _Undo | None = None
         self._steps = 0
         self._reverts = 0
 
     def slow(self, names: Collection[str]) -> SlowWeights:
-        """φ and δ of the tensors in `names`, now."""
+        """Return the current φ and δ of the tensors in `names`."""
         with self._lock:
             return SlowWeights({n: self.phi[n] for n in names}, {n: self.delta[n] for n in names})
 
     def take(self, prepared: Prepared, *, rest: bool = False, alone: bool = False) -> bool:
-        """φ and δ become what was prepared. False, and nothing changes, where φ has moved since.
+        """Replace φ and δ with those of a prepared step.
 
-        A revert takes it back with the steps before it, but for those that went before
-        UNDO_WEIGHTS. rest: it belongs to the last step, which was of other tensors. alone: nobody
-        else's weights are in it, and by itself it needs no revert.
+        Args:
+            prepared: The step.
+            rest: True if it completes the last step, which was of other tensors of the fragment.
+                The undo state of the last step is then kept, even above UNDO_WEIGHTS.
+            alone: True if the step has no partner's weights, so that it needs no revert.
+
+        Returns:
+            False if φ has changed since `prepare`; then the step changes nothing.
         """
         with self._lock:
             if any(self.phi[name] is not old for name, old in prepared.before.items()):
@@ -179,7 +189,10 @@ class OuterState:
         return True
 
     def _undo_of(self, prepared: Prepared, rest: bool) -> _Undo:
-        """What a revert needs once `prepared` is taken: of each tensor the oldest that is known."""
+        """Return the undo state after `prepared`: the oldest known φ and δ of each tensor.
+
+        Above UNDO_WEIGHTS weights, it restarts with the tensors of `prepared`.
+        """
         undo = self._undo or _Undo({}, {}, {})
         phi = {**{n: self.phi[n] for n in prepared.phi}, **undo.phi}
         if not rest and sum(t.numel() for t in phi.values()) > max(
@@ -194,11 +207,11 @@ class OuterState:
     def commit(
         self, parameters: Mapping[str, torch.Tensor], snapshot: Mapping[str, torch.Tensor]
     ) -> None:
-        """θ ← φ for the tensors of `snapshot`, keeping the inner steps taken since it was made: θ
-        += φ − θ_snapshot.
+        """Set θ ← θ + φ − θ_snapshot for the tensors of `snapshot`, which keeps the inner steps
+        since the snapshot.
 
-        Where nothing moved in the meantime the weights become φ bit by bit, and where a weight is
-        not finite it becomes φ as well.
+        A weight that has not changed since the snapshot, or whose new value is not finite, becomes
+        exactly φ.
         """
         if (undo := self._undo) is not None:
             undo.weights.update(
@@ -215,8 +228,11 @@ class OuterState:
 
     @torch.no_grad()
     def revert(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Back to before the steps since `keep` and their commits: weights, φ and δ. False where
-        there is nothing to go back to."""
+        """Restore weights, φ and δ as they were before the steps since the last `keep`.
+
+        Returns:
+            False if there is nothing to restore.
+        """
         undo, self._undo = self._undo, None
         if undo is None:
             return False
@@ -230,14 +246,15 @@ class OuterState:
         return True
 
     def keep(self) -> None:
-        """The steps have proved themselves: forget what was before them."""
+        """Forget the undo state: the steps so far are final."""
         self._undo = None
 
     @torch.no_grad()
     def adopt(self, parameters: Mapping[str, torch.Tensor], slow: SlowWeights) -> None:
-        """Become another replica: its φ, δ, and θ = φ.
+        """Take φ and δ of another replica, and set θ = φ.
 
-        Raises StateError, having changed nothing, when they are another policy's or not finite.
+        Raises:
+            StateError: They belong to another policy or are not finite. Nothing is changed.
         """
         for tensors in (slow.phi, slow.delta):
             if {n: t.shape for n, t in tensors.items()} != {
@@ -252,16 +269,16 @@ class OuterState:
             parameters[name].copy_(tensor)
 
     def tensors(self) -> Tensors:
-        """What a restart needs, not copied: `phi.<name>`, `delta.<name>`. Steps replace tensors, so
-        these never change under a writer."""
+        """Return φ and δ for a checkpoint, not copied: `phi.<name>`, `delta.<name>`. Steps replace
+        tensors, so these do not change while they are written."""
         with self._lock:
             return {f"phi.{n}": t for n, t in self.phi.items()} | {
                 f"delta.{n}": t for n, t in self.delta.items()
             }
 
     def undo_tensors(self) -> Tensors:
-        """What `revert` needs after a restart, not copied: `undo.phi.<name>`, `undo.delta.<name>`,
-        `undo.weights.<name>`; empty where there is nothing to take back."""
+        """Return the undo state for a checkpoint, not copied: `undo.phi.<name>`,
+        `undo.delta.<name>`, `undo.weights.<name>`; empty if there is nothing to revert."""
         if self._undo is None:
             return {}
         parts = {"phi": self._undo.phi, "delta": self._undo.delta, "weights": self._undo.weights}
@@ -270,8 +287,11 @@ class OuterState:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `tensors` gave, and `undo_tensors`. Raises StateError, having changed
-        nothing, when it is another policy's."""
+        """Restore the result of `tensors` and `undo_tensors`.
+
+        Raises:
+            StateError: It belongs to another policy. Nothing is changed.
+        """
         undo = {n.removeprefix(UNDO): t for n, t in tensors.items() if n.startswith(UNDO)}
         mine, rest = self.tensors(), {n: t for n, t in tensors.items() if not n.startswith(UNDO)}
         if {n: t.shape for n, t in rest.items()} != {n: t.shape for n, t in mine.items()}:

@@ -1,8 +1,8 @@
-"""Peers that could be partners: connected peers that claim to average the same policy, and the
-order in which they are asked for a swap.
+"""Candidates for a swap: connected peers that claim to average the same policy, and the order in
+which they are asked.
 
-A claim comes over a connection that proves the peer's identity. It decides only whether the peer is
-asked: the fingerprint is compared again in every swap, and the gate judges everything that follows.
+A claim arrives over an authenticated connection. It decides only whether the peer is asked: every
+swap compares the fingerprints again, and the gate checks the weights.
 """
 
 from __future__ import annotations
@@ -32,24 +32,30 @@ from swarmnode.weights.rule import too_far_behind
 from swarmnode.wire import ids
 
 POLL_INTERVAL: Final = 2.0
-"""Seconds between two looks whether somebody is there whose claim we do not have."""
+"""Seconds between two searches for connected peers without a recent claim."""
 FRESH_SECONDS: Final = 120.0
-"""A claim is worth this long."""
+"""Age at which a claim expires."""
 ASK_SECONDS: Final = 30.0
-"""Seconds between two questions to one peer."""
+"""Seconds between two `here` requests to one peer."""
 MAX_PEERS: Final = 1024
+"""Peers whose claims are stored."""
 REQUEST_SECONDS: Final = 10.0
-"""For a small message, and a small answer."""
+"""Deadline of a small request with a small answer."""
 BUCKET_SECONDS: Final = 60.0
-"""An edge keeps its rank for this long. Clocks that differ cost a few mutual first choices, nothing
-else."""
+"""Length of an epoch, for which an edge keeps its rank. Clocks that differ reduce the number of
+mutual first choices and have no other effect."""
 _DOMAIN = b"swarmnode/pairing/1"
 
 
 async def ask(
     network: Network, peer: str, message: Message, seconds: float = REQUEST_SECONDS
 ) -> Message:
-    """Return the answer of `peer`. Raises BadMessage for one that is no message, PeerError."""
+    """Send `message` to `peer` and return its answer.
+
+    Raises:
+        BadMessage: The answer is malformed.
+        PeerError: There is no answer within `seconds`.
+    """
     data = await network.requests.request(
         peer,
         ids.WEIGHTS_PROTOCOL,
@@ -61,19 +67,21 @@ async def ask(
 
 
 class Claim(msgspec.Struct, frozen=True):
+    """The latest claim of one peer."""
+
     fingerprint: bytes
-    """Empty: the peer does not average, or has not answered yet."""
+    """Empty if the peer has made no claim."""
     outer_step: int
     blocks: bytes
-    """What the peer holds, packed."""
+    """Blocks that the peer holds, packed."""
     at: float
+    """Time of the claim."""
     asked: float
-    """When it was asked or claimed it, whichever is later."""
+    """Time of the claim or of the latest request for one, whichever is later."""
 
 
 class Claims:
-    """What peers claim to average, the newest MAX_PEERS of them. Pure; `now` is any monotonic time
-    in seconds."""
+    """The MAX_PEERS newest claims, by peer. Pure; `now` is in monotonic seconds."""
 
     def __init__(self) -> None:
         self._claims: OrderedDict[str, Claim] = OrderedDict()
@@ -82,7 +90,7 @@ class Claims:
         return len(self._claims)
 
     def asked(self, peer: str, now: float) -> None:
-        """`peer` is asked: until it answers, what it last claimed stands."""
+        """Record a request to `peer`. Its last claim stays valid until it answers."""
         self._keep(
             peer,
             msgspec.structs.replace(
@@ -93,7 +101,7 @@ class Claims:
     def received(
         self, peer: str, fingerprint: bytes, outer_step: int, now: float, blocks: bytes = b""
     ) -> None:
-        """`peer` averages this, and claims so many outer steps."""
+        """Store a claim of `peer`."""
         self._keep(peer, Claim(fingerprint, outer_step, blocks, now, now))
 
     def _keep(self, peer: str, claim: Claim) -> None:
@@ -103,10 +111,11 @@ class Claims:
             self._claims.popitem(last=False)
 
     def clear(self) -> None:
+        """Forget all claims."""
         self._claims.clear()
 
     def to_ask(self, connected: Iterable[str], now: float) -> list[str]:
-        """Connected peers that have claimed nothing lately, and were not asked."""
+        """Return the connected peers without a claim or request within ASK_SECONDS."""
         return [
             peer
             for peer in connected
@@ -114,7 +123,7 @@ class Claims:
         ]
 
     def candidates(self, connected: Iterable[str], fingerprint: bytes, now: float) -> list[str]:
-        """Connected peers that have claimed our fingerprint lately."""
+        """Return the connected peers with a claim of this fingerprint within FRESH_SECONDS."""
         return [
             peer
             for peer in connected
@@ -124,19 +133,25 @@ class Claims:
         ]
 
     def blocks(self, peer: str, fingerprint: bytes) -> bytes:
-        """What `peer` last claimed to hold, packed; of a policy of another fingerprint nothing."""
+        """Return the blocks that `peer` last claimed, packed; empty for another fingerprint."""
         claim = self._claims.get(peer)
         return claim.blocks if claim is not None and claim.fingerprint == fingerprint else b""
 
     def outer_step(self, peer: str) -> int:
-        """What `peer` last claimed."""
+        """Return the outer step that `peer` last claimed, 0 without a claim."""
         claim = self._claims.get(peer)
         return claim.outer_step if claim is not None else 0
 
 
 class Discovery:
-    """Asks connected peers what they average, and orders those that average what we do. swarm:
-    32-byte id. unix_time: in seconds."""
+    """Requests claims from connected peers, and orders the candidates.
+
+    Args:
+        network: The node's network.
+        replica: This node's replica.
+        swarm: Swarm id, 32 bytes.
+        unix_time: Returns seconds.
+    """
 
     def __init__(
         self,
@@ -152,7 +167,7 @@ class Discovery:
         self._claims = Claims()
 
     async def run(self) -> None:
-        """Ask whoever has claimed nothing, until cancelled."""
+        """Request missing claims until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 now = trio.current_time()
@@ -167,16 +182,16 @@ class Discovery:
                 await trio.sleep(POLL_INTERVAL)
 
     def forget(self) -> None:
-        """Our own policy is another one: everybody is asked again, and so learns of it."""
+        """Forget all claims after a change of the own policy. All peers are asked again, and each
+        request carries the new claim."""
         self._claims.clear()
 
     def claim(self) -> Here:
-        """Our own claim."""
+        """Return the claim of this node."""
         return Here(self._replica.fingerprint, self._replica.least_outer_step, self._replica.blocks)
 
     def received(self, peer: str, claim: Here | Swap | Accepted) -> None:
-        """`peer` claims to average this, and to have taken so many outer steps. Who accepts means
-        our fingerprint."""
+        """Store a claim of `peer`. An `accepted` has no fingerprint: it implies this node's."""
         fingerprint = (
             self._replica.fingerprint if isinstance(claim, Accepted) else claim.fingerprint
         )
@@ -185,15 +200,15 @@ class Discovery:
         )
 
     def candidates(self) -> list[str]:
-        """Connected peers of our fingerprint that hold something that we hold, with a recent claim,
-        in good standing."""
+        """Return the connected peers with the same fingerprint, a common block, a recent claim and
+        an acceptable reputation."""
         peers = self._claims.candidates(
             self._network.connected(), self._replica.fingerprint, trio.current_time()
         )
         return [peer for peer in peers if self._network.welcome(peer) and self.shared(peer)]
 
     def alike(self) -> list[str]:
-        """Candidates that hold exactly what we hold."""
+        """Return the candidates that hold exactly the blocks of this node."""
         return [
             peer
             for peer in self.candidates()
@@ -201,20 +216,29 @@ class Discovery:
         ]
 
     def shared(self, peer: str) -> bytes:
-        """What `peer`, as it claims, and we hold, packed."""
+        """Return the blocks that both `peer` (by its claim) and this node hold, packed."""
         return common(self._claims.blocks(peer, self._replica.fingerprint), self._replica.blocks)
 
     def shares(self, peer: str, fragment: int) -> bool:
-        """Whether there is something in `fragment` that `peer`, as it claims, and we hold."""
+        """Return True if both `peer` (by its claim) and this node hold a block of `fragment`."""
         return bool(self._replica.within(self.shared(peer), fragment))
 
     def partners(
         self, fragment: int, outer_step: int, blocks: bytes = b""
     ) -> tuple[tuple[str, ...], int]:
-        """Candidates for `fragment`, or for these `blocks` of it (packed), in the order in which
-        they are asked; those far from `outer_step` last, and before them those that lack some of
-        it: with these there is less to gain. And how many of the first are worth as much as the
-        first."""
+        """Order the candidates for an outer step of a fragment.
+
+        Candidates far from `outer_step` come last, and those that lack a due block come before
+        them, because a swap with either gains less. Equal candidates are ordered by edge rank.
+
+        Args:
+            fragment: The fragment that is due.
+            outer_step: Outer steps that this node has taken of it.
+            blocks: The due blocks of the fragment, packed; empty for all.
+
+        Returns:
+            The candidates, the first to ask first, and how many of them equal the first.
+        """
         due = blocks or self._replica.within(self._replica.blocks, fragment)
         has = {peer: some for peer in self.candidates() if (some := common(self.shared(peer), due))}
         order = partner_order(
@@ -227,13 +251,14 @@ class Discovery:
         ]
 
     async def _ask(self, peer: str) -> None:
+        """Exchange claims with `peer`."""
         try:
             answer = await ask(self._network, peer, self.claim())
         except BadMessage:
             self._network.rejected(peer, "weights_malformed", PROOF)
             return
         except PeerError:
-            return  # it does not average, or its trainer is not there yet: then it will ask us
+            return  # the peer does not average, or has no trainer yet and will ask later
         if isinstance(answer, Here):
             self.received(peer, answer)
 
@@ -242,22 +267,22 @@ class Discovery:
 
 
 def epoch_bucket(unix_seconds: float, seconds: float = BUCKET_SECONDS) -> int:
-    """Number of the epoch, at least 0."""
+    """Return the number of the epoch, at least 0."""
     return max(0, int(unix_seconds // seconds))
 
 
 def edge_rank(bucket: int, one: str, other: str, swarm: bytes) -> bytes:
-    """16 bytes that order edges; symmetric in the two peer ids. swarm: 32-byte swarm id."""
+    """Return the rank of an edge in an epoch: 16 bytes, symmetric in the two peer ids."""
     low, high = sorted((one.encode(), other.encode()))
     content = _DOMAIN + bucket.to_bytes(8, "big") + len(low).to_bytes(2, "big") + low + high + swarm
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def partner_order(own: str, candidates: Iterable[str], bucket: int, swarm: bytes) -> list[str]:
-    """`candidates` without `own` and duplicates, lowest edge first.
+    """Return `candidates` without `own` and duplicates, the lowest edge rank first.
 
-    An edge that is lowest for both its ends is proposed by both at once and always pairs. A peer
-    could mint identities until one ranks low for a victim, but only for one epoch at a time, and
-    what it gains is one exchange, which the gate bounds.
+    If an edge ranks lowest at both ends, both ends propose to each other and one swap results. An
+    attacker can create identities until one ranks low for a victim. That holds for one epoch and
+    gains one swap, which the gate bounds.
     """
     return sorted(set(candidates) - {own}, key=lambda peer: edge_rank(bucket, own, peer, swarm))

@@ -1,19 +1,19 @@
-"""Averaging one fragment with one peer: a swap, from the request to the commit. NoLoCo, arXiv
-2506.10911, section 3.2: both sides take the mean of the pair. trio; no torch.
+"""A swap: averaging one fragment with one peer, from the request to the commit. Both sides take the
+mean of the pair (NoLoCo, arXiv 2506.10911, section 3.2). trio; no torch.
 
     A ─ swap(id, fragment, blocks, outer_step, fingerprint) ─▶ B
     A ◀─ accepted(id) | busy(retry_after) | refused(reason) ─ B    at once: nothing is copied yet
-    then both, each by itself:
+    then each side independently:
         `_copy`           the trainer copies between two steps and encodes
-        `_await_payload`  ask the partner for payload(id) until it is there
-        `_fetch`          fetch it by bulk
-        `_commit`         the trainer judges it and commits between two steps
+        `_await_payload`  ask the partner for payload(id) until it is ready
+        `_fetch`          fetch it by bulk transfer
+        `_commit`         the trainer checks it with the gate and commits between two steps
 
-Our outer step is due: `outer_step_due` asks candidates in the order of `Discovery.partners`, at
-most TRIES of them, and has the step taken alone when none of them takes part. A peer asks: `answer`
-decides. Either way `_exchange` is the rest of the story, top to bottom. Whatever a peer does ends
-one swap at most, is counted by cause, and lengthens the peer's `PeerBackoff`. A side that fails
-does not tell the other, which may commit alone: that is harmless by measurement.
+When an own outer step is due, `outer_step_due` asks at most TRIES candidates in the order of
+`Discovery.partners`, and orders a solo step if none accepts. When a peer asks, `answer` decides.
+Both paths continue in `_exchange`. A failure ends one swap, is counted by cause, and lengthens the
+peer's `PeerBackoff`, unless it is this node's fault. A side that fails does not notify the other
+side, which may commit alone; measurements show no harm (protocol/03-weights.md, Questions).
 """
 
 from __future__ import annotations
@@ -66,78 +66,83 @@ Args = TypeVarTuple("Args")
 TRIES: Final = 3
 """Candidates that are asked for one outer step."""
 PROPOSE_SECONDS: Final = 2.0
-"""For the answer to a swap request, which is given at once: a round trip and a busy event loop."""
+"""Deadline of a swap request. It is answered at once, so this covers a round trip and a busy event
+loop."""
 PAUSE_SECONDS: Final = 2.0
+"""Longest pause between two tries. Pauses are random: a node that always has a proposal under way
+cannot accept one."""
 PAUSE_SHARE: Final = 0.125
-"""Longest pause between two tries, also as a share of the gap between two outer steps. A node that
-always proposes can never be proposed to."""
+"""Longest pause between two tries, as a share of the gap between two outer steps."""
 COPY_WAIT_SECONDS: Final = (5.0, 120.0)
-"""Least and most time for a copy, beside two training steps and its encoding."""
+"""Time limit of a copy without encoding: `min(5 s + two training steps, 120 s)`."""
 ENCODED_PER_SECOND: Final = 1e8
-"""Bytes of a payload."""
+"""Bytes of a payload that are encoded per second, at least."""
 APPLY_SECONDS: Final = 360.0
-"""For our trainer to judge a payload and to end its step, beside eight training steps."""
+"""Time limit of `_commit`, plus eight training steps."""
 POLL_SECONDS: Final = 4.0
-"""A question for a payload that is being written is held for this long."""
+"""Longest time for which a `payload` request is held while the payload is being written."""
 POLL_PAUSE_SECONDS: Final = 0.5
+"""Pause between two `payload` requests."""
 COPY_REUSE_SECONDS: Final = 5.0
-"""One copy serves every swap of its fragment that is accepted within this time."""
+"""One copy serves all swaps of its fragment that are accepted within this time."""
 LINGER_SECONDS: Final = 30.0
-"""The partner may fetch for this long after the time that a transfer may take."""
+"""A payload is offered for the time limit of its transfer plus this time."""
 SLOWER: Final = 4.0
-"""A partner that was slow before gets this multiple of a stranger's time."""
+"""Most time for a partner with a low measured bandwidth, in units of an unmeasured peer's time."""
 MOST_SWAPS: Final = 4
-"""Swaps under way at a time, each of another fragment: each holds a copy of it."""
+"""Swaps under way at a time, each of another fragment. Each holds a copy of its fragment."""
 ACCEPT_SHARE: Final = 0.25
-"""A fragment takes at most one swap that others propose in this share of its interval."""
+"""A fragment accepts at most one swap in this share of its interval."""
 PEER_SHARE: Final = 0.4
 """One of n equally good candidates is accepted at most once in n times this share of the gap
-between two outer steps. An honest peer proposes to each of n once in n gaps. With 0.6, two nodes
-would refuse each other every second time."""
+between two outer steps. An honest peer proposes to each of n candidates once in n gaps. With 0.6,
+two nodes would refuse each other every second time."""
 SHORT_SECONDS: Final = 5.0
-"""A failed swap counts as having taken this long at least, or one gap if that is less."""
+"""Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
-"""A first failure costs a peer this multiple of the time that its swap took."""
+"""First backoff of a peer after a failed swap, in units of the swap's duration."""
 LIE_SECONDS: Final = 300.0
-"""The first backoff of a peer whose lie was proved."""
+"""First backoff of a peer after a proven lie."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
 PARTNERS: Final = 256
 """Peers that are remembered."""
 REMEMBERED_SWAPS: Final = 64
+"""Accepted swaps whose payload requests are answered."""
 
 OUTCOMES: Final = (
-    "applied",  # outer steps: with a partner's weights, or alone
-    "solo",
-    "busy",  # attempts to find a partner
+    "applied",  # outer steps with a partner's weights
+    "solo",  # outer steps without a partner
+    "busy",  # proposals without a swap, by answer
     "refused",
     "unreachable",
     "failed",  # swaps after `accepted`
 )
 FAILURES: Final = (
-    "no_payload",  # nothing to fetch in time
-    "withdrawn",  # the partner says that its swap is over
+    "no_payload",  # the partner's payload was not ready in time
+    "withdrawn",  # the partner answered that its swap is over
     "timeout",  # the transfer was too slow
     "broken",  # the transfer broke off
-    "size",
-    "hash",
-    "malformed",
-    "gate",  # our trainer refused the weights: `judged` has the reason
-    "local",  # our disk, or our weights had moved on
-    "snapshot",  # our copy was late
-    "apply_timeout",  # our trainer did not answer
-    "no_trainer",
+    "size",  # the announced payload is longer than the layout allows
+    "hash",  # a chunk does not have its hash
+    "malformed",  # a message is malformed
+    "gate",  # this node's trainer refused the weights; `judged` has the reason
+    "local",  # this node's disk failed, or its φ changed during the swap
+    "snapshot",  # this node's copy was not ready in time
+    "apply_timeout",  # this node's trainer did not answer in time
+    "no_trainer",  # this node's trainer has left
 )
-"""Why a swap failed."""
+"""Causes of a failed swap."""
 BLAMELESS: Final = frozenset(("local", "snapshot", "apply_timeout", "no_trainer"))
-"""Failures that are ours."""
+"""Failures that are this node's fault."""
 LIES: Final = frozenset(("size", "hash", "malformed"))
+"""Failures that prove a lie of the partner."""
 
 
 class PeerBackoff:
-    """How long one peer is neither asked nor accepted.
+    """Backoff state of one peer, which is neither asked nor accepted before `until`.
 
-    The time doubles with each failure, up to LONGEST_BACKOFF_SECONDS. A swap that began after the
-    last failure and succeeds clears it.
+    The time doubles with each failure, up to LONGEST_BACKOFF_SECONDS. The success of a swap that
+    began after the last failure clears it.
     """
 
     def __init__(self) -> None:
@@ -146,7 +151,7 @@ class PeerBackoff:
         self._failed_at = -math.inf
 
     def fail(self, now: float, seconds: float) -> None:
-        """Count a failure that costs `seconds` if it is the first."""
+        """Count a failure. The first one costs `seconds`."""
         wait = min(seconds * 2.0 ** min(self._failures, 32), LONGEST_BACKOFF_SECONDS)
         self.until = max(self.until, now + wait)
         self._failures += 1
@@ -160,26 +165,28 @@ class PeerBackoff:
 
 @dataclass
 class Partner:
-    """What is remembered of one peer. Times are trio's."""
+    """State that is remembered of one peer. Times are trio's."""
 
     backoff: PeerBackoff = field(default_factory=PeerBackoff)
     swapped_at: float = -math.inf
-    """When the last swap with it began."""
+    """Time at which the last swap with it began."""
     busy_until: float = -math.inf
-    """As it said itself: it is asked after the others until then."""
+    """End of the wait in its last `busy`. Until then it is asked after the other candidates."""
     applied: int = 0
-    """Swaps that were applied."""
+    """Number of applied swaps."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Our encoded weights of a fragment, as of one moment."""
+    """An encoded copy of this node's weights of a fragment."""
 
     offer: PayloadOffer
     blocks: bytes
-    """What of the fragment is in it, packed."""
+    """Blocks of the fragment in the copy, packed."""
     outer_step: int
+    """Outer steps that the fragment had taken when it was copied."""
     at: float
+    """Time of the copy."""
 
 
 @dataclass(eq=False)
@@ -190,15 +197,16 @@ class SwapState:
     peer: str
     fragment: int
     blocks: bytes
-    """What the partner and we hold, packed, as of the swap's beginning."""
+    """Blocks that both the partner and this node held when the swap began, packed."""
     phase: str = "proposing"
     copy: Copy | None = None
-    """As it is offered to the partner."""
+    """The copy that is offered to the partner."""
     offered: trio.Event = field(default_factory=trio.Event)
-    """Set when `copy` is there, or never will be."""
+    """Set when `copy` is offered, or the swap has ended without one."""
     theirs: Ready | None = None
+    """The partner's offer."""
     path: Path | None = None
-    """Where the partner's payload is."""
+    """File of the partner's payload."""
     snapshot: local.SnapshotWritten | None = None
     copied: trio.Event = field(default_factory=trio.Event)
     ended: local.ExchangeEnded | None = None
@@ -214,6 +222,8 @@ class SwapState:
 
 @dataclass
 class ExchangeStatistics:
+    """Counts of outer steps and swaps."""
+
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
     failures: Counter[str] = field(default_factory=Counter)
     judged: Counter[str] = field(default_factory=Counter)
@@ -258,23 +268,24 @@ class Exchange:
         self._rng = rng or random.Random()
         self._nursery: trio.Nursery | None = None
         self._swaps: dict[int, SwapState] = {}
-        """Under way, by fragment; a proposal is one."""
+        """Swaps under way by fragment, including proposals."""
         self._searches: dict[int, local.OuterStepDue] = {}
-        """Outer steps of ours for which a partner is sought, by fragment."""
+        """Own outer steps without a partner yet, by fragment."""
         self._recent: OrderedDict[bytes, SwapState] = OrderedDict()
-        """Accepted swaps, the latest REMEMBERED_SWAPS: partners fetch from them."""
+        """The latest REMEMBERED_SWAPS accepted swaps, for the partners' `payload` requests."""
         self._copies: dict[int, Copy] = {}
+        """The latest copy of each fragment."""
         self._rest_until: dict[int, float] = {}
-        """No swap of the fragment is accepted until then."""
+        """Fragment → time before which no swap of it is accepted."""
         self._partners: OrderedDict[str, Partner] = OrderedDict()
         self._candidates: tuple[str, ...] = ()
-        """Those of the last search."""
+        """Candidates of the last search."""
         self._best = 0
-        """How many of the first of them are worth as much as the first."""
+        """Number of candidates that equal the first."""
         self._step_seconds = 0.0
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Answer peers and average with them, until cancelled."""
+        """Answer and propose swaps until cancelled."""
         async with trio.open_nursery() as self._nursery:
             self._network.requests.serve(
                 ids.WEIGHTS_PROTOCOL,
@@ -289,8 +300,8 @@ class Exchange:
             await trio.sleep_forever()
 
     def start(self, work: Callable[[*Args], Awaitable[object]], *args: *Args) -> None:
-        """Start a task that ends with `run`; before and after `run` it is not started."""
-        # A nursery that is closed to new tasks cannot be asked whether it is.
+        """Start a task in the nursery of `run`. Does nothing unless `run` is running."""
+        # trio has no way to ask a nursery whether it is closed to new tasks.
         with contextlib.suppress(RuntimeError):
             if self._nursery is not None:
                 self._nursery.start_soon(work, *args)
@@ -298,16 +309,16 @@ class Exchange:
     # ---- our outer step --------------------------------------------------------------------------
 
     def outer_step_due(self, due: local.OuterStepDue) -> None:
-        """Find a partner for an outer step of ours. A search that is under way already counts for
-        it."""
+        """Start to look for a partner for an own outer step. Does nothing if a search for the
+        fragment is under way."""
         self._step_seconds = max(0.0, due.step_seconds)
         if due.fragment not in self._searches:
             self._searches[due.fragment] = due
             self.start(self._take_outer_step, due)
 
     async def _take_outer_step(self, due: local.OuterStepDue) -> None:
-        """Swap the fragment with the first candidate that accepts. Take the step alone when TRIES
-        of them do not, or half an interval is over."""
+        """Swap the fragment with the first candidate that accepts. Order a solo step after TRIES
+        candidates, or after half an interval."""
         pause = min(PAUSE_SECONDS, PAUSE_SHARE * self._gap)
         latest = trio.current_time() + self._interval / 2
         candidates = self._order(due)[:TRIES]
@@ -328,18 +339,21 @@ class Exchange:
             self._send_to_trainer(local.SoloStep(due.fragment))
 
     def _is_sought(self, due: local.OuterStepDue) -> bool:
-        """Return False once a swap of the fragment was applied, whoever proposed it, or the trainer
-        has left."""
+        """Return False after a swap of the fragment was applied, whichever side proposed it, or the
+        trainer has left."""
         return self._searches.get(due.fragment) is due
 
     async def _wait_for_swap(self, fragment: int) -> None:
-        """Wait for a swap of the fragment that a peer has proposed, if there is one."""
+        """Wait until no swap of the fragment is under way."""
         while (swap := self._swaps.get(fragment)) is not None:
             await swap.over.wait()
 
     def _order(self, due: local.OuterStepDue) -> list[str]:
-        """Candidates without those in backoff: by edge rank, after the others those that said that
-        they are busy, or that we have swapped with lately."""
+        """Return the candidates that are not in backoff, in the order to ask them.
+
+        The sort key is: busy, worth less than the first candidate, swapped with recently. Ties keep
+        the order of `Discovery.partners`.
+        """
         if not self._may_propose():
             return []
         now = trio.current_time()
@@ -356,7 +370,7 @@ class Exchange:
         return sorted(free, key=later)
 
     async def _propose(self, peer: str, due: local.OuterStepDue) -> SwapState | None:
-        """Ask one candidate. Return None if it does not take part."""
+        """Propose a swap to one candidate. Return None if it does not take part."""
         fragment, blocks = due.fragment, self._replica.blocks
         swap = SwapState(
             secrets.token_bytes(ID_BYTES), peer, fragment, self._discovery.shared(peer)
@@ -371,9 +385,10 @@ class Exchange:
         except BadMessage:
             self._lied(peer, "weights_malformed")
         except PeerError as error:
-            log.info("%s cannot be asked for a swap: %s", peer, error)
+            log.info("swap proposal failed: peer=%s error=%s", peer, error)
             self._fail(peer, PROPOSE_SECONDS)
-        if self._swaps.get(fragment) is not swap:  # the peer proposed too, and its swap counts
+        if self._swaps.get(fragment) is not swap:
+            # The peer proposed too and its proposal won, or the trainer has left.
             swap.over.set()
             return None
         match answer:
@@ -401,12 +416,16 @@ class Exchange:
     # ---- a peer's outer step ---------------------------------------------------------------------
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
-        """Answer one request. Raises PeerError to reset the stream."""
+        """Answer one request.
+
+        Raises:
+            PeerError: The stream is to be reset.
+        """
         await trio.lowlevel.checkpoint()
         try:
             message = decode_message(data)
             if not isinstance(message, Here | Swap | Payload):
-                raise BadMessage("schema", "an answer to nothing")
+                raise BadMessage("schema", "an answer was sent as a request")
             if (
                 isinstance(message, Swap)
                 and message.fingerprint == self._replica.fingerprint
@@ -429,7 +448,7 @@ class Exchange:
                 return encode_message(await self._payload(peer, message))
 
     def answer(self, peer: str, request: Swap) -> Accepted | Busy | Refused:
-        """Accept the swap of a peer, or say why not, at once."""
+        """Accept or decline the swap that a peer proposes."""
         shared, fragment = self._discovery.shared(peer), request.fragment
         if request.fingerprint != self._replica.fingerprint or not self._replica.within(
             shared, fragment
@@ -439,7 +458,7 @@ class Exchange:
             return Refused(request.id, "over")
         mine = self._swaps.get(fragment)
         crosses = mine is not None and mine.phase == "proposing" and mine.peer == peer
-        # Of two crossing proposals the one of the lower peer id counts: theirs is busy, or ours is.
+        # Of two crossing proposals, the one of the lower peer id wins; the other gets `busy`.
         wait = 0.0 if crosses and peer < self._network.peer_id else self._wait(peer, fragment)
         if wait > 0 or not self._may_accept():
             return Busy(request.id, min(3600, math.ceil(max(wait, PAUSE_SECONDS))))
@@ -450,7 +469,7 @@ class Exchange:
         return Accepted(request.id, self._replica.outer_steps[fragment], self._replica.blocks)
 
     def _wait(self, peer: str, fragment: int) -> float:
-        """Return for how many seconds no swap of the fragment is accepted from the peer."""
+        """Return the seconds until a swap of the fragment with the peer may be accepted."""
         now = trio.current_time()
         under_way = fragment in self._swaps or len(self._swaps) >= MOST_SWAPS
         return max(
@@ -461,15 +480,18 @@ class Exchange:
         )
 
     def _seconds_until_welcome(self, peer: str, now: float) -> float:
-        """Return for how long a peer is not accepted because of its last swap with us."""
+        """Return the seconds for which the last swap with the peer blocks another one."""
         best = peer in self._candidates[: self._best]
         equals = self._best if best else max(1, len(self._candidates))
         until = self._known(peer).swapped_at + PEER_SHARE * self._gap * equals
         return max(0.0, until - now)
 
     async def _payload(self, peer: str, request: Payload) -> Ready | Busy | Refused:
-        """Say where our payload of a swap is, once it is there. One that is an interval old is not
-        served: it would cost the partner 0.3 nats."""
+        """Answer a request for this node's payload of a swap.
+
+        A payload older than one interval is not served: averaging with it costs the partner 0.3
+        nats.
+        """
         swap = self._recent.get(request.id)
         if swap is None or swap.peer != peer:
             return Refused(request.id, "over")
@@ -487,9 +509,10 @@ class Exchange:
         offer = copy.offer
         return Ready(request.id, offer.transfer, offer.root, offer.size, copy.outer_step)
 
-    # ---- a swap that both have agreed to ---------------------------------------------------------
+    # ---- an accepted swap ------------------------------------------------------------------------
 
     def _begin(self, swap: SwapState) -> None:
+        """Record that both sides have agreed to the swap."""
         now, swap.phase = trio.current_time(), "copying"
         swap.began = self._partner(swap.peer).swapped_at = now
         self._rest_until[swap.fragment] = now + ACCEPT_SHARE * self._interval
@@ -498,7 +521,7 @@ class Exchange:
             self._recent.popitem(last=False)
 
     async def _exchange(self, swap: SwapState) -> bool:
-        """Everything from the agreement to the commit. Return True if our trainer has committed."""
+        """Run an accepted swap up to the commit. Return True if the trainer has committed."""
         cause = "no_trainer"
         with swap.scope:  # cancelled when the trainer leaves
             cause = (
@@ -511,8 +534,11 @@ class Exchange:
         return swap.is_applied
 
     async def _copy(self, swap: SwapState) -> str:
-        """Have our trainer copy its weights between two steps and encode them; serve them to the
-        partner. Return why it failed, or an empty string; so do the three that follow."""
+        """Have the trainer copy and encode its weights, and offer them to the partner.
+
+        Returns:
+            An entry of FAILURES, or an empty string. The same holds for the next three methods.
+        """
         swap.copy = self._reused_copy(swap)
         if swap.copy is None:
             request = local.TakeSnapshot(swap.id, swap.fragment, swap.blocks)
@@ -520,7 +546,7 @@ class Exchange:
                 return "no_trainer"
             with trio.move_on_after(self._copy_seconds):
                 await swap.copied.wait()
-            if swap.ended is not None:  # a stage that is suspended averages with nobody
+            if swap.ended is not None:  # a suspended stage of a crew refuses to copy
                 return "local"
             if (snapshot := swap.snapshot) is None:
                 return "snapshot"
@@ -535,8 +561,8 @@ class Exchange:
         return ""
 
     def _reused_copy(self, swap: SwapState) -> Copy | None:
-        """Return the last copy of the fragment, offered to this partner too, if it is recent and of
-        the same blocks."""
+        """Offer the last copy of the fragment to this partner too, if the copy is recent and has
+        the same blocks. Return None otherwise."""
         copy = self._copies.get(swap.fragment)
         if (
             copy is None
@@ -549,11 +575,12 @@ class Exchange:
         return None if offer is None else replace(copy, offer=offer)
 
     def _offered_until(self, swap: SwapState, size: int) -> float:
+        """Return the end of the offer of a copy: the partner may still have to copy, then fetch."""
         fetched = max(self._lease(swap) + LINGER_SECONDS, offer_seconds(size))
         return trio.current_time() + self._copy_seconds + fetched
 
     async def _await_payload(self, swap: SwapState) -> str:
-        """Ask the partner for its payload until it is there."""
+        """Request the partner's payload until it is ready."""
         swap.phase = "waiting"
         with trio.move_on_after(self._copy_seconds):
             while True:
@@ -562,8 +589,8 @@ class Exchange:
                     answer = await ask(self._network, swap.peer, Payload(swap.id))
                 except BadMessage:
                     return "malformed"
-                except PeerError as error:  # its connection may be back in a moment
-                    log.debug("%s does not say where its weights are: %s", swap.peer, error)
+                except PeerError as error:  # the connection may be restored soon
+                    log.debug("payload request failed: peer=%s error=%s", swap.peer, error)
                 match answer:
                     case Ready(id=swap.id):
                         swap.theirs = answer
@@ -578,7 +605,7 @@ class Exchange:
         return "no_payload"
 
     async def _fetch(self, swap: SwapState) -> str:
-        """Fetch the partner's payload into a file, each chunk verified."""
+        """Fetch the partner's payload into a file and verify each chunk."""
         assert swap.theirs is not None
         swap.phase, swap.path, theirs = "fetching", self._store.new_path(), swap.theirs
         remote = RemotePayload(swap.peer, theirs.transfer, theirs.root, theirs.size)
@@ -591,15 +618,15 @@ class Exchange:
         except PeerTimeout:
             return "timeout"
         except PeerError as error:
-            log.info("weights of %s: %s", swap.peer, error)
+            log.info("fetch of weights failed: peer=%s error=%s", swap.peer, error)
             return "broken"
         except LocalError as error:
-            log.warning("weights of %s not stored: %s", swap.peer, error)
+            log.warning("fetched weights not stored: peer=%s error=%s", swap.peer, error)
             return "local"
         return ""
 
     async def _commit(self, swap: SwapState) -> str:
-        """Have our trainer judge the partner's weights, and commit what its gate makes of them."""
+        """Have the trainer check the partner's weights with its gate, and commit the mean."""
         assert swap.theirs is not None
         swap.phase, theirs = "judging", swap.theirs.outer_step
         apply = local.ApplyPayload(
@@ -616,14 +643,22 @@ class Exchange:
         return "local" if swap.ended.outcome in OURS else "gate"
 
     def _conclude(self, swap: SwapState, cause: str) -> None:
-        """Count how a swap ended, and hold it for or against the partner."""
+        """End a swap: free its slot and file, count the outcome, update the partner's backoff and
+        reputation.
+
+        Args:
+            swap: The swap.
+            cause: An entry of FAILURES; empty for a success.
+        """
         now, outcomes = trio.current_time(), self.statistics.outcomes
         if self._swaps.get(swap.fragment) is swap:
             del self._swaps[swap.fragment]
         if swap.path is not None:
             self._store.discard(swap.path)
+        if swap.copy is None and swap.snapshot is not None and swap.snapshot.path:
+            self._store.discard(Path(swap.snapshot.path))  # written, but never offered
         if cause:
-            log.info("swap with %s failed: %s", swap.peer, cause)
+            log.info("swap failed: peer=%s cause=%s", swap.peer, cause)
             outcomes["failed"] += 1
             self.statistics.failures[cause] += 1
             if swap.ended is None:
@@ -645,26 +680,27 @@ class Exchange:
             self._rest_until[swap.fragment] = now + ACCEPT_SHARE * self._interval
             partner = self._partner(swap.peer)
             partner.applied += 1
-            # A partner that is far behind is served, and nothing of it was mixed in.
+            # The weights of a partner that is far behind were not checked, so they clear nothing.
             if swap.ended is not None and swap.ended.outcome != "lagging":
                 partner.backoff.succeed(swap.began)
                 self._network.accepted(swap.peer)
         swap.offered.set()
         swap.over.set()
 
-    def _lied(self, peer: str, reason: str, cost: float = PROOF) -> None:
-        self._network.rejected(peer, reason, cost)
+    def _lied(self, peer: str, reason: str) -> None:
+        """Charge a proven lie to the peer's reputation and backoff."""
+        self._network.rejected(peer, reason, PROOF)
         self._fail(peer, LIE_SECONDS)
 
     def _fail(self, peer: str, seconds: float) -> None:
         self._partner(peer).backoff.fail(trio.current_time(), seconds)
 
     def _known(self, peer: str) -> Partner:
-        """Return what is remembered of the peer, to read."""
+        """Return the state of the peer for reading; a new peer is not stored."""
         return self._partners.get(peer) or Partner()
 
     def _partner(self, peer: str) -> Partner:
-        """Return what is remembered of the peer, to change."""
+        """Return the state of the peer for changing; a new peer is stored."""
         partner = self._partners[peer] = self._known(peer)
         self._partners.move_to_end(peer)
         while len(self._partners) > PARTNERS:
@@ -674,7 +710,7 @@ class Exchange:
     # ---- what the trainer sends ------------------------------------------------------------------
 
     def trainer_left(self) -> None:
-        """What the trainer was doing is over."""
+        """Cancel all swaps and searches: the trainer has disconnected."""
         for swap in self._swaps.values():
             swap.scope.cancel()
         self._searches.clear()
@@ -682,7 +718,7 @@ class Exchange:
         self._copies.clear()
 
     def snapshot_written(self, snapshot: local.SnapshotWritten) -> None:
-        """Our copy for a swap is there; the file is deleted if the swap has ended meanwhile."""
+        """Take the copy for a swap. Its file is deleted if the swap has ended meanwhile."""
         swap = self._swaps.get(snapshot.fragment)
         if swap is not None and swap.id == snapshot.session:
             swap.snapshot = snapshot
@@ -691,7 +727,7 @@ class Exchange:
             self._store.discard(Path(snapshot.path))
 
     def exchange_ended(self, ended: local.ExchangeEnded) -> None:
-        """Our trainer has committed a swap or refused it."""
+        """Take the trainer's result of a swap."""
         outcome = ended.outcome if ended.outcome in local.OUTCOMES else "local"
         self.statistics.judged[outcome] += 1
         if ended.committed:
@@ -703,21 +739,22 @@ class Exchange:
                 swap.judged.set()
 
     def reverted(self, peer: str) -> None:
-        """Swaps with `peer`, among others, were taken back."""
+        """Count the revert of a swap with `peer`, and lengthen its backoff."""
         self.statistics.judged["reverted"] += 1
         self._copies.clear()
         self._fail(peer, FAILURE_FACTOR * self._short_seconds)
 
-    # ---- for people, and for sums ----------------------------------------------------------------
+    # ---- statistics and time limits --------------------------------------------------------------
 
     @property
     def phase(self) -> tuple[str, str]:
-        """Phase and partner of the swap that has been under way for longest."""
+        """Phase and partner of the earliest swap under way; `idle` without one."""
         swap = next(iter(self._swaps.values()), None)
         return ("idle", "") if swap is None else (swap.phase, swap.peer)
 
     def pairs(self) -> dict[str, int]:
-        """Applied swaps by peer: for people, never a metric's label."""
+        """Return the number of applied swaps by peer. Shown to the operator, never a metric
+        label."""
         return {
             peer: partner.applied for peer, partner in self._partners.items() if partner.applied
         }
@@ -729,27 +766,29 @@ class Exchange:
 
     @property
     def _gap(self) -> float:
-        """Seconds between two outer steps, of any fragment."""
+        """Seconds between two outer steps of any two fragments."""
         return self._interval / max(1, len(self._replica.limits))
 
     @property
     def _short_seconds(self) -> float:
-        """How long a failed swap counts as having taken, at least."""
+        """Least duration of a failed swap in the backoff formula, seconds."""
         return min(SHORT_SECONDS, self._gap or SHORT_SECONDS)
 
     @property
     def _copy_seconds(self) -> float:
-        """How long a copy may take, ours or the partner's."""
+        """Time limit of a copy on either side, including encoding, seconds."""
         least, most = COPY_WAIT_SECONDS
         encoding = max(self._replica.limits, default=0) / ENCODED_PER_SECOND
         return min(least + 2 * self._step_seconds, most) + encoding
 
     @property
     def _age_limit(self) -> float:
-        """Age in seconds up to which a copy is served: one interval."""
+        """Age up to which a copy is served, seconds: one interval, or the time limit of a copy if
+        that is longer."""
         return max(self._interval, self._copy_seconds)
 
     def _lease(self, swap: SwapState) -> float:
-        """Seconds that a payload may take, both ways at once."""
+        """Return the time limit of a transfer, seconds. Payloads travel both ways at once, hence
+        the factor 2."""
         size, bulk = self._replica.limits[swap.fragment], self._network.bulk
         return 2 * min(bulk.deadline(swap.peer, size), SLOWER * bulk.deadline("", size))

@@ -1,20 +1,22 @@
-"""Messages between the trainer and the network process about averaging, and what both know of the
-replica. Tensors go by file, in the data directory. No torch.
+"""Messages between the trainer and the network process about averaging, and the facts about the
+replica that both need. Tensors travel as files in the data directory. No torch.
 
     trainer                                        network process
-    OuterStepDue                                 ─▶ a partner is sought
-                 copy, encode, write             ◀─ TakeSnapshot    a swap is agreed on
-    SnapshotWritten                              ─▶ offered to the partner; the partner's is fetched
-                 gate, probe, commit             ◀─ ApplyPayload    it is here, hashes verified
-    ExchangeEnded: committed, or refused and why ─▶ the swap is over
-                 forget it                       ◀─ DropExchange    it must not be applied any more
-                 outer step without partner      ◀─ SoloStep
+    OuterStepDue                                 ─▶ find a partner
+                 copy, encode, write             ◀─ TakeSnapshot    a peer and this node agreed
+    SnapshotWritten                              ─▶ offer the file, fetch the partner's
+                 gate, probe, commit             ◀─ ApplyPayload    the partner's file is verified
+    ExchangeEnded: committed, or refused and why ─▶ end the swap
+                 forget the swap                 ◀─ DropExchange    the swap has failed
+                 outer step without a partner    ◀─ SoloStep
 
-    WriteState ◀─ a neighbour wants φ              StateWritten ─▶ signed and offered
-    AdoptState ◀─ a neighbour's φ                  StateAdopted ─▶
+                 write φ                         ◀─ WriteState      a neighbour requests φ
+    StateWritten                                 ─▶ sign and offer φ
+                 take a neighbour's φ            ◀─ AdoptState
+    StateAdopted                                 ─▶
 
-At most five messages for a swap. Either side may restart at any moment: a swap that one of them
-does not know is forgotten by the other.
+A swap takes at most five messages. Either process may restart at any time: a process ignores
+messages about a swap that it does not know.
 """
 
 from __future__ import annotations
@@ -31,12 +33,11 @@ from swarmnode.weights.layout import Layout, payload_limit
 from swarmnode.weights.manifest import TensorHash
 
 DIRECTORY = "weights"
-"""Name of the folder below the data directory; everything in it may be deleted while the node is
-down."""
+"""Folder below the data directory. Its files may be deleted while the node is stopped."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
-    """What is averaged, from which everything that partners must agree on follows. Part of the
+    """The averaged tensors. The fingerprints that partners compare follow from them. Part of the
     trainer's Hello."""
 
     layout: Layout
@@ -44,31 +45,33 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
     outer_steps: list[int]
     """Outer steps taken, by fragment."""
     fresh: bool
-    """Neither trained nor averaged: would rather have a neighbour's state."""
+    """True if the replica has neither trained nor averaged, so that it can take a neighbour's
+    state."""
     lora: LoraShape | None = None
+    """None if whole weights are averaged."""
 
     def parts(self) -> tuple[Layout, ...]:
-        """The tensors of each fragment."""
+        """Return the tensors of each fragment."""
         return fragments.cut(self.layout, self.fragments)
 
     def blocks(self) -> bytes:
-        """What is held here, packed."""
+        """Return the blocks of this replica, packed."""
         return fragments.blocks_of(spec.name for spec in self.layout)
 
     def fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
-        """32 bytes; equal on two nodes that may average."""
+        """Return 32 bytes that are equal on two nodes that may average."""
         return fingerprint.fingerprint(
             swarm, base, tokenizer, self.layout, self.fragments, self.lora
         )
 
     def state_fingerprint(self, swarm: bytes, base: bytes, tokenizer: bytes) -> bytes:
-        """32 bytes; equal on two nodes of which one may take the other's state."""
+        """Return 32 bytes that are equal on two nodes if one may take the other's state."""
         return fingerprint.state_fingerprint(
             swarm, base, tokenizer, self.layout, self.fragments, self.lora
         )
 
     def limits(self) -> list[int]:
-        """Longest payload of each fragment, bytes."""
+        """Return the longest payload of each fragment, bytes."""
         return [payload_limit(part) for part in self.parts()]
 
 
@@ -76,72 +79,85 @@ class ReplicaFacts(msgspec.Struct, frozen=True):
 
 
 class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
+    """An outer step of a fragment is due."""
+
     fragment: int
     outer_step: int
     """Outer steps that this fragment has taken."""
     step_seconds: float
-    """Duration of a training step here, which decides how long our answers may take."""
+    """Duration of a training step on this node. Time limits of a swap depend on it."""
     blocks: bytes = b""
-    """What of the fragment is due, packed; empty for all of it."""
+    """The due blocks of the fragment, packed; empty for all of them."""
 
 
 class SnapshotWritten(msgspec.Struct, frozen=True, tag="weights_snapshot"):
+    """The copy for a swap is encoded and written."""
+
     session: bytes
-    """Id of the swap; here and below."""
+    """Id of the swap, as in all messages below."""
     fragment: int
     path: str
-    """Empty: it could not be written."""
+    """Empty if the copy could not be written."""
     outer_step: int
     """Outer steps that the fragment had taken when it was copied."""
     blocks: bytes = b""
-    """What of the fragment is in it, packed."""
+    """Blocks of the fragment in the copy, packed."""
 
 
 class ExchangeEnded(msgspec.Struct, frozen=True, tag="weights_ended"):
+    """The trainer's part of a swap is over."""
+
     session: bytes
     fragment: int
     peer: str
-    """Whose weights they were; empty where the exchange was not known any more."""
+    """The partner; empty if the trainer did not know the swap."""
     outcome: str
     """One of OUTCOMES."""
     committed: bool
-    """Whether the outer step was taken with what the partner sent."""
+    """True if the outer step used the partner's weights."""
     outer_step: int
-    """Outer steps of the fragment, after it."""
+    """Outer steps of the fragment after the swap."""
 
 
 class ExchangeReverted(msgspec.Struct, frozen=True, tag="weights_reverted"):
-    """Held-out reward fell after exchanges, one of them with `peer`, which were taken back."""
+    """A swap with `peer` was reverted because held-out reward fell after it."""
 
     peer: str
 
 
 class StateWritten(msgspec.Struct, frozen=True, tag="weights_state_written"):
+    """The state for neighbours is written."""
+
     path: str
-    """Empty: it could not be written."""
+    """Empty if the state could not be written."""
     outer_step: int
     tensors: list[TensorHash]
 
 
 class StateAdopted(msgspec.Struct, frozen=True, tag="weights_adopted"):
+    """The trainer has taken a neighbour's state, or refused it."""
+
     peer: str
     outcome: str
-    """adopted, or why not: of ADOPTIONS."""
+    """One of ADOPTIONS."""
     outer_steps: list[int]
+    """Outer steps by fragment, afterwards."""
 
 
 # ---- network → trainer ---------------------------------------------------------------------------
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="weights_take_snapshot"):
+    """Copy and encode the weights for a swap."""
+
     session: bytes
     fragment: int
     blocks: bytes
-    """What the partner and we hold, of this and other fragments, packed."""
+    """Blocks that both the partner and this node hold, of any fragment, packed."""
 
 
 class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
-    """Judge a partner's weights, and commit what the gate makes of them."""
+    """Check a partner's weights with the gate, and commit the mean if they pass."""
 
     session: bytes
     fragment: int
@@ -150,27 +166,33 @@ class ApplyPayload(msgspec.Struct, frozen=True, tag="weights_apply"):
     """The partner's claim."""
     path: str
     blocks: bytes
-    """As in `TakeSnapshot`, which is not sent where a copy of some seconds ago is served."""
+    """As in `TakeSnapshot`, which is not sent if a recent copy is reused."""
 
 
 class DropExchange(msgspec.Struct, frozen=True, tag="weights_drop"):
+    """Forget a swap: it has failed."""
+
     session: bytes
 
 
 class SoloStep(msgspec.Struct, frozen=True, tag="weights_solo"):
+    """Take the outer step of a fragment without a partner."""
+
     fragment: int
 
 
 class WriteState(msgspec.Struct, frozen=True, tag="weights_write_state"):
-    pass
+    """Write φ to a file for neighbours."""
 
 
 class AdoptState(msgspec.Struct, frozen=True, tag="weights_adopt"):
+    """Take the state of a neighbour."""
+
     peer: str
-    """Empty: there is nothing to adopt; start as you are."""
+    """Empty if there is no state to take: start with the own weights."""
     path: str
-    """Empty: it is on its way, and worth waiting for; said again when more of it is here. Whatever
-    comes of it, another message follows."""
+    """Empty while the state is being fetched; repeated as the fetch progresses. A message with a
+    path or without a peer always follows."""
     outer_step: int
     tensors: list[TensorHash]
 
@@ -181,20 +203,20 @@ FromTrainer = (
 ToTrainer = TakeSnapshot | ApplyPayload | DropExchange | SoloStep | WriteState | AdoptState
 
 SendToTrainer = Callable[[ToTrainer], bool]
-"""Returns False where there is no trainer."""
+"""Returns False if no trainer is connected."""
 
 
-# ---- what becomes of a partner's weights: closed sets, each a metric's label ---------------------
+# ---- outcomes of a partner's weights: closed sets, each a metric's label -------------------------
 
 PROOF: Final = COST
-"""What a proved lie costs a peer's standing."""
+"""Cost in reputation of a proven lie."""
 
 OUTCOMES: Final[dict[str, float]] = {
     "accepted": 0.0,
-    "clipped": 0.0,  # accepted, shortened: honest replicas differ in speed
-    "probation": 0.0,  # passed everything, mixed with weight 0
-    "lagging": 0.0,  # too many outer steps behind us: served, not mixed with
-    "payload": PROOF,  # what `payload` or `codecs` refused
+    "clipped": 0.0,  # accepted with a shorter difference: honest replicas differ in speed
+    "probation": 0.0,  # passed all checks, averaged with weight 0
+    "lagging": 0.0,  # too many outer steps behind this node: served, averaged with weight 0
+    "payload": PROOF,  # refused by `payload` or `codecs`
     "names": PROOF,
     "dtype": PROOF,
     "shape": PROOF,
@@ -205,16 +227,16 @@ OUTCOMES: Final[dict[str, float]] = {
     "probe": 0.0,
     "lora_residual": 0.0,
     "reverted": 0.0,
-    "own_not_finite": 0.0,  # our own weights are broken; nobody else's fault
-    "local": 0.0,  # no file, or our weights had moved on
+    "own_not_finite": 0.0,  # this node's weights are not finite
+    "local": 0.0,  # the file is missing, or this node's φ changed during the swap
 }
-"""Every outcome of an exchange, with its cost."""
+"""Every outcome of a swap at the trainer → its cost in the partner's reputation."""
 
 OURS: Final = frozenset(("own_not_finite", "local"))
-"""Outcomes that are not the partner's fault. All others without a commit lengthen its backoff
+"""Outcomes that are this node's fault. All others without a commit lengthen the partner's backoff
 (`exchange.PeerBackoff`)."""
 TAKEN: Final = frozenset(("accepted", "clipped"))
-"""Outcomes after which a partner's weights are in ours."""
+"""Outcomes with a partner's weights averaged into this node's."""
 
 ADOPTIONS: Final[dict[str, float]] = {
     "adopted": 0.0,
@@ -225,31 +247,31 @@ ADOPTIONS: Final[dict[str, float]] = {
     "worse": 0.0,
     "local": 0.0,
 }
-"""Every outcome of adopting a neighbour's state, with its cost."""
+"""Every outcome of taking a neighbour's state → its cost in the neighbour's reputation."""
 
 
 # ---- the network process's view of the replica ---------------------------------------------------
 
 
 class LocalReplica:
-    """One object for the life of the service; `facts` is None while there is no trainer, or it
-    averages nothing."""
+    """The network process's view of the replica. One object lives as long as the service; `facts`
+    is None while no trainer is connected, or the trainer averages nothing."""
 
     def __init__(self) -> None:
         self.facts: ReplicaFacts | None = None
         self.fingerprint = b""
-        """32 bytes; equal on two nodes that may average what both hold."""
+        """32 bytes that are equal on two nodes that may average their common blocks."""
         self.state_fingerprint = b""
-        """32 bytes; equal on two nodes that hold the same and may average it."""
+        """32 bytes that are equal on two nodes that may average and hold the same blocks."""
         self.blocks = b""
-        """What is held here, packed."""
+        """Blocks of this replica, packed."""
         self.limits: list[int] = []
         """Longest payload of each fragment, bytes."""
         self.outer_steps: list[int] = []
         """Outer steps taken, by fragment."""
 
     def start(self, facts: ReplicaFacts, swarm: bytes, base: bytes, tokenizer: bytes) -> None:
-        """A trainer has said Hello."""
+        """Take the facts of a trainer's Hello."""
         self.facts, self.blocks = facts, facts.blocks()
         self.fingerprint, self.state_fingerprint = (
             of(swarm, base, tokenizer) for of in (facts.fingerprint, facts.state_fingerprint)
@@ -257,21 +279,23 @@ class LocalReplica:
         self.limits, self.outer_steps = facts.limits(), list(facts.outer_steps)
 
     def stop(self) -> None:
+        """Forget the facts: the trainer has disconnected."""
         self.facts = None
 
     @property
     def least_outer_step(self) -> int:
-        """Outer steps of the fragment that has fewest."""
+        """Outer steps of the fragment with the fewest."""
         return min(self.outer_steps, default=0)
 
     @property
     def writing_seconds(self) -> float:
-        """As `manifest.writing_seconds`, of what is averaged here; 0 while that is nothing."""
+        """`manifest.writing_seconds` of this replica; 0 without one."""
         return manifest.writing_seconds(self.facts.layout) if self.facts is not None else 0.0
 
     def has(self, fragment: int) -> bool:
+        """Return True if the replica has a fragment of this number."""
         return 0 <= fragment < len(self.limits)
 
     def within(self, blocks: bytes, fragment: int) -> bytes:
-        """Those of `blocks` that are in `fragment`; packed, both."""
+        """Return the subset of `blocks` that is in `fragment`, packed."""
         return fragments.within(blocks, fragment, len(self.limits)) if self.has(fragment) else b""

@@ -1,4 +1,5 @@
-"""What two nodes send each other before tensors move: small frames, except a state's manifest."""
+"""Messages between two nodes that precede a transfer of weights (protocol/03-weights.md, sections 2
+and 7). All are small, except the manifest of a state."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ MESSAGE_BYTES: Final = 256
 ID_BYTES: Final = 16
 STATE_REQUEST_BYTES: Final = 128
 STATE_BYTES: Final = 4 * 2**20
-"""A manifest of a state names every tensor."""
+"""Longest response: the manifest of a state names every tensor."""
 HASH_BYTES: Final = 32
 FRAGMENTS: Final = 1024
 RETRY_SECONDS: Final = 3600
@@ -22,21 +23,22 @@ BLOCK_BYTES: Final = BLOCKS // 8
 
 
 class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
-    """What the sender averages, and how far it is; answered by the same."""
+    """The sender's claim: its policy, outer step and blocks. Answered by a `Here`."""
 
     fingerprint: bytes
     """32 bytes."""
     outer_step: int
-    """The sender's outer step counter: a claim, used for lag only."""
+    """The sender's outer step counter. Used only to compute lag."""
     blocks: bytes = b""
-    """What the sender holds, as `fragments.pack` makes it, of 1 to 128 bytes; here and below."""
+    """All blocks of the sender, packed by `fragments.pack`, 1 to 128 bytes; here and below."""
 
 
 class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swap"):
-    """Average a fragment with the sender. Answered at once by Accepted, Busy or Refused."""
+    """Request to average a fragment with the sender. Answered at once by Accepted, Busy or
+    Refused."""
 
     id: bytes
-    """16 random bytes, never used before: the swap's name."""
+    """Id of the swap: 16 random bytes, never used before."""
     fingerprint: bytes
     fragment: int
     outer_step: int
@@ -44,7 +46,7 @@ class Swap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swap"):
 
 
 class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accepted"):
-    """The sender takes part: it copies its weights now."""
+    """Answer to a Swap: the sender takes part and copies its weights now."""
 
     id: bytes
     outer_step: int
@@ -52,26 +54,30 @@ class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="acc
 
 
 class Busy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="busy"):
-    """Not now: to a Swap, another one is under way; to a Payload, it is not encoded yet."""
+    """Answer to a Swap: another one is under way, or a limit is reached. Answer to a Payload: it is
+    not encoded yet."""
 
     id: bytes
     retry_seconds: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
+    """Answer to a Swap or a Payload: the sender does not take part."""
+
     id: bytes
     reason: Literal["other_policy", "over"]
-    """`other_policy`: nothing in common. `over`: no swap of this id is under way any more."""
+    """`other_policy`: another fingerprint, or no common block of the fragment. `over`: the id was
+    used before, or the swap has ended."""
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="payload"):
-    """Where is your payload of this swap? Answered by Ready, Busy or Refused."""
+    """Request for the receiver's payload of a swap. Answered by Ready, Busy or Refused."""
 
     id: bytes
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """The payload can be fetched, as protocol/05-bulk.md says."""
+    """Answer to a Payload: it can be fetched by bulk transfer (protocol/05-bulk.md)."""
 
     id: bytes
     transfer: bytes
@@ -87,14 +93,16 @@ Message = Here | Swap | Accepted | Busy | Refused | Payload | Ready
 
 
 class StateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_request"):
-    """What is your outer state?"""
+    """Request for the receiver's outer state."""
 
     fingerprint: bytes
 
 
 class StateResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state_response"):
+    """Answer to a StateRequest: the state can be fetched by bulk transfer."""
+
     manifest: bytes
-    """An envelope around a StateManifest, signed by the responder."""
+    """Envelope of a StateManifest, signed by the responder."""
     transfer: bytes
     root: bytes
     size: int
@@ -115,11 +123,16 @@ _RANGES: Final = {
 
 
 def encode_message(message: Message | StateRequest | StateResponse) -> bytes:
+    """Return the msgpack encoding."""
     return strict.encode(message)
 
 
 def decode_message(data: bytes) -> Message:
-    """Raises BadMessage: oversize, malformed, schema or bounds."""
+    """Decode and check a message of the swap protocol.
+
+    Raises:
+        BadMessage: oversize, malformed, schema or bounds.
+    """
     message: Message = strict.decode(data, Message, MESSAGE_BYTES)
     check_fields(message, _LENGTHS, _RANGES)
     if isinstance(message, Here | Swap | Accepted):
@@ -129,7 +142,11 @@ def decode_message(data: bytes) -> Message:
 
 
 def decode_state(data: bytes) -> StateRequest | StateResponse:
-    """Raises BadMessage as `decode_message` does."""
+    """Decode and check a message of the state protocol.
+
+    Raises:
+        BadMessage: As `decode_message`.
+    """
     message: StateRequest | StateResponse = strict.decode(
         data, StateRequest | StateResponse, STATE_BYTES
     )

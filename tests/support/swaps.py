@@ -79,6 +79,7 @@ class StubStore:
     def __init__(self, peers: Mapping[str, Any]) -> None:
         self.offered: list[PayloadOffer] = []
         self.ended: set[bytes] = set()
+        self.discarded: list[Path] = []
         self._peers = peers
 
     async def open(self, path: str) -> Any:
@@ -103,7 +104,7 @@ class StubStore:
         return Path("in")
 
     def discard(self, path: Path) -> None:
-        pass
+        self.discarded.append(path)
 
     async def fetch(self, remote: Any, path: Path, limit: int, deadline: float) -> None:
         sender = self._peers[remote.peer]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
@@ -402,6 +403,20 @@ async def test_a_trainer_that_leaves_ends_everything(after, autojump_clock):
         await settled(a)
         assert a.applied == {"b": 1}
         await settled(b)
+
+
+async def test_a_copy_that_was_never_offered_is_deleted(autojump_clock):
+    async with swarm({"a": Party, "b": hostile("well")}) as parties:
+        a = parties["a"]
+        a.encodes_in = 1e6
+        a.exchange.answer("b", requested(a))
+        await trio.sleep(0.1)
+        written = local.SnapshotWritten(requested(a).id, 0, "out", 20, b"")
+        a.exchange.snapshot_written(written)
+        a.exchange.trainer_left()
+        await trio.sleep(0.1)
+        assert a.failures == {"no_trainer": 1}
+        assert a.store.discarded == [Path("out")]
 
 
 async def test_a_request_after_the_trainer_left_is_busy(autojump_clock):
