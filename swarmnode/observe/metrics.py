@@ -648,7 +648,7 @@ ROLLOUTS = (
         "counter",
         "rollouts.admission.ignored",
         "Groups of peers that were dropped without blame, by reason: late, seen before, too many."
-        " That is daily life.",
+        " Normal operation causes some.",
         ("reason",),
         IGNORED,
     ),
@@ -656,8 +656,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_rejected_total",
         "counter",
         "rollouts.admission.rejected",
-        "Groups dropped as provably wrong, by reason; each cost its sender reputation. Honest nodes"
-        " of the same version cause none.",
+        "Groups dropped as provably wrong, by reason. Each cost its holder reputation, and its"
+        " author if the signature was valid. Honest nodes of the same version cause none.",
         ("reason",),
         REJECTED,
     ),
@@ -671,8 +671,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_judged_total",
         "counter",
         "rollouts.judged",
-        "Groups handed to the trainer, by what it found: `used`, or why not. `forged_ids` is a lie;"
-        " the others are policies too far from ours.",
+        "Groups handed to the trainer: `used`, or why not. Only `forged_ids` proves a lie;"
+        " the other reasons can also occur with honest peers.",
         ("outcome",),
         JUDGED,
     ),
@@ -680,7 +680,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_listings_total",
         "counter",
         "rollouts.pulling.listings",
-        "Polls of peers' listings, by outcome. `unsupported`: the peer's version has no listings.",
+        "Polls of peers' listings, by outcome. `unsupported`: the peer does not serve listings, or"
+        " not yet.",
         ("outcome",),
         LISTINGS,
     ),
@@ -688,7 +689,7 @@ ROLLOUTS = (
         "swarmnode_rollouts_pulled_total",
         "counter",
         "rollouts.pulling.pulled",
-        "Fetched groups, by outcome. `refused`: see the reasons of admission.",
+        "Groups of fetches, by outcome. `refused`: admission counts the reason.",
         ("outcome",),
         PULLED,
     ),
@@ -696,8 +697,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_listing_lies_total",
         "counter",
         "rollouts.pulling.claims.lies",
-        "False listings, by kind. `absent` and `slow` also happen with honest peers; the others do"
-        " not.",
+        "False listings and unanswered requests, by kind. `absent` and `slow` occur with honest"
+        " peers.",
         ("lie",),
         LIES,
     ),
@@ -705,14 +706,15 @@ ROLLOUTS = (
         "swarmnode_rollouts_offered",
         "gauge",
         "rollouts.pulling.offered",
-        "Groups that connected peers list and this node does not have; one per peer that lists it.",
+        "Groups that connected peers list and this node has not fetched; one per peer that lists"
+        " it.",
     ),
     Metric(
         "swarmnode_rollouts_served_total",
         "counter",
         "rollouts.serving.served",
         "Answers to polls and fetches of peers: a `listing`, a `group`, `unknown`, `busy` (the"
-        " peer's allowance or this node's budget is used up), `malformed`.",
+        " peer's allowance or this node's budget is used up, or no room), `malformed`.",
         ("outcome",),
         ROLLOUTS_SERVED,
     ),
@@ -726,13 +728,13 @@ ROLLOUTS = (
         "swarmnode_rollouts_polls_held",
         "gauge",
         "rollouts.serving.waiting",
-        "Polls of peers that this node holds open until it has news, at most 512.",
+        "Polls of peers that this node holds open until it has a new group, at most 512.",
     ),
     Metric(
         "swarmnode_rollout_staleness_versions",
         "histogram",
         _staleness,
-        "Policy versions that this node went through between a group's arrival and its use.",
+        "Own policy versions between a group's arrival and its use.",
     ),
     Metric(
         "swarmnode_pool_groups",
@@ -919,7 +921,7 @@ WEIGHTS = (
         "swarmnode_weights_judged_total",
         "counter",
         "weights.judged",
-        "Partners' weights, by what the acceptance gate made of them. `probe` made the policy worse"
+        "Partners' weights, by outcome at the gate. `probe`: the mean made the policy worse"
         " and was not taken.",
         ("outcome",),
         tuple(local.OUTCOMES),
@@ -928,8 +930,7 @@ WEIGHTS = (
         "swarmnode_weights_adoptions_total",
         "counter",
         "weights.catch_up.adoptions",
-        "Whole states taken from a neighbour, at the start or when too far behind, by what became"
-        " of them.",
+        "Whole states fetched from a neighbour at the start, by outcome.",
         ("outcome",),
         tuple(local.ADOPTIONS),
     ),
@@ -937,8 +938,8 @@ WEIGHTS = (
         "swarmnode_weights_candidates",
         "gauge",
         "weights.candidates",
-        "Connected peers that train the same policy and could be averaged with. 0 for long means"
-        " that this node averages alone.",
+        "Connected peers that train the same policy and can be partners. While it is 0, this node"
+        " takes solo steps.",
     ),
     Metric(
         "swarmnode_weights_exchange_seconds_total",
@@ -969,8 +970,8 @@ WEIGHTS = (
         "swarmnode_weights_clip_ratio",
         "gauge",
         "trainer.report.weights.clip_ratio",
-        "Share of the last partner's difference that was taken, 0 to 1; 1 when nothing was"
-        " clipped.",
+        "Mean share of partners' differences taken in accepted swaps, 0 to 1; 1 when nothing"
+        " was clipped.",
     ),
     Metric(
         "swarmnode_weights_lag",
@@ -982,7 +983,7 @@ WEIGHTS = (
         "swarmnode_weights_reverts_total",
         "counter",
         "trainer.report.weights.reverts_total",
-        "Weight exchanges that were taken back because held-out reward fell after them.",
+        "Reverts of swaps because held-out reward fell after them.",
     ),
     Metric(
         "swarmnode_weights_stall_seconds_total",
