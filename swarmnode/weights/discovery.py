@@ -254,13 +254,14 @@ class Discovery:
         """Exchange claims with `peer`."""
         try:
             answer = await ask(self._network, peer, self.claim())
+            if not isinstance(answer, Here):
+                raise BadMessage("schema", "no claim")
         except BadMessage:
             self._network.rejected(peer, "weights_malformed", PROOF)
             return
         except PeerError:
             return  # the peer does not average, or has no trainer yet and will ask later
-        if isinstance(answer, Here):
-            self.received(peer, answer)
+        self.received(peer, answer)
 
 
 # ---- the order in which candidates are asked: the same at both ends of an edge -------------------

@@ -405,6 +405,17 @@ async def test_a_trainer_that_leaves_ends_everything(after, autojump_clock):
         await settled(b)
 
 
+async def test_a_claim_that_is_answered_by_another_message_is_a_lie(autojump_clock):
+    async def answer(peer, data):
+        return encode_message(Refused(bytes(16), "over"))
+
+    async with swarm({"a": Party, "b": hostile("well")}) as parties:
+        a = parties["a"]
+        a._hub.handlers["b"] = answer
+        await a.discovery._ask("b")
+        assert a.rejected == [("b", "weights_malformed")]
+
+
 async def test_a_copy_that_was_never_offered_is_deleted(autojump_clock):
     async with swarm({"a": Party, "b": hostile("well")}) as parties:
         a = parties["a"]
