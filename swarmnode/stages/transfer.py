@@ -918,7 +918,7 @@ class Outbox:
     def transfer(self, have: wire.Have, body: bytes | memoryview, later: bool, at: int) -> None:
         """`body` from byte `at` on."""
         self.transfers.append(
-            Outgoing(have.request, have.what, wire.pack(have), memoryview(body), later, at)
+            Outgoing(have.request, have.what, wire.pack_state(have), memoryview(body), later, at)
         )
         self._wake.set()
 
@@ -937,7 +937,7 @@ class Outbox:
         self.transfers.remove(out)
         head, out.head = out.head, b""
         part = out.body[out.at : out.at + CHUNK_BYTES]
-        chunk = wire.pack(wire.Chunk(place, out.request, out.at, len(part)), part)
+        chunk = wire.pack_state(wire.Chunk(place, out.request, out.at, len(part)), part)
         out.at += len(part)
         if out.at < len(out.body):
             self.transfers.append(out)  # in turn
@@ -1186,7 +1186,7 @@ class Channel:
         if stage in self.gone:
             return
         outbox = self.outboxes[stage]
-        outbox.add(wire.pack(message, body), call)
+        outbox.add(wire.pack_state(message, body), call)
         if len(outbox.messages) > QUEUED:
             self._lose(stage, "does not read")
 
@@ -1273,7 +1273,7 @@ class Channel:
         try:
             while (
                 stage not in self.gone
-                and (got := await wire.read(stream, self._limits)) is not None
+                and (got := await wire.read_state(stream, self._limits)) is not None
             ):
                 if self._fence.check(got[0].place, stage, None):
                     continue

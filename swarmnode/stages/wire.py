@@ -2351,11 +2351,13 @@ def state_bytes(layout: Layout, form: Form) -> int:
     return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
 
 
-def pack(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:
+def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:
     return headed.pack(message, body)
 
 
-async def read(stream: headed.Reader, limits: FrameLimits) -> tuple[AnyStateMessage, bytes] | None:
+async def read_state(
+    stream: headed.Reader, limits: FrameLimits
+) -> tuple[AnyStateMessage, bytes] | None:
     """The next message and its body; None at the end. Raises BadMessage: oversize, malformed,
     schema, bounds, truncated."""
     message: AnyStateMessage | None = await headed.read_header(

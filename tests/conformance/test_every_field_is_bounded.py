@@ -15,8 +15,7 @@ import trio
 
 from swarmnode.errors import BadMessage
 from swarmnode.stages import wire
-from swarmnode.stages.wire import FrameLimits, read_frame
-from swarmnode.stages.wire import read as read_state
+from swarmnode.stages.wire import FrameLimits, read_frame, read_state
 from swarmnode.weights.messages import decode_message, decode_state
 from tests.support.stage_reading import Bytes
 

@@ -26,8 +26,7 @@ from swarmnode.p2p.mdns import parse_service
 from swarmnode.rollouts import offers, shelf
 from swarmnode.rollouts.admission import Admission
 from swarmnode.stages import wire
-from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame
-from swarmnode.stages.wire import read as read_state
+from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame, read_state
 from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout

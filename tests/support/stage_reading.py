@@ -53,7 +53,9 @@ def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     """One message of a state stream; `given` as above. Raises BadMessage with a reason of
     STATE_REASONS."""
     stream = Bytes(data)
-    got = trio.run(wire.read, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"]))
+    got = trio.run(
+        wire.read_state, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"])
+    )
     if got is None:
         raise BadMessage("truncated", "nothing")
     if stream.data:

@@ -122,9 +122,9 @@ class Wire:
     async def send(self, stage, *messages):
         for message in messages:
             await self.ends[stage].send_all(
-                stage_wire.pack(*message)
+                stage_wire.pack_state(*message)
                 if isinstance(message, tuple)
-                else stage_wire.pack(message)
+                else stage_wire.pack_state(message)
             )
         await quiet()
 
@@ -158,7 +158,7 @@ class Wire:
     async def answer(self, stage):
         """The next message to `stage`."""
         with trio.fail_after(1):
-            return (await stage_wire.read(self.ends[stage], LIMITS))[0]
+            return (await stage_wire.read_state(self.ends[stage], LIMITS))[0]
 
     def refused(self):
         return self.peer.channel.refused
@@ -476,7 +476,7 @@ async def test_edges_are_given_while_a_step_ends(wire):
 
     edges += [stage_wire.Edge(1, 9, 0, 1, 1, b"a", b"b"), Ending()]
     await wire.send(0, stage_wire.Want(wire.place(0), 5, "edges", 1, 0, None))
-    have, (_, body) = await wire.answer(0), await stage_wire.read(wire.ends[0], LIMITS)
+    have, (_, body) = await wire.answer(0), await stage_wire.read_state(wire.ends[0], LIMITS)
     assert have.what == "edges"
     assert [edge.micro_batch for edge in strict.decode(body, list[stage_wire.Edge])] == [1]
 
@@ -566,12 +566,12 @@ class Liar:
         nursery.start_soon(self.serve, reply)
 
     async def serve(self, reply):
-        while (got := await stage_wire.read(self.wire.ends[0], LIMITS)) is not None:
+        while (got := await stage_wire.read_state(self.wire.ends[0], LIMITS)) is not None:
             for message in reply(got[0]) if not isinstance(got[0], stage_wire.Chunk) else []:
                 await self.wire.ends[0].send_all(
-                    stage_wire.pack(*message)
+                    stage_wire.pack_state(*message)
                     if isinstance(message, tuple)
-                    else stage_wire.pack(message)
+                    else stage_wire.pack_state(message)
                 )
 
 
@@ -619,8 +619,8 @@ async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wir
     wire.work()
     await wire.send(2, want)
     have, body = (
-        await stage_wire.read(wire.ends[2], LIMITS),
-        await stage_wire.read(wire.ends[2], LIMITS),
+        await stage_wire.read_state(wire.ends[2], LIMITS),
+        await stage_wire.read_state(wire.ends[2], LIMITS),
     )
     assert (have[0].what, have[0].step, have[0].hash) == ("copy", 9, HASH)
     spec = wire.runtimes[1].spec
@@ -659,10 +659,10 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     async def asked():
         for stage in (0, 2):
             await wire.ends[stage].send_all(
-                stage_wire.pack(stage_wire.Want(wire.place(stage), 1, "copy", 1, 0, None))
+                stage_wire.pack_state(stage_wire.Want(wire.place(stage), 1, "copy", 1, 0, None))
             )
         with trio.fail_after(1):
-            read = lambda stage: stage_wire.read(wire.ends[stage], LIMITS)
+            read = lambda stage: stage_wire.read_state(wire.ends[stage], LIMITS)
             got = [(await read(stage), await read(stage)) for stage in (0, 2)]
         assert len({body for _, (_, body) in got}) == 1
         return {have.step for (have, _), _ in got}
@@ -828,7 +828,7 @@ async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_ano
     assert len(good) > came + 8192
 
     async def give(wire, stage, body, until, request=None):
-        want, _ = await stage_wire.read(wire.ends[stage], LIMITS)
+        want, _ = await stage_wire.read_state(wire.ends[stage], LIMITS)
         asked.append((stage, want.at))
         await wire.send(
             stage,
@@ -874,7 +874,7 @@ async def test_the_part_of_a_snapshot_that_is_wanted_is_sent(wire):
         await wire.send(0, stage_wire.Want(wire.place(0), 7, "shadow", 1, at, until))
         assert (await wire.answer(0)).size == size
         with trio.fail_after(1):
-            chunk, part = await stage_wire.read(wire.ends[0], LIMITS)
+            chunk, part = await stage_wire.read_state(wire.ends[0], LIMITS)
         assert (chunk.at, part) == (at, body[at:until])
     for at, until in ((size, None), (0, size + 1), (size + 1, size + 2), (2**60, None)):
         await wire.send(0, stage_wire.Want(wire.place(0), 8, "shadow", 1, at, until))
@@ -950,7 +950,7 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(
     began = trio.current_time()
 
     async def slowly():
-        message, _ = await stage_wire.read(wire.ends[0], LIMITS)
+        message, _ = await stage_wire.read_state(wire.ends[0], LIMITS)
         place, number = wire.place(0), message.request
         await wire.send(
             0, stage_wire.Have(place, number, "layers", 9, len(body), stage_wire.root_of(body))
@@ -1010,15 +1010,15 @@ async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later(wire):
     box.transfer(have(7), body, True, 0)
     box.transfer(have(8), body, True, 0)
     written = lambda: bytes(box.next(wire.place(1))[1])
-    assert written().startswith(stage_wire.pack(have(7)))
+    assert written().startswith(stage_wire.pack_state(have(7)))
     box.transfer(have(9), body, False, 0)
-    assert written().startswith(stage_wire.pack(have(9)))
+    assert written().startswith(stage_wire.pack_state(have(9)))
     assert not [
         1
         for _ in range(2)
-        if written().startswith((stage_wire.pack(have(8)), stage_wire.pack(have(7))))
+        if written().startswith((stage_wire.pack_state(have(8)), stage_wire.pack_state(have(7))))
     ], "before all of it was gone"
-    assert written().startswith(stage_wire.pack(have(8)))
+    assert written().startswith(stage_wire.pack_state(have(8)))
 
 
 class Uplink:
@@ -1041,7 +1041,7 @@ class Uplink:
     async def serve(self):
         await self.wire.send(0, stage_wire.Made(self.wire.place(0), 0, "shadow"))
         while True:
-            want, _ = await stage_wire.read(self.wire.ends[0], LIMITS)
+            want, _ = await stage_wire.read_state(self.wire.ends[0], LIMITS)
             if isinstance(want, stage_wire.Want):
                 await self.give(want)
             elif isinstance(want, stage_wire.Kept):
@@ -1153,7 +1153,7 @@ async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_i
         have = await wire.answer(stage)
         while isinstance(have, stage_wire.Made):
             have = await wire.answer(stage)
-        chunk, body = await stage_wire.read(wire.ends[stage], LIMITS)
+        chunk, body = await stage_wire.read_state(wire.ends[stage], LIMITS)
         assert isinstance(chunk, stage_wire.Chunk)
         return have, body
 
@@ -1279,7 +1279,7 @@ async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(
     want = lambda number: stage_wire.Want(wire.place(0), number, what, 1, 0, None)
     for number in range(1, 5):
         # the second while the first is put together
-        await wire.ends[0].send_all(stage_wire.pack(want(number)))
+        await wire.ends[0].send_all(stage_wire.pack_state(want(number)))
         await quiet()
         await quiet()
     assert [out.what for out in wire.peer.channel.outboxes[0].transfers] == [what]
