@@ -16,7 +16,7 @@ import trio
 
 from benchmarks import report
 from benchmarks.crew_copies import learning, start
-from swarmnode.pipeline.frames import ActivationCodec
+from swarmnode.stages.wire import ActivationCodec
 from swarmnode.tasks.client import Scorer
 
 CODECS: Final[tuple[tuple[ActivationCodec, ActivationCodec], ...]] = (

@@ -35,17 +35,15 @@ from benchmarks import report
 from benchmarks.simulator import Arm, Node, Swarm
 from benchmarks.tolerance import scored
 from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import ActivationCodec, FrameLimits
-from swarmnode.pipeline.head import Head
-from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.quantised import build_quantised
-from swarmnode.recovery.copies import copied, decode_copy, encode_copy, install
-from swarmnode.recovery.state import layout_of, trained
+from swarmnode.stages.head import Head
+from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.transfer import copied, decode_copy, encode_copy, install, layout_of, trained
+from swarmnode.stages.wire import ActivationCodec, FrameLimits
+from swarmnode.stages.worker import CrewSettings
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import normalizer

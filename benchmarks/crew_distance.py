@@ -34,7 +34,7 @@ from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.distance import join
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.run import DemoOptions
-from swarmnode.pipeline.frames import activation_bytes
+from swarmnode.stages.wire import activation_bytes
 from tests.support.netns import Topology, enter, missing
 
 MILLISECONDS = (0, 10, 50, 100)

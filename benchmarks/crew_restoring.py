@@ -18,10 +18,8 @@ from trio.testing import MockClock
 
 from benchmarks import report
 from swarmnode.errors import PeerError
-from swarmnode.pipeline.frames import CHUNK_BYTES, Place
-from swarmnode.recovery.channel import Part
-from swarmnode.recovery.gathering import Gathering, nothing_of
-from swarmnode.recovery.messages import Have
+from swarmnode.stages.transfer import Gathering, Part, nothing_of
+from swarmnode.stages.wire import CHUNK_BYTES, Have, Place
 
 STAGE_BYTES: Final = 3_500_000_000
 ONE_WAY: Final = 0.05

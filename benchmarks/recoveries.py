@@ -15,13 +15,10 @@ import torch
 
 from benchmarks.staged import STAGES, WINDOW, StageCopy, Staged
 from swarmnode.errors import Refused
-from swarmnode.pipeline.packing import packing
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import build_stage
 from swarmnode.policy.logprobs import Batch
-from swarmnode.recovery.healing import Pair, heal
-from swarmnode.recovery.sources import RecoverySettings, Run
-from swarmnode.recovery.synthesis import Method, Neighbour, synthesise
+from swarmnode.stages.model import StageRuntime, build_stage, packing
+from swarmnode.stages.recovery import Pair, heal
+from swarmnode.stages.transfer import Method, Neighbour, RecoverySettings, Run, synthesise
 from tests.support.split_models import whole_state
 
 SETTINGS = RecoverySettings()

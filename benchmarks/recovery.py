@@ -25,11 +25,11 @@ import trio
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.learning import LearnRow
-from swarmnode.recovery.gate import judge
-from swarmnode.recovery.messages import state_bytes
-from swarmnode.recovery.sources import RecoverySettings
+from swarmnode.stages.model import LearnRow
+from swarmnode.stages.recovery import judge
+from swarmnode.stages.transfer import RecoverySettings
+from swarmnode.stages.wire import state_bytes
+from swarmnode.stages.worker import CrewSettings
 from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet
 

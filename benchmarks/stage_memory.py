@@ -25,16 +25,13 @@ from transformers import AutoConfig
 from benchmarks.report import heading, table
 from benchmarks.shapes import build
 from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.crew.plan import model_cost, stage_memory
-from swarmnode.pipeline import runtime as module
-from swarmnode.pipeline.packing import packing
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.spec import stage_specs
-from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.device import TRAINED_BYTES, probe, set_up
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate
-from swarmnode.trainer.crew.model import cached_tokens, cost_of, kept_bytes
+from swarmnode.stages import model as stage_model
+from swarmnode.stages.model import StageRuntime, adapt, load_stage, packing
+from swarmnode.stages.trainer import cached_tokens, cost_of, kept_bytes
+from swarmnode.stages.wire import model_cost, stage_memory, stage_specs
 
 SHAPE, LAYERS, PROMPT = "qwen2.5-0.5b", (12, 12), 64
 ARMS = {
@@ -64,9 +61,9 @@ def measure(directory: Path, arm: str, length: int, rank: int) -> tuple[float, f
     torch.set_num_threads(1)
     set_up(torch.device("cpu"))
     pieces, again = ARMS[arm]
-    module.needs_checkpointing = lambda *given: again
+    stage_model.needs_checkpointing = lambda *given: again
     if not pieces:
-        module.logits_tokens = lambda *given: 10**9
+        stage_model.logits_tokens = lambda *given: 10**9
     spec = stage_specs(AutoConfig.from_pretrained(directory), LAYERS)[-1]
     stage = load_stage(directory, spec)
     runtime = StageRuntime(

@@ -20,9 +20,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.replicas import HELD_OUT_BLOCK, TRAIN_BLOCK
-from swarmnode.pipeline.routes import swapped_order
-from swarmnode.pipeline.spec import stage_specs
 from swarmnode.policy.build_tiny import SETTINGS, questions
+from swarmnode.stages.wire import stage_specs, swapped_order
 
 STAGES, VOCABULARY = 8, 96
 WIDTH, HEADS, MLP = 32, 2, 88

@@ -19,8 +19,7 @@ from protocol.generate.frames import (
     rejected,
     without,
 )
-from swarmnode.crew.stream_handshake import StreamPeers
-from swarmnode.pipeline.commit import step_hash
+from swarmnode.stages.wire import StreamPeers, step_hash
 from swarmnode.wire.envelope import peer_id
 
 KEYS = [

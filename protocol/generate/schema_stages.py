@@ -9,13 +9,19 @@ from typing import Any, get_args
 import msgspec
 
 from protocol.generate.schema import render, write
-from swarmnode.crew import messages
-from swarmnode.crew.record import Copy, Record
-from swarmnode.crew.stream_handshake import StreamOpen, StreamReady
-from swarmnode.pipeline.frames import Frame
-from swarmnode.pipeline.work import MicroBatch, Questions
-from swarmnode.recovery.messages import Edge, Probe
-from swarmnode.recovery.messages import Message as StateMessage
+from swarmnode.stages import wire
+from swarmnode.stages.wire import AnyStateMessage as StateMessage
+from swarmnode.stages.wire import (
+    Copy,
+    Edge,
+    Frame,
+    MicroBatch,
+    Probe,
+    Questions,
+    Record,
+    StreamOpen,
+    StreamReady,
+)
 
 
 def _named(prefix: str, union: Any) -> dict[str, Any]:
@@ -25,7 +31,7 @@ def _named(prefix: str, union: Any) -> dict[str, Any]:
 MESSAGES: dict[str, type[msgspec.Struct]] = {
     **_named("stage", Frame),
     **_named("state", StateMessage),
-    **_named("crews", messages.Message),
+    **_named("crews", wire.CrewMessage),
     "crew_record": Record,
     "crew_copy": Copy,
     "stage_stream_open": StreamOpen,

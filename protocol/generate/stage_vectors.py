@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import Vector, accepted, changed, pack, pairs, rejected, without
-from swarmnode.pipeline.commit import Answer, Participant
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import Place, policy_fingerprint
-from swarmnode.pipeline.routes import Routes
+from swarmnode.stages.wire import Fence, Participant, Place, Routes, StepAnswer, policy_fingerprint
 
 CREW = bytes(range(16))
 WAVE, PRINT = b"\x61" * 16, b"\x62" * 32
@@ -741,7 +738,7 @@ def _answer(stage: Participant, norms: dict[int, Any], event: str, *given: Any) 
     else:
         action = stage.commit(*given) if event == "commit" else stage.abort(*given)
     match action:
-        case Answer():
+        case StepAnswer():
             return ["acknowledge", action.attempt, action.refused, action.squared_norm]
         case "confirm":
             return ["done", given[1]]

@@ -11,10 +11,8 @@ import torch
 
 from protocol.generate.frames import Vector, accepted, pack, pairs, rejected, without
 from protocol.generate.stage_vectors import CREW, GIVEN, PLACE
-from swarmnode.pipeline.frames import activation_bytes
-from swarmnode.pipeline.spec import StageSpec
-from swarmnode.recovery.copies import encode_copy
-from swarmnode.recovery.messages import root_of, state_bytes
+from swarmnode.stages.transfer import encode_copy
+from swarmnode.stages.wire import StageSpec, activation_bytes, root_of, state_bytes
 from swarmnode.weights.layout import make_layout
 
 ROOT = b"\x46" * 32

@@ -20,7 +20,6 @@ import trio
 
 from swarmnode import __version__
 from swarmnode.config import Config
-from swarmnode.crew.service import NodeCallbacks, StageService
 from swarmnode.daemon.member import Member, open_member
 from swarmnode.daemon.observer import NodeObserver, Parts
 from swarmnode.daemon.presence import announce, beat, told_to_stop
@@ -36,6 +35,7 @@ from swarmnode.pauses import REASONS, Told
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
+from swarmnode.stages.service import NodeCallbacks, StageService
 from swarmnode.swarm.manifest import bootstrap
 from swarmnode.swarm.membership import invite_of
 from swarmnode.tasks.client import AsyncScorer

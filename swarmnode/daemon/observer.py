@@ -11,7 +11,6 @@ from pathlib import Path
 
 import trio
 
-from swarmnode.crew.service import StageService, StagesStatistics
 from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
@@ -23,6 +22,7 @@ from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.p2p.summaries import Summaries, plain_name
 from swarmnode.rollouts.exchange import ExchangeStatistics, RolloutExchange
+from swarmnode.stages.service import StageService, StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.tally import ScorerStatistics

@@ -12,14 +12,14 @@ from pathlib import Path
 import structlog
 import trio
 
-from swarmnode.crew import local as stages
-from swarmnode.crew.service import StageService
 from swarmnode.daemon.supervisor import ENDED
 from swarmnode.files import write_atomically
 from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.observe.watch import TrainerWatch
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, Drawn, Judged, OwnGroup
+from swarmnode.stages import wire
+from swarmnode.stages.service import StageService
 from swarmnode.weights import local
 from swarmnode.weights.service import WeightService
 
@@ -66,7 +66,7 @@ class TrainerPort:
     def weights(self, message: local.FromTrainer) -> None:
         self.weight_exchange.receive(message)
 
-    def stages(self, message: stages.FromTrainer) -> None:
+    def stages(self, message: wire.FromTrainer) -> None:
         self.crew.receive(message)
 
 

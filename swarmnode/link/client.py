@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmnode.crew import local as stages_local
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_trainer
 from swarmnode.link.messages import Draw, Drawn, ExternalGroup, Hello, ToNetwork, ToTrainer, Welcome
+from swarmnode.stages import wire
 from swarmnode.weights import local
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Link:
         data_dir: Path,
         hello: Callable[[], Hello],
         weights: Callable[[local.ToTrainer], None] = lambda message: None,
-        stages: Callable[[stages_local.ToTrainer], None] = lambda message: None,
+        stages: Callable[[wire.ToTrainer], None] = lambda message: None,
     ) -> None:
         self._data_dir = data_dir
         self._hello = hello
@@ -177,7 +177,7 @@ class Link:
     def _receive(self, message: ToTrainer) -> None:
         if isinstance(message, Welcome | Drawn):
             self._inbox.put(message)
-        elif isinstance(message, stages_local.ToTrainer):
+        elif isinstance(message, wire.ToTrainer):
             self._stages(message)
         else:
             self._weights(message)

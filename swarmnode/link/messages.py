@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmnode.crew import local as stages
 from swarmnode.drops import DropCounts
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
+from swarmnode.stages import wire
 from swarmnode.weights import local
 
 __all__ = [
@@ -171,5 +171,5 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """None where nothing is averaged."""
 
 
-ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | stages.FromTrainer
-ToTrainer = Welcome | Drawn | local.ToTrainer | stages.ToTrainer
+ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | wire.FromTrainer
+ToTrainer = Welcome | Drawn | local.ToTrainer | wire.ToTrainer

@@ -10,10 +10,10 @@ from typing import Protocol
 import structlog
 import trio
 
-from swarmnode.crew import local as stages
 from swarmnode.files import listening
 from swarmnode.link.frames import SOCKET, FrameError, Unpacker, pack, to_network
 from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, ToNetwork, Welcome
+from swarmnode.stages import wire
 from swarmnode.weights import local
 
 log = structlog.get_logger("swarmnode.link")
@@ -22,7 +22,7 @@ WRITE_SECONDS = 10.0
 QUEUED = 256
 """Messages of our own that wait for a trainer to read; more are not sent."""
 
-Unasked = local.ToTrainer | stages.ToTrainer
+Unasked = local.ToTrainer | wire.ToTrainer
 
 
 class TrainerHandler(Protocol):
@@ -34,7 +34,7 @@ class TrainerHandler(Protocol):
     def judged(self, judged: Judged) -> None: ...
     def report(self, report: Report) -> None: ...
     def weights(self, message: local.FromTrainer) -> None: ...
-    def stages(self, message: stages.FromTrainer) -> None: ...
+    def stages(self, message: wire.FromTrainer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LinkServer:
                 self._handler.judged(message)
             case Report():
                 self._handler.report(message)
-            case stages.Offering() | stages.StageStatus() | stages.Blames():
+            case wire.Offering() | wire.StageStatus() | wire.Blames():
                 self._handler.stages(message)
             case _:
                 self._handler.weights(message)

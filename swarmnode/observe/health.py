@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from swarmnode.crew.service import StagesStatistics
 from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeSnapshot
+from swarmnode.stages.service import StagesStatistics
 
 MAX_LOOP_SILENCE = 30.0
 """Seconds without a turn of the event loop's own ticker after which the process counts as hung."""

@@ -21,28 +21,31 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import swarmnode
-from swarmnode.crew.control import CrewState, SlotState
-from swarmnode.crew.events import NOTES
-from swarmnode.crew.local import RUNGS, StagePhase
-from swarmnode.crew.messages import Request
-from swarmnode.crew.service import BOUNDS as RECOVERY_BOUNDS
-from swarmnode.crew.stream_handshake import REFUSALS as STREAM_REFUSALS
-from swarmnode.crew.stream_handshake import Kind
 from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.peers import LET_GO
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
-from swarmnode.pipeline.faults import DEVICE
-from swarmnode.pipeline.fence import FENCE_REASONS
-from swarmnode.pipeline.frames import FRAME_REASONS
-from swarmnode.recovery.messages import STATE_REFUSALS
 from swarmnode.rollouts.claims import LIES
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.rollouts.pull_gossip import LISTINGS, PULLED
 from swarmnode.rollouts.pull_gossip import SERVED as ROLLOUTS_SERVED
 from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.stages.crew import CrewState, SlotState
+from swarmnode.stages.service import BOUNDS as RECOVERY_BOUNDS
+from swarmnode.stages.wire import (
+    DEVICE_REASON,
+    FENCE_REASONS,
+    FRAME_REASONS,
+    NOTES,
+    RUNGS,
+    STATE_REFUSALS,
+    Kind,
+    Request,
+    StagePhase,
+)
+from swarmnode.stages.wire import REFUSALS as STREAM_REFUSALS
 from swarmnode.weights import exchange, local
 
 Labels = tuple[str, ...]
@@ -1145,7 +1148,7 @@ CREW = (
         "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the"
         " end of a crew leaves behind.",
         ("reason",),
-        (*FENCE_REASONS, *FRAME_REASONS, DEVICE),
+        (*FENCE_REASONS, *FRAME_REASONS, DEVICE_REASON),
         when=has_crew,
     ),
     Metric(

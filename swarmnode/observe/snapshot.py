@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmnode.crew.service import StagesStatistics
 from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.watch import (
     DiskStatistics,
@@ -26,6 +25,7 @@ from swarmnode.p2p.budget import BudgetStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.stages.service import StagesStatistics
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics

@@ -35,7 +35,7 @@ def main() -> int:
             if obeyed:
                 cause += f" (set in the environment: {obeyed})"
             raise Unavailable(torch_failure(cause)) from error
-        from swarmnode.trainer.crew.run import make_trainer
+        from swarmnode.stages.trainer import make_trainer
 
     # After the import of transformers, which installs a log handler of its own.
     logs.configure(config.log, "trainer", data_dir=config.node.data_dir)

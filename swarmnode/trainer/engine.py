@@ -3,7 +3,7 @@ averaged and kept.
 
 WholePolicy             all of it on this machine: policy, optimizer and replica         here
 CrewPolicy              in stages on several, of which this node holds the first
-trainer/crew/policy.py
+stages/trainer.py
 """
 
 from __future__ import annotations

@@ -23,9 +23,15 @@ from transformers import AutoConfig, GenerationConfig
 
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.errors import BadMessage, StateError, Unavailable
-from swarmnode.pipeline.spec import stage_specs
-from swarmnode.recovery.snapshots import RAN, SNAPSHOTS, copy_file, read_copy
-from swarmnode.recovery.state import decode_state, stage_layouts
+from swarmnode.stages.transfer import (
+    RAN,
+    SNAPSHOTS,
+    copy_file,
+    decode_state,
+    read_copy,
+    stage_layouts,
+)
+from swarmnode.stages.wire import stage_specs
 
 if TYPE_CHECKING:
     from peft import LoraConfig

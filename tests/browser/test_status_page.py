@@ -16,10 +16,6 @@ import pytest
 import trio
 
 from swarmnode.config import HttpConfig
-from swarmnode.crew.control import CrewStatistics, SlotStatistics
-from swarmnode.crew.local import StageStatus
-from swarmnode.crew.service import StagesStatistics
-from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.drops import DropCounts
 from swarmnode.observe import http
 from swarmnode.observe.history import History
@@ -33,6 +29,9 @@ from swarmnode.p2p.punch import PunchStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.stages.crew import CrewStatistics, SlotStatistics
+from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
+from swarmnode.stages.wire import StageStatus
 from swarmnode.weights.service import WeightsStatistics
 from tests.support.snapshots import PEERS, example, example_at
 

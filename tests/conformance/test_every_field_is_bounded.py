@@ -13,10 +13,9 @@ import msgspec
 import pytest
 import trio
 
-from swarmnode.crew import messages as crews
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.frames import FrameLimits, read_frame
-from swarmnode.recovery.messages import read as read_state
+from swarmnode.stages import wire
+from swarmnode.stages.wire import FrameLimits, read_frame, read_state
 from swarmnode.weights.messages import decode_message, decode_state
 from tests.support.stage_reading import Bytes
 
@@ -27,8 +26,8 @@ STREAMS = {
     "state_message": functools.partial(read_state, limits=LIMITS),
 }
 READERS = {
-    "crews_request": crews.decode_request,
-    "crews_answer": crews.decode_answer,
+    "crews_request": wire.decode_request,
+    "crews_answer": wire.decode_answer,
     "weights": decode_message,
     "weights_state": decode_state,
 }

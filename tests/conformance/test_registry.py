@@ -10,18 +10,13 @@ import pytest
 from protocol.generate.schema import schemas
 from protocol.generate.schema_stages import schemas as stages_schemas
 from protocol.generate.schema_weights import schemas as weights_schemas
-from swarmnode.crew import messages as crews
-from swarmnode.crew import record, service, stream_handshake, stream_proxy
-from swarmnode.crew.plan import MEMBERS
 from swarmnode.p2p import exchange, manifests, sessions, summaries
 from swarmnode.p2p.bulk import fetching
-from swarmnode.pipeline import frames as stage_frames
-from swarmnode.pipeline.commit import STEP_DOMAIN
-from swarmnode.pipeline.fence import FENCE_REASONS
-from swarmnode.recovery.messages import FACTOR, STATE_REASONS
 from swarmnode.rollouts import admission, pull_gossip
 from swarmnode.rollouts.pace import LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.stages import service, wire
+from swarmnode.stages.wire import FACTOR, FENCE_REASONS, MEMBERS, STATE_REASONS, STEP_DOMAIN
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
@@ -71,8 +66,8 @@ def test_domain_strings_are_those_of_the_registry():
         "seed": ids.DOMAIN_SEED,
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
-        "crew_record": record.RECORD_DOMAIN,
-        "crew_member": record.MEMBER_DOMAIN,
+        "crew_record": wire.RECORD_DOMAIN,
+        "crew_member": wire.MEMBER_DOMAIN,
         "crew_step": STEP_DOMAIN,
     }
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
@@ -115,10 +110,10 @@ def test_caps_are_those_of_the_registry():
         "weights_message": weights_messages.MESSAGE_BYTES,
         "weights_state_request": weights_messages.STATE_REQUEST_BYTES,
         "weights_state_response": weights_messages.STATE_BYTES,
-        "crews_message": crews.MESSAGE_BYTES,
-        "crew_reason": crews.REASON_BYTES,
-        "stage_open": stream_handshake.OPEN_BYTES,
-        "stage_chunk": stage_frames.CHUNK_BYTES,
+        "crews_message": wire.MESSAGE_BYTES,
+        "crew_reason": wire.REASON_BYTES,
+        "stage_open": wire.OPEN_BYTES,
+        "stage_chunk": wire.CHUNK_BYTES,
         "stage_header": limits.STAGE_HEADER_BYTES,
         "stage_about_item": limits.STAGE_ABOUT_ITEM_BYTES,
         "peer_id": limits.PEER_ID_BYTES,
@@ -148,11 +143,11 @@ def test_caps_are_those_of_the_registry():
         "swap": weights_messages.ID_BYTES,
         "transfer": limits.TRANSFER_BYTES,
         "chunk_hash": limits.CHUNK_HASH_BYTES,
-        "crew": record.HASH_BYTES,
+        "crew": wire.HASH_BYTES,
         "crew_prefix": limits.CREW_PREFIX_BYTES,
         "description": limits.DESCRIPTION_BYTES,
-        "record_hash": record.HASH_BYTES,
-        "crew_nonce": record.NONCE_BYTES,
+        "record_hash": wire.HASH_BYTES,
+        "crew_nonce": wire.NONCE_BYTES,
         "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
@@ -181,9 +176,9 @@ def test_caps_are_those_of_the_registry():
         "retry_seconds": weights_messages.RETRY_SECONDS,
         "stages": limits.STAGES,
         "crew_members": MEMBERS,
-        "copies": record.COPIES,
-        "crew_without": crews.WITHOUT,
-        "layers": record.LAYERS,
+        "copies": wire.COPIES,
+        "crew_without": wire.WITHOUT,
+        "layers": wire.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
         "stage_activation_block": limits.STAGE_ACTIVATION_BLOCK,
@@ -217,8 +212,8 @@ def test_timeouts_are_those_of_the_registry():
         "weights": weights_discovery.REQUEST_SECONDS,
         "weights_state": state_server.ANSWER_SECONDS,
         "crews": service.REQUEST_TIMEOUT,
-        "stage_open": stream_proxy.OPEN_SECONDS,
-        "stage_stream": stream_proxy.PARK_SECONDS,
+        "stage_open": service.OPEN_SECONDS,
+        "stage_stream": service.PARK_SECONDS,
         "bulk_manifest": fetching.MANIFEST_TIMEOUT_SECONDS,
     }
 
@@ -246,15 +241,15 @@ def test_every_limit_is_in_the_registry():
         said.RETRY_SECONDS,
     ]
     ours += [
-        crews.MESSAGE_BYTES,
-        crews.REASON_BYTES,
-        record.HASH_BYTES,
-        record.HASH_BYTES,
-        record.COPIES,
-        crews.WITHOUT,
+        wire.MESSAGE_BYTES,
+        wire.REASON_BYTES,
+        wire.HASH_BYTES,
+        wire.HASH_BYTES,
+        wire.COPIES,
+        wire.WITHOUT,
     ]
-    ours += [record.NONCE_BYTES, FACTOR, said.BLOCKS]
-    ours += [record.LAYERS, MEMBERS, stream_handshake.OPEN_BYTES, stage_frames.CHUNK_BYTES, 1e30]
+    ours += [wire.NONCE_BYTES, FACTOR, said.BLOCKS]
+    ours += [wire.LAYERS, MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
@@ -274,8 +269,8 @@ def test_what_the_registry_calls_blameless_is_ignored():
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
-        "reject": {*stage_frames.FRAME_REASONS, *STATE_REASONS, "signature"},
-        "ignore": {*FENCE_REASONS, *stream_handshake.REFUSALS, "repeated"} - {"malformed"},
+        "reject": {*wire.FRAME_REASONS, *STATE_REASONS, "signature"},
+        "ignore": {*FENCE_REASONS, *wire.REFUSALS, "repeated"} - {"malformed"},
     }
 
 

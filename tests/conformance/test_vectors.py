@@ -27,18 +27,26 @@ from protocol.generate import (
 from protocol.generate.stage_vectors import answers
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
-from swarmnode.crew import messages as crews
-from swarmnode.crew import stream_handshake
-from swarmnode.crew.record import Founded, Record, check_founded, crew_id
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline.commit import step_hash
-from swarmnode.pipeline.fence import FENCE_REASONS, Fence
-from swarmnode.pipeline.frames import FRAME_REASONS, Place, policy_fingerprint
-from swarmnode.pipeline.routes import Routes
-from swarmnode.recovery.messages import root_of, state_bytes
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.claims import PROVEN, contradiction
 from swarmnode.rollouts.shelf import Shelf
+from swarmnode.stages import wire
+from swarmnode.stages.wire import (
+    FENCE_REASONS,
+    FRAME_REASONS,
+    Fence,
+    Founded,
+    Place,
+    Record,
+    Routes,
+    check_founded,
+    crew_id,
+    policy_fingerprint,
+    root_of,
+    state_bytes,
+    step_hash,
+)
 from swarmnode.tasks.frames import prepare
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.scorer import judge as judge_answers
@@ -105,11 +113,9 @@ MESSAGES = {
     "bulk_request": (BulkRequest, limits.BULK_REQUEST_BYTES),
     "bulk_response": (BulkResponse, limits.BULK_RESPONSE_BYTES),
 }
-CREWS = {"crews_request": crews.decode_request, "crews_answer": crews.decode_answer}
+CREWS = {"crews_request": wire.decode_request, "crews_answer": wire.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
-OPEN_REFUSALS = {
-    reason for reason in stream_handshake.REFUSALS if reason not in ("malformed", "timeout")
-}
+OPEN_REFUSALS = {reason for reason in wire.REFUSALS if reason not in ("malformed", "timeout")}
 FRAMES = [
     (name, vector)
     for name, document in DOCUMENTS.items()
@@ -220,7 +226,7 @@ def unplain(record: dict) -> dict:
 
 
 def read_founded(frame: bytes) -> dict:
-    founded = crews.decode_request(frame)
+    founded = wire.decode_request(frame)
     if not isinstance(founded, Founded):
         raise BadMessage("schema", "no founding")
     check_founded(founded, signed_by)
@@ -228,12 +234,10 @@ def read_founded(frame: bytes) -> dict:
 
 
 def read_stream_open(frame: bytes, given: dict) -> dict:
-    if len(frame) > stream_handshake.OPEN_BYTES:
+    if len(frame) > wire.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
-    opened = strict.decode(frame, stream_handshake.StreamOpen)
-    refused = stream_handshake.refusal(
-        crew_vectors.stream_peers(given["crew"]), given["peer"], opened
-    )
+    opened = strict.decode(frame, wire.StreamOpen)
+    refused = wire.refusal(crew_vectors.stream_peers(given["crew"]), given["peer"], opened)
     if refused:
         raise BadMessage(refused)
     return msgspec.to_builtins(opened, builtin_types=(bytes,))

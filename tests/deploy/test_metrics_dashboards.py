@@ -16,11 +16,11 @@ import pytest
 import yaml
 from prometheus_client.exposition import generate_latest
 
-from swarmnode.crew.service import StagesStatistics
 from swarmnode.observe.collector import make_registry
 from swarmnode.observe.metrics import METRICS
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.p2p.budget import BudgetStatistics
+from swarmnode.stages.service import StagesStatistics
 from swarmnode.weights.service import WeightsStatistics
 from tests.support.snapshots import example
 

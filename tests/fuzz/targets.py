@@ -17,18 +17,16 @@ from typing import Any
 
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
-from swarmnode.crew import stream_handshake
-from swarmnode.crew.messages import decode_answer, decode_request
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
 from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
 from swarmnode.observe.http import Pulse, Request, Response, Surface
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
-from swarmnode.pipeline.frames import FrameLimits, read_frame
-from swarmnode.recovery.messages import read as read_state
 from swarmnode.rollouts import offers, shelf
 from swarmnode.rollouts.admission import Admission
+from swarmnode.stages import wire
+from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame, read_state
 from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
@@ -177,10 +175,8 @@ def offered() -> Feed:
 def stream_open(data: bytes) -> None:
     """The first message of a stream between members of a crew, to its second stage, from whoever
     holds the first."""
-    members = stream_handshake.StreamPeers(CREW, 1, ("a", "b", "c"))
-    assert stream_handshake.refusal(
-        members, "a", strict.decode(data, stream_handshake.StreamOpen)
-    ) in ("", *stream_handshake.REFUSALS)
+    members = wire.StreamPeers(CREW, 1, ("a", "b", "c"))
+    assert wire.refusal(members, "a", strict.decode(data, wire.StreamOpen)) in ("", *wire.REFUSALS)
 
 
 def signed(payload: bytes) -> bytes:
@@ -294,7 +290,7 @@ def seeds() -> list[bytes]:
     # its last bit has it signed, see `admission`
     found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}
     # the vectors are of other crews
-    found.add(strict.encode(stream_handshake.StreamOpen(CREW, 0, 1, "frames")))
+    found.add(strict.encode(wire.StreamOpen(CREW, 0, 1, "frames")))
     for path in sorted(VECTORS.glob("*.json")):
         found |= set(_frames(json.loads(path.read_text())["vectors"]))
     for frame in list(found):

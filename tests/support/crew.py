@@ -10,15 +10,11 @@ from typing import Any
 import trio
 from trio.testing import memory_stream_pair
 
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.head import Head
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.worker import StageWorker
+from swarmnode.stages import wire
+from swarmnode.stages.head import Head
+from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.wire import Fence, FrameLimits, Place
+from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ async def open_crew(
     settings: CrewSettings,
     limits: FrameLimits,
     *,
-    crew: bytes = b"\0" * frames.CREW_BYTES,
+    crew: bytes = b"\0" * wire.CREW_BYTES,
     compute: Any = inline,
     seconds: float = 600.0,
     step: int = 0,

@@ -12,7 +12,7 @@ import torch
 from swarmnode.config import Config
 from swarmnode.observe import logs
 from swarmnode.process import Progress, die_with_parent, run_main
-from swarmnode.trainer.crew.run import make_trainer
+from swarmnode.stages.trainer import make_trainer
 from tests.support import forked
 
 

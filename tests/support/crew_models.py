@@ -6,9 +6,14 @@ from contextlib import AbstractContextManager
 
 from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
-from swarmnode.trainer.crew.average import StageAveraging
-from swarmnode.trainer.crew.model import CrewModel, CrewTerms, crew_terms, open_model
-from swarmnode.trainer.crew.stage import Stage
+from swarmnode.stages.trainer import (
+    CrewModel,
+    CrewTerms,
+    Stage,
+    StageAveraging,
+    crew_terms,
+    open_model,
+)
 from swarmnode.trainer.engine import adapter_shape
 
 

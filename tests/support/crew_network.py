@@ -22,11 +22,20 @@ from typing import Any
 import msgspec
 import trio
 
-from swarmnode.crew import local
-from swarmnode.crew.local import Assigned, Blames, Offering, Open, Released, Resumed, StageStatus
-from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.link.messages import Drawn, Welcome
 from swarmnode.link.server import LinkServer
+from swarmnode.stages import wire
+from swarmnode.stages.wire import (
+    NO_HASH,
+    Assigned,
+    Blames,
+    Offering,
+    Open,
+    Released,
+    Resumed,
+    StageStatus,
+    Taken,
+)
 
 LINEAGE = b"\x07" * 32
 SWARM = b"\x08" * 32
@@ -75,7 +84,7 @@ class Node:
     def weights(self, message: Any) -> None:
         self.averaging.append(message)
 
-    def stages(self, message: local.FromTrainer) -> None:
+    def stages(self, message: wire.FromTrainer) -> None:
         match message:
             case Offering():
                 self.network.offered(self, message)
@@ -133,7 +142,7 @@ class CrewNetwork:
         members = tuple(f"12D3KooW{node.stage}" for node in self.nodes)
         for node in self.nodes:
             node.status = node.offering = None
-            path = str(local.socket_file(node.directory))
+            path = str(wire.socket_file(node.directory))
             node.link.send_to_trainer(
                 Assigned(
                     self.crew,
@@ -201,7 +210,7 @@ class CrewNetwork:
                 (node.directory / "run").mkdir(parents=True, exist_ok=True)
                 await nursery.start(node.link.run)
                 nursery.start_soon(self._watch, node)
-                path = local.socket_file(node.directory)
+                path = wire.socket_file(node.directory)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                 listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)

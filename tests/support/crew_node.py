@@ -22,13 +22,10 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import StagesConfig
-from swarmnode.crew import local
-from swarmnode.crew.events import Settings
-from swarmnode.crew.plan import Capacity, ModelCost, Part
-from swarmnode.crew.record import Copy, Taken
-from swarmnode.crew.service import NodeCallbacks, StageService
-from swarmnode.crew.stream_handshake import StreamPeers
 from swarmnode.p2p.network import Libp2pNetwork
+from swarmnode.stages import wire
+from swarmnode.stages.service import NodeCallbacks, StageService
+from swarmnode.stages.wire import Capacity, Copy, ModelCost, Part, Settings, StreamPeers, Taken
 from tests.support.pipe_ends import open_pipe
 
 MODEL = b"\x05" * 32
@@ -62,24 +59,24 @@ class PretendedTrainer:
     def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
         self.step = 0
-        self.assigned: local.Assigned | None = None
+        self.assigned: wire.Assigned | None = None
         self.running = False
-        self.told: list[local.ToTrainer] = []
+        self.told: list[wire.ToTrainer] = []
         self.frozen = False
         self.keeps: list[tuple[int, int]] = []
         """(layer, step) that it has of others."""
         self._service = service
-        self._offering = local.Offering(
+        self._offering = wire.Offering(
             MODEL,
             Capacity(1.3 * LAYER, 1e9, 0.001),
             ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5)),
         )
-        self._phase: local.StagePhase = "loading"
+        self._phase: wire.StagePhase = "loading"
         self._lineage, self._layers_held = b"", (0, 0)
         self._progress = 0
         self._rung = ""
         self._scope = trio.CancelScope()
-        self._say, self._said = trio.open_memory_channel[local.ToTrainer](256)
+        self._say, self._said = trio.open_memory_channel[wire.ToTrainer](256)
 
     def connect(self) -> None:
         self._service.hello(self.pid)
@@ -118,7 +115,7 @@ class PretendedTrainer:
         self.step, self._lineage, self._layers_held = other.step, other._lineage, other._layers_held
         self._offer()
 
-    def tell(self, message: local.ToTrainer) -> bool:
+    def tell(self, message: wire.ToTrainer) -> bool:
         self.told.append(message)
         self._say.send_nowait(message)
         return True
@@ -128,7 +125,7 @@ class PretendedTrainer:
             nursery.start_soon(self._repeat)
             async for message in self._said:
                 match message:
-                    case local.Assigned():
+                    case wire.Assigned():
                         self._scope.cancel()
                         self._scope = trio.CancelScope()
                         self.assigned, self.running = message, False
@@ -140,11 +137,11 @@ class PretendedTrainer:
                         )
                         self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
-                    case local.Resumed():
+                    case wire.Resumed():
                         self.running = True
-                    case local.Suspended():
+                    case wire.Suspended():
                         self.running = False
-                    case local.Released():
+                    case wire.Released():
                         self._scope.cancel()
                         self.assigned, self.running = None, False
                         self._offer()
@@ -154,7 +151,7 @@ class PretendedTrainer:
         if self.assigned is not None and not self.frozen:
             a = self.assigned
             self._service.receive(
-                local.StageStatus(
+                wire.StageStatus(
                     a.crew, a.stage, self._phase, self.step, self._progress, rung=self._rung
                 )
             )
@@ -164,7 +161,7 @@ class PretendedTrainer:
             self._status()
             await trio.sleep(STATUS_SECONDS)
 
-    async def _serve(self, assigned: local.Assigned, scope: trio.CancelScope) -> None:
+    async def _serve(self, assigned: wire.Assigned, scope: trio.CancelScope) -> None:
         """Streams of one crew: all to all."""
         peers = StreamPeers(assigned.crew, assigned.stage, assigned.members)
         with scope, contextlib.suppress(trio.BrokenResourceError, OSError):
@@ -231,7 +228,7 @@ class CrewNode:
         )
         self.trainer = PretendedTrainer(self.service, layers)
 
-    def _tell(self, message: local.ToTrainer) -> bool:
+    def _tell(self, message: wire.ToTrainer) -> bool:
         return self.trainer.tell(message)
 
     @property

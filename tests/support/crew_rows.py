@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.policy.logprobs import score
+from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.wire import FrameLimits
+from swarmnode.stages.worker import CrewSettings
 from swarmnode.trainer.batch import assemble, own_group
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model

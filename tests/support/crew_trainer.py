@@ -7,13 +7,21 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swarmnode.crew import local
-from swarmnode.crew.plan import Capacity
-from swarmnode.crew.record import Copy, Taken
-from swarmnode.pipeline.blame import Blame, Verdict
-from swarmnode.pipeline.commit import NO_HASH, Answer, Coordinator, Decided, Next, Participant
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import Place
+from swarmnode.stages import wire
+from swarmnode.stages.head import Blame, Verdict
+from swarmnode.stages.wire import (
+    NO_HASH,
+    Capacity,
+    Coordinator,
+    Copy,
+    Decided,
+    Fence,
+    Next,
+    Participant,
+    Place,
+    StepAnswer,
+    Taken,
+)
 from tests.support.crew_history import Violation
 
 DEADLINE_SECONDS = 6.0
@@ -82,7 +90,7 @@ class Trainer:
     name: str
     """Of this process: never used again."""
     disk: Disk
-    assigned: local.Assigned | None = None
+    assigned: wire.Assigned | None = None
     phase: str = "idle"
     participant: Participant = field(default_factory=Participant)
     held: Weights | None = None
@@ -117,23 +125,23 @@ class Trainer:
 
     # ---- what the network process says -----------------------------------------------------------
 
-    def notified(self, message: local.ToTrainer, now: float) -> None:
+    def notified(self, message: wire.ToTrainer, now: float) -> None:
         match message:
-            case local.Assigned():
+            case wire.Assigned():
                 self._assigned(message, now)
-            case local.Resumed():
+            case wire.Resumed():
                 if self.assigned is not None and message.crew == self.assigned.crew:
                     self.resumed = True
                     self._begin_step(now)
-            case local.Suspended():
+            case wire.Suspended():
                 self.resumed = False
-            case local.Released():
+            case wire.Released():
                 self.assigned = self.fence = self.coordinator = None
                 self.phase, self.resumed = "idle", False
                 self.work += 1
                 self._later(self.world.rng.uniform(0.0, 0.5), "stopped")
 
-    def offering(self) -> local.Offering:
+    def offering(self) -> wire.Offering:
         copies = [weights.copy("neighbour") for weights in self.disk.copies.values()]
         if self.disk.journal is not None:
             copies.append(self.disk.journal.copy("disk"))
@@ -141,14 +149,14 @@ class Trainer:
             copies.append(
                 self.held.copy("memory" if self.own else "neighbour", self.participant.next_hash)
             )
-        return local.Offering(
+        return wire.Offering(
             MODEL,
             Capacity(self.world.memory_of(self.node), self.world.speed_of(self.node)),
             self.world.cost,
             tuple(copies),
         )
 
-    def _assigned(self, assigned: local.Assigned, now: float) -> None:
+    def _assigned(self, assigned: wire.Assigned, now: float) -> None:
         self.assigned, self.resumed, self.coordinator, self.in_step = assigned, False, None, False
         self.work += 1
         start = sum(assigned.layers[: assigned.stage])
@@ -365,12 +373,12 @@ class Trainer:
     def _drop(self) -> None:
         self.learnt, self.proposed, self.early = (), None, ()
 
-    def _proposed(self, attempt: int, action: Next | Answer | None, now: float) -> None:
+    def _proposed(self, attempt: int, action: Next | StepAnswer | None, now: float) -> None:
         if action == "prepare":
             action = self.participant.prepared(
                 attempt, None if self.refuses and self._its_turn(attempt) else 1.0, now
             )
-        if isinstance(action, Answer):
+        if isinstance(action, StepAnswer):
             self._send(0, "acknowledge", action.attempt, refused=action.refused)
             self.world.acknowledged(self)
         elif action == "confirm":
@@ -378,7 +386,7 @@ class Trainer:
 
     def _blamed(self, verdict: Verdict | None) -> None:
         if verdict is not None and self.assigned is not None:
-            self.world.blames(self, local.Blames(self.assigned.crew, *verdict))
+            self.world.blames(self, wire.Blames(self.assigned.crew, *verdict))
 
     def _decided(self, decided: Decided | None, now: float) -> None:
         if decided is None:
@@ -423,7 +431,7 @@ class Trainer:
             return
         a, p = self.assigned, self.participant
         self.world.report(
-            self, local.StageStatus(a.crew, a.stage, self.phase, p.step, self.progress, self.rung)
+            self, wire.StageStatus(a.crew, a.stage, self.phase, p.step, self.progress, self.rung)
         )  # type: ignore[arg-type]
 
 

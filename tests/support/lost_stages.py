@@ -15,26 +15,28 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import StateError
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.spec import StageSpec
-from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery.journal import Journal
-from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.restore import Base, Replica, Restored, restore
-from swarmnode.recovery.snapshots import SNAPSHOTS, SnapshotRecorder, SnapshotStore, copy_file, ring
-from swarmnode.recovery.sources import RecoverySettings, Run
-from swarmnode.recovery.state import stage_layouts
-from swarmnode.recovery.transfer import StatePeer
+from swarmnode.stages import wire
+from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.recovery import Base, Replica, Restored, restore
+from swarmnode.stages.transfer import (
+    SNAPSHOTS,
+    Journal,
+    LocalStage,
+    RecoverySettings,
+    Run,
+    SnapshotRecorder,
+    SnapshotStore,
+    StatePeer,
+    copy_file,
+    ring,
+    stage_layouts,
+)
+from swarmnode.stages.wire import Fence, FrameLimits, Place, StageSpec
+from swarmnode.stages.worker import CrewSettings, StageWorker, inline
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 
-CREW = b"c" * frames.CREW_BYTES
+CREW = b"c" * wire.CREW_BYTES
 
 
 @dataclass

@@ -34,13 +34,22 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from swarmnode.crew import events as ev
-from swarmnode.crew import local, messages
-from swarmnode.crew.control import Means, Phase, State, advance
-from swarmnode.crew.events import Settings
-from swarmnode.crew.plan import ModelCost, Part
-from swarmnode.crew.record import NO_HASH, Copy, Founded, Member, Record, Signed, Taken, peers_of
-from swarmnode.pipeline.fence import Fence
+from swarmnode.stages import wire
+from swarmnode.stages.crew import Means, Phase, State, advance
+from swarmnode.stages.wire import (
+    NO_HASH,
+    Copy,
+    Fence,
+    Founded,
+    Member,
+    ModelCost,
+    Part,
+    Record,
+    Settings,
+    Signed,
+    Taken,
+    peers_of,
+)
 from tests.support.crew_history import History, Violation
 from tests.support.crew_trainer import (
     COPY_EVERY,
@@ -416,7 +425,9 @@ class World:
                     self.rng.uniform(0.01, 0.3), self._meet, name, node.life, other.name, other.life
                 )
         for liar in self.liars:
-            self.after(self.rng.uniform(0.01, 0.3), self.event, name, node.life, ev.PeerBack(liar))
+            self.after(
+                self.rng.uniform(0.01, 0.3), self.event, name, node.life, wire.PeerBack(liar)
+            )
         self.after(self.rng.uniform(0.1, 1.0), self._tick, name, node.life)
         if node.trainer is None:
             self.start_trainer(name, self.rng.uniform(0.2, 2.0))
@@ -425,8 +436,8 @@ class World:
         if (a, b) in self.cut or (b, a) in self.cut:
             self.after(1.0, self._meet, a, a_life, b, b_life)
             return
-        self.event(a, a_life, ev.PeerBack(b))
-        self.event(b, b_life, ev.PeerBack(a))
+        self.event(a, a_life, wire.PeerBack(b))
+        self.event(b, b_life, wire.PeerBack(a))
 
     def _tick(self, name: str, life: int) -> None:
         node = self.nodes[name]
@@ -435,10 +446,10 @@ class World:
         if node.stopped_until > self.now:
             self.at(node.stopped_until, self._tick, name, life)
             return
-        self.event(name, life, ev.Tick())
+        self.event(name, life, wire.Tick())
         self.after(self.settings.tick_seconds / node.rate, self._tick, name, life)
 
-    def event(self, name: str, life: int, event: ev.Event) -> messages.Answer | None:
+    def event(self, name: str, life: int, event: wire.Event) -> wire.CrewAnswer | None:
         """Hand an event to a node's control and carry out what it wants. Returns its answer, where
         there is one."""
         node = self.nodes[name]
@@ -476,11 +487,11 @@ class World:
                 )
         for action in actions:
             match action:
-                case ev.Answer():
+                case wire.SendAnswer():
                     answer = action.message
-                case ev.Send():
+                case wire.Send():
                     self._send(node, action.peer, action.message)
-                case ev.Note():
+                case wire.Note():
                     self.history.note(self.now, action.what, name, action.detail)
                 case _:
                     if node.trainer is not None and node.trainer.linked:
@@ -497,9 +508,9 @@ class World:
     def _latency(self) -> float:
         return self.rng.random() * self.delay + 0.001
 
-    def _send(self, node: Node, peer: str, message: messages.Request) -> None:
+    def _send(self, node: Node, peer: str, message: wire.Request) -> None:
         if self._encode:
-            message = messages.decode_request(messages.encode_message(message))
+            message = wire.decode_request(wire.encode_message(message))
         if node.lies:
             message = self._twisted(node, message)
         if peer in self.liars:
@@ -525,18 +536,18 @@ class World:
         a_life: int,
         b: str,
         b_life: int,
-        message: messages.Request,
+        message: wire.Request,
         asked: float = 0.0,
     ) -> None:
         node = self.nodes[b]
         if node.stopped_until > self.now:
             self.at(node.stopped_until, self._arrive, a, a_life, b, b_life, message, asked)
             return
-        answer = self.event(b, b_life, ev.Received(a, message))
+        answer = self.event(b, b_life, wire.Received(a, message))
         if answer is None or self._lost(b, a):
             return
         if self._encode:
-            answer = messages.decode_answer(messages.encode_message(answer))
+            answer = wire.decode_answer(wire.encode_message(answer))
         if a in self.nodes:
             back = self._latency()
             self.after(
@@ -544,7 +555,7 @@ class World:
                 self.event,
                 a,
                 a_life,
-                ev.Answered(b, message, answer, seconds=(self.now + back - asked) / 2),
+                wire.Answered(b, message, answer, seconds=(self.now + back - asked) / 2),
             )
 
     # ---- liars -----------------------------------------------------------------------------------
@@ -566,11 +577,11 @@ class World:
                 self._lie_of(name, target),
             )
 
-    def _lie_of(self, name: str, target: str) -> messages.Request:
+    def _lie_of(self, name: str, target: str) -> wire.Request:
         rng, sign = self.rng, named_keys(name)[0]
         seen = rng.choice(self._seen) if self._seen else None
         lineage = seen.record.lineage if seen is not None else b"l" * 32
-        crew = messages.crew_id(seen.record) if seen is not None else b"c" * 32
+        crew = wire.crew_id(seen.record) if seen is not None else b"c" * 32
         step = rng.choice((0, 1, 7, 10**15))
         point = (
             NO_HASH
@@ -582,7 +593,7 @@ class World:
         others = [peer for peer in sorted(self.nodes) if peer != target]
         peers = rng.sample([name, target, *others], min(self.stages, 2 + len(others)))
         if self._greedy:
-            return messages.Offer(MODEL, rng.choice((2.5, 1e9)), 1e9, 0.0, ())
+            return wire.Offer(MODEL, rng.choice((2.5, 1e9)), 1e9, 0.0, ())
         record = Record(
             lineage,
             MODEL,
@@ -602,34 +613,34 @@ class World:
                     if step
                     else ()
                 )
-                return messages.Offer(MODEL, 1e9, 1e9, 0.0, copies)
+                return wire.Offer(MODEL, 1e9, 1e9, 0.0, copies)
             case 1:
-                return messages.Propose(record)
+                return wire.Propose(record)
             case 2:
                 return Founded(record, tuple(Signed(peer, sign(crew)) for peer in peers))
             case 3:
-                return seen if seen is not None else messages.Leave(crew)
+                return seen if seen is not None else wire.Leave(crew)
             case 4:
-                return messages.Heartbeat(
-                    crew, messages.Status(rng.choice(("absent", "active", "failed")), step, 3)
+                return wire.Heartbeat(
+                    crew, wire.Status(rng.choice(("absent", "active", "failed")), step, 3)
                 )
             case 5:
-                return messages.Leave(crew, "because")
-        return messages.Offer(MODEL, 0.0, 0.0, 0.0)
+                return wire.Leave(crew, "because")
+        return wire.Offer(MODEL, 0.0, 0.0, 0.0)
 
-    def _liar_answers(self, a: str, a_life: int, liar: str, request: messages.Request) -> None:
+    def _liar_answers(self, a: str, a_life: int, liar: str, request: wire.Request) -> None:
         """It signs whatever it is asked to sign and never joins, or signs nothing."""
-        answer: messages.Answer = messages.Noted()
+        answer: wire.CrewAnswer = wire.Noted()
         match request:
-            case messages.Propose(record):
-                crew = messages.crew_id(record)
-                answer = messages.Signature(crew, named_keys(liar)[0](messages.member_bytes(crew)))
+            case wire.Propose(record):
+                crew = wire.crew_id(record)
+                answer = wire.Signature(crew, named_keys(liar)[0](wire.member_bytes(crew)))
                 if self._greedy:
-                    answer = messages.Refuse(self.rng.choice(("busy", "crew", "trust")), crew)
-            case messages.Heartbeat(crew) if self.rng.random() < 0.5:
-                answer = messages.Alive(crew, messages.Status("active", 10**9, 1))
+                    answer = wire.Refuse(self.rng.choice(("busy", "crew", "trust")), crew)
+            case wire.Heartbeat(crew) if self.rng.random() < 0.5:
+                answer = wire.Alive(crew, wire.Status("active", 10**9, 1))
         self.event(
-            a, a_life, ev.Answered(liar, request, answer, seconds=5.0 if liar == "x1" else 0.0)
+            a, a_life, wire.Answered(liar, request, answer, seconds=5.0 if liar == "x1" else 0.0)
         )
 
     def _turn_coat(self, number: int) -> None:
@@ -673,21 +684,21 @@ class World:
                 return {stage, *self.rng.sample(beside, min(1, len(beside)))}
         return silent
 
-    def _twisted(self, node: Node, message: messages.Request) -> messages.Request:
+    def _twisted(self, node: Node, message: wire.Request) -> wire.Request:
         if (
             node.trainer is not None and (node.trainer.refuses or node.trainer.keeps)
         ) or self.rng.random() < 0.5:
             return message
         match message:
-            case messages.Heartbeat(crew, status):
+            case wire.Heartbeat(crew, status):
                 phase = self.rng.choice(("absent", "active", "probation", "failed"))
-                return messages.Heartbeat(
+                return wire.Heartbeat(
                     crew,
-                    messages.Status(
+                    wire.Status(
                         phase, self.rng.choice((0, status.step, 10**12)), self.rng.randrange(9)
                     ),
                 )
-            case messages.Propose():
+            case wire.Propose():
                 return self._lie_of(node.name, self.rng.choice(sorted(self.nodes)))
         return message
 
@@ -720,7 +731,7 @@ class World:
             return
         self.history.note(self.now, "kill trainer", name)
         node.trainer.assigned, node.trainer.work, node.trainer = None, -1, None
-        self.after(0.001, self.event, name, node.life, ev.TrainerLeft())
+        self.after(0.001, self.event, name, node.life, wire.TrainerLeft())
         self._streams_end(name)
         self.start_trainer(name, seconds)
 
@@ -729,17 +740,17 @@ class World:
         if node.trainer is trainer:
             self.after(0.001, self._said, trainer, node.life, trainer.offering())
 
-    def report(self, trainer: Trainer, status: local.StageStatus) -> None:
+    def report(self, trainer: Trainer, status: wire.StageStatus) -> None:
         node = self.nodes[trainer.node]
         if node.trainer is trainer:
             self.after(0.001, self._said, trainer, node.life, status)
         if status.phase == "loading":
             self._trigger("loading", trainer.node)
 
-    def blames(self, trainer: Trainer, blames: local.Blames) -> None:
+    def blames(self, trainer: Trainer, blames: wire.Blames) -> None:
         self.after(0.001, self._said, trainer, self.nodes[trainer.node].life, blames)
 
-    def _said(self, trainer: Trainer, life: int, event: ev.Event) -> None:
+    def _said(self, trainer: Trainer, life: int, event: wire.Event) -> None:
         if self.nodes[trainer.node].trainer is trainer and trainer.linked:
             self.event(trainer.node, life, event)
 
@@ -755,7 +766,7 @@ class World:
             return
         trainer.woke(*what, self.now)
 
-    def copies_at(self, assigned: local.Assigned, block: Block) -> list[Weights]:
+    def copies_at(self, assigned: wire.Assigned, block: Block) -> list[Weights]:
         """What the members of a crew have of a block, in reach."""
         found = []
         for peer in assigned.members:
@@ -835,9 +846,9 @@ class World:
         trainer.receive(message, message.place.stage, self.now)
 
     def _stream_breaks(self, a: str, b: str, crew: bytes) -> None:
-        self.event(a, self.nodes[a].life, ev.StreamLost(b, crew))
+        self.event(a, self.nodes[a].life, wire.StreamLost(b, crew))
         if (b, a) not in self.cut:
-            self.event(b, self.nodes[b].life, ev.StreamLost(a, crew))
+            self.event(b, self.nodes[b].life, wire.StreamLost(a, crew))
 
     def _streams_end(self, name: str) -> None:
         """Everybody who is in a crew with `name` notices that its streams are gone."""
@@ -853,7 +864,7 @@ class World:
                     self.event,
                     other.name,
                     other.life,
-                    ev.StreamLost(name, crew.id),
+                    wire.StreamLost(name, crew.id),
                 )
 
     def fence_check(self, fence: Fence, place: Any, sender: int, step: int | None) -> str | None:
@@ -913,7 +924,7 @@ class World:
             for other in self.nodes.values():
                 if other.state is not None:
                     self.after(
-                        self._latency(), self.event, other.name, other.life, ev.PeerGone(name)
+                        self._latency(), self.event, other.name, other.life, wire.PeerGone(name)
                     )
             self._streams_end(name)
         if back:
@@ -1019,7 +1030,7 @@ class World:
         node = self.nodes[name]
         if node.state is not None:
             self._draining.add(name)
-            self.event(name, node.life, ev.Drain("its person is leaving"))
+            self.event(name, node.life, wire.Drain("its person is leaving"))
             self.after(2.0, self._down, name, True, False, False)
         self._add(f"n{len(self.nodes)}", 1.0, self.now + self.rng.uniform(0.5, 5.0))
         self.after(10.0, self._over, left, rest)
@@ -1084,7 +1095,7 @@ class World:
         node = self.nodes[self._some()]
         if node.trainer is not None:
             node.trainer.linked = False
-            self.event(node.name, node.life, ev.TrainerLeft())
+            self.event(node.name, node.life, wire.TrainerLeft())
             self.after(self.rng.uniform(0.1, 4.0), self._relink, node.name, node.trainer)
 
     def _relink(self, name: str, trainer: Trainer) -> None:
@@ -1092,7 +1103,7 @@ class World:
         if node.trainer is trainer and node.state is not None:
             trainer.linked = True
             if trainer.assigned is not None:  # it has not heard that its crew is over
-                trainer.notified(local.Released("the link was down"), self.now)
+                trainer.notified(wire.Released("the link was down"), self.now)
             else:
                 self.offers(trainer)
 
@@ -1101,7 +1112,7 @@ class World:
         if node.state is not None:
             self.history.note(self.now, "drain", node.name)
             self._draining.add(node.name)
-            self.event(node.name, node.life, ev.Drain("asked to"))
+            self.event(node.name, node.life, wire.Drain("asked to"))
 
 
 def check(seed: int, kind: str = "faults", **options: Any) -> History:

@@ -20,20 +20,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.config import PolicyConfig, TrainingConfig
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.recovery import disk
-from swarmnode.recovery.journal import Journal
-from swarmnode.recovery.snapshots import SnapshotRecorder
-from swarmnode.recovery.sources import RecoverySettings
+from swarmnode.stages import transfer
+from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.transfer import Journal, RecoverySettings, SnapshotRecorder
+from swarmnode.stages.wire import Fence, FrameLimits, Place
+from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
 from tests.support.split_models import split_model
@@ -86,8 +80,8 @@ def copies_peak(case: dict[str, Any]) -> float:
         parameter.grad = torch.ones_like(parameter)
     worker.step(1.0, 1e-3)
     worker.participant.step = 1
-    go, save = threading.Event(), disk.save
-    disk.save = lambda *given: (go.wait(60), save(*given))  # type: ignore[assignment]
+    go, save = threading.Event(), transfer.save
+    transfer.save = lambda *given: (go.wait(60), save(*given))  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory), b"l" * 32, spec)
         recorder = SnapshotRecorder(

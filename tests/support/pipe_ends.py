@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import trio
 
-from swarmnode.crew import local
-from swarmnode.crew.local import Kind
-from swarmnode.crew.stream_handshake import StreamPeers
-from swarmnode.crew.stream_proxy import StreamProxy
+from swarmnode.stages import wire
+from swarmnode.stages.service import StreamProxy
+from swarmnode.stages.wire import Kind, StreamPeers
 
 
 async def open_pipe(
@@ -19,7 +18,7 @@ async def open_pipe(
 ) -> trio.SocketStream:
     """A connection that is to be the stream to the trainer of `stage`. other: fields that are not
     the crew's."""
-    opened = msgspec.structs.replace(local.Open(peers.crew, stage, kind), **other)
+    opened = msgspec.structs.replace(wire.Open(peers.crew, stage, kind), **other)
     body = msgspec.msgpack.encode(opened)
     stream = await trio.open_unix_socket(str(proxy.path))
     await stream.send_all(len(body).to_bytes(4, "big") + body)

@@ -10,11 +10,6 @@ from __future__ import annotations
 import bisect
 import math
 
-from swarmnode.crew.control import CrewStatistics, SlotStatistics
-from swarmnode.crew.local import StageStatus
-from swarmnode.crew.service import BOUNDS as CREW_BOUNDS
-from swarmnode.crew.service import StagesStatistics
-from swarmnode.crew.stream_proxy import StreamProxyStatistics
 from swarmnode.drops import DropCounts
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.logfile import LogLine
@@ -45,6 +40,10 @@ from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.pull_gossip import PullStatistics, ServingStatistics
 from swarmnode.rollouts.shelf import ShelfStatistics
+from swarmnode.stages.crew import CrewStatistics, SlotStatistics
+from swarmnode.stages.service import BOUNDS as CREW_BOUNDS
+from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
+from swarmnode.stages.wire import StageStatus
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
 from swarmnode.weights.state_seeker import CatchUpStatistics

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarmnode.errors import Incompatible
-from swarmnode.pipeline.spec import StageSpec, stage_specs
-from swarmnode.pipeline.split import adapt, build_stage
 from swarmnode.policy.model import base_model
+from swarmnode.stages.model import adapt, build_stage
+from swarmnode.stages.wire import StageSpec, stage_specs
 
 
 def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:

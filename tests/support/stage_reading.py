@@ -9,11 +9,16 @@ import msgspec
 import trio
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.activations import decode
-from swarmnode.pipeline.frames import FrameLimits, read_frame
-from swarmnode.pipeline.work import read_micro_batch, read_questions, read_scores, read_tokens
-from swarmnode.recovery import messages as recovery
+from swarmnode.stages import wire
+from swarmnode.stages.model import decode
+from swarmnode.stages.wire import (
+    FrameLimits,
+    read_frame,
+    read_micro_batch,
+    read_questions,
+    read_scores,
+    read_tokens,
+)
 from swarmnode.wire.tensors import unpack_ids
 
 
@@ -49,7 +54,7 @@ def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     STATE_REASONS."""
     stream = Bytes(data)
     got = trio.run(
-        recovery.read, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"])
+        wire.read_state, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"])
     )
     if got is None:
         raise BadMessage("truncated", "nothing")
@@ -58,35 +63,35 @@ def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
     return {"header": msgspec.to_builtins(got[0], builtin_types=(bytes,)), "body": got[1]}
 
 
-def _body(frame: frames.Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:
+def _body(frame: wire.Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:
     match frame:
-        case frames.Forward():
+        case wire.Forward():
             about = read_micro_batch(body[: frame.about], frame.rows, limits, frame.purpose)
             return {
                 "about": _plain(about),
                 "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
             }
-        case frames.Prefill():
+        case wire.Prefill():
             wave = read_questions(body[: frame.about], frame.rows, limits)
             return {
                 "about": _plain(wave),
                 "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
             }
-        case frames.Decode():
+        case wire.Decode():
             names, rest = unpack_ids(body[: 4 * frame.rows]).tolist(), body[4 * frame.rows :]
             return {"names": names, "values": _values(rest, frame.rows, limits, frame.codec, codec)}
-        case frames.Backward():
+        case wire.Backward():
             return {"values": _values(body, frame.rows, limits, frame.codec, frame.codec)}
-        case frames.Embedding():
+        case wire.Embedding():
             return {"values": _values(body, frame.rows, limits, "float32", "float32")}
-        case frames.Tokens():
+        case wire.Tokens():
             return dict(
                 zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True)
             )
-        case frames.Scores():
+        case wire.Scores():
             return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
-        case frames.Propose():
-            size = frames.DESCRIPTION_BYTES
+        case wire.ProposeStep():
+            size = wire.DESCRIPTION_BYTES
             return {"descriptions": [body[at : at + size] for at in range(0, len(body), size)]}
     return {}
 

@@ -21,15 +21,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from transformers import AutoConfig
 
 from swarmnode.config import Config
-from swarmnode.crew.plan import stage_memory
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.files import write_atomically
 from swarmnode.p2p.identity import from_key
-from swarmnode.pipeline.spec import StageSpec
 from swarmnode.policy.device import HEADROOM, probe
-from swarmnode.recovery import disk
-from swarmnode.recovery.journal import FILE
-from swarmnode.trainer.crew.model import cost_of
+from swarmnode.stages import transfer
+from swarmnode.stages.trainer import cost_of
+from swarmnode.stages.transfer import FILE
+from swarmnode.stages.wire import StageSpec, stage_memory
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -165,7 +164,7 @@ def journal_of(node: DemoNode) -> Path:
 
 def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
     """Committed steps in the journal of each; nothing of one that has none."""
-    found = [disk.read_about(journal_of(node)) for node in nodes]
+    found = [transfer.read_about(journal_of(node)) for node in nodes]
     return [about["step"] for about in found if about is not None] if None not in found else []
 
 
@@ -193,7 +192,7 @@ def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
     """(committed step, trained tensors by their names in the whole model) from the journals of all
     stages of one crew."""
     whole: dict[str, torch.Tensor] = {}
-    found = [disk.load(path) for path in files]
+    found = [transfer.load(path) for path in files]
     specs = [StageSpec(**about["spec"]) for _, about in found]
     assert len({(about["lineage"], about["step"]) for _, about in found}) == 1
     assert sorted(spec.index for spec in specs) == list(range(specs[0].stages))
@@ -221,7 +220,7 @@ def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
 
     def steps() -> set[int]:
         copies = [
-            disk.read_about(path)
+            transfer.read_about(path)
             for node in crew.nodes
             for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")
         ]

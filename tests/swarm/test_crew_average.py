@@ -10,15 +10,12 @@ import trio
 
 from swarmnode.averaging.gate import Losses
 from swarmnode.config import Config
-from swarmnode.crew.local import Assigned
-from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.trainer.crew import average
-from swarmnode.trainer.crew.average import CLOCKS, averaged
-from swarmnode.trainer.crew.probe import CrewProbe
-from swarmnode.trainer.crew.stage import Stage
+from swarmnode.stages import trainer
+from swarmnode.stages.trainer import CLOCKS, CrewProbe, Stage, averaged
+from swarmnode.stages.wire import NO_HASH, Assigned, Taken
 from swarmnode.weights import discovery, exchange, state_seeker
 from swarmnode.weights.payload_store import PayloadStore
 from swarmnode.weights.service import WeightService
@@ -251,7 +248,7 @@ async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monke
             PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000
         )
         monkeypatch.setattr(state_seeker, "COMES_SECONDS", 0.1)
-        monkeypatch.setattr(average, "FETCH_SECONDS", 1.0)
+        monkeypatch.setattr(trainer, "FETCH_SECONDS", 1.0)
         lost.averaging.seek()
         lost.service.set_policy(
             lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash

@@ -7,8 +7,7 @@ import pytest
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.recovery.journal import find_journals
-from swarmnode.recovery.snapshots import find_snapshots
+from swarmnode.stages.transfer import find_journals, find_snapshots
 from tests.support.whole_crew import WholeCrew, restored, start, stop, until, whole_settings
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]

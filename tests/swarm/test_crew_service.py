@@ -6,10 +6,10 @@ import contextlib
 import pytest
 import trio
 
-from swarmnode.crew import messages
-from swarmnode.crew.record import Copy, Founded, Member, Record, Signed, Taken
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
+from swarmnode.stages import wire
+from swarmnode.stages.wire import Copy, Founded, Member, Record, Signed, Taken
 from swarmnode.wire import ids
 from tests.support.crew_node import MODEL, crew_node
 from tests.support.hosts import host
@@ -193,21 +193,21 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
             Copy(b"l" * 32, i, i + 1, 10**12, b"h" * 32, "memory", Taken(), b"") for i in range(3)
         )
         for message in (
-            messages.Leave(crew_id, "it is over"),
-            messages.Heartbeat(crew_id, messages.Status("failed")),
-            messages.Propose(record),
-            messages.Offer(MODEL, 1e30, 1e30, 0.0, copies),
+            wire.Leave(crew_id, "it is over"),
+            wire.Heartbeat(crew_id, wire.Status("failed")),
+            wire.Propose(record),
+            wire.Offer(MODEL, 1e30, 1e30, 0.0, copies),
             b"no message",
             Founded(record, tuple(Signed(peer, bytes(64)) for peer in peers)),
         ):
-            data = message if isinstance(message, bytes) else messages.encode_message(message)
+            data = message if isinstance(message, bytes) else wire.encode_message(message)
             with contextlib.suppress(PeerError):
                 await bootstrap.requests.request(
                     target.network.peer_id,
                     ids.CREWS_PROTOCOL,
                     data,
                     deadline=5,
-                    max_response_bytes=messages.MESSAGE_BYTES,
+                    max_response_bytes=wire.MESSAGE_BYTES,
                 )
         step = target.trainer.step
         await made.running(above=step + 3)

@@ -11,15 +11,15 @@ import psutil
 import pytest
 import trio
 
-from swarmnode.crew import stream_proxy as proxy_module
-from swarmnode.crew.stream_handshake import StreamOpen
-from swarmnode.crew.stream_proxy import StreamProxy
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
 from swarmnode.p2p import streams as streams_module
 from swarmnode.p2p.addresses import Circuit, parse
 from swarmnode.p2p.guards import yamux
 from swarmnode.p2p.relay import RelayLimits
+from swarmnode.stages import service
+from swarmnode.stages.service import StreamProxy
+from swarmnode.stages.wire import StreamOpen
 from swarmnode.wire import ids
 from tests.support.hosts import host, hosts
 from tests.support.pipe_ends import open_pipe, stream_peers
@@ -391,7 +391,7 @@ async def test_what_is_no_message_costs_standing(tmp_path, data):
 
 
 async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(proxy_module, "PARK_SECONDS", 0.5)
+    monkeypatch.setattr(service, "PARK_SECONDS", 0.5)
     async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
         first = await open_as(networks[0], networks[1].peer_id, said(ca))
         await until(lambda: b.statistics().parked == 1)
@@ -404,7 +404,7 @@ async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
 
 
 async def test_who_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(proxy_module, "OPEN_SECONDS", 0.3)
+    monkeypatch.setattr(service, "OPEN_SECONDS", 0.3)
     async with crew(tmp_path) as (networks, (a, b), _, _):
         silent = await networks[0].streams.open(
             networks[1].peer_id, ids.STAGE_STREAM_PROTOCOL, deadline=5

@@ -14,7 +14,6 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import NetworkConfig, SharingConfig, StagesConfig, WeightsConfig
-from swarmnode.crew.service import NodeCallbacks, StageService
 from swarmnode.daemon.trainer_port import TrainerPort
 from swarmnode.link.messages import Welcome
 from swarmnode.observe.watch import TrainerWatch
@@ -23,6 +22,7 @@ from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.summaries import Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
+from swarmnode.stages.service import NodeCallbacks, StageService
 from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials, peer_id

@@ -21,9 +21,8 @@ from benchmarks.failures import (
 )
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.split import build_stage
-from swarmnode.recovery.healing import heal
+from swarmnode.stages.model import StageRuntime, build_stage
+from swarmnode.stages.recovery import heal
 
 SIZE = Size(rate=4e-3, marks=(0, 3))
 TRUNK = 52

@@ -8,10 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.crew import events as ev
-from swarmnode.crew import local
-from swarmnode.crew import messages as m
-from swarmnode.crew.control import (
+from swarmnode.stages import wire
+from swarmnode.stages.crew import (
     LONG_AGO,
     CrewStatistics,
     Means,
@@ -22,12 +20,14 @@ from swarmnode.crew.control import (
     statistics,
     usual_seconds,
 )
-from swarmnode.crew.plan import Capacity, ModelCost, Part
-from swarmnode.crew.record import (
+from swarmnode.stages.wire import (
     NO_HASH,
+    Capacity,
     Copy,
     Founded,
     Member,
+    ModelCost,
+    Part,
     Record,
     Signed,
     Taken,
@@ -38,7 +38,7 @@ from tests.support.crew_trainer import named_keys
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0))
-SETTINGS = ev.Settings(stages=2)
+SETTINGS = wire.Settings(stages=2)
 OURS = Copy(LINEAGE, 1, 2, 40, b"h" * 32, "memory", Taken(1), b"")
 
 
@@ -49,9 +49,9 @@ class Node:
         sign, verify = named_keys("b")
         self.means = Means(replace(SETTINGS, stages=stages), sign, verify, random.Random(1), trusts)
         self.state, self.now, self.done = State("b"), 100.0, []
-        self.does(ev.PeerBack("a"))
+        self.does(wire.PeerBack("a"))
         cost = ModelCost(Part(0.0, 0.0), (Part(1.0, work),) * layers, Part(0.0, 0.0))
-        self.does(local.Offering(MODEL, Capacity(memory, 1.0), cost, copies))
+        self.does(wire.Offering(MODEL, Capacity(memory, 1.0), cost, copies))
 
     def does(self, event):
         self.state, actions = advance(self.state, event, self.now, self.means)
@@ -61,8 +61,8 @@ class Node:
     def answers(self, peer, message):
         return next(
             action.message
-            for action in self.does(ev.Received(peer, message))
-            if isinstance(action, ev.Answer)
+            for action in self.does(wire.Received(peer, message))
+            if isinstance(action, wire.SendAnswer)
         )
 
     def waits(self, seconds, alive=(), heard=()):
@@ -71,15 +71,18 @@ class Node:
             for peer in alive:
                 (
                     self.answers(
-                        peer, m.Heartbeat(self.state.crew.id, m.Status("active", 40, int(self.now)))
+                        peer,
+                        wire.Heartbeat(
+                            self.state.crew.id, wire.Status("active", 40, int(self.now))
+                        ),
                     )
                     if self.state.crew
                     else None
                 )
-            self.does(ev.Tick({peer: self.now - 0.1 for peer in heard}))
+            self.does(wire.Tick({peer: self.now - 0.1 for peer in heard}))
 
     def told(self):
-        return [action for action in self.done if isinstance(action, local.ToTrainer)]
+        return [action for action in self.done if isinstance(action, wire.ToTrainer)]
 
 
 def record(*peers, step=0, lineage=LINEAGE, nonce=b"n" * 8):
@@ -100,11 +103,11 @@ def founded(of):
 def running(*copies, peers=("a", "b"), step=0, work=1.0):
     node = Node(*copies, layers=len(peers), work=work)
     of = record(*peers, step=step)
-    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
-    assert node.answers("a", founded(of)) == m.Noted()
-    node.does(local.StageStatus(node.state.crew.id, peers.index("b"), "active", step))
+    assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
+    assert node.answers("a", founded(of)) == wire.Noted()
+    node.does(wire.StageStatus(node.state.crew.id, peers.index("b"), "active", step))
     for peer in set(peers) - {"b"}:
-        node.answers(peer, m.Heartbeat(node.state.crew.id, m.Status("active", step, 1)))
+        node.answers(peer, wire.Heartbeat(node.state.crew.id, wire.Status("active", step, 1)))
     assert node.state.phase == Phase.RUNNING
     return node
 
@@ -118,10 +121,10 @@ def test_a_record_that_names_us_is_signed_joined_prepared_and_run():
 
 def test_what_is_shown_of_a_crew_and_of_none():
     node = Node()
-    node.answers("c", m.Offer(MODEL, 1.0, 1.0, 0.0))
+    node.answers("c", wire.Offer(MODEL, 1.0, 1.0, 0.0))
     assert statistics(node.state, node.now, SETTINGS) == CrewStatistics(offers=1)
     node = running(step=0)
-    node.does(local.StageStatus(node.state.crew.id, 1, "active", 3))
+    node.does(wire.StageStatus(node.state.crew.id, 1, "active", 3))
     shown = statistics(node.state, node.now, SETTINGS)
     assert (shown.state, shown.id, shown.stage, shown.standing_seconds) == (
         "running",
@@ -133,7 +136,7 @@ def test_what_is_shown_of_a_crew_and_of_none():
         SlotStatistics(0, "a", "active", 0, 1),
         SlotStatistics(1, "b", "active", 3, 1),
     )
-    node.does(ev.PeerGone("a"))
+    node.does(wire.PeerGone("a"))
     node.now += 2.0
     shown = statistics(node.state, node.now, SETTINGS)
     assert (shown.state, [slot.state for slot in shown.slots], shown.standing_seconds) == (
@@ -158,17 +161,17 @@ def test_what_is_shown_of_a_crew_and_of_none():
 )
 def test_what_is_not_signed(of, why):
     node = Node()
-    assert node.answers("a", m.Propose(of)) == m.Refuse(why, crew_id(of))
+    assert node.answers("a", wire.Propose(of)) == wire.Refuse(why, crew_id(of))
     assert node.state.reserved is None
 
 
 def test_one_proposer_at_a_time_and_for_a_few_seconds():
     node = Node()
     first, second = record("a", "b"), record("c", "b")
-    assert isinstance(node.answers("a", m.Propose(first)), m.Signature)
-    assert node.answers("c", m.Propose(second)).reason == "busy"
+    assert isinstance(node.answers("a", wire.Propose(first)), wire.Signature)
+    assert node.answers("c", wire.Propose(second)).reason == "busy"
     node.now += 2 * SETTINGS.turn_seconds + 1
-    assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
+    assert isinstance(node.answers("c", wire.Propose(second)), wire.Signature)
     assert node.answers("a", founded(first)).reason == "crew", "that one has lapsed"
     assert node.state.crew is None
 
@@ -179,14 +182,14 @@ def test_a_member_of_what_was_signed_that_proposes_another_is_not_made_to_wait()
     first, second = record("a", "b", "c"), record("c", "b", "a")
     for one, proposer in ((first, "a"), (second, "c")):
         node = Node(layers=3)
-        assert isinstance(node.answers("a", m.Propose(first)), m.Signature)
+        assert isinstance(node.answers("a", wire.Propose(first)), wire.Signature)
         for _ in range(2):
-            assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
-        assert node.answers("d", m.Propose(record("d", "b", "a"))).reason == "busy", (
+            assert isinstance(node.answers("c", wire.Propose(second)), wire.Signature)
+        assert node.answers("d", wire.Propose(record("d", "b", "a"))).reason == "busy", (
             "it is no member"
         )
         node.now += 2 * SETTINGS.turn_seconds - 1
-        assert node.answers(proposer, founded(one)) == m.Noted(), (
+        assert node.answers(proposer, founded(one)) == wire.Noted(), (
             "either may be founded, and waits no longer for it"
         )
         assert node.state.crew is not None
@@ -194,46 +197,50 @@ def test_a_member_of_what_was_signed_that_proposes_another_is_not_made_to_wait()
 
 def test_who_takes_another_s_place_has_as_long_and_nobody_takes_its_place_later():
     node, turn = Node(layers=4), SETTINGS.turn_seconds
-    assert isinstance(node.answers("a", m.Propose(record("a", "b", "c", "d"))), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(record("a", "b", "c", "d"))), wire.Signature)
     node.now += 1.9 * turn
     second = record("c", "b", "a", "d")
-    assert isinstance(node.answers("c", m.Propose(second)), m.Signature)
+    assert isinstance(node.answers("c", wire.Propose(second)), wire.Signature)
     node.now += 0.5 * turn
-    assert node.answers("d", m.Propose(record("d", "b", "a", "c"))).reason == "busy"
-    assert isinstance(node.answers("c", m.Propose(second)), m.Signature), (
+    assert node.answers("d", wire.Propose(record("d", "b", "a", "c"))).reason == "busy"
+    assert isinstance(node.answers("c", wire.Propose(second)), wire.Signature), (
         "which gives it no more time"
     )
     node.now += 1.4 * turn
-    assert node.answers("c", founded(second)) == m.Noted()
+    assert node.answers("c", founded(second)) == wire.Noted()
 
 
 def test_a_member_that_proposes_a_crew_without_the_first_proposer_waits_its_turn():
     """Else it could have signed both, and we would not join what the first one has founded."""
     node = Node(layers=3)
-    assert isinstance(node.answers("a", m.Propose(record("a", "b", "c"))), m.Signature)
-    assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy"
-    assert isinstance(node.answers("c", m.Propose(record("c", "b", "a"))), m.Signature)
-    assert node.answers("c", m.Propose(record("c", "b", "d"))).reason == "busy", (
+    assert isinstance(node.answers("a", wire.Propose(record("a", "b", "c"))), wire.Signature)
+    assert node.answers("c", wire.Propose(record("c", "b", "d"))).reason == "busy"
+    assert isinstance(node.answers("c", wire.Propose(record("c", "b", "a"))), wire.Signature)
+    assert node.answers("c", wire.Propose(record("c", "b", "d"))).reason == "busy", (
         "nor with a second one"
     )
-    assert node.answers("a", founded(record("a", "b", "c"))) == m.Noted()
+    assert node.answers("a", founded(record("a", "b", "c"))) == wire.Noted()
 
 
 def test_who_was_left_out_is_named_once_it_has_our_offer_again():
     """Before, it signs nothing that goes on from what we alone have, and would be left out for
     longer each time."""
     node = Node(replace_copy(OURS, 0))
-    offers = lambda: node.answers("a", m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
+    offers = lambda: node.answers("a", wire.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
     proposed = lambda: [
-        one for one in node.done if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)
+        one
+        for one in node.done
+        if isinstance(one, wire.Send) and isinstance(one.message, wire.Propose)
     ]
     told = lambda: [
         one
         for one in node.done
-        if isinstance(one, ev.Send) and isinstance(one.message, m.Offer) and one.message.memory > 0
+        if isinstance(one, wire.Send)
+        and isinstance(one.message, wire.Offer)
+        and one.message.memory > 0
     ]
     offers()
-    node.does(ev.Tick())
+    node.does(wire.Tick())
     of = proposed()[-1].message
     while node.now >= node.state.peers["a"].barred_until:  # it does not answer
         node.waits(SETTINGS.turn_seconds)
@@ -244,7 +251,7 @@ def test_who_was_left_out_is_named_once_it_has_our_offer_again():
         node.waits(SETTINGS.offer_seconds)
         offers()
     assert not proposed(), "no answer to our offer has come"
-    node.does(ev.Answered("a", told()[-1].message, m.Noted()))
+    node.does(wire.Answered("a", told()[-1].message, wire.Noted()))
     node.waits(SETTINGS.turn_seconds)
     assert [one.message.record.step for one in proposed()] == [of.record.step]
 
@@ -252,7 +259,7 @@ def test_who_was_left_out_is_named_once_it_has_our_offer_again():
 def test_nobody_gets_us_into_a_crew_that_we_did_not_sign():
     node = Node()
     assert node.answers("a", founded(record("a", "b"))).reason == "crew"
-    assert isinstance(node.answers("a", m.Propose(record("a", "b"))), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(record("a", "b"))), wire.Signature)
     forged = Founded(record("a", "b"), tuple(Signed(peer, bytes(64)) for peer in ("a", "b")))
     assert node.answers("a", forged).reason == "record"
     assert node.state.crew is None
@@ -260,25 +267,26 @@ def test_nobody_gets_us_into_a_crew_that_we_did_not_sign():
 
 def test_with_whom_is_a_person_s_choice():
     node = Node(trusts=lambda peer: peer != "a")
-    assert node.answers("a", m.Propose(record("a", "b"))).reason == "trust"
+    assert node.answers("a", wire.Propose(record("a", "b"))).reason == "trust"
 
 
 def test_what_was_learnt_is_not_given_up_for_the_base_or_for_less():
     node = Node(OURS)
-    assert node.answers("a", m.Propose(record("a", "b"))).reason == "behind"
+    assert node.answers("a", wire.Propose(record("a", "b"))).reason == "behind"
     assert (
-        node.answers("a", m.Propose(record("a", "b", step=7, lineage=b"x" * 32))).reason == "behind"
+        node.answers("a", wire.Propose(record("a", "b", step=7, lineage=b"x" * 32))).reason
+        == "behind"
     )
     older = record("a", "b", step=30)
-    assert node.answers("a", m.Propose(older)).reason == "behind"
-    assert isinstance(node.answers("a", m.Propose(record("a", "b", step=40))), m.Signature)
+    assert node.answers("a", wire.Propose(older)).reason == "behind"
+    assert isinstance(node.answers("a", wire.Propose(record("a", "b", step=40))), wire.Signature)
     node = Node(OURS)
     node.now += 2 * SETTINGS.exact_seconds
-    assert isinstance(node.answers("a", m.Propose(older)), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(older)), wire.Signature)
     node = Node(OURS)
     node.now += SETTINGS.lost_seconds
     assert isinstance(
-        node.answers("a", m.Propose(record("a", "b", lineage=b"x" * 32))), m.Signature
+        node.answers("a", wire.Propose(record("a", "b", lineage=b"x" * 32))), wire.Signature
     )
 
 
@@ -287,20 +295,20 @@ def test_a_crew_that_restored_for_long_and_took_no_step_is_no_reason_to_begin_an
     node = Node(OURS)
     node.waits(5.0)
     of = record("a", "b", step=40)
-    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
     node.answers("a", founded(of))
     for second in range(200):
-        node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("loading", 40, second)))
+        node.answers("a", wire.Heartbeat(node.state.crew.id, wire.Status("loading", 40, second)))
         node.waits(1.0)
     assert node.state.phase == Phase.PREPARING
-    node.answers("a", m.Leave(node.state.crew.id, "its connection is gone"))
-    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
+    node.answers("a", wire.Leave(node.state.crew.id, "its connection is gone"))
+    node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
     base = record("c", "b", lineage=b"x" * 32)
     for _ in range(int(SETTINGS.lost_seconds / 10.0) - 1):
-        assert node.answers("c", m.Propose(base)).reason == "behind"
+        assert node.answers("c", wire.Propose(base)).reason == "behind"
         node.waits(10.0)
     node.waits(20.0)
-    assert isinstance(node.answers("c", m.Propose(base)), m.Signature)
+    assert isinstance(node.answers("c", wire.Propose(base)), wire.Signature)
 
 
 def test_a_stranger_s_words_change_nothing_about_a_crew_that_works():
@@ -308,20 +316,20 @@ def test_a_stranger_s_words_change_nothing_about_a_crew_that_works():
     node = running()
     crew, other = node.state.crew.id, record("x", "b", nonce=b"o" * 8)
     for message in (
-        m.Leave(crew, "it is over"),
-        m.Heartbeat(crew, m.Status("failed")),
-        m.Heartbeat(b"x" * 32, m.Status("absent")),
-        m.Propose(other),
+        wire.Leave(crew, "it is over"),
+        wire.Heartbeat(crew, wire.Status("failed")),
+        wire.Heartbeat(b"x" * 32, wire.Status("absent")),
+        wire.Propose(other),
         founded(other),
         founded(record("a", "b")),
-        m.Offer(MODEL, 1e30, 1e30, 0.0, ()),
+        wire.Offer(MODEL, 1e30, 1e30, 0.0, ()),
     ):
         node.answers("x", message)
         assert (node.state.phase, node.state.crew.id) == (Phase.RUNNING, crew)
-    for answer in (m.Refuse("crew", crew), m.Alive(crew, m.Status("failed")), None):
-        node.does(ev.Answered("x", m.Heartbeat(crew, m.Status()), answer))
-        node.does(ev.Answered("x", m.Propose(other), answer))
-    node.does(ev.PeerGone("x"))
+    for answer in (wire.Refuse("crew", crew), wire.Alive(crew, wire.Status("failed")), None):
+        node.does(wire.Answered("x", wire.Heartbeat(crew, wire.Status()), answer))
+        node.does(wire.Answered("x", wire.Propose(other), answer))
+    node.does(wire.PeerGone("x"))
     assert (node.state.phase, node.state.crew.id) == (Phase.RUNNING, crew)
 
 
@@ -331,23 +339,23 @@ def test_silence_pauses_then_ends_and_a_sign_of_life_refutes():
     assert node.state.phase == Phase.RUNNING
     node.waits(10)
     assert node.state.phase == Phase.PAUSED
-    node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("active", 1, 999)))
+    node.answers("a", wire.Heartbeat(node.state.crew.id, wire.Status("active", 1, 999)))
     assert node.state.phase == Phase.RUNNING
     node.waits(SETTINGS.evict_seconds + 1)
     assert node.state.phase == Phase.FREE
-    assert isinstance(node.told()[-1], local.Released)
+    assert isinstance(node.told()[-1], wire.Released)
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        lambda crew: ev.Received("a", m.Leave(crew, "drained")),
-        lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("absent"))),
-        lambda crew: ev.Received("a", m.Heartbeat(crew, m.Status("failed"))),
-        lambda crew: ev.StreamLost("a", crew),
-        lambda crew: ev.TrainerLeft(),
-        lambda crew: ev.Drain("quiet hours"),
-        lambda crew: local.Blames(crew, (0,), "refused 5 steps"),
+        lambda crew: wire.Received("a", wire.Leave(crew, "drained")),
+        lambda crew: wire.Received("a", wire.Heartbeat(crew, wire.Status("absent"))),
+        lambda crew: wire.Received("a", wire.Heartbeat(crew, wire.Status("failed"))),
+        lambda crew: wire.StreamLost("a", crew),
+        lambda crew: wire.TrainerLeft(),
+        lambda crew: wire.Drain("quiet hours"),
+        lambda crew: wire.Blames(crew, (0,), "refused 5 steps"),
     ],
 )
 def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
@@ -355,23 +363,23 @@ def test_what_ends_a_crew_ends_it_at_once_and_everybody_is_told(event):
     crew = node.state.crew.id
     actions = node.does(event(crew))
     assert node.state.phase == Phase.FREE
-    assert any(isinstance(a, ev.Send) and isinstance(a.message, m.Leave) for a in actions)
-    assert any(isinstance(a, local.Released) for a in actions)
+    assert any(isinstance(a, wire.Send) and isinstance(a.message, wire.Leave) for a in actions)
+    assert any(isinstance(a, wire.Released) for a in actions)
 
 
 def test_a_member_that_was_blamed_is_left_out_for_a_while_and_for_longer_each_time():
     node = running()
-    node.does(local.Blames(node.state.crew.id, (0,), "refused 5 steps"))
+    node.does(wire.Blames(node.state.crew.id, (0,), "refused 5 steps"))
     barred = node.state.peers["a"].barred_until - node.now
-    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
-    assert node.answers("a", m.Propose(record("a", "b"))).reason == "trust"
+    node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), COST))
+    assert node.answers("a", wire.Propose(record("a", "b"))).reason == "trust"
     node.now += barred
     of = record("a", "b", nonce=b"2" * 8)
-    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
     node.answers("a", founded(of))
-    node.does(local.Blames(node.state.crew.id, (0,), "again"))
+    node.does(wire.Blames(node.state.crew.id, (0,), "again"))
     assert node.state.peers["a"].barred_until - node.now >= 2 * barred
-    assert node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], (
+    assert node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), COST)) == [], (
         "nothing is offered to it"
     )
 
@@ -384,16 +392,16 @@ def test_of_two_contradicting_members_the_recurring_one_is_excluded():
     )
     for number, pair in enumerate([(0, 2), (0, 2), (2, 3), (2, 3)]):
         before = {peer: until(peer) for peer in "acd"}
-        node.does(local.Blames(node.state.crew.id, pair, "no answer again and again"))
+        node.does(wire.Blames(node.state.crew.id, pair, "no answer again and again"))
         out += [peer for peer in "acd" if until(peer) != before[peer]]
         node.now = max(until(peer) for peer in "acd") + 1.0
         node.does(
-            local.Offering(
+            wire.Offering(
                 MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, 4 * COST.layers[:1], COST.head)
             )
         )
         of = record(*peers, nonce=bytes([number]) * 8)
-        assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+        assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
         node.answers("a", founded(of))
     assert sorted(out[:2]) == ["a", "c"], "in turn, where nobody knows better"
     assert out[2:] == ["c", "c"]
@@ -404,17 +412,17 @@ def next_crew(node, peers, number):
     takes."""
     layers = COST.layers[:1] * len(peers)
     node.does(
-        local.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, layers, COST.head))
+        wire.Offering(MODEL, Capacity(1.0, 1.0), ModelCost(COST.embedding, layers, COST.head))
     )
     of = record(*peers, nonce=bytes([number]) * 8)
-    assert isinstance(node.answers(peers[0], m.Propose(of)), m.Signature)
+    assert isinstance(node.answers(peers[0], wire.Propose(of)), wire.Signature)
     node.answers(peers[0], founded(of))
 
 
 def test_of_itself_and_another_a_head_leaves_the_other_out_whoever_of_them_was_blamed_more_often():
     node = running(peers=("a", "b", "c", "d"))  # we are b
     for number, other in enumerate((0, 2, 3, 0, 2, 3)):
-        node.does(local.Blames(node.state.crew.id, (1, other), "no answer again and again"))
+        node.does(wire.Blames(node.state.crew.id, (1, other), "no answer again and again"))
         assert node.state.peers["abcd"[other]].barred_until > node.now, (
             "it knows of itself that it is honest"
         )
@@ -431,9 +439,7 @@ def test_of_two_around_an_honest_one_either_is_left_out_once_it_has_been_beside_
     )
     for number, middle in enumerate(("c", "e", "f")):
         before = {peer: until(peer) for peer in ("a", middle, "d")}
-        node.does(
-            local.Blames(node.state.crew.id, (2,), "no answer again and again", beside=(0, 3))
-        )
+        node.does(wire.Blames(node.state.crew.id, (2,), "no answer again and again", beside=(0, 3)))
         out += [peer for peer, at in before.items() if until(peer) != at]
         node.now = max(map(until, before)) + 1.0
         next_crew(node, ("a", "b", {"c": "e", "e": "f"}.get(middle, "c"), "d"), number)
@@ -450,9 +456,9 @@ def test_a_member_that_spoils_one_step_in_three_is_excluded(
     for number in range(3):
         for step in range(1, 31):
             node.waits(2.0, alive=("a",))
-            node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
+            node.does(wire.StageStatus(node.state.crew.id, 1, "active", step))
         took = 20.0 if clean else 60.0
-        node.does(local.Blames(node.state.crew.id, (0,), "again", seconds=took))
+        node.does(wire.Blames(node.state.crew.id, (0,), "again", seconds=took))
         out.append(node.state.peers["a"].barred_until - node.now)
         assert out[-1] >= 2 * took
         node.now += out[-1]
@@ -463,9 +469,9 @@ def test_a_member_that_spoils_one_step_in_three_is_excluded(
 def test_a_step_that_cost_hours_costs_whoever_spoilt_it_as_much():
     node = running()
     node.waits(2.0, alive=("a",))
-    node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
+    node.does(wire.StageStatus(node.state.crew.id, 1, "active", 1))
     node.now += 10_000.0
-    node.does(local.Blames(node.state.crew.id, (0,), "no answer again and again", seconds=10_000.0))
+    node.does(wire.Blames(node.state.crew.id, (0,), "no answer again and again", seconds=10_000.0))
     assert node.state.peers["a"].barred_until - node.now >= 20_000.0
 
 
@@ -473,8 +479,8 @@ def fails_after(node, steps, seconds):
     """`a` fails after so many steps that took so long; how long it is left out."""
     for step in range(1, steps + 1):
         node.waits(seconds, alive=("a",))
-        node.does(local.StageStatus(node.state.crew.id, 1, "active", step))
-    node.does(ev.Received("a", m.Heartbeat(node.state.crew.id, m.Status("failed", 40, 1))))
+        node.does(wire.StageStatus(node.state.crew.id, 1, "active", step))
+    node.does(wire.Received("a", wire.Heartbeat(node.state.crew.id, wire.Status("failed", 40, 1))))
     return max(0.0, node.state.peers["a"].barred_until - node.now)
 
 
@@ -488,7 +494,7 @@ def test_what_happens_to_everybody_is_free_once_and_working_pays_for_it(seconds)
                 last and steps * min(seconds, SETTINGS.bar_seconds / 4) < SETTINGS.bar_seconds
             )
             if not last:
-                node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
+                node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), COST))
                 again(node)
 
 
@@ -498,7 +504,7 @@ def test_who_fails_in_the_middle_of_every_other_step_is_left_out_for_longer_each
     for _ in range(6):
         out.append(fails_after(node, 1, seconds))
         node.now += out[-1]
-        node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST))
+        node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), COST))
         again(node)
     assert out == sorted(out)
     assert out[-1] > 20 * SETTINGS.bar_seconds
@@ -508,9 +514,9 @@ def test_a_stranger_that_ends_a_crew_which_stood_still_owes_all_that_it_cost():
     for steps in (False, True):
         node = running()
         if steps:
-            node.does(local.StageStatus(node.state.crew.id, 1, "active", 1))
+            node.does(wire.StageStatus(node.state.crew.id, 1, "active", 1))
         node.waits(2 * SETTINGS.bar_seconds, alive=("a",))
-        node.does(ev.Received("a", m.Leave(node.state.crew.id, "because")))
+        node.does(wire.Received("a", wire.Leave(node.state.crew.id, "because")))
         assert (node.state.peers["a"].barred_until >= node.now + 4 * SETTINGS.bar_seconds) == (
             not steps
         )
@@ -519,21 +525,21 @@ def test_a_stranger_that_ends_a_crew_which_stood_still_owes_all_that_it_cost():
 def again(node):
     """The same two found another crew, and it runs."""
     of = record("a", "b", nonce=b"2" * 8)
-    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
     node.answers("a", founded(of))
-    node.does(local.StageStatus(node.state.crew.id, 1, "active", 0))
-    node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("active", 0, 1)))
+    node.does(wire.StageStatus(node.state.crew.id, 1, "active", 0))
+    node.answers("a", wire.Heartbeat(node.state.crew.id, wire.Status("active", 0, 1)))
 
 
 def test_a_refusal_that_crossed_what_the_member_said_since_ends_nothing_and_a_second_one_does():
     node = running()
     crew = node.state.crew.id
-    refused = ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew))
+    refused = wire.Answered("a", wire.Heartbeat(crew, wire.Status()), wire.Refuse("crew", crew))
     node.does(refused)
     node.does(refused)
     assert node.state.phase == Phase.RUNNING
     node.now += SETTINGS.heartbeat_seconds
-    node.answers("a", m.Heartbeat(crew, m.Status("active", 0, 2)))
+    node.answers("a", wire.Heartbeat(crew, wire.Status("active", 0, 2)))
     node.does(refused)
     assert node.state.phase == Phase.RUNNING, "it has been heard since"
     node.now += SETTINGS.heartbeat_seconds
@@ -544,10 +550,10 @@ def test_a_refusal_that_crossed_what_the_member_said_since_ends_nothing_and_a_se
 def test_progress_without_end_is_no_reason_to_wait_without_end():
     node = Node()
     of = record("a", "b")
-    node.answers("a", m.Propose(of))
+    node.answers("a", wire.Propose(of))
     node.answers("a", founded(of))
     for second in range(int(SETTINGS.prepare_seconds) - 1):
-        node.answers("a", m.Heartbeat(node.state.crew.id, m.Status("loading", 0, second)))
+        node.answers("a", wire.Heartbeat(node.state.crew.id, wire.Status("loading", 0, second)))
         node.waits(1.0)
     assert node.state.phase == Phase.PREPARING
     node.waits(2.0, alive=())
@@ -564,11 +570,11 @@ def test_a_crew_of_homes_that_samples_token_by_token_has_time_for_its_lines():
     cost = ModelCost(
         Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batches=16.0, crossings=4000 / 16
     )
-    node.does(ev.PeerBack("a"))
-    node.does(ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=0.05))
-    node.does(local.Offering(MODEL, Capacity(1.0, 1.0), cost))
+    node.does(wire.PeerBack("a"))
+    node.does(wire.Answered("a", wire.Offer(MODEL, 0.0, 0.0, 0.0), wire.Noted(), seconds=0.05))
+    node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), cost))
     of = record("a", "b")
-    node.answers("a", m.Propose(of))
+    node.answers("a", wire.Propose(of))
     node.answers("a", founded(of))
     assert node.told()[0].step_seconds == pytest.approx(
         SETTINGS.step_seconds + SETTINGS.slow_lines * lines
@@ -609,11 +615,13 @@ def test_a_proposer_that_never_finishes_holds_nobody_for_ever():
     node, signed = Node(), {"a": 0, "c": 0}
     for number in range(400):
         node.now += 0.5
-        node.does(ev.Tick())
+        node.does(wire.Tick())
         for peer in ("a", "c") if number % 40 == 0 else ("a",):
             signed[peer] += isinstance(
-                node.answers(peer, m.Propose(record(peer, "b", nonce=number.to_bytes(8, "big")))),
-                m.Signature,
+                node.answers(
+                    peer, wire.Propose(record(peer, "b", nonce=number.to_bytes(8, "big")))
+                ),
+                wire.Signature,
             )
     assert signed["c"] >= 3
     assert signed["a"] * 0.5 < 0.6 * 200
@@ -623,9 +631,9 @@ def test_two_that_propose_for_ever_leave_us_our_turn():
     node, promised, ticks = Node(), 0, 1200
     for number in range(ticks):
         node.now += 0.5
-        node.does(ev.Tick())
+        node.does(wire.Tick())
         for peer in ("a", "c"):
-            node.answers(peer, m.Propose(record(peer, "b", nonce=number.to_bytes(8, "big"))))
+            node.answers(peer, wire.Propose(record(peer, "b", nonce=number.to_bytes(8, "big"))))
         promised += node.state.reserved is not None
     assert 0 < promised < 0.5 * ticks
     assert node.state.crew is None
@@ -644,39 +652,39 @@ def test_ten_that_propose_for_ever_leave_us_most_of_the_time_and_our_turn(friend
     for number in range(ticks):
         node.now += 0.5
         for peer in honest if number % 20 == 0 else ():
-            node.answers(peer, m.Offer(MODEL, 1.0, 1.0, 0.0))
+            node.answers(peer, wire.Offer(MODEL, 1.0, 1.0, 0.0))
         for stranger in range(10):
             named = (f"x{(stranger + other) % 10}" for other in range(1, friends + 1))
             node.answers(
                 f"x{stranger}",
-                m.Propose(record(f"x{stranger}", "b", *named, nonce=number.to_bytes(8, "big"))),
+                wire.Propose(record(f"x{stranger}", "b", *named, nonce=number.to_bytes(8, "big"))),
             )
-        node.does(ev.Tick())
+        node.does(wire.Tick())
         promised.append(node.state.reserved is not None)
     assert sum(promised[ticks // 2 :]) < 0.3 * ticks / 2
     assert {
         one.peer
         for one in node.done
-        if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)
+        if isinstance(one, wire.Send) and isinstance(one.message, wire.Propose)
     } == {*honest}
 
 
 def test_while_we_propose_we_sign_nothing_although_our_proposal_is_overdue_or_lapses_first():
     node = Node(replace_copy(OURS, 0))
-    node.answers("c", m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
-    node.does(ev.Tick())
+    node.answers("c", wire.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,)))
+    node.does(wire.Tick())
     assert node.state.proposal is not None
-    assert node.answers("a", m.Propose(record("a", "b", step=40))).reason == "busy"
+    assert node.answers("a", wire.Propose(record("a", "b", step=40))).reason == "busy"
     node.now = node.state.proposal.until
     of = record("a", "b", step=40, nonce=b"2" * 8)
-    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
-    node.does(ev.Tick())
-    assert node.answers("a", founded(of)) == m.Noted()
+    assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
+    node.does(wire.Tick())
+    assert node.answers("a", founded(of)) == wire.Noted()
 
 
 def test_who_leaves_because_of_somebody_is_doubted_as_much_as_whom_it_names():
     node = running(peers=("a", "b", "c"))
-    node.answers("a", m.Leave(node.state.crew.id, "is gone", "c"))
+    node.answers("a", wire.Leave(node.state.crew.id, "is gone", "c"))
     assert node.state.phase == Phase.FREE
     assert node.state.peers["a"].debt == node.state.peers["c"].debt > 0
     assert max(node.state.peers[peer].barred_until for peer in "ac") < node.now
@@ -687,9 +695,9 @@ def test_who_leaves_in_the_middle_of_a_long_step_has_nobody_else_charged(peers):
     """It may have held up the work itself, just so long that nobody noticed; the head, which is all
     that others see, may be we."""
     node = running(peers=peers)
-    node.does(local.StageStatus(node.state.crew.id, node.state.crew.stage, "active", 1))
+    node.does(wire.StageStatus(node.state.crew.id, node.state.crew.stage, "active", 1))
     node.waits(0.6 * SETTINGS.step_seconds, alive=("a", "c"))
-    node.answers("c", m.Leave(node.state.crew.id, "because"))
+    node.answers("c", wire.Leave(node.state.crew.id, "because"))
     assert node.state.phase == Phase.FREE
     assert node.state.peers["a"].debt == 0
     assert node.state.peers["c"].debt > 0
@@ -698,16 +706,16 @@ def test_who_leaves_in_the_middle_of_a_long_step_has_nobody_else_charged(peers):
 def test_whom_everybody_waits_for_is_charged_and_not_who_says_so_first():
     node = Node(layers=3)
     of = record("a", "b", "c")
-    assert isinstance(node.answers("a", m.Propose(of)), m.Signature)
+    assert isinstance(node.answers("a", wire.Propose(of)), wire.Signature)
     node.answers("a", founded(of))
     node.waits(0.6 * SETTINGS.join_seconds, alive=("a",))
-    node.answers("a", m.Leave(node.state.crew.id, "has not joined", "c"))
+    node.answers("a", wire.Leave(node.state.crew.id, "has not joined", "c"))
     assert node.state.peers["a"].debt == 0
     assert node.state.peers["c"].barred_until > node.now
-    offering = local.Offering(
+    offering = wire.Offering(
         MODEL, Capacity(1.0, 1.0), ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 3, Part(0.0, 0.0))
     )
-    offers = [one.message for one in node.does(offering) if isinstance(one, ev.Send)]
+    offers = [one.message for one in node.does(offering) if isinstance(one, wire.Send)]
     assert [offer.without for offer in offers] == [("c",)]
 
 
@@ -725,16 +733,16 @@ def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
         asked = [
             one
             for one in node.done
-            if isinstance(one, ev.Send) and isinstance(one.message, m.Propose)
+            if isinstance(one, wire.Send) and isinstance(one.message, wire.Propose)
         ]
         found += [{one.peer for one in asked}] if asked else []
         for one in asked:
             if one.peer == "x" and refuse is not None:
                 node.does(
-                    ev.Answered(
+                    wire.Answered(
                         "x",
                         one.message,
-                        m.Refuse(refuse, crew_id(one.message.record)) if refuse else None,
+                        wire.Refuse(refuse, crew_id(one.message.record)) if refuse else None,
                     )
                 )
                 node.answers("x", offers["x"])
@@ -746,9 +754,9 @@ def proposed(node, offers, seconds, refuse=None, of_x=lambda tick: ()):
 def test_a_stranger_that_offers_most_and_signs_nothing_is_done_without(memory, refuse):
     node = Node(layers=4, stages=0, memory=2.0)
     offers = {
-        "a": m.Offer(MODEL, 2.0, 1.0, 0.0),
-        "c": m.Offer(MODEL, 2.0, 1.0, 0.0),
-        "x": m.Offer(MODEL, memory, 1e30, 0.0),
+        "a": wire.Offer(MODEL, 2.0, 1.0, 0.0),
+        "c": wire.Offer(MODEL, 2.0, 1.0, 0.0),
+        "x": wire.Offer(MODEL, memory, 1e30, 0.0),
     }
     assert any("x" not in members for members in proposed(node, offers, 40.0, refuse))
 
@@ -757,7 +765,9 @@ def test_a_crew_that_nobody_proposes_is_waited_for_a_few_times():
     """Two strangers that would be faster together than anybody with us."""
     node = Node(layers=4, stages=0, memory=2.0)
     offers = {
-        peer: m.Offer(MODEL, 3.0, 1e30, 0.0) if peer in "xy" else m.Offer(MODEL, 2.0, 1.0, 0.0)
+        peer: wire.Offer(MODEL, 3.0, 1e30, 0.0)
+        if peer in "xy"
+        else wire.Offer(MODEL, 2.0, 1.0, 0.0)
         for peer in "acxy"
     }
     assert any(not members & {"x", "y"} for members in proposed(node, offers, 60.0))
@@ -774,15 +784,17 @@ def test_a_crew_that_nobody_proposes_is_waited_for_a_few_times():
 )
 def test_who_offers_anew_all_the_time_delays_a_crew_for_seconds(offers):
     """A stranger that comes back each time, so that it cannot be told from many."""
-    said = [m.Offer(model, memory, 1e30 if memory >= 1.0 else 1.0, 0.0) for model, memory in offers]
+    said = [
+        wire.Offer(model, memory, 1e30 if memory >= 1.0 else 1.0, 0.0) for model, memory in offers
+    ]
     comes = lambda tick: (
-        (ev.PeerGone("x"), ev.PeerBack("x"), ev.Received("x", said[tick // 4 % len(said)]))
+        (wire.PeerGone("x"), wire.PeerBack("x"), wire.Received("x", said[tick // 4 % len(said)]))
         if tick % 4 == 0
         else ()
     )
     assert proposed(
         Node(),
-        {"a": m.Offer(MODEL, 1.0, 1.0, 0.0)},
+        {"a": wire.Offer(MODEL, 1.0, 1.0, 0.0)},
         4 * SETTINGS.gather_seconds + SETTINGS.turn_seconds,
         of_x=comes,
     )
@@ -793,39 +805,41 @@ def test_offers_are_made_while_free_and_taken_back_in_a_crew():
     sent = [
         a.message.memory
         for a in node.done
-        if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+        if isinstance(a, wire.Send) and isinstance(a.message, wire.Offer)
     ]
     assert sent[0] > 0
     assert sent[-1] == 0
-    node.does(ev.Received("a", m.Leave(node.state.crew.id, "drained")))
+    node.does(wire.Received("a", wire.Leave(node.state.crew.id, "drained")))
     assert not any(
-        isinstance(a, ev.Send) and isinstance(a.message, m.Offer) for a in node.does(ev.Tick())
+        isinstance(a, wire.Send) and isinstance(a.message, wire.Offer)
+        for a in node.does(wire.Tick())
     ), "its trainer has not stopped"
-    actions = node.does(local.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
+    actions = node.does(wire.Offering(MODEL, Capacity(1.0, 1.0), COST, (OURS,)))
     assert [
         a.message.copies
         for a in actions
-        if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+        if isinstance(a, wire.Send) and isinstance(a.message, wire.Offer)
     ] == [(OURS,)]
 
 
 def test_a_peer_that_does_not_speak_of_crews_is_not_asked_again_at_once():
     node = Node()
-    offer = next(a.message for a in node.done if isinstance(a, ev.Send))
-    node.does(ev.Answered("a", offer, None, foreign=True))
+    offer = next(a.message for a in node.done if isinstance(a, wire.Send))
+    node.does(wire.Answered("a", offer, None, foreign=True))
     before = len(node.done)
     node.waits(SETTINGS.offer_seconds * 3)
-    assert not any(isinstance(a, ev.Send) for a in node.done[before:])
+    assert not any(isinstance(a, wire.Send) for a in node.done[before:])
     assert any(
-        isinstance(a, ev.Send) for a in node.does(ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0)))
+        isinstance(a, wire.Send)
+        for a in node.does(wire.Received("a", wire.Offer(MODEL, 1.0, 1.0, 0.0)))
     )
 
 
 def test_the_holder_of_the_first_stage_proposes_and_all_who_sign_make_the_crew():
     node = Node(replace_copy(OURS, 0))
-    other = m.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,))
-    actions = node.does(ev.Received("c", other)) + node.does(ev.Tick())
-    asked = [a for a in actions if isinstance(a, ev.Send) and isinstance(a.message, m.Propose)]
+    other = wire.Offer(MODEL, 1.0, 1.0, 0.0, (OURS,))
+    actions = node.does(wire.Received("c", other)) + node.does(wire.Tick())
+    asked = [a for a in actions if isinstance(a, wire.Send) and isinstance(a.message, wire.Propose)]
     assert [a.peer for a in asked] == ["c"]
     of = asked[0].message.record
     assert (of.step, of.lineage, [member.peer for member in of.members]) == (
@@ -833,16 +847,18 @@ def test_the_holder_of_the_first_stage_proposes_and_all_who_sign_make_the_crew()
         LINEAGE,
         ["b", "c"],
     )
-    signature = m.Signature(crew_id(of), named_keys("c")[0](member_bytes(crew_id(of))))
-    node.does(ev.Answered("x", asked[0].message, signature))
+    signature = wire.Signature(crew_id(of), named_keys("c")[0](member_bytes(crew_id(of))))
+    node.does(wire.Answered("x", asked[0].message, signature))
     node.does(
-        ev.Answered("c", asked[0].message, msgspec.structs.replace(signature, signature=bytes(64)))
+        wire.Answered(
+            "c", asked[0].message, msgspec.structs.replace(signature, signature=bytes(64))
+        )
     )
     assert node.state.crew is None
-    actions = node.does(ev.Answered("c", asked[0].message, signature))
+    actions = node.does(wire.Answered("c", asked[0].message, signature))
     assert node.state.phase == Phase.PREPARING
     assert [
-        a.peer for a in actions if isinstance(a, ev.Send) and isinstance(a.message, Founded)
+        a.peer for a in actions if isinstance(a, wire.Send) and isinstance(a.message, Founded)
     ] == ["c"]
 
 
@@ -854,7 +870,7 @@ def test_the_state_is_never_changed_in_place():
     node = Node()
     before = replace(node.state)
     peers = dict(node.state.peers)
-    advance(node.state, ev.Received("a", m.Offer(MODEL, 1.0, 1.0, 0.0)), 101.0, node.means)
+    advance(node.state, wire.Received("a", wire.Offer(MODEL, 1.0, 1.0, 0.0)), 101.0, node.means)
     assert node.state == before
     assert node.state.peers == peers
 
@@ -865,10 +881,12 @@ def test_what_a_member_said_before_it_was_ready_and_what_comes_later_changes_not
     node = running()
     crew = node.state.crew.id
     node.now += 3.0
-    node.answers("a", m.Heartbeat(crew, m.Status("loading", 0, 0)))
+    node.answers("a", wire.Heartbeat(crew, wire.Status("loading", 0, 0)))
     node.does(
-        ev.Answered(
-            "a", m.Heartbeat(crew, m.Status("active")), m.Alive(crew, m.Status("probation"))
+        wire.Answered(
+            "a",
+            wire.Heartbeat(crew, wire.Status("active")),
+            wire.Alive(crew, wire.Status("probation")),
         )
     )
     assert [slot.state for slot in statistics(node.state, node.now, SETTINGS).slots] == [
@@ -883,16 +901,18 @@ def test_what_a_member_said_before_it_was_ready_and_what_comes_later_changes_not
 def test_a_member_that_has_not_joined_is_told_again_with_each_heartbeat_and_not_with_each_refusal():
     node = Node()
     of = record("a", "b")
-    node.answers("a", m.Propose(of))
+    node.answers("a", wire.Propose(of))
     node.answers("a", founded(of))
     crew = node.state.crew.id
     told = [
         a
-        for a in node.does(ev.Answered("a", m.Heartbeat(crew, m.Status()), m.Refuse("crew", crew)))
-        if isinstance(a, ev.Send)
+        for a in node.does(
+            wire.Answered("a", wire.Heartbeat(crew, wire.Status()), wire.Refuse("crew", crew))
+        )
+        if isinstance(a, wire.Send)
     ]
     assert [a.message for a in told] == [founded(of)]
-    assert node.does(ev.Answered("a", founded(of), m.Refuse("crew", crew))) == [], (
+    assert node.does(wire.Answered("a", founded(of), wire.Refuse("crew", crew))) == [], (
         "two that refuse each other would never end"
     )
 
@@ -905,14 +925,16 @@ def far_node(seconds, *, batch_bytes=0.0, uplink=math.inf):
     )
     cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 2, Part(0.0, 0.0), batch_bytes)
     for peer, each in seconds.items():
-        node.does(ev.PeerBack(peer))
+        node.does(wire.PeerBack(peer))
         for one in each:
-            node.does(ev.Answered(peer, m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=one))
-    offering = local.Offering(MODEL, Capacity(1.0, 1.0), cost)
+            node.does(
+                wire.Answered(peer, wire.Offer(MODEL, 0.0, 0.0, 0.0), wire.Noted(), seconds=one)
+            )
+    offering = wire.Offering(MODEL, Capacity(1.0, 1.0), cost)
     return node, [
         a.message
         for a in node.does(offering)
-        if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+        if isinstance(a, wire.Send) and isinstance(a.message, wire.Offer)
     ]
 
 
@@ -935,16 +957,16 @@ def test_a_distance_is_that_of_the_fastest_answer_and_few_slow_ones_change_it_li
 def test_what_was_measured_since_is_offered_anew_at_once_and_small_changes_are_not():
     node, _ = far_node({"a": [0.05]})
     offers = lambda: [
-        a for a in node.done if isinstance(a, ev.Send) and isinstance(a.message, m.Offer)
+        a for a in node.done if isinstance(a, wire.Send) and isinstance(a.message, wire.Offer)
     ]
-    node.does(ev.Tick())
+    node.does(wire.Tick())
     node.done.clear()
     answered = lambda seconds: node.does(
-        ev.Answered("a", m.Offer(MODEL, 0.0, 0.0, 0.0), m.Noted(), seconds=seconds)
+        wire.Answered("a", wire.Offer(MODEL, 0.0, 0.0, 0.0), wire.Noted(), seconds=seconds)
     )
     answered(0.04)
-    node.does(ev.Tick())
+    node.does(wire.Tick())
     assert offers() == []
     answered(0.01)
-    node.does(ev.Tick())
+    node.does(wire.Tick())
     assert [a.message.hop_seconds for a in offers()] == [0.01]

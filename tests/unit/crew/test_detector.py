@@ -7,8 +7,8 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.crew import detector
-from swarmnode.crew.detector import LEAST, STALL_FLOOR_SECONDS, Progress, Signs, phi, slowness_at
+from swarmnode.stages import crew
+from swarmnode.stages.crew import LEAST, STALL_FLOOR_SECONDS, Progress, Signs, phi, slowness_at
 
 
 def beating(signs, until, rng=None):
@@ -99,7 +99,7 @@ def test_false_suspicions_are_as_rare_as_measured(monkeypatch):
         for _ in range(20_000)
     ]
     for floor in (0.1, 1.0):
-        monkeypatch.setattr(detector, "FLOOR_SECONDS", floor)
+        monkeypatch.setattr(crew, "FLOOR_SECONDS", floor)
         signs, now, count = Signs(0.0), 0.0, 0
         for gap in gaps:
             count += signs.overdue(now + gap - 1e-6, 1.0)

@@ -7,12 +7,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.crew import founding
-from swarmnode.crew.events import Settings
-from swarmnode.crew.founding import PLAUSIBLE, Point, is_behind, newest, plan_crew
-from swarmnode.crew.messages import Offer
-from swarmnode.crew.plan import ModelCost, Part
-from swarmnode.crew.record import NO_HASH, Copy, Taken, peers_of
+from swarmnode.stages import crew
+from swarmnode.stages.crew import PLAUSIBLE, Point, is_behind, newest, plan_crew
+from swarmnode.stages.wire import NO_HASH, Copy, ModelCost, Offer, Part, Settings, Taken, peers_of
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
 COST = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0))
@@ -146,9 +143,7 @@ def claims(memory):
 @pytest.mark.parametrize("memory", [1e-9, 1.0])
 def test_a_stranger_s_many_claims_cost_little_to_look_at(monkeypatch, me, memory):
     asked = []
-    monkeypatch.setattr(
-        founding, "is_behind", lambda *about: asked.append(about) or is_behind(*about)
-    )
+    monkeypatch.setattr(crew, "is_behind", lambda *about: asked.append(about) or is_behind(*about))
     offers = {**four(9, 9, 9, 9), "e": offer(), "x": claims(memory)}
     del offers["d"]
     for waited in (0.0, 20.0, 60.0):

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.crew import messages as m
-from swarmnode.crew.plan import MEMBERS
-from swarmnode.crew.record import (
+from swarmnode.errors import BadMessage
+from swarmnode.stages import wire
+from swarmnode.stages.wire import (
     COPIES,
+    MEMBERS,
     NO_HASH,
     Copy,
     Founded,
@@ -22,7 +23,6 @@ from swarmnode.crew.record import (
     member_bytes,
     stage_of,
 )
-from swarmnode.errors import BadMessage
 from tests.support.crew_trainer import named_keys
 
 RECORD = Record(
@@ -58,28 +58,28 @@ def reason_of(decode, data):
 
 
 MESSAGES = [
-    m.Offer(b"m" * 32, 1e9, 1e12, 0.01, (COPY,)),
-    m.Propose(RECORD),
+    wire.Offer(b"m" * 32, 1e9, 1e12, 0.01, (COPY,)),
+    wire.Propose(RECORD),
     signed(RECORD, "a", "b"),
-    m.Heartbeat(b"c" * 32, m.Status("active", 7, 9)),
-    m.Leave(b"c" * 32, "drained"),
+    wire.Heartbeat(b"c" * 32, wire.Status("active", 7, 9)),
+    wire.Leave(b"c" * 32, "drained"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_request_survives_and_every_flipped_byte_is_a_message_or_a_reason(message):
-    data = m.encode_message(message)
-    assert m.decode_request(data) == message
+    data = wire.encode_message(message)
+    assert wire.decode_request(data) == message
     for at in range(len(data)):
         assert (
-            reason_of(m.decode_request, data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
+            reason_of(wire.decode_request, data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
             in REASONS
         )
 
 
 @given(st.binary(max_size=200))
 def test_bytes_are_a_message_or_a_reason(data):
-    for decode in (m.decode_request, m.decode_answer):
+    for decode in (wire.decode_request, wire.decode_answer):
         assert reason_of(decode, data) in REASONS
 
 
@@ -94,11 +94,11 @@ def test_the_largest_messages_fit_their_bound():
     )
     for message in (
         founded,
-        m.Propose(record),
-        m.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * COPIES),
+        wire.Propose(record),
+        wire.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * COPIES),
     ):
-        assert len(m.encode_message(message)) < m.MESSAGE_BYTES / 4
-        m.check_message(message)
+        assert len(wire.encode_message(message)) < wire.MESSAGE_BYTES / 4
+        wire.check_message(message)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_largest_messages_fit_their_bound():
 )
 def test_a_record_that_is_none_is_refused(changes):
     with pytest.raises(BadMessage):
-        m.check_message(m.Propose(msgspec.structs.replace(RECORD, **changes)))
+        wire.check_message(wire.Propose(msgspec.structs.replace(RECORD, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_a_record_that_is_none_is_refused(changes):
 )
 def test_a_copy_that_is_none_is_refused(changes):
     with pytest.raises(BadMessage):
-        m.check_message(
-            m.Offer(b"m" * 32, 1.0, 1.0, 0.0, (msgspec.structs.replace(COPY, **changes),))
+        wire.check_message(
+            wire.Offer(b"m" * 32, 1.0, 1.0, 0.0, (msgspec.structs.replace(COPY, **changes),))
         )
 
 
@@ -155,12 +155,12 @@ def test_a_crew_is_signed_by_each_of_its_members_in_order_and_by_nobody_else():
 
 def test_a_signature_is_of_the_record_that_was_asked_for():
     sign = named_keys("a")[0]
-    good = m.Signature(crew_id(RECORD), sign(member_bytes(crew_id(RECORD))))
-    m.check_signature(RECORD, "a", good, VERIFY)
+    good = wire.Signature(crew_id(RECORD), sign(member_bytes(crew_id(RECORD))))
+    wire.check_signature(RECORD, "a", good, VERIFY)
     other = msgspec.structs.replace(RECORD, step=8)
     for record, peer in ((other, "a"), (RECORD, "b")):
         with pytest.raises(BadMessage):
-            m.check_signature(record, peer, good, VERIFY)
+            wire.check_signature(record, peer, good, VERIFY)
 
 
 def test_who_holds_which_stage():

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.crew.control import advance
-from swarmnode.crew.local import Offering
-from swarmnode.pipeline.fence import Fence
+from swarmnode.stages.crew import advance
+from swarmnode.stages.wire import Fence, Offering
 from tests.support.crew_history import Violation
 from tests.support.nemesis import World, check
 

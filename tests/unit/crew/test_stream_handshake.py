@@ -4,10 +4,11 @@ all."""
 import msgspec
 import pytest
 
-from swarmnode.crew.local import Open
-from swarmnode.crew.stream_handshake import (
+from swarmnode.errors import BadMessage, PeerError
+from swarmnode.stages.wire import (
     OPEN_BYTES,
     REFUSALS,
+    Open,
     StreamOpen,
     StreamPeers,
     StreamReady,
@@ -15,7 +16,6 @@ from swarmnode.crew.stream_handshake import (
     read_open,
     refusal,
 )
-from swarmnode.errors import BadMessage, PeerError
 from swarmnode.wire import headed
 
 CREW = b"c" * 32

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swarmnode.crew.uplink import LEAST, WINDOWS, Uplink
+from swarmnode.stages.service import LEAST, WINDOWS, Uplink
 
 CHUNK = 256 * 1024
 

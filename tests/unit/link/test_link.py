@@ -8,13 +8,23 @@ import pytest
 import trio
 import trio.testing
 
-from swarmnode.crew.local import Assigned, Offering, Released, Resumed, StageStatus, Suspended
-from swarmnode.crew.plan import Capacity, ModelCost, Part
-from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.link.client import QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
+from swarmnode.stages.wire import (
+    NO_HASH,
+    Assigned,
+    Capacity,
+    ModelCost,
+    Offering,
+    Part,
+    Released,
+    Resumed,
+    StageStatus,
+    Suspended,
+    Taken,
+)
 from tests.support.groups import external_group
 from tests.support.waiting import until
 

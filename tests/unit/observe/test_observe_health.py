@@ -4,8 +4,6 @@ from itertools import pairwise
 
 import msgspec
 
-from swarmnode.crew.control import CrewStatistics
-from swarmnode.crew.service import StagesStatistics
 from swarmnode.link.messages import Report
 from swarmnode.observe.health import MAX_LOOP_SILENCE, alive, policy_loaded, ready, troubles
 from swarmnode.observe.history import History
@@ -15,6 +13,8 @@ from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.summaries import SummaryStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.stages.crew import CrewStatistics
+from swarmnode.stages.service import StagesStatistics
 from swarmnode.tasks.tally import ScorerStatistics
 from tests.support.snapshots import STARTED_AT, example, example_at
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from swarmnode.crew.service import StagesStatistics
 from swarmnode.errors import Unavailable
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.top import called, fetch, names_of, render, sparkline, status_command
 from swarmnode.observe.where import Place
+from swarmnode.stages.service import StagesStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
 

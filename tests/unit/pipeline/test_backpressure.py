@@ -12,19 +12,11 @@ import trio.testing
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError
-from swarmnode.pipeline import frames
-from swarmnode.pipeline import links as links_module
-from swarmnode.pipeline import micro_batches as micro_batches_module
-from swarmnode.pipeline.activations import encode
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.head import SCORES
-from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.schedule import Schedule
-from swarmnode.pipeline.worker import StageWorker
+from swarmnode.stages import wire, worker
+from swarmnode.stages.head import SCORES
+from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
+from swarmnode.stages.wire import FrameLimits, Place
+from swarmnode.stages.worker import CrewSettings, Links, Schedule, StageWorker, inline
 from swarmnode.wire import headed, strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
@@ -61,15 +53,15 @@ class Narrow:
     def __init__(self, patch):
         self.most = self.embedding = self.held = 0
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
-        patch.setattr(links_module, "OUTBOX_BYTES", 1)
-        patch.setattr(links_module, "INBOX_BYTES", 1)
+        patch.setattr(worker, "OUTBOX_BYTES", 1)
+        patch.setattr(worker, "INBOX_BYTES", 1)
         send, arrived = Links.send, StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
             queued = links.queued.get(stage, 0)
             self.most = max(self.most, queued)
-            if isinstance(frame, frames.Embedding):
+            if isinstance(frame, wire.Embedding):
                 self.embedding = max(self.embedding, queued)
 
         async def counting(member, arrival):
@@ -148,13 +140,13 @@ def forward(number, purpose="learn", place=PLACE):
         describe_loss(rows, CFG, 30.0) if purpose == "learn" else None,
     )
     about = strict.encode(work)
-    return frames.Forward(place, number, purpose, "float32", work.rows, len(about)), about + encode(
+    return wire.Forward(place, number, purpose, "float32", work.rows, len(about)), about + encode(
         torch.zeros(work.rows, 32), "float32"
     )
 
 
 async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
-    monkeypatch.setattr(links_module, "OUTBOX_BYTES", 3000)
+    monkeypatch.setattr(worker, "OUTBOX_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     sent = 0
@@ -167,7 +159,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
         assert links.full(1)
         assert 3000 <= sum(links.queued.values()) < 3000 + FRAME
         assert not links.full(0)
-        got = [(await frames.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
+        got = [(await wire.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
         assert got == list(range(sent))
         with trio.fail_after(1):
             assert await links.inbox.take() is None  # there is room again
@@ -178,14 +170,14 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
 
 
 async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_silently(monkeypatch):
-    monkeypatch.setattr(links_module, "OUTBOX", 4)
+    monkeypatch.setattr(worker, "OUTBOX", 4)
     ours, _ = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(links.run)
         await quiet()
         for number in range(6):
-            links.send(1, frames.Done(PLACE, number))
+            links.send(1, wire.Done(PLACE, number))
         with trio.fail_after(1):
             while (arrival := await links.inbox.take()) is None:
                 pass
@@ -197,7 +189,7 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
 
 async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
     _, body = forward(0, "score")
-    monkeypatch.setattr(links_module, "INBOX_BYTES", 2 * len(body))
+    monkeypatch.setattr(worker, "INBOX_BYTES", 2 * len(body))
     ours, theirs = trio.testing.memory_stream_pair()
     links = Links(1, {0: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -240,7 +232,7 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         work, body = forward(0, "learn", crew.head.place)
         crew.head.links.send(
-            1, frames.Propose(crew.head.place, 1, (0,)), frames.description_hash(body[: work.about])
+            1, wire.ProposeStep(crew.head.place, 1, (0,)), wire.description_hash(body[: work.about])
         )
         crew.head.links.send(1, work, body)
         await quiet()
@@ -288,10 +280,10 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
         member = crew.members[1]
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
         work, body = forward(0, "learn", crew.head.place)
-        numbers = tuple(range(micro_batches_module.KEPT + 10))
+        numbers = tuple(range(worker.KEPT + 10))
         proposal = (
-            frames.Propose(crew.head.place, 1, numbers),
-            len(numbers) * frames.description_hash(body[: work.about]),
+            wire.ProposeStep(crew.head.place, 1, numbers),
+            len(numbers) * wire.description_hash(body[: work.about]),
         )
         crew.head.links.send(1, *proposal) if proposed_first else None
         for number in numbers:
@@ -300,7 +292,7 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
         assert member.context.refused == {"bounds": 10}
         crew.head.links.send(1, *proposal) if not proposed_first else None
         await quiet(2000)
-        assert len(member.micro_batches.kept) == micro_batches_module.KEPT
+        assert len(member.micro_batches.kept) == worker.KEPT
         assert member.context.refused == {"bounds": 10}
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         for number in range(LIMITS.sessions + 10):

@@ -3,7 +3,7 @@ blamed for it."""
 
 import pytest
 
-from swarmnode.pipeline.blame import (
+from swarmnode.stages.head import (
     ABSURD,
     IMPATIENCE,
     LEAST,

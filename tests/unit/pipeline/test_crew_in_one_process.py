@@ -13,20 +13,15 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import DeviceError, PeerError, PeerTimeout
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.activations import encode
-from swarmnode.pipeline.blame import PATIENCE
-from swarmnode.pipeline.compute import in_thread
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.learning import describe
-from swarmnode.pipeline.observer import Observer
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.waves import Wave, cut
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
+from swarmnode.stages import wire
+from swarmnode.stages.head import PATIENCE, Wave, cut
+from swarmnode.stages.model import StageRuntime, describe, encode
+from swarmnode.stages.worker import CrewSettings, Observer, in_thread
 from swarmnode.trainer.update import Updater
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
@@ -343,9 +338,9 @@ async def test_who_refuses_one_step_is_blamed_for_one_in_however_many_pieces_it_
         original, pieces = crew.head.handle, []
 
         async def of_each(sender, frame, body):
-            if isinstance(frame, frames.Forward):
+            if isinstance(frame, wire.Forward):
                 pieces.append(frame.micro_batch)
-            for micro_batch in pieces if isinstance(frame, frames.Failed) else ():
+            for micro_batch in pieces if isinstance(frame, wire.Failed) else ():
                 await original(
                     sender, msgspec.structs.replace(frame, micro_batch=micro_batch), body
                 )
@@ -371,7 +366,7 @@ async def test_who_lacks_memory_is_blamed_where_a_step_can_be_cut_no_further(
             crew.members[1].runtime, "backward", torch.OutOfMemoryError("CUDA out of memory")
         ):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).divisible
-            monkeypatch.setattr("swarmnode.pipeline.frames.MICRO_BATCHES", 1)
+            monkeypatch.setattr("swarmnode.stages.wire.MICRO_BATCHES", 1)
             for _ in range(PATIENCE):
                 result = await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)
                 assert result.refused == "device"
@@ -389,7 +384,7 @@ async def test_nobody_is_blamed_for_what_another_says_of_a_proposal_nor_twice_fo
         original = crew.head.handle
 
         async def lying(sender, frame, body):
-            if isinstance(frame, frames.Acknowledge) and sender == 1:
+            if isinstance(frame, wire.Acknowledge) and sender == 1:
                 for _ in range(PATIENCE + 1):
                     await original(sender, msgspec.structs.replace(frame, refused="frame"), body)
             else:
@@ -494,7 +489,7 @@ async def test_a_stage_that_says_nothing_costs_the_deadline_and_no_step(
         original = crew.members[2].handle
 
         async def silent(sender, frame, body):
-            if not isinstance(frame, frames.Propose):
+            if not isinstance(frame, wire.ProposeStep):
                 await original(sender, frame, body)
 
         crew.members[2].handle = silent
@@ -512,7 +507,7 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
         original = crew.members[stage].handle
 
         async def dies(sender, frame, body):
-            if isinstance(frame, frames.Propose):
+            if isinstance(frame, wire.ProposeStep):
                 for (a, b), stream in crew.streams.items():
                     if stage in (a, b):
                         await stream.aclose()
@@ -530,10 +525,10 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
 async def test_frames_of_the_past_and_of_a_stranger_are_dropped(models):
     async with crew_of(models["llama"], [2, 2]) as crew:
         member, place = crew.members[1], crew.head.place
-        old = frames.Place(b"x" * 16, 0, 0)
-        crew.head.links.send(1, frames.Abort(old, 3, "timeout"))
-        crew.head.links.send(1, frames.Drop(frames.Place(place.crew, 0, 1), b"s" * 16))
-        crew.head.links.send(1, frames.Tokens(place, b"s" * 16, 1), b"\0" * 8)
+        old = wire.Place(b"x" * 16, 0, 0)
+        crew.head.links.send(1, wire.Abort(old, 3, "timeout"))
+        crew.head.links.send(1, wire.Drop(wire.Place(place.crew, 0, 1), b"s" * 16))
+        crew.head.links.send(1, wire.Tokens(place, b"s" * 16, 1), b"\0" * 8)
         await quiet()
         assert member.context.fence.dropped == {"crew": 1, "newer": 1}
         assert member.context.refused == {"bounds": 1}
@@ -545,7 +540,7 @@ async def test_bytes_that_are_no_frame_end_that_stream_and_nothing_else(models):
         await crew.streams[2, 1].send_all(b"\xff" * 64)
         await quiet()
         assert crew.members[1].links.refused == {"oversize": 1}
-        crew.head.links.send(1, frames.Drop(crew.head.place, b"s" * 16))  # still served
+        crew.head.links.send(1, wire.Drop(crew.head.place, b"s" * 16))  # still served
         await quiet()
         assert crew.members[1].links.frames_received == 1
 
@@ -559,7 +554,7 @@ async def test_computing_beside_the_event_loop_gives_the_same(models):
 async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(
     models, policy, monkeypatch
 ):
-    monkeypatch.setattr("swarmnode.pipeline.head.MAX_GRAD_NORM", 1e-3)  # clips
+    monkeypatch.setattr("swarmnode.stages.head.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
     norms = {}
@@ -582,7 +577,7 @@ async def test_a_stage_that_lost_its_gradients_does_not_say_that_it_has_them(mod
 
         async def breaks(sender, frame, body):
             await original(sender, frame, body)
-            if isinstance(frame, frames.Backward):
+            if isinstance(frame, wire.Backward):
                 crew.members[1].gone(2, "closed")
 
         crew.members[1].handle = breaks
@@ -602,7 +597,7 @@ async def test_a_stage_that_promised_a_step_takes_it_though_its_neighbour_is_gon
             async def handle(
                 sender, frame, body, crew=crew, original=original, goes=neighbour_goes
             ):
-                if isinstance(frame, frames.Commit) and goes:
+                if isinstance(frame, wire.Commit) and goes:
                     crew.members[1].gone(2, "closed")
                 await original(sender, frame, body)
 
@@ -618,7 +613,7 @@ async def test_a_decided_step_that_a_stage_does_not_confirm_is_said(models, poli
         original = crew.members[2].handle
 
         async def hangs(sender, frame, body):
-            if not isinstance(frame, frames.Commit):
+            if not isinstance(frame, wire.Commit):
                 await original(sender, frame, body)
 
         crew.members[2].handle = hangs
@@ -634,8 +629,8 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
         original = crew.head.handle
 
         async def late(sender, frame, body):
-            if isinstance(frame, frames.Learnt):
-                await original(2, frames.Failed(frame.place, 10**6, "frame", 2), b"")
+            if isinstance(frame, wire.Learnt):
+                await original(2, wire.Failed(frame.place, 10**6, "frame", 2), b"")
             await original(sender, frame, body)
 
         crew.head.handle = late
@@ -693,11 +688,11 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         size = len(about)
         head.links.send(
             1,
-            frames.Forward(head.place, 1, "score", "bfloat16", work.rows, size),
+            wire.Forward(head.place, 1, "score", "bfloat16", work.rows, size),
             about + encode(rows, "bfloat16"),
         )
         head.links.send(
-            1, frames.Backward(head.place, 1, "float32", work.rows), encode(rows, "float32")
+            1, wire.Backward(head.place, 1, "float32", work.rows), encode(rows, "float32")
         )
         await quiet()
         # another codec; a gradient from the stage before
@@ -707,19 +702,19 @@ async def test_what_does_not_fit_the_crew_is_refused_by_reason(models):
         size = len(about)
         head.links.send(
             1,
-            frames.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size),
+            wire.Prefill(head.place, b"w" * 16, b"x" * 32, "float32", 2, size),
             about + encode(rows[:2], "float32"),
         )
-        decode = frames.Decode(head.place, b"w" * 16, head.context.fingerprint, "float32", 1)
+        decode = wire.Decode(head.place, b"w" * 16, head.context.fingerprint, "float32", 1)
         head.links.send(1, decode, b"\0" * 4 + encode(rows[:1], "float32"))
         await quiet()
         assert member.context.refused == {"schema": 1, "bounds": 1, "fingerprint": 1, "session": 1}
         assert not member.runtime.sessions
         head.generation.open[b"w" * 16] = wave
-        member.links.send(0, frames.Tokens(member.place, b"w" * 16, 1), b"\0" * 8)  # there are two
+        member.links.send(0, wire.Tokens(member.place, b"w" * 16, 1), b"\0" * 8)  # there are two
         # there is no 61
         member.links.send(
-            0, frames.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8
+            0, wire.Tokens(member.place, b"w" * 16, 2), pack_ids([60, 61]) + b"\0" * 8
         )
         await quiet()
         assert head.context.refused == {"shape": 1, "bounds": 1}

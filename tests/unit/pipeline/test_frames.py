@@ -11,9 +11,9 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.errors import BadMessage
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.activations import decode, encode
-from swarmnode.pipeline.frames import (
+from swarmnode.stages import wire
+from swarmnode.stages.model import decode, encode
+from swarmnode.stages.wire import (
     FRAME_REASONS,
     Backward,
     Commit,
@@ -21,13 +21,17 @@ from swarmnode.pipeline.frames import (
     Embedding,
     Forward,
     FrameLimits,
+    Loss,
+    MicroBatch,
     Place,
-    Propose,
+    ProposeStep,
+    Questions,
     activation_bytes,
     body_bytes,
     read_frame,
+    read_micro_batch,
+    read_questions,
 )
-from swarmnode.pipeline.work import Loss, MicroBatch, Questions, read_micro_batch, read_questions
 from swarmnode.wire import headed, strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
@@ -61,7 +65,7 @@ async def test_frames_go_there_and_back_one_after_the_other():
     left, right = memory_stream_pair()
     sent = [
         (Backward(PLACE, 5, "bfloat16", 3), bytes(range(48))),
-        (Propose(PLACE, 2, (1, 4, 9)), bytes(range(48))),
+        (ProposeStep(PLACE, 2, (1, 4, 9)), bytes(range(48))),
         (Decode(PLACE, SESSION, PRINT, "int8", 2), b"x" * (8 + 2 * 8 + 2 * 4)),
     ]
     for frame, body in sent:
@@ -87,9 +91,9 @@ async def test_frames_go_there_and_back_one_after_the_other():
         (Commit(PLACE, 1, 1.0, 1.0, float("inf")), "not_finite"),
         (Commit(PLACE, 1, -1.0, 1.0, 1.0), "bounds"),
         (Embedding(PLACE, 1, 40, 20), "bounds"),
-        (Propose(PLACE, 1, ()), "bounds"),
-        (Propose(PLACE, 1, (2, 2)), "bounds"),
-        (Propose(PLACE, 1, (-1, 2)), "bounds"),
+        (ProposeStep(PLACE, 1, ()), "bounds"),
+        (ProposeStep(PLACE, 1, (2, 2)), "bounds"),
+        (ProposeStep(PLACE, 1, (-1, 2)), "bounds"),
         (Backward(PLACE, 5, "pickle", 1), "schema"),
     ],
 )
@@ -115,7 +119,7 @@ async def test_bytes_that_are_no_frame(data, reason):
 
 
 async def test_a_second_encoding_and_an_unknown_field_are_refused():
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(Propose(PLACE, 2, (1,))))
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(ProposeStep(PLACE, 2, (1,))))
     extra = msgspec.msgpack.encode({**fields, "more": 1})
     assert (await reason_of(len(extra).to_bytes(4, "big") + extra))[0] == "schema"
     kind, *others = fields.items()
@@ -128,7 +132,7 @@ async def test_flipped_bytes_never_raise_anything_else():
     rng = random.Random(4)
     kinds = [
         (Backward(PLACE, 5, "int8", 2), b"y" * 24),
-        (Propose(PLACE, 2, (1, 4)), b""),
+        (ProposeStep(PLACE, 2, (1, 4)), b""),
         (Commit(PLACE, 1, 2.0, 1.0, 0.1), b""),
     ]
     honest = [headed.pack(frame, body) for frame, body in kinds]
@@ -142,7 +146,7 @@ async def test_flipped_bytes_never_raise_anything_else():
             await read_frame(stream, LIMITS)
         except BadMessage as error:
             refused += error.reason in FRAME_REASONS
-        assert stream.largest <= frames.HEADER_BYTES
+        assert stream.largest <= wire.HEADER_BYTES
     assert refused > 1000
 
 
@@ -156,7 +160,7 @@ async def test_a_body_is_read_in_chunks(autojump_clock):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(left.send_all, headed.pack(Backward(PLACE, 1, "bfloat16", 1024), body))
         assert (await read_frame(right, limits))[1] == body
-    assert max(asked) == frames.CHUNK_BYTES
+    assert max(asked) == wire.CHUNK_BYTES
 
 
 def micro(**keys) -> MicroBatch:
@@ -260,7 +264,7 @@ def test_codecs_err_by_no_more_than_they_say(hidden):
         torch.randn(7, hidden, generator=torch.Generator().manual_seed(hidden))
         * torch.logspace(-3, 3, 7)[:, None]
     )
-    block = frames.int8_block(hidden)
+    block = wire.int8_block(hidden)
     assert hidden % block == 0
     assert torch.equal(decode(encode(rows, "float32"), 7, hidden, "float32"), rows)
     assert bool(

@@ -6,11 +6,9 @@ import random
 
 import pytest
 
-from swarmnode.pipeline import schedule
-from swarmnode.pipeline.commit import Answer, Coordinator, Decided, Participant
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import Place
-from swarmnode.pipeline.schedule import Schedule
+from swarmnode.stages import worker
+from swarmnode.stages.wire import Coordinator, Decided, Fence, Participant, Place, StepAnswer
+from swarmnode.stages.worker import Schedule
 
 
 def simulate(
@@ -104,7 +102,7 @@ def test_a_step_of_7_b_over_home_lines_is_little_longer_than_its_bytes_take(monk
         4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05
     )[0]
     assert step(32) < 1.1 * 136
-    monkeypatch.setattr(schedule, "ROOM", 1)
+    monkeypatch.setattr(worker, "ROOM", 1)
     assert step(32) > 1.2 * 136, "it would wait for gradients that are on their way"
     assert step(5) > 1.6 * 136
 
@@ -126,7 +124,7 @@ def test_a_different_set_of_micro_batches_is_refused_and_dropped():
     stage = Participant()
     stage.accumulated(1)
     stage.accumulated(3)
-    assert stage.propose(0, 1, [1, 2]) == Answer(1, "micro_batches")
+    assert stage.propose(0, 1, [1, 2]) == StepAnswer(1, "micro_batches")
     assert stage.complete() is None
     assert stage.abort(0, 1)
     assert stage.step == 0
@@ -148,7 +146,7 @@ def test_but_not_by_one_that_has_lost_what_it_had():
     stage = Participant()
     stage.accumulated(1)
     assert stage.lose()
-    assert stage.propose(0, 1, [1]) == Answer(1, "micro_batches")
+    assert stage.propose(0, 1, [1]) == StepAnswer(1, "micro_batches")
     assert stage.abort(0, 1)
     assert stage.propose(0, 2, [5]) is None
     stage.accumulated(5)
@@ -162,7 +160,7 @@ def test_nothing_is_added_once_a_proposal_is_answered():
         stage.accumulated(1)
     assert stage.propose(0, 1, [1]) == "prepare"
     assert not stage.may_accumulate(2)
-    assert stage.prepared(1, None, 0.0) == Answer(1, "not_finite")
+    assert stage.prepared(1, None, 0.0) == StepAnswer(1, "not_finite")
 
 
 def test_a_commit_that_comes_twice_is_taken_once():
@@ -171,7 +169,7 @@ def test_a_commit_that_comes_twice_is_taken_once():
     stage.propose(0, 1, [1])
     assert stage.commit(0, 1) is None  # not prepared yet
     stage.prepared(1, 2.0, 0.0)
-    assert stage.propose(0, 1, [1]) == Answer(1, None, 2.0)
+    assert stage.propose(0, 1, [1]) == StepAnswer(1, None, 2.0)
     assert stage.commit(0, 2) is None
     assert stage.commit(0, 1) == "take"
     assert stage.commit(0, 1) == "confirm"
@@ -183,17 +181,21 @@ def test_a_commit_that_comes_twice_is_taken_once():
 def test_messages_of_another_step_or_of_an_attempt_that_is_over_change_nothing():
     stage = Participant(step=2)
     stage.accumulated(1)
-    assert [stage.propose(step, 1, [1]) for step in (0, 1, 3)] == [None, None, Answer(1, "attempt")]
+    assert [stage.propose(step, 1, [1]) for step in (0, 1, 3)] == [
+        None,
+        None,
+        StepAnswer(1, "attempt"),
+    ]
     assert stage.propose(2, 3, [1]) == "prepare"
     assert stage.propose(2, 2, [1]) is None
     assert stage.propose(2, 3, [1]) is None  # it is being prepared
     assert stage.prepared(2, 1.0, 0.0) is None
-    assert stage.prepared(3, 1.0, 0.0) == Answer(3, None, 1.0)
+    assert stage.prepared(3, 1.0, 0.0) == StepAnswer(3, None, 1.0)
     assert [stage.commit(step, 3) for step in (0, 1, 3)] == [None, "confirm", None]
     assert not stage.abort(2, 2)
     assert stage.phase == "prepared"
     assert stage.propose(2, 4, [1]) == "prepare"  # the abort was lost
-    assert stage.prepared(4, None, 0.0) == Answer(4, "not_finite")
+    assert stage.prepared(4, None, 0.0) == StepAnswer(4, "not_finite")
     assert stage.phase == "open"
     assert stage.abort(2, 6)
     assert stage.propose(2, 5, []) is None
@@ -209,9 +211,9 @@ def test_what_is_prepared_is_never_dropped_without_a_decision():
     stage.prepared(1, 2.0, now=0.0)
     assert not stage.lose()
     assert [stage.tick(now) for now in (30.0, 59.0, 60.0)] == [
-        Answer(1, None, 2.0),
+        StepAnswer(1, None, 2.0),
         None,
-        Answer(1, None, 2.0),
+        StepAnswer(1, None, 2.0),
     ]
     assert stage.commit(0, 1) == "take"
     assert stage.tick(99.0) is None
@@ -296,7 +298,7 @@ def test_schedules_of_messages_never_split_a_step():
                 if action == "prepare":
                     action = stages[i].prepared(attempt, 1.0, now)
                     prepared.add(i)
-                if isinstance(action, Answer):
+                if isinstance(action, StepAnswer):
                     mail.append(("acknowledge", i, action))
             elif kind == "acknowledge":
                 decided = head.acknowledged(

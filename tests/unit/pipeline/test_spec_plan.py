@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.crew import plan as plan_module
-from swarmnode.crew.plan import Capacity, ModelCost, Part, Plan, make_plan, model_cost, plan_apart
 from swarmnode.errors import ConfigError, Refused
-from swarmnode.pipeline.spec import stage_specs
+from swarmnode.stages import wire
+from swarmnode.stages.wire import (
+    Capacity,
+    ModelCost,
+    Part,
+    Plan,
+    make_plan,
+    model_cost,
+    plan_apart,
+    stage_specs,
+)
 
 CONFIG = SimpleNamespace(
     model_type="qwen2",
@@ -133,10 +141,8 @@ def test_a_faster_member_gets_more_layers():
 
 def test_a_big_model_and_a_full_crew_are_planned_in_few_looks(monkeypatch):
     looks = []
-    seconds = plan_module._Search.seconds
-    monkeypatch.setattr(
-        plan_module._Search, "seconds", lambda *args: looks.append(1) or seconds(*args)
-    )
+    seconds = wire._Search.seconds
+    monkeypatch.setattr(wire._Search, "seconds", lambda *args: looks.append(1) or seconds(*args))
     model = ModelCost(Part(1, 0), (Part(1.0, 1.0),) * 80, Part(1, 0.5))
     members = [Capacity(15.0 + 3 * i, 1.0 + i / 4, 0.01 * i) for i in range(8)]
     plan = make_plan(model, members)

@@ -10,14 +10,12 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.learning import LearnRow
-from swarmnode.pipeline.routes import Hop, Routes, arriving, returning, swapped
-from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.policy.logprobs import WAYS, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import Objective, policy_loss
+from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.wire import FrameLimits, Hop, Routes, arriving, returning, swapped
+from swarmnode.stages.worker import CrewSettings
 from tests.support.crew import open_crew
 from tests.support.split_models import split_model, whole_state
 
@@ -27,7 +25,7 @@ CFG = TrainingConfig(per_device_train_tokens=64)
 
 @pytest.fixture(autouse=True)
 def _unclipped(monkeypatch):
-    monkeypatch.setattr("swarmnode.pipeline.head.MAX_GRAD_NORM", 1e9)
+    monkeypatch.setattr("swarmnode.stages.head.MAX_GRAD_NORM", 1e9)
 
 
 def rows_of(count):

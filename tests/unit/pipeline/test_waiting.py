@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerTimeout
-from swarmnode.pipeline.waiting import Waiting
+from swarmnode.stages.head import Waiting
 
 
 async def test_work_that_arrives_moves_the_deadline_and_silence_does_not(autojump_clock):

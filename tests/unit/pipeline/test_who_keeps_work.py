@@ -12,13 +12,10 @@ import trio
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.blame import IMPATIENCE, PATIENCE
-from swarmnode.pipeline.frames import Located, Place
-from swarmnode.pipeline.routes import plain, swapped
-from swarmnode.pipeline.senders import sends
-from swarmnode.pipeline.waiting import BELIEVED
-from swarmnode.pipeline.whereabouts import (
+from swarmnode.stages import wire
+from swarmnode.stages.head import BELIEVED, IMPATIENCE, PATIENCE
+from swarmnode.stages.wire import Located, MicroBatch, Place, plain, swapped
+from swarmnode.stages.worker import (
     Passages,
     Search,
     holders,
@@ -26,8 +23,8 @@ from swarmnode.pipeline.whereabouts import (
     parties,
     path_of,
     path_of_wave,
+    sends,
 )
-from swarmnode.pipeline.work import MicroBatch
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_logprobs
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
@@ -112,19 +109,19 @@ async def verdict(crew, call, rows, most=IMPATIENCE):
 
 
 KEPT = [
-    (learn, keeps(frames.Forward, "learn")),
-    (learn, keeps(frames.Backward)),
-    (learn, withholds(frames.Forward)),
-    (learn, withholds(frames.Backward)),
-    (learn, keeps(frames.Propose)),
-    (learn, keeps(frames.Commit)),
-    (learn, withholds(frames.Done)),
-    (learn, withholds(frames.Acknowledge)),
-    (score, keeps(frames.Forward, "score")),
-    (score, withholds((frames.Forward, frames.Scores))),
-    (sample, keeps(frames.Prefill)),
-    (sample, keeps(frames.Decode)),
-    (sample, withholds((frames.Decode, frames.Tokens))),
+    (learn, keeps(wire.Forward, "learn")),
+    (learn, keeps(wire.Backward)),
+    (learn, withholds(wire.Forward)),
+    (learn, withholds(wire.Backward)),
+    (learn, keeps(wire.ProposeStep)),
+    (learn, keeps(wire.Commit)),
+    (learn, withholds(wire.Done)),
+    (learn, withholds(wire.Acknowledge)),
+    (score, keeps(wire.Forward, "score")),
+    (score, withholds((wire.Forward, wire.Scores))),
+    (sample, keeps(wire.Prefill)),
+    (sample, keeps(wire.Decode)),
+    (sample, withholds((wire.Decode, wire.Tokens))),
 ]
 
 
@@ -157,7 +154,7 @@ async def test_who_keeps_work_is_found_or_it_and_a_neighbour_are(
         {"full": True},
     ],
 )
-@pytest.mark.parametrize(("call", "kind"), [(learn, frames.Forward), (sample, frames.Prefill)])
+@pytest.mark.parametrize(("call", "kind"), [(learn, wire.Forward), (sample, wire.Prefill)])
 async def test_no_lie_about_its_own_counts_gets_somebody_else_blamed_in_its_place(
     models, policy, autojump_clock, call, kind, stage, claims
 ):
@@ -173,15 +170,15 @@ async def test_no_lie_about_its_own_counts_gets_somebody_else_blamed_in_its_plac
 async def test_who_says_nothing_of_it_at_all_is_found(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
-        keeps(frames.Forward)(crew.members[2])
-        crew.members[2].links.at_once = lambda sender, frame: isinstance(frame, frames.Locate)
+        keeps(wire.Forward)(crew.members[2])
+        crew.members[2].links.at_once = lambda sender, frame: isinstance(frame, wire.Locate)
         assert (await verdict(crew, learn, rows))[0] == ((2,), "no answer again and again")
 
 
 async def test_the_tail_that_keeps_only_what_the_loss_was_is_found(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
-        withholds(frames.Learnt)(crew.members[2])
+        withholds(wire.Learnt)(crew.members[2])
         assert (await verdict(crew, learn, rows))[0][0] == (2,)
 
 
@@ -190,7 +187,7 @@ async def test_the_tail_that_keeps_its_part_of_a_tied_embedding_is_found(
 ):
     _, rows = grpo(policy("llama-tied"))
     async with crew_of(models["llama-tied"], [1, 2, 1], seconds=SECONDS) as crew:
-        withholds(frames.Embedding)(crew.members[2])
+        withholds(wire.Embedding)(crew.members[2])
         assert (await verdict(crew, learn, rows))[0][0] == (2,)
 
 
@@ -199,7 +196,7 @@ async def test_in_swapped_order_too(models, policy, autojump_clock, stage):
     _, rows = grpo(policy("llama"))
     settings = replace(EXACT, swapped=True)
     async with crew_of(models["llama"], [1, 1, 1, 1], settings, seconds=SECONDS) as crew:
-        keeps(frames.Forward)(crew.members[stage])
+        keeps(wire.Forward)(crew.members[stage])
         (found, _), _ = await verdict(crew, learn, rows)
         assert stage in found
         assert 0 not in found
@@ -223,7 +220,7 @@ async def test_whoever_sends_what_cannot_be_used_is_found_and_not_only_who_says_
                 frame,
                 (
                     body[:-4] + nan
-                    if isinstance(frame, (frames.Forward, frames.Backward, frames.Prefill))
+                    if isinstance(frame, (wire.Forward, wire.Backward, wire.Prefill))
                     else body
                 ),
             )
@@ -246,15 +243,15 @@ async def test_a_stage_is_not_blamed_for_a_neighbours_earlier_gradient(
         delayed = []
 
         def hasty(stage, frame, body=b""):
-            first(stage, frame, body) if not isinstance(frame, frames.Backward) else None
-            if isinstance(frame, frames.Forward):
-                made_up = frames.Backward(frame.place, frame.micro_batch, "float32", frame.rows)
+            first(stage, frame, body) if not isinstance(frame, wire.Backward) else None
+            if isinstance(frame, wire.Forward):
+                made_up = wire.Backward(frame.place, frame.micro_batch, "float32", frame.rows)
                 first(0, made_up, bytes(4 * frame.rows * models["llama"].config.hidden_size))
 
         def late(stage, frame, body=b""):
             (
                 delayed.append((stage, frame, body))
-                if isinstance(frame, frames.Backward)
+                if isinstance(frame, wire.Backward)
                 else last(stage, frame, body)
             )
 
@@ -275,21 +272,21 @@ def one_of_each(place, piece, session, limits):
     """A frame of each type, as the member at `place` would send it."""
     learnt = (0.0,) * 6
     made = [
-        frames.Forward(place, piece, "learn", "float32", 1, 1),
-        frames.Forward(place, piece, "score", "float32", 1, 1),
-        frames.Backward(place, piece, "float32", 1),
-        frames.Learnt(place, piece, *learnt),
-        frames.Scores(place, piece, 1),
-        frames.Prefill(place, session, bytes(32), "float32", 1, 1),
-        frames.Decode(place, session, bytes(32), "float32", 1),
-        frames.Tokens(place, session, 1),
-        frames.Drop(place, session),
-        frames.Embedding(place, 1, 0, 1),
-        frames.Propose(place, 1, (piece,)),
-        frames.Commit(place, 1, 1.0, 1.0, 1.0),
-        frames.Abort(place, 1, "frame"),
+        wire.Forward(place, piece, "learn", "float32", 1, 1),
+        wire.Forward(place, piece, "score", "float32", 1, 1),
+        wire.Backward(place, piece, "float32", 1),
+        wire.Learnt(place, piece, *learnt),
+        wire.Scores(place, piece, 1),
+        wire.Prefill(place, session, bytes(32), "float32", 1, 1),
+        wire.Decode(place, session, bytes(32), "float32", 1),
+        wire.Tokens(place, session, 1),
+        wire.Drop(place, session),
+        wire.Embedding(place, 1, 0, 1),
+        wire.ProposeStep(place, 1, (piece,)),
+        wire.Commit(place, 1, 1.0, 1.0, 1.0),
+        wire.Abort(place, 1, "frame"),
     ]
-    return [(frame, bytes(frames.body_bytes(frame, limits))) for frame in made]
+    return [(frame, bytes(wire.body_bytes(frame, limits))) for frame in made]
 
 
 @pytest.mark.parametrize("call", [learn, sample])
@@ -337,14 +334,14 @@ async def test_who_keeps_work_and_sends_something_else_by_its_name_is_found(
         member, original = crew.members[stage], crew.members[stage].links.send
 
         def send(other, frame, body=b""):
-            if not isinstance(frame, frames.Forward):
+            if not isinstance(frame, wire.Forward):
                 return original(other, frame, body)
             member.links.passed.sent.count(other, frame)
             if old:
                 past = msgspec.structs.replace(frame.place, step=frame.place.step - 1)
                 original(other, msgspec.structs.replace(frame, place=past), body)
             else:
-                original(other, frames.Scores(frame.place, frame.micro_batch, 1), bytes(8))
+                original(other, wire.Scores(frame.place, frame.micro_batch, 1), bytes(8))
 
         member.links.send = send
         (found, _), _ = await verdict(crew, learn, rows, PATIENCE)
@@ -363,7 +360,7 @@ async def test_a_micro_batch_that_the_head_never_made_is_nobody_s(
 
         def send(other, frame, body=b""):
             original(other, frame, body)
-            if isinstance(frame, frames.Forward):
+            if isinstance(frame, wire.Forward):
                 original(
                     other,
                     msgspec.structs.replace(frame, micro_batch=frame.micro_batch + 10**6),
@@ -389,7 +386,7 @@ async def test_what_an_aborted_attempt_has_left_on_the_way_is_no_part_of_the_nex
         def slow(other, frame, body=b""):
             (
                 kept.append((other, frame, body))
-                if isinstance(frame, frames.Forward) and not kept
+                if isinstance(frame, wire.Forward) and not kept
                 else original(other, frame, body)
             )
 
@@ -411,7 +408,7 @@ async def test_who_changes_what_the_head_says_of_a_micro_batch_is_found(
         original = crew.members[stage].links.send
 
         def send(other, frame, body=b""):
-            if isinstance(frame, frames.Forward):
+            if isinstance(frame, wire.Forward):
                 work = changed(strict.decode(body[: frame.about], MicroBatch), changes)
                 about = strict.encode(work)
                 body, frame = (
@@ -437,7 +434,7 @@ async def test_who_poisons_a_gradient_is_in_doubt_and_not_only_who_cannot_use_it
         original = crew.members[stage].links.send
 
         def send(other, frame, body=b""):
-            if isinstance(frame, frames.Backward):
+            if isinstance(frame, wire.Backward):
                 body = np.full(len(body) // 4, 3e38, "<f4").tobytes()
             original(other, frame, body)
 
@@ -545,21 +542,21 @@ async def test_what_belongs_to_no_call_moves_no_deadline(models, policy, autojum
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2], seconds=SECONDS) as crew:
         tail = crew.members[2]
-        keeps(frames.Forward)(tail)
+        keeps(wire.Forward)(tail)
 
         async def babble():
             while True:
                 await trio.sleep(SECONDS / 6)
                 place = tail.place
                 frame = {
-                    "refusal": frames.Failed(place, 10**6, "frame", 1),
-                    "loss": frames.Lost(place, bytes(16), "session", 1),
-                    "token": frames.Tokens(place, bytes(16), 1),
-                    "acknowledgement": frames.Acknowledge(place, 10**6, None, 1.0),
-                    "embedding": frames.Embedding(place, 10**6, 0, 1),
-                    "question": frames.Locate(place, bytes(16)),
+                    "refusal": wire.Failed(place, 10**6, "frame", 1),
+                    "loss": wire.Lost(place, bytes(16), "session", 1),
+                    "token": wire.Tokens(place, bytes(16), 1),
+                    "acknowledgement": wire.Acknowledge(place, 10**6, None, 1.0),
+                    "embedding": wire.Embedding(place, 10**6, 0, 1),
+                    "question": wire.Locate(place, bytes(16)),
                 }[noise]
-                tail.links.send(0, frame, bytes(frames.body_bytes(frame, tail.links.limits)))
+                tail.links.send(0, frame, bytes(wire.body_bytes(frame, tail.links.limits)))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(babble)
@@ -580,7 +577,7 @@ async def test_who_answers_just_before_each_deadline_is_found_before_the_others_
         original = crew.members[2].handle
 
         async def drips(sender, frame, body):
-            if isinstance(frame, (frames.Forward, frames.Backward, frames.Prefill, frames.Decode)):
+            if isinstance(frame, (wire.Forward, wire.Backward, wire.Prefill, wire.Decode)):
                 await trio.sleep(0.9 * SECONDS)
             await original(sender, frame, body)
 
@@ -617,7 +614,7 @@ async def test_a_head_that_is_slow_itself_blames_nobody_else(models, policy, aut
 async def test_only_the_head_may_ask(models):
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         member = crew.members[1]
-        crew.members[2].links.send(1, frames.Locate(crew.members[2].place, bytes(16)))
+        crew.members[2].links.send(1, wire.Locate(crew.members[2].place, bytes(16)))
         await trio.testing.wait_all_tasks_blocked()
         assert member.context.refused == {"bounds": 1}
         assert member.links.passed.sent.of(bytes(16)) == 0
@@ -677,9 +674,9 @@ def test_only_neighbours_can_be_blamed_for_what_came():
 
 def test_counts_of_one_neighbour_are_not_forgotten_because_of_another():
     passages = Passages()
-    passages.count(0, frames.Forward(PLACE, 7, "learn", "float32", 1, 1))
+    passages.count(0, wire.Forward(PLACE, 7, "learn", "float32", 1, 1))
     for number in range(10_000):
-        passages.count(2, frames.Backward(PLACE, number, "float32", 1))
+        passages.count(2, wire.Backward(PLACE, number, "float32", 1))
     assert passages.of(name_of(7)) == 1
     assert passages.of(name_of(9_999)) == 1
     assert passages.of(name_of(8)) == 0

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from swarmnode.config import LoraSettings, PolicyConfig
-from swarmnode.pipeline.split import adapt
 from swarmnode.policy.load import load_policy, lora_settings
 from swarmnode.policy.model import cache_keyword
+from swarmnode.stages.model import adapt
 
 
 def test_an_adapter_is_made_and_run_without_a_warning(model_dir):

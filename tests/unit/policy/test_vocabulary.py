@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from swarmnode.config import PolicyConfig
 from swarmnode.errors import Incompatible
-from swarmnode.pipeline.runtime import StageRuntime
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import answered
 from swarmnode.policy.generate import Sampling, generate
@@ -25,6 +24,7 @@ from swarmnode.policy.logprobs import (
     takes_way,
 )
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.stages.model import StageRuntime
 from tests.support.split_models import split_model
 
 PROMPTS = ["3 + 4?", "Add 12 to 30, please."]

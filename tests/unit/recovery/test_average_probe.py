@@ -9,15 +9,12 @@ import trio
 from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.learning import LearnRow
 from swarmnode.policy.logprobs import token_logprobs
-from swarmnode.recovery.bodies import run_one
-from swarmnode.recovery.probes import work_of
-from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import trained
-from swarmnode.trainer.crew import probe as crew_probe
-from swarmnode.trainer.crew.probe import CrewProbe, _newest, _with
+from swarmnode.stages import trainer
+from swarmnode.stages.model import LearnRow
+from swarmnode.stages.trainer import CrewProbe, _newest, _with
+from swarmnode.stages.transfer import RecoverySettings, run_one, trained, work_of
+from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import Fleet, quiet
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -163,7 +160,7 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
 
 async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
     # eight better completions in each
-    monkeypatch.setattr(crew_probe, "_newest", lambda peer: _newest(peer) * 4)
+    monkeypatch.setattr(trainer, "_newest", lambda peer: _newest(peer) * 4)
     one, asked = fleet(), []
     async with one.up() as crew:
         await learn(crew, 1)
@@ -181,7 +178,7 @@ async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monke
 async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
-    monkeypatch.setattr(crew_probe, "SECONDS", (0.2, 3.0))
+    monkeypatch.setattr(trainer, "SECONDS", (0.2, 3.0))
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -208,7 +205,7 @@ async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_end
         def full(*args):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(crew_probe, "_with", full)
+        monkeypatch.setattr(trainer, "_with", full)
         assert await verdict(one, 1, mine, mean) is None
         monkeypatch.undo()
         assert await verdict(one, 1, mine, mean)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmnode.errors import StateError
-from swarmnode.recovery import disk
+from swarmnode.stages import transfer
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_one_or_the_other(tmp_path):
@@ -17,7 +17,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_one_or_the_other(tmp_path):
     (RuntimeError), or of the next step."""
     path, done = tmp_path / "stage.safetensors", threading.Event()
     for step in (0, 1, 2):
-        disk.save(
+        transfer.save(
             tmp_path / str(step),
             {"weights": torch.full((4,), float(step))},
             {"step": step, "more": "x" * 8 * (step // 2)},
@@ -37,7 +37,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_one_or_the_other(tmp_path):
         read = 0
         while read < 1000 and time.monotonic() < until:
             if path.exists():
-                tensors, about = disk.load(path)
+                tensors, about = transfer.load(path)
                 assert tensors["weights"].tolist() == [about["step"]] * 4
                 read += 1
     finally:
@@ -49,7 +49,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_one_or_the_other(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"not a state", (8).to_bytes(8, "little") + b"{}      "])
 def test_what_is_damaged_says_so_and_nothing_is_nothing(tmp_path, content):
     path = tmp_path / "stage.safetensors"
-    assert disk.read_about(path) is None
+    assert transfer.read_about(path) is None
     path.write_bytes(content)
     with pytest.raises(StateError, match="is damaged"):
-        disk.load(path)
+        transfer.load(path)

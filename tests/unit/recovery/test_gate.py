@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, PeerError
-from swarmnode.pipeline.compute import inline
-from swarmnode.recovery import gate
-from swarmnode.recovery.messages import Probe
+from swarmnode.stages import recovery, transfer
+from swarmnode.stages.wire import Probe
+from swarmnode.stages.worker import inline
 from swarmnode.wire.tensors import pack_logprobs
 
 PROBES = [
@@ -23,13 +23,13 @@ PROBES = [
 
 def test_the_divergence_and_the_rise_of_a_known_shift():
     shift = np.array([0.1, -0.3, 0.0, 0.6], np.float32)
-    verdict = gate.verdict_of(shift)
+    verdict = recovery.verdict_of(shift)
     assert verdict.kl == pytest.approx(
         sum(math.exp(r) - 1 - r for r in (0.1, -0.3, 0.0, 0.6)) / 4, rel=1e-5
     )
     assert verdict.nll_rise == pytest.approx(-0.1, rel=1e-5)
     assert (verdict.tokens, verdict.finite) == (4, True)
-    assert gate.verdict_of(np.zeros(3, np.float32)) == gate.Verdict(0.0, 0.0, 3)
+    assert recovery.verdict_of(np.zeros(3, np.float32)) == transfer.Verdict(0.0, 0.0, 3)
 
 
 async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatch):
@@ -39,8 +39,8 @@ async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatc
         asked.append(probe.name)
         return np.full(2, 0.2, np.float32)
 
-    monkeypatch.setattr(gate, "_shift", shift)
-    verdict = await gate.judge(None, PROBES)
+    monkeypatch.setattr(recovery, "_shift", shift)
+    verdict = await recovery.judge(None, PROBES)
     assert sorted(asked) == ["a", "b", "c"]
     assert verdict.tokens == 6
     assert verdict.nll_rise == pytest.approx(-0.2)
@@ -57,13 +57,13 @@ async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_
             raise bad[probe.name]
         return np.zeros(2, np.float32)
 
-    monkeypatch.setattr(gate, "_shift", shift)
+    monkeypatch.setattr(recovery, "_shift", shift)
     for name in "abc":
         bad = {name: error}
-        assert not (await gate.judge(None, PROBES)).finite
+        assert not (await recovery.judge(None, PROBES)).finite
         bad = {name: PeerError("gone")}
         with pytest.raises(PeerError):
-            await gate.judge(None, PROBES)
+            await recovery.judge(None, PROBES)
 
 
 async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_on_the_way_is_told(
@@ -92,16 +92,16 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
             way.append((stage, x))
             return b"from the head" if stage == 0 else pack_logprobs(list(self.tail))
 
-    monkeypatch.setattr(gate, "work_of", lambda probe, limits: "work")
+    monkeypatch.setattr(recovery, "work_of", lambda probe, limits: "work")
     monkeypatch.setattr(
-        gate, "run_one", lambda runtime, work, x, codec: way.append((1, x)) or b"from here"
+        recovery, "run_one", lambda runtime, work, x, codec: way.append((1, x)) or b"from here"
     )
-    shift = await gate._shift(Peer(), probe)
+    shift = await recovery._shift(Peer(), probe)
     assert way == [(0, b""), (1, b"from the head"), (2, b"from here")]
     assert shift.tolist() == [-0.5, 0.0, 0.25]
     Peer.tail = (-1.5, float("nan"), -0.25)
     with pytest.raises(ValueError, match="finite"):
-        await gate._shift(Peer(), probe)
+        await recovery._shift(Peer(), probe)
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_no_more_micro_batches_go_through_the_stages_than_a_verdict_needs(rows, 
     message = partial(Probe, about=b"", logprobs=b"")
     probes = [message(number, 7, count) for number, count in enumerate(rows)]
     older = [message(number, 6, 1) for number in range(3)]
-    assert [probe.micro_batch for probe in gate.enough(older + probes)] == chosen
+    assert [probe.micro_batch for probe in recovery.enough(older + probes)] == chosen

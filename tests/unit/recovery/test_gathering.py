@@ -9,19 +9,24 @@ import torch
 import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.recovery import channel, gathering, outbox, serving
-from swarmnode.recovery import messages as m
-from swarmnode.recovery.gathering import Gathering, nothing_of
-from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.probes import Recorder
-from swarmnode.recovery.snapshots import SnapshotStore
-from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import StageState, encode_state, host_copy, stage_layouts, trained
-from swarmnode.recovery.transfer import StatePeer
+from swarmnode.stages import transfer, wire
+from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.transfer import (
+    Gathering,
+    LocalStage,
+    Recorder,
+    RecoverySettings,
+    SnapshotStore,
+    StageState,
+    StatePeer,
+    encode_state,
+    host_copy,
+    nothing_of,
+    stage_layouts,
+    trained,
+)
+from swarmnode.stages.wire import Fence, FrameLimits, Place
+from swarmnode.stages.worker import inline
 from tests.support.split_models import split_model
 
 CREW, HASH = b"c" * 16, b"h" * 32
@@ -32,14 +37,13 @@ SILENT = 120.0
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Everything a thousandth of its size; times are as they are."""
-    for module in (channel, gathering, outbox):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(gathering, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(serving, "LEAST", CHUNK)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(transfer, "LEAST", CHUNK)
 
 
 def have_of(body):
-    return m.Have(Place(CREW, 0, 9), 1, "shadow", 9, len(body), m.root_of(body), HASH)
+    return wire.Have(Place(CREW, 0, 9), 1, "shadow", 9, len(body), wire.root_of(body), HASH)
 
 
 @dataclass
@@ -222,8 +226,8 @@ class Crew:
         settings = RecoverySettings(seconds=SILENT)
         self.weights = {name: host_copy(tensor) for name, tensor in trained(runtimes[1]).items()}
         self.body = bytearray(encode_state(StageState(9, self.weights), layouts[1], "exact"))
-        self.root, self.ends, self.peers = m.root_of(self.body), {}, {}
-        have = m.Have(Place(CREW, 1, 9), 1, "shadow", 9, len(self.body), self.root, HASH)
+        self.root, self.ends, self.peers = wire.root_of(self.body), {}, {}
+        have = wire.Have(Place(CREW, 1, 9), 1, "shadow", 9, len(self.body), self.root, HASH)
         mine, self.lines, self.new = {}, lines, {}
         for stage, (rate, delay) in lines.items():
             self.ends[stage], mine[stage] = line(rate, delay)

@@ -14,22 +14,24 @@ import torch
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError, Unavailable
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place
-from swarmnode.pipeline.learning import describe
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.optimizer import LrScale
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.fingerprint import fingerprint
-from swarmnode.recovery import disk
-from swarmnode.recovery.journal import FILE, Journal, find_journals, journal_every
-from swarmnode.recovery.probes import Recorder
-from swarmnode.recovery.restore import base_stage
-from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import load_moments, load_weights, take, trained
+from swarmnode.stages import transfer
+from swarmnode.stages.model import LrScale, StageRuntime, describe
+from swarmnode.stages.recovery import base_stage
+from swarmnode.stages.transfer import (
+    FILE,
+    Journal,
+    Recorder,
+    RecoverySettings,
+    find_journals,
+    journal_every,
+    load_moments,
+    load_weights,
+    take,
+    trained,
+)
+from swarmnode.stages.wire import Fence, FrameLimits, Place
+from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.weights.layout import TensorSpec
 from swarmnode.wire import strict
 from tests.support.split_models import split_model
@@ -60,8 +62,8 @@ def closed(journal):
 
 def slow_disk(monkeypatch):
     """(begun, go): set when it is written to, and what lets a write go on."""
-    begun, go, save = threading.Event(), threading.Event(), disk.save
-    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    begun, go, save = threading.Event(), threading.Event(), transfer.save
+    monkeypatch.setattr(transfer, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
     return begun, go
 
 
@@ -192,7 +194,7 @@ def test_a_full_disk_is_said_once_and_leaves_the_old_state(models, tmp_path, mon
     def full(*args, **keys):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(disk, "save_file", full)
+    monkeypatch.setattr(transfer, "save_file", full)
     for _ in range(2):
         train(member)
         journal.note(member)
@@ -221,9 +223,9 @@ def test_a_damaged_journal_is_no_source(models, tmp_path, damage):
     elif damage == "nothing said":
         save_file({"rng": torch.zeros(3)}, file)
     else:
-        tensors, about = disk.load(file)
+        tensors, about = transfer.load(file)
         del tensors["rng"]
-        disk.save(file, tensors, about)
+        transfer.save(file, tensors, about)
     again = Journal(tmp_path, CREW, member.runtime.spec)
     if damage == "no moments of a weight":
         with pytest.raises(StateError, match="lacks"):
@@ -300,7 +302,7 @@ def test_whoever_waits_for_a_journal_does_not_wait_for_ever(models, tmp_path, mo
 
     member = member_of(models)
     journal = Journal(tmp_path, CREW, member.runtime.spec)
-    monkeypatch.setattr(disk, "save", fails)
+    monkeypatch.setattr(transfer, "save", fails)
     train(member)
     journal.note(member)
     journal.flush()

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import swarmnode.policy
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
-from swarmnode.pipeline.context import CrewSettings
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
-from swarmnode.recovery.sources import RecoverySettings
+from swarmnode.stages.transfer import RecoverySettings
+from swarmnode.stages.worker import CrewSettings
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import find_copies
 from tests.support.exporting import export

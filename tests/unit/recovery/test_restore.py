@@ -10,13 +10,22 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.recovery.fetching import Fetcher
-from swarmnode.recovery.messages import Have, root_of
-from swarmnode.recovery.restore import Replica, base_adapter
-from swarmnode.recovery.snapshots import RAN, SNAPSHOTS, find_snapshots
-from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
-from swarmnode.recovery.state import StageState, encode_state, host_copy, trained
+from swarmnode.stages.recovery import Replica, base_adapter
+from swarmnode.stages.transfer import (
+    RAN,
+    SNAPSHOTS,
+    Fetcher,
+    RecoverySettings,
+    Run,
+    SourceKind,
+    StageState,
+    encode_state,
+    find_snapshots,
+    host_copy,
+    trained,
+)
+from swarmnode.stages.wire import Have, root_of
+from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of, snapshots_in
 
 pytestmark = pytest.mark.slow

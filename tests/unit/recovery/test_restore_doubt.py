@@ -8,23 +8,24 @@ import torch
 from msgspec.structs import replace
 
 from swarmnode.config import TrainingConfig
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.spec import StageSpec
-from swarmnode.recovery import gate as gate_module
-from swarmnode.recovery import restore as restore_module
-from swarmnode.recovery.bodies import run_one
-from swarmnode.recovery.fetching import Fetcher
-from swarmnode.recovery.messages import Have, root_of
-from swarmnode.recovery.probes import work_of
-from swarmnode.recovery.sources import (
+from swarmnode.stages import recovery
+from swarmnode.stages.transfer import (
+    Fetcher,
     Found,
     RecoveryOrder,
     RecoverySettings,
     Run,
     SourceKind,
+    StageState,
     Verdict,
+    encode_state,
+    load_weights,
+    run_one,
+    trained,
+    work_of,
 )
-from swarmnode.recovery.state import StageState, encode_state, load_weights, trained
+from swarmnode.stages.wire import Have, StageSpec, root_of
+from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
 SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
@@ -267,8 +268,8 @@ def test_without_a_probe_no_disputed_copy_is_trusted():
 
 FITS = {
     "the bytes": (Fetcher, "snapshot"),
-    "the weights": (restore_module, "load_weights"),
-    "a past micro-batch": (gate_module, "run_one"),
+    "the weights": (recovery, "load_weights"),
+    "a past micro-batch": (recovery, "run_one"),
 }
 
 
@@ -313,7 +314,7 @@ async def test_a_stage_for_which_nothing_fits_fails_with_each_reason(fleet, monk
     def never(*args):
         raise OUT
 
-    monkeypatch.setattr(restore_module, "load_weights", never)
+    monkeypatch.setattr(recovery, "load_weights", never)
     async with mine.up() as crew:
         assert crew is None
         assert str(mine.failed[LOST]).count("R2 snapshot: out of memory") == 2
@@ -325,6 +326,6 @@ async def test_a_defect_of_our_own_is_no_lack_of_memory(fleet, monkeypatch):
     async with mine.up() as crew:
         await learn(crew, 1)
     mine.kill(LOST)
-    monkeypatch.setattr(restore_module, "load_weights", lambda *args: 1 / 0)
+    monkeypatch.setattr(recovery, "load_weights", lambda *args: 1 / 0)
     async with mine.up():
         assert isinstance(mine.failed[LOST], ZeroDivisionError)

@@ -5,8 +5,7 @@ import contextlib
 import pytest
 
 from swarmnode.errors import Refused
-from swarmnode.pipeline.spec import StageSpec
-from swarmnode.recovery.sources import (
+from swarmnode.stages.transfer import (
     Found,
     RecoveryOrder,
     RecoverySettings,
@@ -16,6 +15,7 @@ from swarmnode.recovery.sources import (
     Verdict,
     check_paper,
 )
+from swarmnode.stages.wire import StageSpec
 
 SPEC = {i: StageSpec(i, 4, i, i + 1, False) for i in range(4)}
 EVERYBODY = frozenset({0, 1, 2, 3})

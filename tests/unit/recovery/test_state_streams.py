@@ -22,34 +22,37 @@ from swarmnode.errors import (
     StateError,
     Unavailable,
 )
-from swarmnode.pipeline.compute import inline
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import FrameLimits, Place, activation_bytes
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.work import Loss, MicroBatch
-from swarmnode.pipeline.worker import StageWorker
-from swarmnode.recovery import channel, disk, fetching, local, outbox, serving, snapshots
-from swarmnode.recovery import messages as m
-from swarmnode.recovery.bodies import layers_layout, pack_floats
-from swarmnode.recovery.copies import copied, copy_bytes, decode_copy, encode_copy
-from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.outbox import Outbox
-from swarmnode.recovery.probes import Recorder
-from swarmnode.recovery.snapshots import Copied, SnapshotStore, find_snapshots, ring
-from swarmnode.recovery.sources import RecoverySettings, Run
-from swarmnode.recovery.state import (
+from swarmnode.stages import transfer
+from swarmnode.stages import wire as stage_wire
+from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.trainer import recovery_settings
+from swarmnode.stages.transfer import (
+    Copied,
+    LocalStage,
+    Outbox,
+    Recorder,
+    RecoverySettings,
+    Run,
+    SnapshotStore,
     StageState,
+    StatePeer,
+    copied,
+    copy_bytes,
+    decode_copy,
     decode_state,
+    encode_copy,
     encode_state,
+    find_snapshots,
     host_copy,
+    layers_layout,
     layout_of,
+    pack_floats,
+    ring,
     stage_layouts,
     trained,
 )
-from swarmnode.recovery.transfer import StatePeer
-from swarmnode.trainer.crew.recovery import recovery_settings
+from swarmnode.stages.wire import Fence, FrameLimits, Loss, MicroBatch, Place, activation_bytes
+from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.split_models import split_model
@@ -119,13 +122,15 @@ class Wire:
     async def send(self, stage, *messages):
         for message in messages:
             await self.ends[stage].send_all(
-                m.pack(*message) if isinstance(message, tuple) else m.pack(message)
+                stage_wire.pack_state(*message)
+                if isinstance(message, tuple)
+                else stage_wire.pack_state(message)
             )
         await quiet()
 
     async def give(self, stage, what, body, answered=None, size=None, root=None, **more):
         """Says that there is a new one, and answers whoever wants it."""
-        await self.send(stage, m.Made(self.place(stage), 0, what))
+        await self.send(stage, stage_wire.Made(self.place(stage), 0, what))
         want = await self.answer(stage)
         assert (want.what, want.of) == (what, stage)
         await self.body(stage, want.request, answered or what, body, size, root, **more)
@@ -134,24 +139,26 @@ class Wire:
         more = {"step": 9, "hash": HASH if what == "shadow" else b"", **more}
         await self.send(
             stage,
-            m.Have(
+            stage_wire.Have(
                 self.place(stage),
                 request,
                 what,
                 size=len(body) if size is None else size,
-                root=root or m.root_of(body),
+                root=root or stage_wire.root_of(body),
                 **more,
             ),
         )
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
-            await self.send(stage, (m.Chunk(self.place(stage), request, at, len(part)), part))
+            await self.send(
+                stage, (stage_wire.Chunk(self.place(stage), request, at, len(part)), part)
+            )
         await quiet()
 
     async def answer(self, stage):
         """The next message to `stage`."""
         with trio.fail_after(1):
-            return (await m.read(self.ends[stage], LIMITS))[0]
+            return (await stage_wire.read_state(self.ends[stage], LIMITS))[0]
 
     def refused(self):
         return self.peer.channel.refused
@@ -187,7 +194,7 @@ def test_a_state_survives_its_bytes(models):
         1.1,
     )
     body = encode_state(state, layout, "exact")
-    assert len(body) == m.state_bytes(layout, "exact")
+    assert len(body) == stage_wire.state_bytes(layout, "exact")
     again = decode_state(body, layout, "exact", 4, 1.5, 1.1)
     for part in ("weights", "first", "second"):
         mine, theirs = getattr(state, part), getattr(again, part)
@@ -209,15 +216,20 @@ async def test_a_shadow_is_stored_confirmed_and_given_back(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
     await wire.give(0, "shadow", body, squared_norm=2.5)
     assert (await wire.answer(0)).step == 9
-    await wire.send(0, m.Ask(wire.place(0), 5))
+    await wire.send(0, stage_wire.Ask(wire.place(0), 5))
     holds = await wire.answer(0)
-    assert (holds.shadow, holds.root, holds.hash, holds.loaded) == (9, m.root_of(body), HASH, False)
-    await wire.send(0, m.Want(wire.place(0), 6, "shadow", 0, 0, None))
+    assert (holds.shadow, holds.root, holds.hash, holds.loaded) == (
+        9,
+        stage_wire.root_of(body),
+        HASH,
+        False,
+    )
+    await wire.send(0, stage_wire.Want(wire.place(0), 6, "shadow", 0, 0, None))
     have = await wire.answer(0)
-    assert (have.size, have.root, have.squared_norm) == (len(body), m.root_of(body), 2.5)
+    assert (have.size, have.root, have.squared_norm) == (len(body), stage_wire.root_of(body), 2.5)
     assert wire.store.read(0)[1] == body
     for sender, of in ((0, 2), (2, 0)):  # what is kept of a third is none of theirs
-        await wire.send(sender, m.Want(wire.place(sender), 7, "shadow", of, 0, None))
+        await wire.send(sender, stage_wire.Want(wire.place(sender), 7, "shadow", of, 0, None))
     assert (await wire.answer(2)).reason == "none"
 
 
@@ -225,8 +237,10 @@ async def hostile(wire, stage, what, body, reason, **more):
     await wire.give(stage, what, body, **more)
     assert wire.refused() == {reason: 1}
     assert wire.store.get(stage) is None
-    await wire.send(stage, m.Ask(wire.place(stage), 5))
-    assert isinstance(await wire.answer(stage), m.Holds), "nothing was said to have been kept"
+    await wire.send(stage, stage_wire.Ask(wire.place(stage), 5))
+    assert isinstance(await wire.answer(stage), stage_wire.Holds), (
+        "nothing was said to have been kept"
+    )
 
 
 async def test_a_wrong_hash_is_refused(wire):
@@ -280,7 +294,9 @@ async def test_another_stages_shape_is_refused_before_a_byte_of_it_is_kept(wire)
 
 async def test_a_claim_beyond_the_model_takes_no_memory(wire):
     await hostile(wire, 0, "shadow", b"", "size", size=2**50, root=b"x" * 32)
-    await wire.send(0, (m.Chunk(wire.place(0), 1, 0, 2**20), bytes(2**20)))  # of what was refused
+    await wire.send(
+        0, (stage_wire.Chunk(wire.place(0), 1, 0, 2**20), bytes(2**20))
+    )  # of what was refused
     assert wire.refused() == {"size": 1}
 
 
@@ -300,9 +316,9 @@ async def test_what_was_not_asked_for_is_refused(wire, what, answered, more, rea
 @pytest.mark.parametrize(("stage", "what"), [(0, "probes"), (2, "shadow")])
 async def test_what_is_not_kept_here_is_not_fetched(wire, stage, what, tmp_path):
     wire.peer.stage.store = SnapshotStore(tmp_path / "other", CREW, {0: wire.layouts[0]})
-    await wire.send(stage, m.Made(wire.place(stage), 0, what))
-    await wire.send(stage, m.Ask(wire.place(stage), 5))
-    assert isinstance(await wire.answer(stage), m.Holds)
+    await wire.send(stage, stage_wire.Made(wire.place(stage), 0, what))
+    await wire.send(stage, stage_wire.Ask(wire.place(stage), 5))
+    assert isinstance(await wire.answer(stage), stage_wire.Holds)
 
 
 async def test_nothing_comes_unasked(wire):
@@ -315,22 +331,25 @@ async def test_nothing_comes_unasked(wire):
 async def test_chunks_out_of_place_end_a_transfer(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
     for at, part, count in ((100, b"x" * 8, 1), (5, body[5:], 2)):
-        await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
+        await wire.send(0, stage_wire.Made(wire.place(0), 0, "shadow"))
         number = (await wire.answer(0)).request
         await wire.send(
-            0, m.Have(wire.place(0), number, "shadow", 9, len(body), m.root_of(body), HASH)
+            0,
+            stage_wire.Have(
+                wire.place(0), number, "shadow", 9, len(body), stage_wire.root_of(body), HASH
+            ),
         )
-        await wire.send(0, (m.Chunk(wire.place(0), number, at, len(part)), part))
+        await wire.send(0, (stage_wire.Chunk(wire.place(0), number, at, len(part)), part))
         assert wire.refused() == {"size": count}
         # of nothing that is expected
-        await wire.send(0, (m.Chunk(wire.place(0), number, 0, 8), b"x" * 8))
+        await wire.send(0, (stage_wire.Chunk(wire.place(0), number, 0, 8), b"x" * 8))
         assert wire.refused() == {"size": count}
 
 
 async def test_messages_of_the_past_and_of_strangers_do_nothing(wire):
     for other in ({"crew": b"x" * 16}, {"stage": 2}, {"crew": b"y" * 16}):
         place = wire.place(0, **other)
-        await wire.send(0, m.Made(place, 0, "shadow"))
+        await wire.send(0, stage_wire.Made(place, 0, "shadow"))
     assert wire.fence.dropped == {"crew": 2, "stage": 1}
     assert wire.refused() == {}
 
@@ -351,24 +370,24 @@ async def test_bytes_that_are_no_message_end_that_stream_and_no_other(wire, data
     await quiet()
     assert wire.refused() == {reason: 1}
     assert wire.peer.channel.gone == {0: reason}
-    await wire.send(2, m.Ask(wire.place(2), 1))
-    assert isinstance(await wire.answer(2), m.Holds)
+    await wire.send(2, stage_wire.Ask(wire.place(2), 1))
+    assert isinstance(await wire.answer(2), stage_wire.Holds)
 
 
 async def test_who_does_not_stop_is_cut_off(wire):
     # the crew's activations are float32
-    run = lambda number: m.Run(wire.place(0), number, "int8", 1, 1)
-    for number in range(channel.MISBEHAVED):
+    run = lambda number: stage_wire.Run(wire.place(0), number, "int8", 1, 1)
+    for number in range(transfer.MISBEHAVED):
         assert 0 not in wire.peer.channel.gone
         await wire.send(0, (run(number), bytes(1 + activation_bytes("int8", 1, LIMITS.hidden))))
-    await wire.send(0, m.Ask(wire.place(0), 1))
+    await wire.send(0, stage_wire.Ask(wire.place(0), 1))
     assert wire.peer.channel.gone == {0: "misbehaved"}
-    assert wire.refused() == {"schema": channel.MISBEHAVED}
+    assert wire.refused() == {"schema": transfer.MISBEHAVED}
 
 
 async def test_a_run_that_is_none_is_refused_and_one_of_a_stage_without_weights_waits(wire):
     body = b"nothing" + bytes(activation_bytes("float32", 4, LIMITS.hidden))
-    run = m.Run(wire.place(0), 3, "float32", 4, 7)
+    run = stage_wire.Run(wire.place(0), 3, "float32", 4, 7)
     await wire.send(0, (run, body))
     assert (await wire.answer(0)).reason == "loading"
     wire.peer.stage.phase = "whole"
@@ -380,32 +399,34 @@ async def test_a_run_that_is_none_is_refused_and_one_of_a_stage_without_weights_
 async def test_one_snapshot_of_a_neighbour_is_fetched_at_a_time_and_then_the_newest(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
     for _ in range(5):
-        await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
+        await wire.send(0, stage_wire.Made(wire.place(0), 0, "shadow"))
     first = await wire.answer(0)
-    await wire.send(0, m.Ask(wire.place(0), 1))
-    assert isinstance(await wire.answer(0), m.Holds)
+    await wire.send(0, stage_wire.Ask(wire.place(0), 1))
+    assert isinstance(await wire.answer(0), stage_wire.Holds)
     await wire.body(0, first.request, "shadow", body)
-    assert isinstance(await wire.answer(0), m.Kept)
+    assert isinstance(await wire.answer(0), stage_wire.Kept)
     again = await wire.answer(0)
     assert (again.what, again.request) == ("shadow", first.request + 1)
     await wire.body(0, again.request, "shadow", body)
-    assert isinstance(await wire.answer(0), m.Kept)
-    await wire.send(0, m.Ask(wire.place(0), 1))
-    assert isinstance(await wire.answer(0), m.Holds)
+    assert isinstance(await wire.answer(0), stage_wire.Kept)
+    await wire.send(0, stage_wire.Ask(wire.place(0), 1))
+    assert isinstance(await wire.answer(0), stage_wire.Holds)
 
 
 async def test_who_announces_something_again_and_again_has_it_fetched_a_few_times_in_a_step(wire):
     body = encode_state(wire.state(0), wire.layouts[0], "exact")
-    for _ in range(serving.TIMES["shadow"]):
+    for _ in range(transfer.TIMES["shadow"]):
         await wire.give(0, "shadow", body)
-        assert isinstance(await wire.answer(0), m.Kept)
-    await wire.send(0, m.Made(wire.place(0), 0, "shadow"), m.Ask(wire.place(0), 1))
-    assert isinstance(await wire.answer(0), m.Holds), "it is not wanted"
+        assert isinstance(await wire.answer(0), stage_wire.Kept)
+    await wire.send(
+        0, stage_wire.Made(wire.place(0), 0, "shadow"), stage_wire.Ask(wire.place(0), 1)
+    )
+    assert isinstance(await wire.answer(0), stage_wire.Holds), "it is not wanted"
     assert wire.refused() == {"repeated": 1}
     wire.work()
     wire.step()
     await wire.give(0, "shadow", body)
-    assert isinstance(await wire.answer(0), m.Kept)
+    assert isinstance(await wire.answer(0), stage_wire.Kept)
 
 
 async def test_a_snapshot_of_a_step_that_nobody_has_taken_is_refused(wire):
@@ -420,19 +441,21 @@ async def test_kept_is_said_of_what_is_kept(wire):
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
     # the crew has begun again at 9
     wire.store.put(
-        0, m.Have(wire.place(0), 1, "shadow", 20, len(body), m.root_of(body), HASH), body
+        0,
+        stage_wire.Have(wire.place(0), 1, "shadow", 20, len(body), stage_wire.root_of(body), HASH),
+        body,
     )
     await wire.give(0, "shadow", body)
-    await wire.send(0, m.Ask(wire.place(0), 1))
+    await wire.send(0, stage_wire.Ask(wire.place(0), 1))
     assert (await wire.answer(0)).shadow == 20
 
 
 async def test_who_says_that_there_is_something_and_gives_nothing_is_not_waited_for_for_ever(
     wire, autojump_clock
 ):
-    await wire.send(0, m.Made(wire.place(0), 0, "shadow"))
+    await wire.send(0, stage_wire.Made(wire.place(0), 0, "shadow"))
     first = await wire.answer(0)
-    await trio.sleep(channel.LATER_SECONDS)
+    await trio.sleep(transfer.LATER_SECONDS)
     await wire.give(0, "shadow", encode_state(wire.state(0), wire.layouts[0], "exact"))
     assert first.what == "shadow"
     assert wire.store.get(0).step == 9
@@ -449,13 +472,13 @@ async def test_edges_are_given_while_a_step_ends(wire):
 
         @property
         def source(self):
-            edges.append(m.Edge(2, 9, 0, 1, 1, b"a", b"b"))
+            edges.append(stage_wire.Edge(2, 9, 0, 1, 1, b"a", b"b"))
 
-    edges += [m.Edge(1, 9, 0, 1, 1, b"a", b"b"), Ending()]
-    await wire.send(0, m.Want(wire.place(0), 5, "edges", 1, 0, None))
-    have, (_, body) = await wire.answer(0), await m.read(wire.ends[0], LIMITS)
+    edges += [stage_wire.Edge(1, 9, 0, 1, 1, b"a", b"b"), Ending()]
+    await wire.send(0, stage_wire.Want(wire.place(0), 5, "edges", 1, 0, None))
+    have, (_, body) = await wire.answer(0), await stage_wire.read_state(wire.ends[0], LIMITS)
     assert have.what == "edges"
-    assert [edge.micro_batch for edge in strict.decode(body, list[m.Edge])] == [1]
+    assert [edge.micro_batch for edge in strict.decode(body, list[stage_wire.Edge])] == [1]
 
 
 @pytest.mark.parametrize(
@@ -474,11 +497,11 @@ async def test_what_the_device_cannot_do_is_answered_and_the_member_goes_on(
 
     wire.peer.stage.phase = "whole"
     monkeypatch.setattr(wire.peer.server, "find", lambda *_: (9, fails))
-    await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0, None))
+    await wire.send(0, stage_wire.Want(wire.place(0), 5, "layers", 1, 0, None))
     assert (await wire.answer(0)).reason == "failed"
     assert wire.refused() == {"failed": 1}
-    await wire.send(2, m.Ask(wire.place(2), 1))
-    assert isinstance(await wire.answer(2), m.Holds)
+    await wire.send(2, stage_wire.Ask(wire.place(2), 1))
+    assert isinstance(await wire.answer(2), stage_wire.Holds)
 
 
 @pytest.mark.parametrize(
@@ -497,7 +520,7 @@ async def test_our_own_defects_are_not_swallowed(models, tmp_path, error, monkey
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wire.peer.run)
             await quiet()
-            await wire.send(0, m.Want(wire.place(0), 5, "layers", 1, 0, None))
+            await wire.send(0, stage_wire.Want(wire.place(0), 5, "layers", 1, 0, None))
 
 
 def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(
@@ -510,7 +533,7 @@ def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(
     }
     for step, body in bodies.items():
         body[:4] = step.to_bytes(4, "little")
-    save, inside, most = disk.save, [], []
+    save, inside, most = transfer.save, [], []
 
     def watched(*args):
         inside.append(1)
@@ -518,9 +541,9 @@ def test_shadows_that_are_stored_in_two_threads_end_in_one_whole_file(
         save(*args)
         inside.pop()
 
-    monkeypatch.setattr(disk, "save", watched)
-    have = lambda step: m.Have(
-        wire.place(0), 1, "shadow", step, len(bodies[step]), m.root_of(bodies[step]), HASH
+    monkeypatch.setattr(transfer, "save", watched)
+    have = lambda step: stage_wire.Have(
+        wire.place(0), 1, "shadow", step, len(bodies[step]), stage_wire.root_of(bodies[step]), HASH
     )
     threads = [
         threading.Thread(target=wire.store.put, args=(0, have(step), bodies[step]))
@@ -543,10 +566,12 @@ class Liar:
         nursery.start_soon(self.serve, reply)
 
     async def serve(self, reply):
-        while (got := await m.read(self.wire.ends[0], LIMITS)) is not None:
-            for message in reply(got[0]) if not isinstance(got[0], m.Chunk) else []:
+        while (got := await stage_wire.read_state(self.wire.ends[0], LIMITS)) is not None:
+            for message in reply(got[0]) if not isinstance(got[0], stage_wire.Chunk) else []:
                 await self.wire.ends[0].send_all(
-                    m.pack(*message) if isinstance(message, tuple) else m.pack(message)
+                    stage_wire.pack_state(*message)
+                    if isinstance(message, tuple)
+                    else stage_wire.pack_state(message)
                 )
 
 
@@ -554,19 +579,19 @@ def giving(wire, what, body, root=None, size=None, **more):
     def reply(message):
         place = wire.place(0)
         named = {"hash": HASH} if what in ("shadow", "copy") else {}
-        yield m.Have(
+        yield stage_wire.Have(
             place,
             message.request,
             what,
             9,
             size or len(body),
-            root or m.root_of(body),
+            root or stage_wire.root_of(body),
             **named,
             **more,
         )
         for at in range(0, len(body), 2**20):
             part = body[at : at + 2**20]
-            yield m.Chunk(place, message.request, at, len(part)), part
+            yield stage_wire.Chunk(place, message.request, at, len(part)), part
 
     return reply
 
@@ -588,12 +613,15 @@ async def fetched(wire, reply, ask):
 async def test_a_copy_is_given_to_whoever_asks_and_not_while_a_step_is_taken(wire, monkeypatch):
     base = {name: tensor.clone() for name, tensor in wire.model.state_dict().items()}
     wire.peer.stage.base = base.__getitem__
-    want = m.Want(wire.place(2), 7, "copy", 1, 0, None)
+    want = stage_wire.Want(wire.place(2), 7, "copy", 1, 0, None)
     await wire.send(2, want)
     assert (await wire.answer(2)).reason == "loading"
     wire.work()
     await wire.send(2, want)
-    have, body = await m.read(wire.ends[2], LIMITS), await m.read(wire.ends[2], LIMITS)
+    have, body = (
+        await stage_wire.read_state(wire.ends[2], LIMITS),
+        await stage_wire.read_state(wire.ends[2], LIMITS),
+    )
     assert (have[0].what, have[0].step, have[0].hash) == ("copy", 9, HASH)
     spec = wire.runtimes[1].spec
     layout = copied(spec, wire.layouts[1])
@@ -617,7 +645,7 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     wire.work()
     encoded = []
     monkeypatch.setattr(
-        local,
+        transfer,
         "encode_copy",
         lambda *args: encoded.append(wire.worker.participant.step) or encode_copy(*args),
     )
@@ -631,10 +659,10 @@ async def test_a_copy_is_encoded_once_between_two_steps_however_many_ask(wire, m
     async def asked():
         for stage in (0, 2):
             await wire.ends[stage].send_all(
-                m.pack(m.Want(wire.place(stage), 1, "copy", 1, 0, None))
+                stage_wire.pack_state(stage_wire.Want(wire.place(stage), 1, "copy", 1, 0, None))
             )
         with trio.fail_after(1):
-            read = lambda stage: m.read(wire.ends[stage], LIMITS)
+            read = lambda stage: stage_wire.read_state(wire.ends[stage], LIMITS)
             got = [(await read(stage), await read(stage)) for stage in (0, 2)]
         assert len({body for _, (_, body) in got}) == 1
         return {have.step for (have, _), _ in got}
@@ -657,19 +685,19 @@ async def test_a_copy_is_sent_twice_in_one_step_and_not_a_third_time(wire):
     wire.work()
 
     async def asked(stage):
-        await wire.send(stage, m.Want(wire.place(stage), 7, "copy", 1, 0, None))
+        await wire.send(stage, stage_wire.Want(wire.place(stage), 7, "copy", 1, 0, None))
         answer = await wire.answer(stage)
-        if isinstance(answer, m.Have):
-            assert isinstance(await wire.answer(stage), m.Chunk)
+        if isinstance(answer, stage_wire.Have):
+            assert isinstance(await wire.answer(stage), stage_wire.Chunk)
         return answer
 
-    assert [type(await asked(0)) for _ in range(2)] == [m.Have, m.Have]
-    assert [(await asked(0)).reason for _ in range(2 * channel.MISBEHAVED)] == [
+    assert [type(await asked(0)) for _ in range(2)] == [stage_wire.Have, stage_wire.Have]
+    assert [(await asked(0)).reason for _ in range(2 * transfer.MISBEHAVED)] == [
         "refused"
-    ] * 2 * channel.MISBEHAVED
-    assert wire.refused() == {"repeated": 2 * channel.MISBEHAVED}
+    ] * 2 * transfer.MISBEHAVED
+    assert wire.refused() == {"repeated": 2 * transfer.MISBEHAVED}
     assert wire.peer.channel.gone == {}, "it is held against nobody"
-    assert isinstance(await asked(2), m.Have), "each stage has its own share"
+    assert isinstance(await asked(2), stage_wire.Have), "each stage has its own share"
     wire.step()
     wire.peer.stage.recorder.committed(wire.worker)
     assert (await asked(0)).step == 10
@@ -681,20 +709,28 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
 ):
     wire.work()
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    wire.store.put(0, m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH), body)
+    wire.store.put(
+        0,
+        stage_wire.Have(wire.place(0), 1, "shadow", 9, len(body), stage_wire.root_of(body), HASH),
+        body,
+    )
     of = 0 if what == "shadow" else 1
     wire.peer.stage.settings = replace(SETTINGS, mode="checkfree+")
 
     async def refused():
-        await wire.send(0, m.Want(wire.place(0), 7, what, of, 0, None))
+        await wire.send(0, stage_wire.Want(wire.place(0), 7, what, of, 0, None))
         answer = await wire.answer(0)
-        return isinstance(answer, m.Lack) or not isinstance(await wire.answer(0), m.Chunk)
+        return isinstance(answer, stage_wire.Lack) or not isinstance(
+            await wire.answer(0), stage_wire.Chunk
+        )
 
-    times = serving.TIMES[what]
+    times = transfer.TIMES[what]
     assert [await refused() for _ in range(times + 2)] == [False] * times + [True] * 2
     wire.step()
     wire.store.put(
-        0, m.Have(wire.place(0), 1, "shadow", 10, len(body), m.root_of(body), HASH), body
+        0,
+        stage_wire.Have(wire.place(0), 1, "shadow", 10, len(body), stage_wire.root_of(body), HASH),
+        body,
     )
     assert await refused() == (what == "layers"), (
         "nobody is restored in a crew that has taken a step; a newer snapshot is another one"
@@ -703,7 +739,7 @@ async def test_what_a_lost_stage_may_want_is_not_sent_for_ever_and_layers_not_ag
 
 def test_parts_count_for_their_bytes_and_the_whole_is_sent_eight_times():
     size, piece = 209 * 2**24 + 77, 2**24
-    rations = serving.Rations()
+    rations = transfer.Rations()
     pieces = [min(piece, size - at) for at in range(0, size, piece)]
     whole = lambda step: [rations.take(0, "shadow", 1, step, length, size) for length in pieces]
     assert [all(whole(9)) for _ in range(9)] == [True] * 8 + [False]
@@ -760,14 +796,16 @@ async def test_a_copy_that_is_fetched_is_no_longer_than_its_stage(wire):
 
 async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
     good = encode_state(wire.state(1), wire.layouts[1], "exact")
-    ask = lambda root=None: lambda: wire.peer.fetch.snapshot([0], 9, root or m.root_of(good))
+    ask = lambda root=None: (
+        lambda: wire.peer.fetch.snapshot([0], 9, root or stage_wire.root_of(good))
+    )
     state = await fetched(wire, giving(wire, "shadow", good), ask())
     assert state.squared_norm == 0.0
     assert state.weights.keys() == trained(wire.runtimes[1]).keys()
     for reply, wanted, reason in (
         (giving(wire, "shadow", good, root=b"y" * 32), b"y" * 32, "hash"),
         (giving(wire, "shadow", good), b"z" * 32, "hash"),
-        (giving(wire, "shadow", good[:-4], root=m.root_of(good)), None, "size"),
+        (giving(wire, "shadow", good[:-4], root=stage_wire.root_of(good)), None, "size"),
         (giving(wire, "shadow", good, size=2**40), None, "size"),
         (giving(wire, "layers", good), None, "schema"),
     ):
@@ -780,24 +818,27 @@ async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
 async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_another(
     models, tmp_path, monkeypatch, lied
 ):
-    monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 8192)
     arriving, asked = {}, []
     wires = [
         Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving) for _ in range(2)
     ]
     good = encode_state(wires[0].state(1), wires[0].layouts[1], "exact")
-    root, came = m.root_of(good), 3 * 8192
+    root, came = stage_wire.root_of(good), 3 * 8192
     assert len(good) > came + 8192
 
     async def give(wire, stage, body, until, request=None):
-        want, _ = await m.read(wire.ends[stage], LIMITS)
+        want, _ = await stage_wire.read_state(wire.ends[stage], LIMITS)
         asked.append((stage, want.at))
         await wire.send(
-            stage, m.Have(wire.place(stage), want.request, "shadow", 9, len(body), root, HASH)
+            stage,
+            stage_wire.Have(wire.place(stage), want.request, "shadow", 9, len(body), root, HASH),
         )
         for at in range(want.at, until, 8192):
             part = body[at : min(at + 8192, until)]
-            await wire.send(stage, (m.Chunk(wire.place(stage), want.request, at, len(part)), part))
+            await wire.send(
+                stage, (stage_wire.Chunk(wire.place(stage), want.request, at, len(part)), part)
+            )
 
     async def first(wire):
         await give(wire, 0, bytes(len(good)) if lied else good, came)
@@ -826,17 +867,17 @@ async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_ano
 async def test_the_part_of_a_snapshot_that_is_wanted_is_sent(wire):
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
-    assert isinstance(await wire.answer(0), m.Made)
+    assert isinstance(await wire.answer(0), stage_wire.Made)
     body = encode_state(wire.state(1), wire.layouts[1], "exact")
     size = len(body)
     for at, until in ((size - 10, None), (100, 107), (size - 1, size)):
-        await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, at, until))
+        await wire.send(0, stage_wire.Want(wire.place(0), 7, "shadow", 1, at, until))
         assert (await wire.answer(0)).size == size
         with trio.fail_after(1):
-            chunk, part = await m.read(wire.ends[0], LIMITS)
+            chunk, part = await stage_wire.read_state(wire.ends[0], LIMITS)
         assert (chunk.at, part) == (at, body[at:until])
     for at, until in ((size, None), (0, size + 1), (size + 1, size + 2), (2**60, None)):
-        await wire.send(0, m.Want(wire.place(0), 8, "shadow", 1, at, until))
+        await wire.send(0, stage_wire.Want(wire.place(0), 8, "shadow", 1, at, until))
         assert (await wire.answer(0)).reason == "refused"
     assert wire.refused() == {"bounds": 4}
 
@@ -846,16 +887,18 @@ async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_ch
 ):
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
-    hashed, size = [], m.state_bytes(wire.layouts[1], "exact")
+    hashed, size = [], stage_wire.state_bytes(wire.layouts[1], "exact")
     monkeypatch.setattr(
-        snapshots, "root_of", lambda body: hashed.append(len(body)) or m.root_of(body)
+        transfer, "root_of", lambda body: hashed.append(len(body)) or stage_wire.root_of(body)
     )
-    assert isinstance(await wire.answer(0), m.Made)
+    assert isinstance(await wire.answer(0), stage_wire.Made)
 
     async def part(at):
-        await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, at, at + 9))
+        await wire.send(0, stage_wire.Want(wire.place(0), 7, "shadow", 1, at, at + 9))
         answer = await wire.answer(0)
-        return isinstance(answer, m.Have) and isinstance(await wire.answer(0), m.Chunk)
+        return isinstance(answer, stage_wire.Have) and isinstance(
+            await wire.answer(0), stage_wire.Chunk
+        )
 
     assert [await part(at) for at in (0, 5000, 7, 9000)] == [True] * 4
     assert hashed == [size]
@@ -869,16 +912,18 @@ async def test_what_is_wanted_in_parts_is_hashed_once_and_again_when_its_file_ch
 
 async def test_tiny_parts_are_not_had_for_ever(wire):
     """Each has a file opened, so each counts for 64 KiB, or for the whole where that is less."""
-    size = m.state_bytes(wire.layouts[1], "exact")
+    size = stage_wire.state_bytes(wire.layouts[1], "exact")
     times = 8 * size // min(size, 64 * 1024)
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
-    assert isinstance(await wire.answer(0), m.Made)
+    assert isinstance(await wire.answer(0), stage_wire.Made)
 
     async def given(at):
-        await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, at, at + 1))
+        await wire.send(0, stage_wire.Want(wire.place(0), 7, "shadow", 1, at, at + 1))
         answer = await wire.answer(0)
-        return isinstance(answer, m.Have) and isinstance(await wire.answer(0), m.Chunk)
+        return isinstance(answer, stage_wire.Have) and isinstance(
+            await wire.answer(0), stage_wire.Chunk
+        )
 
     assert [await given(at) for at in range(times + 2)] == [True] * times + [False] * 2
     assert wire.refused() == {"repeated": 2}
@@ -897,7 +942,7 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(
     wire, autojump_clock, monkeypatch, pieces
 ):
     """A piece every four seconds, where five without any are too many; and none after some."""
-    monkeypatch.setattr(channel, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 8192)
     layout = layers_layout(wire.layouts[0])
     body = pack_floats(trained(wire.runtimes[0]), layout)
     every = range(0, len(body), 8192)
@@ -905,13 +950,15 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(
     began = trio.current_time()
 
     async def slowly():
-        message, _ = await m.read(wire.ends[0], LIMITS)
+        message, _ = await stage_wire.read_state(wire.ends[0], LIMITS)
         place, number = wire.place(0), message.request
-        await wire.send(0, m.Have(place, number, "layers", 9, len(body), m.root_of(body)))
+        await wire.send(
+            0, stage_wire.Have(place, number, "layers", 9, len(body), stage_wire.root_of(body))
+        )
         for at in every[:pieces]:
             await trio.sleep(4.0)
             part = body[at : at + 8192]
-            await wire.send(0, (m.Chunk(place, number, at, len(part)), part))
+            await wire.send(0, (stage_wire.Chunk(place, number, at, len(part)), part))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slowly)
@@ -945,7 +992,7 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
     def loading(message):
         nonlocal asked
         asked += 1
-        yield m.Lack(wire.place(0), message.request, "loading")
+        yield stage_wire.Lack(wire.place(0), message.request, "loading")
 
     wire.peer.stage.spec = replace(wire.peer.stage.spec, tied=True)
     with pytest.raises(PeerTimeout, match="not restored within"):
@@ -959,17 +1006,19 @@ async def test_a_stage_that_is_being_restored_is_waited_for_and_not_for_ever(wir
 
 async def test_what_somebody_waits_for_goes_before_what_is_kept_for_later(wire):
     box, body = Outbox(), bytes(3 * 2**20)
-    have = lambda number: m.Have(wire.place(1), number, "shadow", 9, len(body), HASH, HASH)
+    have = lambda number: stage_wire.Have(wire.place(1), number, "shadow", 9, len(body), HASH, HASH)
     box.transfer(have(7), body, True, 0)
     box.transfer(have(8), body, True, 0)
     written = lambda: bytes(box.next(wire.place(1))[1])
-    assert written().startswith(m.pack(have(7)))
+    assert written().startswith(stage_wire.pack_state(have(7)))
     box.transfer(have(9), body, False, 0)
-    assert written().startswith(m.pack(have(9)))
-    assert not [1 for _ in range(2) if written().startswith((m.pack(have(8)), m.pack(have(7))))], (
-        "before all of it was gone"
-    )
-    assert written().startswith(m.pack(have(8)))
+    assert written().startswith(stage_wire.pack_state(have(9)))
+    assert not [
+        1
+        for _ in range(2)
+        if written().startswith((stage_wire.pack_state(have(8)), stage_wire.pack_state(have(7))))
+    ], "before all of it was gone"
+    assert written().startswith(stage_wire.pack_state(have(8)))
 
 
 class Uplink:
@@ -987,15 +1036,15 @@ class Uplink:
             state, second={name: tensor + squared for name, tensor in state.second.items()}
         )
         self.body = encode_state(state, self.wire.layouts[0], "exact")
-        self.root = m.root_of(self.body)
+        self.root = stage_wire.root_of(self.body)
 
     async def serve(self):
-        await self.wire.send(0, m.Made(self.wire.place(0), 0, "shadow"))
+        await self.wire.send(0, stage_wire.Made(self.wire.place(0), 0, "shadow"))
         while True:
-            want, _ = await m.read(self.wire.ends[0], LIMITS)
-            if isinstance(want, m.Want):
+            want, _ = await stage_wire.read_state(self.wire.ends[0], LIMITS)
+            if isinstance(want, stage_wire.Want):
                 await self.give(want)
-            elif isinstance(want, m.Kept):
+            elif isinstance(want, stage_wire.Kept):
                 self.kept.set()
 
     async def give(self, want):
@@ -1006,9 +1055,9 @@ class Uplink:
         await trio.sleep(len(part) / self.rate)
         self.busy += len(part) / self.rate
         await self.wire.send(
-            0, m.Have(place, want.request, "shadow", 9, len(self.body), self.root, HASH)
+            0, stage_wire.Have(place, want.request, "shadow", 9, len(self.body), self.root, HASH)
         )
-        await self.wire.send(0, (m.Chunk(place, want.request, want.at, len(part)), part))
+        await self.wire.send(0, (stage_wire.Chunk(place, want.request, want.at, len(part)), part))
 
 
 @contextlib.asynccontextmanager
@@ -1024,7 +1073,7 @@ async def following(wire, rate):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(fetching, "PART_BYTES", (1024, 32768))
+    monkeypatch.setattr(transfer, "PART_BYTES", (1024, 32768))
 
 
 @pytest.mark.parametrize("rate", [3e3, 3e4])
@@ -1094,18 +1143,18 @@ async def test_who_gives_parts_of_one_snapshot_after_another_gives_none(
 
 
 async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_is_a_newer_one(wire):
-    size = m.state_bytes(wire.layouts[1], "exact")
+    size = stage_wire.state_bytes(wire.layouts[1], "exact")
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
-    assert isinstance(await wire.answer(0), m.Made)
+    assert isinstance(await wire.answer(0), stage_wire.Made)
 
     async def part(at, until, stage=0):
-        await wire.send(stage, m.Want(wire.place(stage), 7, "shadow", 1, at, until))
+        await wire.send(stage, stage_wire.Want(wire.place(stage), 7, "shadow", 1, at, until))
         have = await wire.answer(stage)
-        while isinstance(have, m.Made):
+        while isinstance(have, stage_wire.Made):
             have = await wire.answer(stage)
-        chunk, body = await m.read(wire.ends[stage], LIMITS)
-        assert isinstance(chunk, m.Chunk)
+        chunk, body = await stage_wire.read_state(wire.ends[stage], LIMITS)
+        assert isinstance(chunk, stage_wire.Chunk)
         return have, body
 
     first, begin = await part(0, size // 2)
@@ -1117,7 +1166,7 @@ async def test_whoever_is_being_sent_a_snapshot_gets_the_rest_of_it_when_there_i
     other, _ = await part(size // 2, size, stage=2)  # who was sent nothing of the one before
     rest, end = await part(size // 2, size)
     assert (first.step, rest.step, other.step) == (9, 9, 10)
-    assert rest.root == first.root == m.root_of(bytes(begin) + bytes(end))
+    assert rest.root == first.root == stage_wire.root_of(bytes(begin) + bytes(end))
     assert (await part(0, 1000))[0].step == 10
 
 
@@ -1139,15 +1188,15 @@ async def test_a_snapshot_that_is_sent_takes_no_memory(wire, monkeypatch):
     monkeypatch.setattr(
         wire.peer.channel.outboxes[0], "transfer", lambda have, body, later, at: mapped.append(body)
     )
-    assert isinstance(await wire.answer(0), m.Made)
-    await wire.send(0, m.Want(wire.place(0), 7, "shadow", 1, 0, None))
+    assert isinstance(await wire.answer(0), stage_wire.Made)
+    await wire.send(0, stage_wire.Want(wire.place(0), 7, "shadow", 1, 0, None))
     assert in_a_file(mapped[0], wire.directory / "stage-1.safetensors")
 
 
 def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
+    have = stage_wire.Have(wire.place(0), 1, "shadow", 9, len(body), stage_wire.root_of(body), HASH)
     wire.store.put(0, have, body)
     wire.store.put(0, msgspec.structs.replace(have, step=8), body)  # older: kept out
     again = SnapshotStore(tmp_path, CREW, {0: wire.layouts[0]})
@@ -1174,7 +1223,7 @@ def test_a_store_forgets_what_is_damaged_and_remembers_what_is_not(models, tmp_p
 def test_a_snapshot_of_unknown_steps_is_set_aside(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
+    have = stage_wire.Have(wire.place(0), 1, "shadow", 9, len(body), stage_wire.root_of(body), HASH)
     at = lambda step: msgspec.structs.replace(have, step=step, hash=bytes([step]) * 32)
     assert wire.store.put(0, at(9), body)
     wire.store.begins(7)
@@ -1204,10 +1253,10 @@ async def test_who_asks_and_does_not_read_gets_no_more_than_a_few_answers(wire):
     wire.peer.sharing.snapshot(Copied(wire.state(1)))
     await quiet()
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
-    for number in range(1, 4 * channel.SERVED):
-        await wire.send(0, m.Want(wire.place(0), number, "shadow", 1, 0, None))
+    for number in range(1, 4 * transfer.SERVED):
+        await wire.send(0, stage_wire.Want(wire.place(0), number, "shadow", 1, 0, None))
     waiting = wire.peer.channel.outboxes[0].transfers
-    assert 1 < len(waiting) <= channel.SERVED
+    assert 1 < len(waiting) <= transfer.SERVED
     assert set(wire.refused()) <= {"busy", "repeated"}
 
 
@@ -1217,9 +1266,9 @@ async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(
 ):
     wire.work()
     wire.peer.stage.settings = replace(SETTINGS, mode="checkfree+")
-    wire.peer.stage.recorder.edges.append(m.Edge(1, 9, 0, 1, 1, b"a", b"b"))
-    monkeypatch.setattr(channel, "CHUNK_BYTES", 4)  # as a long one: more than one chunk
-    monkeypatch.setattr(outbox, "CHUNK_BYTES", 4)
+    wire.peer.stage.recorder.edges.append(stage_wire.Edge(1, 9, 0, 1, 1, b"a", b"b"))
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 4)  # as a long one: more than one chunk
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 4)
 
     async def later(work):
         await quiet()
@@ -1227,17 +1276,17 @@ async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(
 
     monkeypatch.setattr(wire.peer.channel, "compute", later)
     wire.peer.channel.streams[0].send_stream.send_all_hook = trio.sleep_forever
-    want = lambda number: m.Want(wire.place(0), number, what, 1, 0, None)
+    want = lambda number: stage_wire.Want(wire.place(0), number, what, 1, 0, None)
     for number in range(1, 5):
         # the second while the first is put together
-        await wire.ends[0].send_all(m.pack(want(number)))
+        await wire.ends[0].send_all(stage_wire.pack_state(want(number)))
         await quiet()
         await quiet()
     assert [out.what for out in wire.peer.channel.outboxes[0].transfers] == [what]
     assert wire.refused() == {"busy": 3}
     wire.peer.channel.outboxes[0].clear()
     wire.peer.channel.streams[0].send_stream.send_all_hook = None
-    await wire.send(2, m.Want(wire.place(2), 7, "shadow", 2, 0, None))
+    await wire.send(2, stage_wire.Want(wire.place(2), 7, "shadow", 2, 0, None))
     assert (await wire.answer(2)).reason == "none", "nobody else waits"
 
 
@@ -1263,9 +1312,9 @@ async def test_layers_are_given_to_whom_they_are_of_use(wire, run, mode, given):
         Config.model_validate({"stages": {"paper_mode": mode}}).stages, run
     )
     wire.peer.stage.phase, wire.peer.stage.settings = "whole", settings
-    await wire.send(0, m.Want(wire.place(0), 7, "layers", 1, 0, None))
+    await wire.send(0, stage_wire.Want(wire.place(0), 7, "layers", 1, 0, None))
     answer = await wire.answer(0)
-    assert isinstance(answer, m.Have) if given else answer.reason == "none", (
+    assert isinstance(answer, stage_wire.Have) if given else answer.reason == "none", (
         "stage 0 has an embedding that no neighbour keeps"
     )
     assert settings.synthesises(1, 3) == (not run.pretrained and not run.adapter)
@@ -1290,11 +1339,15 @@ async def test_what_a_member_has_run_here_in_a_step_has_a_bound(wire):
     body = about + bytes(activation_bytes("float32", rows, LIMITS.hidden))
 
     async def ran(stage):
-        await wire.send(stage, (m.Run(wire.place(stage), 7, "float32", rows, len(about)), body))
+        await wire.send(
+            stage, (stage_wire.Run(wire.place(stage), 7, "float32", rows, len(about)), body)
+        )
         answer = await wire.answer(stage)
-        return isinstance(answer, m.Have) and isinstance(await wire.answer(stage), m.Chunk)
+        return isinstance(answer, stage_wire.Have) and isinstance(
+            await wire.answer(stage), stage_wire.Chunk
+        )
 
-    times = serving.TIMES["ran"]
+    times = transfer.TIMES["ran"]
     assert [await ran(0) for _ in range(times + 2)] == [True] * times + [False] * 2
     assert wire.refused() == {"repeated": 2}
     assert await ran(2), "each stage has its own share"
@@ -1305,13 +1358,13 @@ async def test_what_a_member_has_run_here_in_a_step_has_a_bound(wire):
 def test_a_lineage_that_takes_no_step_or_fewer_costs_another_none_of_its_copies(models, tmp_path):
     wire = Wire(models["llama"], tmp_path)
     body = bytearray(encode_state(wire.state(0), wire.layouts[0], "exact"))
-    have = m.Have(wire.place(0), 1, "shadow", 9, len(body), m.root_of(body), HASH)
+    have = stage_wire.Have(wire.place(0), 1, "shadow", 9, len(body), stage_wire.root_of(body), HASH)
     crew = lambda name: SnapshotStore(
         tmp_path, name * 16, {0: wire.layouts[0]}, {"layers": [2, 1, 1]}
     )
     crew(b"c").put(0, have, body)
     crew(b"c").ran(9)
-    assert find_snapshots(tmp_path) == [disk.OnDisk(b"c" * 16, 0, 2, 9, HASH)]
+    assert find_snapshots(tmp_path) == [transfer.OnDisk(b"c" * 16, 0, 2, 9, HASH)]
     for name in (b"d", b"e", b"f"):  # each is a stranger's, and pushes what it likes
         crew(name).put(0, have, body)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

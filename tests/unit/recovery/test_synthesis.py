@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.pipeline.routes import swapped_order
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.recovery.sources import Run
-from swarmnode.recovery.synthesis import Neighbour, synthesise
+from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.transfer import Neighbour, Run, synthesise
+from swarmnode.stages.wire import swapped_order
 from tests.support.split_models import split_model
 
 NAME = "model.layers.0.mlp.up_proj.weight"

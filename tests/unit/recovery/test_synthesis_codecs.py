@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from swarmnode.config import TrainingConfig
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.frames import FrameLimits
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.recovery.sources import RecoverySettings, Run, SourceKind
+from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.transfer import RecoverySettings, Run, SourceKind
+from swarmnode.stages.wire import FrameLimits
+from swarmnode.stages.worker import CrewSettings
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
 from tests.support.split_models import split_model

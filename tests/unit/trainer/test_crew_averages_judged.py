@@ -9,14 +9,13 @@ import torch
 import trio
 
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.crew.local import Released
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
+from swarmnode.stages import trainer as stage_trainer
+from swarmnode.stages.trainer import CrewPolicy, CrewTrainer
+from swarmnode.stages.wire import Released
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.crew import probe as crew_probe
-from swarmnode.trainer.crew.policy import CrewPolicy
-from swarmnode.trainer.crew.run import CrewTrainer
 from swarmnode.weights import local
 from swarmnode.weights.fragments import pack
 from tests.support.crew_network import crew_network
@@ -102,13 +101,13 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
     tmp_path, model, monkeypatch
 ):
     only_wait(monkeypatch)
-    verdicts, judge = [], crew_probe._judge
+    verdicts, judge = [], stage_trainer._judge
 
     async def heard(peer, known, rewarded, mine, mean, tell, seconds):
         both = lambda losses: (verdicts.append((peer.stage.spec.index, losses)), tell(losses))
         await judge(peer, known, rewarded, mine, mean, both, seconds)
 
-    monkeypatch.setattr(crew_probe, "_judge", heard)
+    monkeypatch.setattr(stage_trainer, "_judge", heard)
     said = lambda node, kind: [
         m for m in node.averaging if isinstance(m, kind) and m.session == b"s" * 16
     ]

@@ -8,10 +8,9 @@ import pytest
 
 from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import PeerError
-from swarmnode.pipeline.blame import PATIENCE
-from swarmnode.pipeline.head import TOO_MUCH, CannotScore
+from swarmnode.stages.head import PATIENCE, TOO_MUCH, CannotScore
+from swarmnode.stages.trainer import CrewPolicy
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.crew.policy import CrewPolicy
 from swarmnode.trainer.update import UpdateStatistics
 
 

@@ -9,23 +9,15 @@ import torch
 import trio
 
 from swarmnode.config import Config, LoraSettings
-from swarmnode.pipeline.compute import in_thread, inline
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import Place
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.split import tensors_of
-from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
-from swarmnode.recovery import local
-from swarmnode.recovery.local import LocalStage
-from swarmnode.recovery.probes import Recorder
-from swarmnode.recovery.sources import RecoverySettings
-from swarmnode.recovery.state import layout_of
-from swarmnode.recovery.transfer import StatePeer
-from swarmnode.trainer.crew.copies import AGE, WholeCopy
-from swarmnode.trainer.crew.model import crew_terms, open_model
+from swarmnode.stages import transfer
+from swarmnode.stages.model import tensors_of
+from swarmnode.stages.trainer import AGE, WholeCopy, crew_terms, open_model
+from swarmnode.stages.transfer import LocalStage, Recorder, RecoverySettings, StatePeer, layout_of
+from swarmnode.stages.wire import Fence, Place
+from swarmnode.stages.worker import Links, StageWorker, in_thread, inline
 from tests.support.waiting import until
 
 CREW = b"c" * 16
@@ -178,7 +170,7 @@ async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "encode_copy", fails)
+        patch.setattr(transfer, "encode_copy", fails)
         at = one.at(1, by=0.05)
         await one.copy.follow(one.layers, at)
         await until(lambda: failed)

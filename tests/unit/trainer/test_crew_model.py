@@ -7,29 +7,32 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.crew.local import Assigned
-from swarmnode.crew.plan import model_cost, stage_memory
-from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import Refused
-from swarmnode.pipeline.packing import packing
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.spec import StageSpec, stage_specs
-from swarmnode.pipeline.split import adapt, load_stage
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
 from swarmnode.policy.logprobs import collate
-from swarmnode.trainer.crew.average import averaged
-from swarmnode.trainer.crew.model import (
+from swarmnode.stages.model import StageRuntime, adapt, load_stage, packing
+from swarmnode.stages.trainer import (
+    Stage,
+    averaged,
     cached_tokens,
     check_trainable,
     cost_of,
     is_untrained,
     kept_bytes,
     on_host,
+    recovery_settings,
 )
-from swarmnode.trainer.crew.recovery import recovery_settings
-from swarmnode.trainer.crew.stage import Stage
+from swarmnode.stages.wire import (
+    NO_HASH,
+    Assigned,
+    StageSpec,
+    Taken,
+    model_cost,
+    stage_memory,
+    stage_specs,
+)
 from swarmnode.trainer.engine import open_policy
 from swarmnode.weights.fragments import EMBEDDING, block_of
 from tests.support.crew_models import opened
@@ -206,7 +209,7 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
         num_key_value_heads=2,
     )
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
-    monkeypatch.setattr("swarmnode.pipeline.runtime.needs_checkpointing", lambda *given: True)
+    monkeypatch.setattr("swarmnode.stages.model.needs_checkpointing", lambda *given: True)
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
     training, placement = (
         TrainingConfig(max_completion_length=700),
@@ -260,7 +263,7 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
     parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
-    monkeypatch.setattr("swarmnode.trainer.crew.model.free_bytes", lambda device: 30e9)
+    monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
     assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
         "a billion weights, which 30 GB keep"
     )

@@ -9,19 +9,21 @@ import torch
 import trio
 
 from swarmnode.config import Config
-from swarmnode.crew.local import Assigned
-from swarmnode.crew.record import NO_HASH, Taken
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.recovery import disk
-from swarmnode.recovery.restore import Restored
-from swarmnode.recovery.sharing import Sharing
-from swarmnode.recovery.snapshots import SnapshotRecorder
-from swarmnode.recovery.sources import RecoverySettings, SourceKind
-from swarmnode.recovery.state import StageState, load_weights, trained
-from swarmnode.trainer.crew.average import CLOCKS
-from swarmnode.trainer.crew.recovery import StageRecovery, recovery_settings
-from swarmnode.trainer.crew.stage import Stage
+from swarmnode.stages import transfer
+from swarmnode.stages.recovery import Restored
+from swarmnode.stages.trainer import CLOCKS, Stage, StageRecovery, recovery_settings
+from swarmnode.stages.transfer import (
+    RecoverySettings,
+    Sharing,
+    SnapshotRecorder,
+    SourceKind,
+    StageState,
+    load_weights,
+    trained,
+)
+from swarmnode.stages.wire import NO_HASH, Assigned, Taken
 from tests.support.crew_models import averaging_of, opened
 from tests.support.foreign import until
 from tests.support.replica import settle
@@ -148,7 +150,7 @@ def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch)
     """The disk is slow: the file holds an older step than memory, and everything in it is of that
     step."""
     begun, go = threading.Event(), threading.Event()
-    save = disk.save
+    save = transfer.save
     one = node()
     one.begin()
     one.train(4)
@@ -156,7 +158,7 @@ def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch)
         one.averaging.tensors(),
         {n: t.detach().clone() for n, t in trained(one.stage.runtime).items()},
     )
-    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
+    monkeypatch.setattr(transfer, "save", lambda *args: (begun.set(), go.wait(10), save(*args)))
     one.journal.note(one.stage.worker, then)
     assert begun.wait(10)
     flush, one.journal.flush = one.journal.flush, lambda: None
@@ -171,11 +173,11 @@ def test_slow_weights_are_of_the_step_that_the_weights_are_of(node, monkeypatch)
 
 
 def test_a_slow_disk_keeps_neither_the_next_stage_nor_an_offer_waiting(node, monkeypatch):
-    begun, go, save = threading.Event(), threading.Event(), disk.save
+    begun, go, save = threading.Event(), threading.Event(), transfer.save
     one = node()
     one.begin()
     one.train(1)
-    monkeypatch.setattr(disk, "save", lambda *args: (begun.set(), go.wait(30), save(*args)))
+    monkeypatch.setattr(transfer, "save", lambda *args: (begun.set(), go.wait(30), save(*args)))
     for steps in (2, 3):  # the last one is not written
         one.stage.worker.participant.step = steps
         one.journal.note(one.stage.worker, {})
@@ -222,10 +224,10 @@ def test_slow_weights_that_are_not_finite_make_a_journal_no_source(node):
     one = node()
     one.begin()
     one.train(2)
-    tensors, about = disk.load(one.journal.path)
+    tensors, about = transfer.load(one.journal.path)
     name = next(n for n in tensors if n.startswith("outer.phi."))
     tensors[name].view(-1)[0] = float("nan")
-    disk.save(one.journal.path, tensors, about)
+    transfer.save(one.journal.path, tensors, about)
     with pytest.raises(StateError, match="not finite"):
         one.journal.read()
 
@@ -248,7 +250,7 @@ async def test_a_stage_that_begins_again_at_an_older_step_gives_its_neighbours_a
     async def nobody(assigned, kind, gate):
         return {}
 
-    monkeypatch.setattr("swarmnode.trainer.crew.recovery.connect_all", nobody)
+    monkeypatch.setattr("swarmnode.stages.trainer.connect_all", nobody)
     one, stored = node(), []
     monkeypatch.setattr(Sharing, "announce", lambda self, what: stored[-1].set())
     # at 0 it is the base, which is on every disk

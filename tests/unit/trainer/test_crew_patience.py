@@ -9,8 +9,8 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
-from swarmnode.trainer.crew import policy
-from swarmnode.trainer.crew.policy import CrewPolicy
+from swarmnode.stages import trainer
+from swarmnode.stages.trainer import CrewPolicy
 
 LINEAGE = b"l" * 32
 
@@ -43,7 +43,7 @@ class Runner:
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(policy.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -9,12 +9,21 @@ import pytest
 import torch
 import trio
 
-from swarmnode.crew.local import Assigned, Offering, Released, Resumed, Suspended
-from swarmnode.crew.plan import Capacity, ModelCost, Part
-from swarmnode.crew.record import NO_HASH, Copy, Taken
 from swarmnode.errors import ConfigError, DeviceError, PeerError, StateError
-from swarmnode.trainer.crew.run import LESS, CrewTrainer
-from swarmnode.trainer.crew.runner import StageRunner, StageSession
+from swarmnode.stages.trainer import LESS, CrewTrainer, StageRunner, StageSession
+from swarmnode.stages.wire import (
+    NO_HASH,
+    Assigned,
+    Capacity,
+    Copy,
+    ModelCost,
+    Offering,
+    Part,
+    Released,
+    Resumed,
+    Suspended,
+    Taken,
+)
 from swarmnode.weights import local
 
 CREW = b"c" * 32

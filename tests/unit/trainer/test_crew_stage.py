@@ -10,19 +10,22 @@ import trio
 import trio.testing
 
 from swarmnode.config import Config
-from swarmnode.crew.local import Assigned, Released, Resumed
-from swarmnode.crew.record import Taken
 from swarmnode.errors import DeviceError, PeerError
-from swarmnode.pipeline.commit import NO_HASH, Answer
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
-from swarmnode.recovery.journal import Journal, find_journals
-from swarmnode.trainer.crew import model as crew_model
-from swarmnode.trainer.crew import streams as crew_streams
-from swarmnode.trainer.crew.recovery import JOURNALS, StageRecovery, recovery_settings
-from swarmnode.trainer.crew.runner import StageRunner
-from swarmnode.trainer.crew.stage import Stage
-from swarmnode.trainer.crew.streams import Gate, GatedStream, connect
+from swarmnode.stages import trainer
+from swarmnode.stages.trainer import (
+    JOURNALS,
+    Gate,
+    GatedStream,
+    Stage,
+    StageRecovery,
+    StageRunner,
+    connect,
+    recovery_settings,
+)
+from swarmnode.stages.transfer import Journal, find_journals
+from swarmnode.stages.wire import NO_HASH, Assigned, Released, Resumed, StepAnswer, Taken
 from tests.support.crew_models import opened
 from tests.support.lost_stages import rows_of
 
@@ -70,7 +73,7 @@ def prepare(stage, attempt=3):
         parameter.grad = torch.ones_like(parameter)
     stage.worker.participant.accumulated(1)
     assert stage.worker.participant.propose(stage.step, attempt, [1]) == "prepare"
-    assert isinstance(stage.worker.participant.prepared(attempt, 1.0, 0.0), Answer)
+    assert isinstance(stage.worker.participant.prepared(attempt, 1.0, 0.0), StepAnswer)
     assert stage.worker.participant.phase == "prepared"
 
 
@@ -289,12 +292,12 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
     switched = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     monkeypatch.setattr(
-        crew_model,
+        trainer,
         "probe",
         lambda cfg: Placement(torch.device(kind), torch.float32, "for the test"),
     )
-    monkeypatch.setattr(crew_model, "measure_speed", lambda placement: 1e9)
-    monkeypatch.setattr(crew_model, "free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(trainer, "measure_speed", lambda placement: 1e9)
+    monkeypatch.setattr(trainer, "free_bytes", lambda device: 2**30)
     with opened(config):
         assert switched == ([False] if kind == "cuda" else [])
 
@@ -327,7 +330,7 @@ async def test_a_network_process_that_is_away_is_an_error_within_its_bound(
     started = trio.current_time()
     with pytest.raises(PeerError):
         await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")
-    assert trio.current_time() - started == pytest.approx(crew_streams.CONNECT_SECONDS, abs=0.2)
+    assert trio.current_time() - started == pytest.approx(trainer.CONNECT_SECONDS, abs=0.2)
 
 
 def test_a_head_knows_how_long_the_others_wait_for_its_steps(model):

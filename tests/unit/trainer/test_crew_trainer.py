@@ -16,20 +16,18 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.errors import DeviceError, EngineGone, Refused, Unavailable
-from swarmnode.pipeline.head import Head
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
-from swarmnode.recovery.snapshots import read_copy
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.stages.head import Head
+from swarmnode.stages.trainer import AGE, CrewPolicy, CrewTrainer, make_trainer
+from swarmnode.stages.transfer import read_copy
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.crew.copies import AGE
-from swarmnode.trainer.crew.policy import CrewPolicy
-from swarmnode.trainer.crew.run import CrewTrainer, make_trainer
 from swarmnode.trainer.export_crew import find_copies
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
@@ -278,10 +276,10 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
     """A member that says that nothing is small enough ends no trainer: the step is given up like
     any other that is refused."""
     Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 12)
+    monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 12)
     for module in (
-        "swarmnode.trainer.crew.policy.MICRO_BATCHES",
-        "swarmnode.pipeline.frames.MICRO_BATCHES",
+        "swarmnode.stages.trainer.MICRO_BATCHES",
+        "swarmnode.stages.wire.MICRO_BATCHES",
     ):
         monkeypatch.setattr(module, 4)
     policy = whole(model)
@@ -302,8 +300,8 @@ async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(
     """No deadline fires for ever on work that only takes long, and nobody loses his place for it:
     the first pieces are small."""
     Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.trainer.crew.stage.HEAD_SECONDS", 1.5)
-    monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 30)
+    monkeypatch.setattr("swarmnode.stages.trainer.HEAD_SECONDS", 1.5)
+    monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
     policy = whole(model)
     async with crew(tmp_path, make(tmp_path, model, 3), [1, 2, 1]) as (_, trainers):
         engine, slow = engine_of(trainers[0]), runtime_of(trainers[1])
@@ -329,7 +327,7 @@ async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(
 ):
     """A new member may be slower than all before it: it is not begun with what those could do."""
     Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.trainer.crew.policy.FIRST_TOKENS", 30)
+    monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
     policy = whole(model)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
         engine, runner = engine_of(trainers[0]), trainers[0]._runner
@@ -349,14 +347,14 @@ async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_wave
     tmp_path, model, monkeypatch
 ):
     Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.trainer.crew.model.TOKENS", 100)
+    monkeypatch.setattr("swarmnode.stages.trainer.TOKENS", 100)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
         engine = engine_of(trainers[0])
         with capture_logs() as said:
             groups = await in_thread(
                 engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1)
             )
-            monkeypatch.setattr("swarmnode.trainer.crew.policy.SLOW_TOKEN", 0.0)
+            monkeypatch.setattr("swarmnode.stages.trainer.SLOW_TOKEN", 0.0)
             for _ in range(2):
                 await in_thread(
                     engine.generate, PROMPTS[:1], Sampling(1, 4), engine.random_generator(1)

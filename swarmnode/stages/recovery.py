@@ -1,66 +1,274 @@
-"""The whole of getting a lost stage back: ask everybody, try the sources in order, judge, heal, and
-say what was done. Torch.
+"""Restore a lost stage: ask the members, try the sources in order, judge, heal, report. Torch.
 
-    loading      the best source that is left; what it gave is checked and put into the stage
-    probation    the last micro-batches through all stages; a stage that is off is healed, or the
-    next source is taken
-    rejoin       `Restored.install` gives the new worker its optimizer, its learning rate and its
-    norm
+    loading      the best remaining source; its tensors are checked and loaded
+    probation    the last micro-batches run through all stages; a stage that fails is healed, or the
+                 next source follows
+    rejoin       `Restored.install` gives the new worker its optimizer, learning rate and norm
 
-Two stages may be restored at once: each is judged through the other's candidate. Where that fails,
-the one with the worse source goes on to its next sources, and the other waits for it; who comes to
-the end goes back to his best source and lets the other one try.
-
-A source that does not fit this device is one that was not there: what it took is given back, and
-the next one is tried.
+Two stages may be restored at once: each is judged through the other's candidate. A source that does
+not fit this device counts as absent.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
+import numpy as np
 import torch
 import trio
 
-from swarmnode.errors import PeerError, Refused, StateError, Unavailable
-from swarmnode.pipeline import faults
-from swarmnode.pipeline.optimizer import LrScale
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.spec import StageSpec
-from swarmnode.pipeline.split import load_stage
-from swarmnode.pipeline.worker import StageWorker
+from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
+from swarmnode.policy.logprobs import Batch
 from swarmnode.policy.micro import free_memory, is_oom
-from swarmnode.recovery.fetching import AGAIN_SECONDS, ASK_SECONDS
-from swarmnode.recovery.gate import judge
-from swarmnode.recovery.healing import Healing, heal, pairs_of
-from swarmnode.recovery.journal import Journal, Kept
-from swarmnode.recovery.messages import Holds, Probe
-from swarmnode.recovery.snapshots import ring
-from swarmnode.recovery.sources import (
+from swarmnode.stages.model import LrScale, StageRuntime, batch_of, decode, load_stage
+from swarmnode.stages.transfer import (
+    ASK_AGAIN_SECONDS,
+    ASK_SECONDS,
     Found,
+    Journal,
+    Kept,
     RecoveryOrder,
     RecoverySettings,
     Run,
     Source,
     SourceKind,
-    Verdict,
-)
-from swarmnode.recovery.state import (
     StageState,
+    StatePeer,
     Tensors,
+    Verdict,
     host_copy,
     load_moments,
     load_weights,
+    ring,
+    run_one,
+    synthesise,
     trained,
+    work_of,
 )
-from swarmnode.recovery.synthesis import synthesise
-from swarmnode.recovery.transfer import StatePeer
+from swarmnode.stages.wire import (
+    ActivationCodec,
+    Edge,
+    FrameLimits,
+    Holds,
+    Probe,
+    StageSpec,
+    is_device_error,
+)
+from swarmnode.stages.worker import StageWorker
+from swarmnode.wire.tensors import unpack_logprobs
+
+# The gate: the last committed micro-batches run again through all stages.
+#
+#     r = log π_new(token) − log π_old(token)     over tokens that were trained on
+#     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
+#
+# π_old is the tail's output before the step of that micro-batch. Only the newest step's micro-
+# batches count: later learning would look like damage. A damaged policy earns equal rewards
+# everywhere, so training cannot repair it.
+
+AT_ONCE = 2
+"""Probes on their way through the stages."""
+LEAST, ROWS = 2, 2048
+"""Probes, and rows of them, that are enough: a token's r of a stage in order is some hundredths, so
+that their mean square is known to a tenth, and at 7 B more would be minutes of a home's line, for
+each source that is tried."""
+
+
+async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
+    """`peer.stage.runtime` in its place among the others. `probes` is not empty.
+
+    Raises PeerError when a stage is gone or never gets ready, and what `is_device_error` knows.
+    """
+    shifts: list[np.ndarray] = []
+    errors: list[Exception] = []
+    waiting = enough(probes)
+
+    async def work() -> None:
+        while waiting and not errors:
+            try:
+                shifts.append(await _shift(peer, waiting.pop()))
+            except (PeerError, ValueError) as error:
+                errors.append(error)
+            except (RuntimeError, MemoryError) as error:
+                if not is_device_error(error):
+                    raise
+                errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(AT_ONCE):
+            nursery.start_soon(work)
+    for error in errors:
+        if not isinstance(error, (Incompatible, ValueError)):
+            raise error
+    if errors:
+        return Verdict(float("inf"), float("inf"), 0, finite=False)
+    return verdict_of(np.concatenate(shifts))
+
+
+def enough(probes: Sequence[Probe]) -> list[Probe]:
+    """The last of the newest step's."""
+    newest, rows, chosen = max(probe.step for probe in probes), 0, list[Probe]()
+    for probe in reversed([probe for probe in probes if probe.step == newest]):
+        if len(chosen) < LEAST or rows < ROWS:
+            chosen.append(probe)
+            rows += probe.rows
+    return chosen
+
+
+def verdict_of(shift: np.ndarray) -> Verdict:
+    """shift: (tokens,) r as above."""
+    shift = shift.astype(np.float64)
+    return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
+
+
+async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
+    """(tokens,) r. Raises ValueError or Incompatible where numbers are not finite, here or
+    elsewhere."""
+    micro_batch = work_of(probe, peer.stage.limits)
+    old = unpack_logprobs(probe.logprobs)
+    x = b""
+    for stage in range(peer.stage.spec.stages):
+        if stage == peer.stage.spec.index:
+            x = await peer.channel.compute(
+                partial(run_one, peer.stage.runtime, micro_batch, x, peer.stage.codec)
+            )
+        else:
+            x = await peer.fetch.run_at(stage, probe, len(old), x)
+    new = unpack_logprobs(x)
+    if not np.isfinite(new).all():
+        raise ValueError("a log-probability is not finite")
+    return new - old
+
+
+# Local distillation: a damaged stage learns the lost stage's recorded inputs and outputs.
+#
+#     inner stage, head    squared error of its output, relative to the size of the recorded output
+#     tail                 squared error of its log-probabilities against the recorded ones
+
+SMALLEST: Final = 0.01
+"""A tensor that is smaller is treated as if it had this root mean square: a new adapter's B is
+zero."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One committed micro-batch as the lost stage had it."""
+
+    batch: Batch
+    x: torch.Tensor | None
+    """(R, H) that came to it; None for the head, which has the ids."""
+    y: torch.Tensor
+    """(R, H) that it made of it; at the tail (tokens,) log-probabilities."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Healing:
+    steps: int
+    before: float
+    """Mean of the loss over all pairs."""
+    after: float
+
+
+def pairs_of(
+    runtime: StageRuntime,
+    edges: Sequence[Edge],
+    probes: Sequence[Probe],
+    limits: FrameLimits,
+    codec: ActivationCodec,
+    judged: int,
+) -> list[Pair]:
+    """What can be put together from neighbours' `edges` and, at the tail, `probes`; the newest
+    last. They were checked.
+
+    The last `judged` probes are left out: the stage is judged by them.
+    """
+    spec = runtime.spec
+    number = lambda item: (item.step, item.micro_batch)  # a new roster counts micro-batches anew
+    inputs = {number(edge): edge for edge in edges if edge.target == spec.index}
+    outputs: dict[tuple[int, int], Edge | Probe] = {
+        number(edge): edge for edge in edges if edge.source == spec.index
+    }
+    if spec.has_head:
+        outputs = {number(probe): probe for probe in probes}
+    judges = {number(probe) for probe in probes[-judged:]}
+    out = []
+    for key, after in sorted(outputs.items(), key=lambda item: item[0]):
+        before = inputs.get(key)
+        if key in judges:
+            continue
+        if before is None and not spec.has_embedding:
+            continue
+        if before is not None and (before.about, before.rows) != (after.about, after.rows):
+            continue  # two neighbours that do not agree what it was
+        work = work_of(after, limits)
+        unpack = lambda edge: decode(edge.body, edge.rows, runtime.hidden_size, codec).to(
+            runtime.device
+        )
+        y = (
+            torch.tensor(unpack_logprobs(after.logprobs), device=runtime.device)
+            if isinstance(after, Probe)
+            else unpack(after)
+        )
+        x = None if spec.has_embedding else unpack(before)
+        out.append(Pair(batch_of(work, runtime.device), x, y, work.temperature))
+    return out
+
+
+def heal(runtime: StageRuntime, pairs: Sequence[Pair], steps: int, rate: float) -> Healing:
+    """`steps` of AdamW over `pairs` in turn, at `rate` of each tensor's root mean square, falling
+    to zero. Where that did not help, the weights are as before.
+
+    A tied embedding is left alone: the other end has it too. `pairs` is not empty.
+    """
+    shared = runtime.embedding()
+    parameters = [p for p in runtime.parameters() if p is not shared]
+    kept = [p.detach().clone() for p in parameters]
+    before = _mean(runtime, pairs)
+    sizes = [
+        rate * max(float(p.detach().float().square().mean().sqrt()), SMALLEST) for p in parameters
+    ]
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters], weight_decay=0.0)
+    for step in range(steps):
+        for group, size in zip(optimizer.param_groups, sizes, strict=True):
+            group["lr"] = size * (1.0 - step / steps)
+        loss = _loss(runtime, pairs[step % len(pairs)])
+        loss.backward()
+        optimizer.step()
+        for parameter in runtime.parameters():
+            parameter.grad = None
+    after = _mean(runtime, pairs)
+    if not after < before:
+        with torch.no_grad():
+            for parameter, old in zip(parameters, kept, strict=True):
+                parameter.copy_(old)
+        after = before
+    return Healing(steps, before, after)
+
+
+@torch.no_grad()
+def _mean(runtime: StageRuntime, pairs: Sequence[Pair]) -> float:
+    return sum(float(_loss(runtime, pair)) for pair in pairs) / len(pairs)
+
+
+def _loss(runtime: StageRuntime, pair: Pair) -> torch.Tensor:
+    if runtime.spec.has_head:
+        logprobs = runtime.logprobs(pair.batch, pair.x, pair.temperature)[0][
+            pair.batch.completion_mask
+        ]
+        return (logprobs - pair.y).square().mean()
+    out = runtime.hidden(pair.batch, pair.x)
+    return (out - pair.y).square().mean() / pair.y.square().mean().clamp_min(1e-12)
+
+
+# Restoration of one stage.
 
 PAUSE_SECONDS: Final = 30.0
 
@@ -194,7 +402,7 @@ class _Recovery:
         try:
             return await work
         except (RuntimeError, MemoryError) as error:
-            if not faults.of_device(error):
+            if not is_device_error(error):
                 raise
             why = "out of memory" if is_oom(error) else f"the device: {error}"
         for parameter in self.peer.stage.runtime.parameters():
@@ -456,7 +664,7 @@ class _Loader:
 def _pauses() -> Iterator[float]:
     """Between two verdicts with the same weights here: each costs everybody a few micro-batches,
     and who runs them sets a bound."""
-    pause = AGAIN_SECONDS
+    pause = ASK_AGAIN_SECONDS
     while True:
         yield pause
         pause = min(2 * pause, PAUSE_SECONDS)
@@ -497,7 +705,7 @@ async def _ask(peer: StatePeer) -> dict[int, Holds]:
             or trio.current_time() >= until
         ):
             return holds
-        await trio.sleep(AGAIN_SECONDS)
+        await trio.sleep(ASK_AGAIN_SECONDS)
 
 
 async def _probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:

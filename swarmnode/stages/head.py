@@ -1,48 +1,451 @@
-"""The head of a crew: to whoever trains, a policy that generates, scores and learns; to the crew,
-who says what is next.
+"""The head of a crew: the policy that the training loop drives, and the crew's scheduler.
 
-    generate   at least S waves in flight, a token per wave and round; rollouts are text and ids,
-    and survive any stage
+    generate   at least S waves in flight, one token per wave and round
     score      log-probabilities without gradient
     update     propose, micro-batches through 1F1B, acknowledge, commit
 
-A crew of one is the same code with a stream to nobody.
+A crew of one runs the same code with a stream to no peer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
-from swarmnode.pipeline import frames
-from swarmnode.pipeline.blame import Blame, Verdict
-from swarmnode.pipeline.commit import Coordinator, Decided
-from swarmnode.pipeline.compute import Compute, in_thread
-from swarmnode.pipeline.context import CrewSettings
-from swarmnode.pipeline.fence import Fence
-from swarmnode.pipeline.frames import Frame, RefusalReason
-from swarmnode.pipeline.generation import Generation, Numbers
-from swarmnode.pipeline.learning import LearnRow, describe, describe_loss
-from swarmnode.pipeline.links import Links
-from swarmnode.pipeline.optimizer import StageOptimizer
-from swarmnode.pipeline.runtime import StageRuntime
-from swarmnode.pipeline.waiting import Waiting
-from swarmnode.pipeline.waves import Wave, cut
-from swarmnode.pipeline.whereabouts import Search, name_of, parties
-from swarmnode.pipeline.work import MicroBatch, read_scores
-from swarmnode.pipeline.worker import StageWorker
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.corrections import effective_share, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM
+from swarmnode.stages import wire
+from swarmnode.stages.model import LearnRow, StageOptimizer, StageRuntime, describe, describe_loss
+from swarmnode.stages.wire import (
+    Coordinator,
+    Decided,
+    Fence,
+    Frame,
+    MicroBatch,
+    Questions,
+    RefusalReason,
+    read_scores,
+    read_tokens,
+)
+from swarmnode.stages.worker import (
+    Compute,
+    CrewSettings,
+    Links,
+    Search,
+    StageContext,
+    StageWorker,
+    in_thread,
+    name_of,
+    parties,
+    path_of_wave,
+)
 from swarmnode.wire import strict
+from swarmnode.wire.tensors import pack_ids
+
+# The head's account of refusals: which stage keeps a crew from learning.
+#
+# A step that is taken makes up for a third of one that the same stage spoilt: a stage that spoils
+# more than a quarter is found. A norm far above what the stage reported before counts like a
+# refusal. In a contradiction both stages are blamed; a middle stage that contradicts both
+# neighbours is bad, or both neighbours are, and the verdict names them.
+
+PATIENCE: Final = 5
+"""Steps that one stage spoils, one less for each `REDEEMED` that are taken meanwhile."""
+REDEEMED: Final = 3
+IMPATIENCE: Final = 2
+"""Deadlines in a row that one stage lets pass before the first step: a crew that has never worked
+is given up sooner."""
+SLOWNESS: Final = 3
+"""The same of one that says that it computes, while there can be less to compute."""
+REMEMBERED: Final = 32
+"""Norms of a stage."""
+LEAST: Final = 8
+"""Norms that must be known before one can be absurd."""
+ABSURD: Final = 1e4
+"""Times the median of a stage's squared norm."""
+ALONE: Final = 1e8
+"""Times the median of the other stages' squared norms: hardly anything of theirs is left where the
+step is clipped by that. A stage with a head or an embedding may have some hundred times the norm of
+one without."""
+
+
+class Verdict(NamedTuple):
+    stages: tuple[int, ...]
+    """One of them is to blame."""
+    reason: str
+    seconds: float
+    """Since one of them began to spoil steps: of these it has spoilt more than a quarter."""
+    beside: tuple[int, ...] = ()
+    """Others that contradict them: if these are right, all of those are bad."""
+
+
+class Blame:
+    """Counts for a crew of `stages`, at its head. Each call returns a verdict where there is one
+    because of it."""
+
+    def __init__(self, stages: int, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.verdict: Verdict | None = None
+        """The first one."""
+        self._clock = clock
+        self._spoilt = [0] * stages
+        """Steps, each counted as `REDEEMED`."""
+        self._clean_at = [clock()] * stages
+        """When a stage last had none to make up for."""
+        self._beside: list[set[int]] = [set() for _ in range(stages)]
+        """Whom each was blamed with, for those."""
+        self._worked = False
+        self._norms: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(stages)]
+
+    def refused(self, stages: Collection[int], reason: str) -> Verdict | None:
+        """One of `stages` has refused a step, or made the other refuse it."""
+        return self._spoils(stages, f"refused step after step: {reason}", PATIENCE)
+
+    def silent(self, stages: Collection[int]) -> Verdict | None:
+        """Work was given up that did not come back in time, and one of these has it."""
+        return self._spoils(
+            stages, "no answer again and again", PATIENCE if self._worked else IMPATIENCE
+        )
+
+    def slow(self, stages: Collection[int], *, smallest: bool) -> Verdict | None:
+        """As `silent`, of those who say that they compute. smallest: what cannot be cut further,
+        and was waited for that much longer."""
+        return self._spoils(stages, "too slow again and again", 1 if smallest else SLOWNESS)
+
+    def ended(self, stages: Collection[int], why: str) -> Verdict | None:
+        """Nothing can come of this crew any more, because of one of these."""
+        return self._spoils(stages, why, 1)
+
+    def taken(self, norms: Mapping[int, float]) -> Verdict | None:
+        """A step was taken; `norms` are the squared norms by stage."""
+        self._worked = True
+        absurd = [
+            stage
+            for stage, norm in norms.items()
+            if self._is_absurd(stage, norm) or _is_alone(stage, norms)
+        ]
+        for stage, norm in norms.items():
+            if stage not in absurd:
+                self._norms[stage].append(norm)
+        if len(absurd) != 1:  # none, or all of them: a batch that is hard for everybody
+            self._spoilt = [max(0, count - 1) for count in self._spoilt]
+            for stage, count in enumerate(self._spoilt):
+                if not count:
+                    self._clean_at[stage] = self._clock()
+                    self._beside[stage].clear()
+            return None
+        return self._spoils(absurd, "an absurd norm step after step", PATIENCE)
+
+    def _spoils(self, stages: Collection[int], why: str, patience: int) -> Verdict | None:
+        if not stages:
+            return None
+        for stage in stages:
+            self._spoilt[stage] += REDEEMED
+            self._beside[stage].update(stages)
+        guilty = tuple(
+            stage for stage in sorted(stages) if self._spoilt[stage] >= REDEEMED * patience
+        )
+        if not guilty:
+            return None
+        beside = set().union(*(self._beside[stage] for stage in guilty)) - set(guilty)
+        verdict = Verdict(
+            guilty,
+            why,
+            self._clock() - min(self._clean_at[stage] for stage in guilty),
+            tuple(sorted(beside)),
+        )
+        self.verdict = self.verdict or verdict
+        return verdict
+
+    def _is_absurd(self, stage: int, norm: float) -> bool:
+        known = self._norms[stage]
+        return len(known) >= LEAST and norm > ABSURD * max(statistics.median(known), 1e-30)
+
+
+def _is_alone(stage: int, norms: Mapping[int, float]) -> bool:
+    """Whether one stage's norm leaves nothing of the others', from the first step on: it would be
+    its own median."""
+    others = [norm for other, norm in norms.items() if other != stage]
+    return len(others) > 1 and norms[stage] > ALONE * statistics.median_low(others) > 0
+
+
+# A wave of generation as its head keeps it: token ids, which no lost stage can take away.
+
+
+@dataclass
+class Wave:
+    """`num_generations` completions for each prompt; completion i answers prompt i //
+    num_generations."""
+
+    session: bytes
+    prompts: list[list[int]]
+    num_generations: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    ends: frozenset[int]
+    """Token ids that end a completion."""
+    ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    """Completions that go on, ascending. All have equally many tokens."""
+    begun_again: int = 0
+    began_at: int = 0
+    """Tokens that each completion had when it was begun, or begun again."""
+
+    def __post_init__(self) -> None:
+        total = len(self.prompts) * self.num_generations
+        self.ids, self.logprobs, self.live = (
+            [[] for _ in range(total)],
+            [[] for _ in range(total)],
+            list(range(total)),
+        )
+
+    def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """One more token for each of `live`. Raises ValueError when there are not as many."""
+        for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
+            self.ids[name].append(token)
+            self.logprobs[name].append(logprob)
+        self.live = [
+            n
+            for n in self.live
+            if self.ids[n][-1] not in self.ends and len(self.ids[n]) < self.max_tokens
+        ]
+
+    def latest(self) -> list[int]:
+        """(live,) the tokens that the next step runs."""
+        return [self.ids[name][-1] for name in self.live]
+
+    def questions(self) -> Questions:
+        """How it begins, or begins again from the tokens there are: then every completion is a
+        prompt of its own."""
+        position = len(self.ids[self.live[0]])
+        so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
+        prompts = so_far if position else self.prompts
+        return Questions(
+            lengths=tuple(map(len, prompts)),
+            ids=pack_ids([i for prompt in prompts for i in prompt]),
+            num_generations=1 if position else self.num_generations,
+            names=tuple(self.live),
+            total=len(self.ids),
+            position=position,
+            max_tokens=self.max_tokens,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            seed=self.seed,
+        )
+
+
+def cut(
+    prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """(indices of `prompts`, completions of each) for at least `waves` waves where there are so
+    many prompts, each of at most `tokens` padded tokens. The completions of a prompt for which one
+    wave is too small are in several, one behind the other.
+
+    Raises ValueError when one completion alone is more.
+    """
+    size = -(-len(prompts) // waves)
+    out: list[tuple[list[int], int]] = []
+    longest = 0
+    for index, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        fits = tokens // (len(prompt) + max_tokens)
+        if not fits:
+            raise ValueError(
+                f"a wave holds {tokens} tokens, and one completion needs {len(prompt) + max_tokens}"
+            )
+        if fits < num_generations:
+            out += [
+                ([index], min(fits, num_generations - done))
+                for done in range(0, num_generations, fits)
+            ]
+            longest = tokens  # nobody else's completions go there
+        elif (
+            out
+            and len(out[-1][0]) < size
+            and (len(out[-1][0]) + 1) * num_generations * (longest + max_tokens) <= tokens
+        ):
+            out[-1][0].append(index)
+        else:
+            out.append(([index], num_generations))
+            longest = len(prompt)
+    return out
+
+
+# The head's side of generation: one token per wave and round, restarted from token ids after a
+# loss.
+
+BEGIN_AGAIN: Final = 4
+"""Times that one wave is begun again before its generation fails."""
+
+
+class Numbers:
+    """Names of micro-batches and waves, never used twice under one head."""
+
+    def __init__(self) -> None:
+        self._last = self._turn = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def next_of_turn(self) -> int:
+        """Even and odd in turn, across steps: of a swapped run's micro-batches every other one is
+        swapped."""
+        self._turn += 1
+        while self.next() % 2 != self._turn % 2:
+            pass
+        return self._last
+
+    def session(self) -> bytes:
+        return self.next().to_bytes(wire.SESSION_BYTES, "big")
+
+
+class Generation:
+    def __init__(self, context: StageContext, numbers: Numbers) -> None:
+        self.open: dict[bytes, Wave] = {}
+        self._context = context
+        self._numbers = numbers
+
+    def begin(self, wave: Wave) -> None:
+        at, questions = self._context, wave.questions()
+        about = strict.encode(questions)
+        wave.began_at = questions.position
+        self.open[wave.session] = wave
+        frame = wire.Prefill(
+            at.place,
+            wave.session,
+            at.fingerprint,
+            at.settings.codec,
+            sum(questions.lengths),
+            len(about),
+        )
+        at.links.send(0, frame, about)
+
+    def take(self, frame: wire.Tokens, body: bytes) -> None:
+        """The next token of each completion; then the one after it is asked for. Raises
+        BadMessage."""
+        at, wave = self._context, self.open.get(frame.session)
+        if wave is None:
+            return
+        if frame.rows != len(wave.live):
+            raise BadMessage("shape", "not a token for each completion that is left")
+        wave.took(*read_tokens(body, frame.rows, at.links.limits))
+        if not wave.live:
+            self.end(frame.session)
+            return
+        step = wire.Decode(
+            at.place, wave.session, at.fingerprint, at.settings.codec, len(wave.live)
+        )
+        at.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
+
+    def lost(self, session: bytes, reason: str) -> str | None:
+        """Begin again from token ids, under another name, so that nothing of the old one can be
+        mistaken for it. Why not, where it was lost too often."""
+        wave = self.open.get(session)
+        if wave is None:
+            return None
+        self.end(session)
+        wave.begun_again += 1
+        if wave.begun_again > BEGIN_AGAIN:
+            return f"a wave was lost {BEGIN_AGAIN + 1} times, last: {reason}"
+        wave.session = self._numbers.session()
+        self.begin(wave)
+        return None
+
+    def oldest(self) -> tuple[bytes, tuple[int, ...]] | None:
+        """A wave that is under way, and the stages that it has to visit for its next token."""
+        for session, wave in self.open.items():
+            return session, path_of_wave(
+                self._context.stages, len(wave.ids[wave.live[0]]) - wave.began_at + 1
+            )
+        return None
+
+    def end(self, session: bytes) -> None:
+        self.open.pop(session, None)
+        at = self._context
+        for stage in range(at.stages):
+            at.links.send(stage, wire.Drop(at.place, session))
+
+
+# Wait until a condition holds; a gone stage or a time without arriving work ends the wait.
+
+BELIEVED: Final = 3.5
+"""Times as long is waited for a stage that says that it computes what cannot be cut smaller. What
+it says is not proved, so no longer."""
+
+
+class Waiting:
+    """`seconds` bounds the time in which no work arrives."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.gone: str | None = None
+        """Why nothing can become true any more."""
+        self.believing = False
+        """Whether words count in the present call."""
+        self._wake = trio.Event()
+        self._scope: trio.CancelScope | None = None
+        """It bounds the present call; work that arrives moves its deadline."""
+        self._arrived = 0.0
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Raises PeerError when a stage is gone."""
+        while not true():
+            if self.gone is not None:
+                raise PeerError(self.gone)
+            self._wake = trio.Event()
+            await self._wake.wait()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    @contextlib.contextmanager
+    def deadline(self, *, believing: bool = False) -> Iterator[None]:
+        """Around waiting only, never around a stream. Raises PeerTimeout."""
+        self.believing, self._arrived = believing, trio.current_time()
+        try:
+            with trio.CancelScope(deadline=self._arrived + self.seconds) as scope:
+                self._scope = scope
+                yield
+        finally:
+            self._scope = None
+        if scope.cancelled_caught:
+            raise PeerTimeout("the crew did not answer in time")
+
+    def extend(self) -> None:
+        """Work arrived: a slow crew is waited for, a silent one is not."""
+        self._arrived = trio.current_time()
+        if self._scope is not None:
+            self._scope.deadline = self._arrived + self.seconds
+
+    def believe(self) -> None:
+        """Who has the work says that it computes."""
+        if self._scope is not None and self.believing:
+            self._scope.deadline = min(
+                trio.current_time() + self.seconds, self._arrived + BELIEVED * self.seconds
+            )
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a call."""
+        return self._scope is not None
+
+
+# The head.
 
 SCORES: Final = 2
 """Micro-batches that are scored at a time, for each stage: one that is computed, one that is on its
@@ -80,9 +483,9 @@ class BatchState:
 
     tokens: dict[int, int] = field(default_factory=dict)
     """Micro-batch → completion tokens."""
-    purpose: frames.Purpose = "score"
+    purpose: wire.Purpose = "score"
     finished: set[int] = field(default_factory=set)
-    learnt: dict[int, frames.Learnt] = field(default_factory=dict)
+    learnt: dict[int, wire.Learnt] = field(default_factory=dict)
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     failed: RefusalReason | None = None
     divisible: bool = False
@@ -274,9 +677,9 @@ class Head(StageWorker):
         groups = [row.group for row in rows]
         cuts = micro_batches(lengths, tokens, groups)
         pieces = {self._numbers.next_of_turn(): [rows[i] for i in piece] for piece in cuts}
-        if len(pieces) > frames.MICRO_BATCHES:
+        if len(pieces) > wire.MICRO_BATCHES:
             raise ValueError(
-                f"{len(pieces)} micro-batches in one step, at most {frames.MICRO_BATCHES}"
+                f"{len(pieces)} micro-batches in one step, at most {wire.MICRO_BATCHES}"
             )
         tokens_of = {
             number: sum(len(row.completion_ids) for row in piece)
@@ -284,7 +687,7 @@ class Head(StageWorker):
         }
         halves = _half(cuts, lengths, groups)
         batch = self._batch = BatchState(
-            tokens_of, "learn", divisible=halves is not None and len(halves) <= frames.MICRO_BATCHES
+            tokens_of, "learn", divisible=halves is not None and len(halves) <= wire.MICRO_BATCHES
         )
         batch.rate = lambda effective: learning_rate * rate_factor(cfg.options, effective)
         attempt = self.coordinator.begin()
@@ -337,10 +740,10 @@ class Head(StageWorker):
         described = {number: strict.encode(each) for number, each in work.items()}
         numbers, hashes = (
             tuple(sorted(described)),
-            [frames.description_hash(described[number]) for number in sorted(described)],
+            [wire.description_hash(described[number]) for number in sorted(described)],
         )
         for stage in range(self.stages):
-            self.links.send(stage, frames.Propose(self.place, attempt, numbers), b"".join(hashes))
+            self.links.send(stage, wire.ProposeStep(self.place, attempt, numbers), b"".join(hashes))
         for number, about in described.items():
             self._submit(number, "learn", work[number].rows, about)
 
@@ -353,32 +756,32 @@ class Head(StageWorker):
     async def _take(self, sender: int, frame: Frame, body: bytes) -> None:
         batch = self._batch
         match frame:
-            case frames.Tokens():
+            case wire.Tokens():
                 self.generation.take(frame, body)
-            case frames.Learnt() | frames.Scores() | frames.Failed() if (
+            case wire.Learnt() | wire.Scores() | wire.Failed() if (
                 frame.micro_batch not in batch.tokens
             ):
                 return  # of an attempt that is over
-            case frames.Learnt():
+            case wire.Learnt():
                 batch.learnt[frame.micro_batch] = frame
-            case frames.Scores():
+            case wire.Scores():
                 if frame.rows != batch.tokens[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
                 batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
-            case frames.Lost():
+            case wire.Lost():
                 if (why := self.generation.lost(frame.session, frame.reason)) is not None:
                     self.waiting.gone = why
                     self._blame.ended(parties(range(self.stages), sender, frame.source), why)
-            case frames.Failed() if batch.failed is not None or (
+            case wire.Failed() if batch.failed is not None or (
                 batch.purpose == "learn" and self.coordinator.decision is not None
             ):
                 return  # one step is spoilt once, in however many pieces it was cut
-            case frames.Failed():
+            case wire.Failed():
                 batch.failed = frame.reason
                 if frame.reason != TOO_MUCH or not batch.divisible:
                     path = self.micro_batches.path(frame.micro_batch, batch.purpose)
                     self._blame.refused(parties(path, sender, frame.source), frame.reason)
-            case frames.Acknowledge():
+            case wire.Acknowledge():
                 step_is_ours = frame.place.step == self.participant.step
                 undecided = (
                     frame.attempt == self.coordinator.attempt and self.coordinator.decision is None
@@ -397,7 +800,7 @@ class Head(StageWorker):
                 if undecided and decided is not None and decided.refused is None:
                     self._learning_rate = batch.rate(batch.sums()[1])
                 self._send_decision(decided)
-            case frames.Done():
+            case wire.Done():
                 if self.coordinator.done(sender, frame.attempt):
                     self._send_commit(0)
             case _:
@@ -411,7 +814,7 @@ class Head(StageWorker):
     def gone(self, stage: int, reason: str) -> None:
         super().gone(stage, reason)
         # where its next frame begins nobody knows, so that nothing can come of this crew
-        if reason in frames.FRAME_REASONS:
+        if reason in wire.FRAME_REASONS:
             self._blame.ended({stage}, f"what it sent is no frame: {reason}")
         self.waiting.gone = f"stage {stage} is gone: {reason}"
         self.waiting.wake()
@@ -430,7 +833,7 @@ class Head(StageWorker):
         if piece and self.search.begins(piece, path, now, ASKED * self.waiting.seconds):
             self.search.idle = self.links.inbox.awaited
             for stage in range(1, self.stages):
-                self.links.send(stage, frames.Locate(self.place, piece))
+                self.links.send(stage, wire.Locate(self.place, piece))
             self._hear(0, self.located(piece))
 
     def _oldest(self) -> tuple[bytes, tuple[int, ...]] | None:
@@ -440,13 +843,13 @@ class Head(StageWorker):
         return name_of(number), self.micro_batches.path(number, self._batch.purpose)
 
     def _at_once(self, sender: int, frame: Frame) -> bool:
-        if not isinstance(frame, frames.Located):
+        if not isinstance(frame, wire.Located):
             return super()._at_once(sender, frame)
         if self.context.fence.check(frame.place, sender, None) is None:
             self._hear(sender, frame)
         return True
 
-    def _hear(self, stage: int, said: frames.Located) -> None:
+    def _hear(self, stage: int, said: wire.Located) -> None:
         if self.search.said(stage, said):
             self.waiting.believe()
 
@@ -476,26 +879,26 @@ class Head(StageWorker):
         keep us waiting for ever."""
         batch, coordinator = self._batch, self.coordinator
         match frame:
-            case frames.Tokens() | frames.Lost():
+            case wire.Tokens() | wire.Lost():
                 return frame.session in self.generation.open
-            case frames.Failed():
+            case wire.Failed():
                 return frame.micro_batch in batch.tokens
-            case frames.Learnt():
+            case wire.Learnt():
                 return frame.micro_batch in batch.tokens and frame.micro_batch not in batch.learnt
-            case frames.Scores():
+            case wire.Scores():
                 return frame.micro_batch in batch.tokens and frame.micro_batch not in batch.scores
-            case frames.Acknowledge():
+            case wire.Acknowledge():
                 return (
                     frame.attempt == coordinator.attempt
                     and sender in coordinator.silent
                     and not self._keeps_the_loss(sender)
                 )
-            case frames.Done():
+            case wire.Done():
                 return frame.attempt == coordinator.attempt and sender in coordinator.unfinished
-            case frames.Embedding():
+            case wire.Embedding():
                 return frame.attempt == coordinator.attempt
             case _:
-                return isinstance(frame, frames.Backward)
+                return isinstance(frame, wire.Backward)
 
     def _who_spoilt(self, stage: int, refused: RefusalReason) -> set[int]:
         """Who may have made `stage` refuse what is proposed: gradients that are not finite may be
@@ -511,10 +914,10 @@ class Head(StageWorker):
         so before it acknowledges them."""
         return stage == self.stages - 1 and len(self._batch.learnt) < len(self._batch.tokens)
 
-    def _submit(self, number: int, purpose: frames.Purpose, rows: int, about: bytes) -> None:
+    def _submit(self, number: int, purpose: wire.Purpose, rows: int, about: bytes) -> None:
         self.links.send(
             0,
-            frames.Forward(
+            wire.Forward(
                 self.place, number, purpose, self.context.settings.codec, rows, len(about)
             ),
             about,
@@ -525,7 +928,7 @@ class Head(StageWorker):
             return
         for stage in decided.stages:
             if decided.refused is not None:
-                self.links.send(stage, frames.Abort(self.place, decided.attempt, decided.refused))
+                self.links.send(stage, wire.Abort(self.place, decided.attempt, decided.refused))
             elif stage > 0 or self.stages == 1:
                 self._send_commit(stage)
 
@@ -536,7 +939,7 @@ class Head(StageWorker):
         clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         self.links.send(
             stage,
-            frames.Commit(self.place, decided.attempt, norm, clip, float(self._learning_rate)),
+            wire.Commit(self.place, decided.attempt, norm, clip, float(self._learning_rate)),
         )
 
 

@@ -1,20 +1,14 @@
-"""One node's part in crews: `advance(state, event, now, means) → (state, actions)`. Pure: no clock,
-no I/O, no torch.
+"""One node's part in crews: `advance(state, event, now, means) → (state, actions)`. No clock, I/O
+or torch.
 
     FREE ──all members signed a record──▶ PREPARING ──every stage active──▶ RUNNING ⇄ PAUSED
-    (somebody is suspected)
-      ▲                                        │                               │
-      └───────────── broken, as this node sees it itself: its copies of the policy are offered again
-      ─────────────┘
+      ▲                                       │                                │      (suspicion)
+      └──────────── this node saw the crew break: it offers its copies again ──┘
 
-A node signs only while it is FREE, for one proposer at a time, with peers that its person trusts,
-and nothing that would throw away what it has learnt. It is free again when a member leaves, is
-silent for `evict_seconds`, lost a stream to us, prepares or steps without end, or forgot the crew.
-Nobody else has a say: what a stranger sends changes nothing here but what is known of its offer.
-
-Who proposes: everybody free plans alike from the same offers (`founding`); the holder of the first
-stage proposes at once, the next one if nothing came of it for `turn_seconds`. All named sign, or it
-lapses. Several that propose one another do not make each other wait.
+A node signs only while it is FREE: for one proposer at a time, with peers that the operator trusts,
+and no record that would discard steps that the node holds. The crew ends for this node when a
+member leaves, is silent for `evict_seconds`, loses a stream to it, prepares or steps without end,
+or forgets the crew. Strangers change nothing but their own offer.
 """
 
 from __future__ import annotations
@@ -22,36 +16,666 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 from msgspec.structs import replace
 
-from swarmnode.crew import events as ev
-from swarmnode.crew import local, messages
-from swarmnode.crew.detector import Signs, slowness_at
-from swarmnode.crew.events import Settings
-from swarmnode.crew.founding import LEAST_SECONDS, MOST_SECONDS, Point, is_behind, plan_crew
-from swarmnode.crew.messages import WITHOUT, Offer, Refuse, Status
-from swarmnode.crew.plan import MEMBERS, stage_memory, stage_work
-from swarmnode.crew.record import (
+from swarmnode.errors import BadMessage, Refused
+from swarmnode.stages import wire
+from swarmnode.stages.wire import (
     HASH_BYTES,
+    MEMBERS,
     NO_HASH,
     NONCE_BYTES,
+    WITHOUT,
+    Capacity,
+    Copy,
     Founded,
+    Member,
+    ModelCost,
+    Offer,
     Record,
+    Refuse,
+    Settings,
     Signed,
+    Status,
+    Taken,
     Verify,
     check_founded,
     crew_id,
     member_bytes,
     peers_of,
+    plan_apart,
+    stage_memory,
     stage_of,
+    stage_work,
 )
-from swarmnode.errors import BadMessage
+
+# φ-accrual failure detector (Hayashibara et al. 2004): φ = −log10 of the probability that a
+# heartbeat still comes, normal intervals with a deviation of at least one second: over ten
+# simulated node-days that cut false suspicions from 16 to 0.4 a day. Times are this machine's
+# monotonic seconds.
+#
+# A broken connection suspects at once; any younger sign of life refutes it. A process that runs
+# late stretches its own timeouts by how late its ticks come.
+
+EXPECTED_SECONDS: Final = 1.0
+"""Between two heartbeats."""
+FLOOR_SECONDS: Final = 1.0
+PHI: Final = 8.0
+WEIGHT: Final = 1 / 32
+"""The newest interval's share of the running mean."""
+FADING: Final = 0.7
+"""The share of the slowness factor that is left after a tick."""
+HEARD_SECONDS: Final = 60.0
+"""A member of which bytes come is taken to be alive for so long after its last heartbeat."""
+STEPS: Final = 100
+"""Steps whose durations are remembered."""
+LEAST: Final = 5
+"""Intervals, or steps, below which nothing is known."""
+STALL_FLOOR_SECONDS: Final = 15.0
+"""No progress for less is no failure, however short steps are: a pause of the device or the disk is
+longer than a tiny model's step."""
+
+
+def phi(elapsed: float, mean: float, deviation: float) -> float:
+    """−log10 P(interval > elapsed) for a normal interval; 300 where that is too small for a
+    float."""
+    later = 0.5 * math.erfc((elapsed - mean) / (deviation * math.sqrt(2)))
+    return -math.log10(later) if later > 1e-300 else 300.0
+
+
+class Signs(msgspec.Struct, frozen=True):
+    """Signs of life of one peer."""
+
+    last_seen: float
+    """When its last heartbeat came, or its answer to ours."""
+    last_heard: float = -math.inf
+    """When bytes of any kind last came from it: a line that tensors fill holds a heartbeat up for
+    seconds, and they are there meanwhile."""
+    count: int = 0
+    mean: float = EXPECTED_SECONDS
+    variance: float = 0.0
+    suspected: bool = False
+    gone_since: float | None = None
+    """When its last connection ended; None while there is one."""
+
+    def seen(self, now: float) -> Signs:
+        """A sign of life, which refutes a suspicion."""
+        interval = now - self.last_seen
+        if interval <= 0.1 * EXPECTED_SECONDS:  # the answer to our own heartbeat right after theirs
+            return replace(self, suspected=False)
+        weight = max(WEIGHT, 1 / (self.count + 1))
+        off = interval - self.mean
+        mean, variance = (
+            self.mean + weight * off,
+            (1 - weight) * (self.variance + weight * off * off),
+        )
+        return replace(
+            self, last_seen=now, count=self.count + 1, mean=mean, variance=variance, suspected=False
+        )
+
+    def heard(self, at: float) -> Signs:
+        """Bytes came."""
+        if at <= self.last_heard:
+            return self
+        return replace(
+            self,
+            last_heard=at,
+            gone_since=None
+            if self.gone_since is not None and at > self.gone_since
+            else self.gone_since,
+        )
+
+    def silent_seconds(self, now: float, slowness: float) -> float:
+        """Seconds since the last sign of life, by this process's own slow clock. Who sends no
+        heartbeat is not believed for ever."""
+        return (
+            now - max(self.last_seen, min(self.last_heard, self.last_seen + HEARD_SECONDS))
+        ) / slowness
+
+    def overdue(self, now: float, slowness: float) -> bool:
+        elapsed = self.silent_seconds(now, slowness)
+        if elapsed < 2 * EXPECTED_SECONDS:  # φ is not worth computing
+            return False
+        known = self.count >= LEAST
+        mean, deviation = (
+            (self.mean, max(FLOOR_SECONDS, math.sqrt(self.variance)))
+            if known
+            else (EXPECTED_SECONDS, FLOOR_SECONDS)
+        )
+        return phi(elapsed, mean, deviation) > PHI
+
+
+def slowness_at(before: float, last_tick: float | None, now: float, tick_seconds: float) -> float:
+    """What our own timeouts are multiplied by, after a tick."""
+    late = 1.0 if last_tick is None else (now - last_tick) / tick_seconds
+    return max(1.0, late, before * FADING)
+
+
+class Progress:
+    """Whether a trainer with work in hand does any of it."""
+
+    def __init__(self, slow_steps: float) -> None:
+        self._slow_steps = slow_steps
+        self._durations: deque[float] = deque(maxlen=STEPS)
+        self._step: tuple[int, float] | None = None
+        self._progress: tuple[int, float] | None = None
+
+    def restart(self) -> None:
+        """The time until now belongs to no step."""
+        self._step = self._progress = None
+
+    def report(self, step: int, progress: int, load: int, now: float) -> None:
+        if self._step is None or step < self._step[0]:
+            self._step = (step, now)
+        elif step > self._step[0]:
+            self._durations.append((now - self._step[1]) / (step - self._step[0]))
+            self._step = (step, now)
+        if self._progress is None or progress != self._progress[0] or load == 0:
+            self._progress = (progress, now)
+
+    @property
+    def slow_step_seconds(self) -> float | None:
+        """99th percentile of the last steps; None while they are too few."""
+        if len(self._durations) < LEAST:
+            return None
+        ordered = sorted(self._durations)
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+    def stalled(self, now: float) -> bool:
+        slow = self.slow_step_seconds
+        if self._progress is None or slow is None:
+            return False
+        return now - self._progress[1] > max(STALL_FLOOR_SECONDS, self._slow_steps * slow)
+
+
+# The crew to found, from offers: at the newest step that copies cover, or from the base.
+#
+#     after …                       these may be founded
+#     at once                       the newest point, where every block has an exact copy
+#     settings.exact_seconds        the newest point, where some blocks have older copies
+#     twice that                    an older point with exact copies of all
+#     four times that               the newest point, although some blocks have no copy: they are
+#                                   fetched from another crew, or synthesised
+#     settings.lost_seconds         from the base although steps were taken; at once where none were
+#
+# A point is a (lineage, step, hash) of which a node has layers. A node that has taken steps plans
+# its own lineage, and no point that a single other node vouches for.
+
+CONSIDERED: Final = 12
+"""Nodes that a plan chooses from, at most."""
+PLAUSIBLE: Final = 64
+"""Steps that a single other node may be ahead of us, and be believed."""
+POINTS: Final = 4
+"""The newest of what a node offers of a lineage that are looked at: a claim costs it nothing, and
+us a search."""
+IMPOSSIBLE: Final = 10**15
+_WHERE: Final = {"memory": 0, "disk": 1, "neighbour": 3}
+GAP: Final = 10**6
+"""Steps that a block lacks of which there is no copy."""
+OLDER: Final = 1000
+"""More than any exact copy costs; an older one costs its lag besides."""
+FETCHED: Final = 10**9
+"""For a node that has no copy of the block: it has to be sent there."""
+
+LEAST_SECONDS: Final = 0.001
+MOST_SECONDS: Final = 10.0
+"""A shorter distance is none, a longer one counts as this."""
+UNLIKE: Final = 4.0
+USUAL_SECONDS: Final = 0.01
+"""Who has a line that takes UNLIKE times what the usual one does, or this, gets a smaller block for
+it. All others are planned as if they had none: crews are cut alike, and can average, although each
+has measured something else."""
+RANKS: Final = 1000
+UNKNOWN: Final = 3
+"""For a node with whom no step was taken, or that is in debt: more than the difference between
+memory and disk. At the head one more: who does nothing there is found out last. Not more than a
+neighbour's copy costs: nobody changes his stage for it."""
+
+Block = tuple[int, int]
+"""(first, last) layer, the last one not included."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    record: Record
+    """Its nonce is all zero, and so is its lineage where training begins."""
+    exact: bool
+    """Nothing that anybody here has is lost."""
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """Who proposes it: the first at once, the next one when nothing came of it. Where training
+        begins, the order of stages is each node's own."""
+        members = peers_of(self.record)
+        return members if self.record.step else tuple(sorted(members))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What there is to choose from, as `plan_crew` was given it: the offers for our model, and what
+    they say of copies."""
+
+    me: str
+    able: Mapping[str, Offer]
+    copies: Sequence[tuple[str, Copy]]
+    model: bytes
+    cost: ModelCost
+    ranks: Mapping[str, int]
+    distances: Mapping[str, float]
+
+    def clash(self, one: str, other: str) -> bool:
+        """Whether one of them would not be in a crew with the other."""
+        return other in self.able[one].without or one in self.able[other].without
+
+
+@dataclass(frozen=True)
+class Point:
+    lineage: bytes
+    step: int
+    hash: bytes
+    taken: Taken
+
+    def is_of(self, copies: Iterable[Copy]) -> bool:
+        """Whether who has these has been there, or would take the step that leads there."""
+        return any(copy.lineage == self.lineage and _has(self, copy) for copy in copies)
+
+
+def newest(copies: Iterable[Copy]) -> Copy | None:
+    """The copy in which a node has learnt most, those that it keeps for neighbours excepted; None
+    where it has learnt nothing."""
+    own = [copy for copy in copies if copy.where != "neighbour" and copy.step > 0]
+    return max(own, key=lambda copy: (copy.step, copy.hash), default=None)
+
+
+def is_behind(
+    own: Iterable[Copy],
+    point: Point,
+    vouchers: int,
+    members: int,
+    waited: float,
+    settings: Settings,
+) -> bool:
+    """Whether who has `own` copies does not sign a record that goes on from `point`: it would give
+    up what it has learnt, or has only the word of too few. `vouchers`: others of the record's
+    `members` who have been there; `waited`: seconds without a crew."""
+    own = tuple(own)
+    mine = newest(own)
+    if mine is not None:
+        if point.lineage != mine.lineage and waited < settings.lost_seconds:
+            return True
+        if point.step < mine.step and waited < 2 * settings.exact_seconds:
+            return True
+    if (
+        point.step == 0
+        or point.is_of(own)
+        or (mine is not None and mine.lineage == point.lineage and point.step <= mine.step)
+    ):
+        return False
+    # what one node alone still has would be lost
+    if waited >= 4 * settings.exact_seconds and _is_near(point, mine):
+        return vouchers < 1
+    far = mine is not None and point.step > mine.step + PLAUSIBLE and waited < settings.lost_seconds
+    return vouchers < (2 if far else min(2, members - 1))
+
+
+def _is_near(point: Point, mine: Copy | None) -> bool:
+    """Whether little would be lost with a single node that only says that it has been there, by who
+    has learnt `mine`."""
+    return mine is None or (mine.lineage == point.lineage and point.step <= mine.step + PLAUSIBLE)
+
+
+def plan_crew(
+    me: str,
+    offers: Mapping[str, Offer],
+    cost: ModelCost,
+    settings: Settings,
+    waited: float,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+    distances: Mapping[str, float] = MappingProxyType({}),
+) -> Plan | None:
+    """What to propose now; None where nothing can be founded yet. Whoever has the same offers plans
+    the same crew.
+
+    `offers` by peer, our own included; `waited`: seconds since this node has been free; `ranks`: of
+    two that would do equally well the lower one is taken, and the base is begun with the lowest
+    that can. `distances`: seconds to a peer, one way, as this node has measured them.
+    """
+    model = offers[me].model
+    able = {
+        peer: offer
+        for peer, offer in offers.items()
+        if offer.model == model and offer.memory > 0 and offer.speed > 0
+    }
+    if me not in able:
+        return None
+    copies = [
+        (peer, copy)
+        for peer, offer in sorted(able.items())
+        for copy in offer.copies
+        if copy.last <= len(cost.layers)
+    ]
+    learnt = any(copy.step > 0 for _, copy in copies)
+    mine = newest(able[me].copies)
+    lineages = (
+        [mine.lineage]
+        if mine is not None
+        else sorted({copy.lineage for _, copy in copies if copy.step > 0})
+    )
+    choice = _Choice(me, able, copies, model, cost, ranks, distances)
+    found = [
+        plan
+        for lineage in lineages
+        if (plan := _continue(choice, lineage, waited, settings)) is not None
+    ]
+    best = max(found, key=lambda plan: (plan.record.step, plan.record.lineage), default=None)
+    if best is not None:
+        return best
+    begins = not learnt or waited >= settings.lost_seconds
+    if not begins and (
+        mine is not None
+        or any(_continue(choice, lineage, math.inf, settings) for lineage in lineages)
+    ):
+        return None  # soon there is something better than the base
+    fresh = (
+        able
+        if begins
+        else {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
+    )
+    for most in sorted({ranks.get(peer, 0) for peer in fresh}):
+        record = _begin(
+            choice, [peer for peer in fresh if ranks.get(peer, 0) <= most], settings.stages
+        )
+        if record is not None:
+            return Plan(record, exact=False)
+    return None
+
+
+def _begin(choice: _Choice, willing: Collection[str], stages: int) -> Record | None:
+    """From the base, as `plan_apart` places its layers on the nearest and largest of those who
+    would be together. A speed is a claim: it counts half, as it were."""
+    able, cost, model = choice.able, choice.cost, choice.model
+    near = {
+        peer: 0.0 if peer == choice.me else _rough(choice.distances.get(peer, 0.0)) for peer in able
+    }
+    peers: list[str] = []
+    for peer in sorted(
+        willing,
+        key=lambda peer: (
+            peer != choice.me,
+            choice.ranks.get(peer, 0),
+            near[peer],
+            -able[peer].memory,
+            peer,
+        ),
+    ):
+        if len(peers) < MEMBERS and not any(choice.clash(peer, other) for other in peers):
+            peers.append(peer)
+    peers.sort(key=lambda peer: (near[peer], peer))
+    if not peers:
+        return None
+    speed, usual = (
+        median(able[peer].speed for peer in peers),
+        median(able[peer].hop_seconds for peer in peers),
+    )
+    slow = {
+        peer: min(hop, MOST_SECONDS)
+        for peer in peers
+        if (hop := able[peer].hop_seconds) > UNLIKE * max(usual, USUAL_SECONDS)
+    }
+    capacities = tuple(
+        Capacity(able[peer].memory, math.sqrt(able[peer].speed * speed), slow.get(peer, 0.0))
+        for peer in peers
+    )
+    apart = tuple(
+        tuple(_apart(near[a], near[b], choice.me in (a, b)) if a != b else 0.0 for b in peers)
+        for a in peers
+    )
+    try:
+        plan = plan_apart(cost, capacities, apart, stages)
+    except Refused:
+        return None
+    members = tuple(
+        Member(peers[member], layers)
+        for member, layers in zip(plan.members, plan.layers, strict=True)
+    )
+    # who would do it alone may: the others wait for nobody
+    if len(members) == 1 and members[0].peer != choice.me:
+        return _begin(choice, [peer for peer in willing if peer != members[0].peer], stages)
+    return Record(NO_HASH, model, NO_HASH, 0, Taken(), members, bytes(NONCE_BYTES))
+
+
+def _rough(seconds: float) -> float:
+    """A power of two: no plan changes because a line was measured anew."""
+    return 0.0 if seconds < LEAST_SECONDS else 2.0 ** round(math.log2(min(seconds, MOST_SECONDS)))
+
+
+def _apart(one: float, other: float, exact: bool) -> float:
+    """Seconds between two that are so far from us, or of whom one is we (`exact`). Else they are
+    between the difference and the sum of these apart, and probably nearer to the difference: who is
+    equally far is often in one place."""
+    return max(one, other) if exact else 0.75 * abs(one - other) + 0.25 * (one + other)
+
+
+def _continue(choice: _Choice, lineage: bytes, waited: float, settings: Settings) -> Plan | None:
+    """The newest point of `lineage` that may be gone on from after `waited` seconds."""
+    me, able, cost = choice.me, choice.able, choice.cost
+    claimed = [
+        (peer, copy) for peer, copy in choice.copies if copy.lineage == lineage and copy.step > 0
+    ]
+    points = sorted(_points(claimed), key=lambda point: (-point.step, point.hash))
+    sayers = {point: {peer for peer, copy in claimed if _has(point, copy)} for point in points}
+    backed = {point for point in points if me in sayers[point] or len(sayers[point]) > 1}
+    newest_step = max((point.step for point in backed), default=0)
+    own = newest(able[me].copies)
+    for point in points:
+        cut = _cut(point, claimed, len(cost.layers))
+        if cut is None:
+            continue
+        sizes = [last - start for start, last in cut]
+        least = min(stage_memory(cost, sizes, stage) for stage in range(len(cut)))
+        # who has no room is no member to fetch from
+        mine = [(peer, copy) for peer, copy in claimed if able[peer].memory >= least]
+        if not any(_has(point, copy) for _, copy in mine):
+            continue
+        if (
+            own is not None
+            and point not in backed
+            and (
+                point.step <= own.step
+                or is_behind(able[me].copies, point, len(sayers[point]), len(cut), waited, settings)
+            )
+        ):  # we would not sign it
+            continue
+        exact = sum(_exact(point, mine, block) for block in cut)
+        if exact == len(cut):
+            wait = 0.0 if point.step >= newest_step else 2 * settings.exact_seconds
+        else:
+            wait = settings.exact_seconds
+            # nobody has some of them: then at least half of the layers, as they are
+            if not {copy.layers for _, copy in mine} >= set(cut):
+                layers = sum(
+                    last - start for start, last in cut if _exact(point, mine, (start, last))
+                )
+                ours = any(
+                    peer == me and copy.where != "neighbour" and _has(point, copy)
+                    for peer, copy in mine
+                )
+                if 2 * layers < len(cost.layers) or not ours:
+                    continue
+                wait = 4 * settings.exact_seconds
+        if waited < wait:
+            continue
+        behind = {
+            peer
+            for peer, offer in able.items()
+            if is_behind(offer.copies, point, MEMBERS, len(cut), waited, settings)
+        }
+        if len(cut) == 1:  # who would do it alone may: the others wait for nobody
+            behind |= able.keys() - {me}
+        holders = _place(
+            point, cut, [(peer, copy) for peer, copy in mine if peer not in behind], choice, behind
+        )
+        if holders is None:
+            continue
+        vouchers = sayers[point] & set(holders)
+        if not any(
+            is_behind(able[peer].copies, point, len(vouchers - {peer}), len(cut), waited, settings)
+            for peer in holders
+        ):
+            members = tuple(
+                Member(peer, last - start) for peer, (start, last) in zip(holders, cut, strict=True)
+            )
+            record = Record(
+                lineage,
+                choice.model,
+                point.hash,
+                point.step,
+                point.taken,
+                members,
+                bytes(NONCE_BYTES),
+            )
+            return Plan(record, exact=wait == 0.0)
+    return None
+
+
+def _points(copies: Iterable[tuple[str, Copy]]) -> Iterable[Point]:
+    """Each once; of how its last step was taken, what the lowest peer says that has taken it."""
+    found: dict[tuple[int, bytes], Point] = {}
+    named: dict[str, set[tuple[int, bytes]]] = {}
+    for peer, copy in sorted(copies, key=lambda each: -each[1].step):
+        of_peer, at = named.setdefault(peer, set()), (copy.step, copy.hash)
+        if at in of_peer or len(of_peer) < POINTS:
+            of_peer.add(at)
+            found.setdefault(at, Point(copy.lineage, copy.step, copy.hash, copy.taken))
+    return found.values()
+
+
+def _has(point: Point, copy: Copy) -> bool:
+    return (copy.step, copy.hash) == (point.step, point.hash) or (
+        copy.next == point.hash and copy.step + 1 == point.step
+    )
+
+
+def _exact(point: Point, copies: Iterable[tuple[str, Copy]], block: Block) -> bool:
+    return any(copy.layers == block and _has(point, copy) for _, copy in copies)
+
+
+def _cut(point: Point, copies: Sequence[tuple[str, Copy]], layers: int) -> tuple[Block, ...] | None:
+    """Blocks that follow each other from the first layer to the last: those with most exact copies,
+    then with younger ones."""
+    lags: dict[Block, int] = {}
+    for _, copy in copies:
+        lag = 0 if _has(point, copy) else point.step - copy.step
+        if lag > 0 or _has(point, copy):
+            lags[copy.layers] = min(lag, lags.get(copy.layers, lag))
+
+    @cache
+    def best(start: int, left: int) -> tuple[int, int, tuple[Block, ...]] | None:
+        if start == layers:
+            return 0, 0, ()
+        options = []
+        known = {block: lag for block, lag in lags.items() if block[0] == start}
+        if not known:  # nobody has what begins here: up to what somebody has
+            known = {
+                (start, min([first for first, _ in lags if first > start], default=layers)): GAP
+            }
+        for block, lag in sorted(known.items()):
+            if left and (rest := best(block[1], left - 1)) is not None:
+                options.append((rest[0] + (lag > 0), rest[1] + lag, (block, *rest[2])))
+        return min(options, default=None)
+
+    found = best(0, MEMBERS)
+    return None if found is None else found[2]
+
+
+def _place(
+    point: Point,
+    cut: Sequence[Block],
+    copies: Sequence[tuple[str, Copy]],
+    choice: _Choice,
+    never: Collection[str],
+) -> tuple[str, ...] | None:
+    """A node for each block, each at most once, none with one with whom it would not be, with the
+    least to fetch; None without.
+
+    `never`: who would refuse.
+    """
+    able, sizes = choice.able, [last - first for first, last in cut]
+    needs = [stage_memory(choice.cost, sizes, stage) for stage in range(len(cut))]
+    costs = {
+        peer: [FETCHED if offer.memory >= need else IMPOSSIBLE for need in needs]
+        for peer, offer in able.items()
+        if peer not in never
+    }
+    for peer, copy in copies:
+        if copy.layers in cut:
+            stage = cut.index(copy.layers)
+            if able[peer].memory >= needs[stage]:
+                lag = point.step - copy.step
+                # else the exact one is fetched
+                older = lag > 0 and not _exact(point, copies, copy.layers)
+                price = (
+                    _WHERE[copy.where] if _has(point, copy) else OLDER + lag if older else FETCHED
+                )
+                costs[peer][stage] = min(costs[peer][stage], price)
+    held = {copy.layers for _, copy in copies}
+    ranks = {peer: min(choice.ranks.get(peer, 0), RANKS - 1) for peer in costs}
+    if choice.me in ranks and newest(able[choice.me].copies) is None:
+        # who has learnt nothing is no better known than the others: else it would take what they
+        # have
+        ranks[choice.me] = 1
+    # as they say: each plans the same crew
+    lines = {peer: _rough(offer.hop_seconds) for peer, offer in able.items()}
+    # a claim alone goes before nobody who is known
+    least = {peer: min(costs[peer]) + UNKNOWN * (ranks[peer] > 0) for peer in costs}
+    peers = sorted(
+        costs, key=lambda peer: (least[peer], ranks[peer], lines[peer], -able[peer].speed, peer)
+    )[:CONSIDERED]
+    clashes = [
+        sum(1 << number for number, other in enumerate(peers) if choice.clash(peer, other))
+        for peer in peers
+    ]
+
+    @cache
+    def best(stage: int, used: int) -> tuple[int, tuple[str, ...]] | None:
+        if stage == len(cut):
+            return 0, ()
+        options = []
+        for number, peer in enumerate(peers):
+            price = costs[peer][stage]
+            if price >= IMPOSSIBLE or used >> number & 1 or used & clashes[number]:
+                continue
+            if (rest := best(stage + 1, used | 1 << number)) is not None:
+                doubt = UNKNOWN + (stage == 0) if ranks[peer] else 0
+                options.append(
+                    ((price + doubt) * RANKS + ranks[peer] + rest[0], number, (peer, *rest[1]))
+                )
+        if not options:
+            return None
+        total, _, chosen = min(options)
+        return total, chosen
+
+    found = best(0, 0)
+    if found is None:
+        return None
+    has = {(peer, copy.layers) for peer, copy in copies if copy.step <= point.step}
+    # a member fetches from members
+    within = all(any((peer, block) in has for peer in found[1]) for block in cut if block in held)
+    return found[1] if within else None
+
+
+# The reducer. All free nodes compute the same plan from the same offers. The holder of the first
+# stage proposes at once, the next one after `turn_seconds`. A proposal lapses unless all members
+# sign.
 
 LONGEST_BAR_SECONDS: Final = 3600.0
 GATHERS: Final = 3
@@ -65,7 +689,7 @@ LONG_AGO: Final = -1e18
 FARTHER: Final = 1 / 32
 """The share by which a slower answer than the fastest makes a peer farther away."""
 LOADING: Final = Status("loading")
-_PHASES: Final = (*get_args(local.StagePhase), "absent")
+_PHASES: Final = (*get_args(wire.StagePhase), "absent")
 """In the order in which a stage goes through them in one crew."""
 
 
@@ -120,7 +744,7 @@ class Peer(msgspec.Struct, frozen=True):
     """What a message takes to it, one way: the fastest, nearly, of what was measured."""
 
 
-class Member(msgspec.Struct, frozen=True):
+class MemberState(msgspec.Struct, frozen=True):
     """Another member of our crew, as we see it."""
 
     signs: Signs
@@ -141,7 +765,7 @@ class Crew(msgspec.Struct, frozen=True):
     stage: int
     """Ours."""
     since: float
-    members: Mapping[str, Member]
+    members: Mapping[str, MemberState]
     own: Status
     stepped_at: float = 0.0
     """When we last took a step, or began to run."""
@@ -190,7 +814,7 @@ class State(msgspec.Struct, frozen=True):
 
     me: str
     phase: Phase = Phase.FREE
-    offering: local.Offering | None = None
+    offering: wire.Offering | None = None
     """What our trainer offers, while it could work in a crew; None otherwise."""
     draining: str = ""
     peers: Mapping[str, Peer] = {}
@@ -294,8 +918,8 @@ def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
 
 
 def advance(
-    state: State, event: ev.Event, now: float, means: Means
-) -> tuple[State, list[ev.Action]]:
+    state: State, event: wire.Event, now: float, means: Means
+) -> tuple[State, list[wire.Action]]:
     """The state after `event`, and what is to be done about it, in order."""
     turn = _Turn(state, now, means)
     turn.handle(event)
@@ -332,38 +956,38 @@ class _Turn:
 
     def __init__(self, state: State, now: float, means: Means) -> None:
         self.state, self.now, self.means, self.settings = state, now, means, means.settings
-        self.actions: list[ev.Action] = []
+        self.actions: list[wire.Action] = []
 
-    def handle(self, event: ev.Event) -> None:
+    def handle(self, event: wire.Event) -> None:
         if self.state.free_since is None:
             self._set(free_since=self.now, new_offer_at=self.now)
         self._expire()
         match event:
-            case ev.Tick(heard=heard):
+            case wire.Tick(heard=heard):
                 self._tick(heard)
-            case ev.Received():
-                self._do(ev.Answer(self._received(event.peer, event.message)))
-            case ev.Answered():
+            case wire.Received():
+                self._do(wire.SendAnswer(self._received(event.peer, event.message)))
+            case wire.Answered():
                 self._answered(event)
-            case local.Offering():
+            case wire.Offering():
                 self._trainer_offers(event)
-            case local.StageStatus():
+            case wire.StageStatus():
                 self._trainer_status(event)
-            case local.Blames():
+            case wire.Blames():
                 self._blames(event)
-            case ev.TrainerLeft():
+            case wire.TrainerLeft():
                 self._set(offering=None)
                 self._break("our trainer is gone")
                 self._send_offers()
-            case ev.StreamLost():
+            case wire.StreamLost():
                 if self.state.crew is not None and event.crew == self.state.crew.id:
                     self._charge(event.peer)
                     self._break("lost a stream to it", event.peer)
-            case ev.PeerGone():
+            case wire.PeerGone():
                 self._peer_gone(event.peer)
-            case ev.PeerBack():
+            case wire.PeerBack():
                 self._peer_back(event.peer)
-            case ev.Drain():
+            case wire.Drain():
                 self._drain(event.reason)
 
     # ---- small things ----------------------------------------------------------------------------
@@ -374,7 +998,7 @@ class _Turn:
     def _set_crew(self, crew: Crew) -> None:
         self._set(crew=crew)
 
-    def _set_member(self, crew: Crew, peer: str, member: Member) -> None:
+    def _set_member(self, crew: Crew, peer: str, member: MemberState) -> None:
         self._set_crew(replace(crew, members={**crew.members, peer: member}))
 
     def _set_peer(self, peer: str, known: Peer) -> None:
@@ -383,11 +1007,11 @@ class _Turn:
     def _peer(self, peer: str) -> Peer:
         return self.state.peers.get(peer, Peer())
 
-    def _do(self, action: ev.Action) -> None:
+    def _do(self, action: wire.Action) -> None:
         self.actions.append(action)
 
     def _note(self, what: str, detail: str = "") -> None:
-        self._do(ev.Note(what, detail))
+        self._do(wire.Note(what, detail))
 
     @property
     def _waited(self) -> float:
@@ -567,7 +1191,7 @@ class _Turn:
 
     # ---- the own trainer -------------------------------------------------------------------------
 
-    def _trainer_offers(self, offering: local.Offering) -> None:
+    def _trainer_offers(self, offering: wire.Offering) -> None:
         if self.state.crew is not None:
             return  # said before it knew that it is in one, or numbers that can wait
         self._set(offering=offering)
@@ -575,11 +1199,11 @@ class _Turn:
             self._send_offers()
             self._consider()
 
-    def _trainer_status(self, status: local.StageStatus) -> None:
+    def _trainer_status(self, status: wire.StageStatus) -> None:
         crew = self.state.crew
         if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
             if crew is None:  # its connection was down when the crew ended
-                self._do(local.Released("that crew is over"))
+                self._do(wire.Released("that crew is over"))
             return
         before = crew.own
         own = Status(status.phase, status.step, status.progress)
@@ -595,7 +1219,7 @@ class _Turn:
         if own.phase != before.phase:
             self._send_heartbeats()
 
-    def _blames(self, blames: local.Blames) -> None:
+    def _blames(self, blames: wire.Blames) -> None:
         """Leave one out. Where it may be one of several it is who was blamed, or beside one that
         was, more often, in turn where that is no difference: the bad one, once it has been beside
         others; and of two around an honest one either, in the next crew. We are not it: if
@@ -646,7 +1270,7 @@ class _Turn:
             self._set_member(
                 crew, peer, replace(member, signs=replace(member.signs, gone_since=None))
             )
-            self._do(ev.Send(peer, messages.Heartbeat(crew.id, crew.own)))
+            self._do(wire.Send(peer, wire.Heartbeat(crew.id, crew.own)))
         elif self._offers_itself:
             self._send_offer(peer)
 
@@ -680,21 +1304,21 @@ class _Turn:
                 return True
         return False
 
-    def _received(self, peer: str, message: messages.Request) -> messages.Answer:
+    def _received(self, peer: str, message: wire.Request) -> wire.CrewAnswer:
         match message:
-            case messages.Heartbeat():
+            case wire.Heartbeat():
                 return self._heartbeat(peer, message)
             case Offer():
                 self._take_offer(peer, message)
-            case messages.Propose():
+            case wire.Propose():
                 return self._sign(peer, message.record)
             case Founded():
                 return self._join(message)
-            case messages.Leave():
+            case wire.Leave():
                 self._left(peer, message)
-        return messages.Noted()
+        return wire.Noted()
 
-    def _left(self, peer: str, message: messages.Leave) -> None:
+    def _left(self, peer: str, message: wire.Leave) -> None:
         """A member is gone. Whose fault that is we judge by what we see ourselves: if we wait for
         somebody too, it is not its own. Else it is that of one of the two, whoever leaves and
         because of whom."""
@@ -715,7 +1339,7 @@ class _Turn:
                 self._charge(peer)
             self._break(f"left: {message.reason}", peer)
 
-    def _answered(self, event: ev.Answered) -> None:
+    def _answered(self, event: wire.Answered) -> None:
         peer, request, answer, crew = event.peer, event.request, event.answer, self.state.crew
         if event.seconds is not None and peer in self.state.peers:
             known, took = self._peer(peer), event.seconds
@@ -730,18 +1354,18 @@ class _Turn:
             )
         if (
             isinstance(request, Offer)
-            and isinstance(answer, messages.Noted)
+            and isinstance(answer, wire.Noted)
             and peer in self.state.peers
         ):
             self._set_peer(peer, replace(self._peer(peer), uninformed=False))
-        if isinstance(answer, messages.Alive) and crew is not None and answer.crew == crew.id:
+        if isinstance(answer, wire.Alive) and crew is not None and answer.crew == crew.id:
             self._seen(crew, peer, answer.status)
-        elif isinstance(request, messages.Heartbeat) and isinstance(answer, Refuse):
+        elif isinstance(request, wire.Heartbeat) and isinstance(answer, Refuse):
             if crew is not None and peer in crew.members and answer.crew == crew.id:
                 self._not_in(crew, peer)
-        elif isinstance(request, messages.Propose) and isinstance(answer, messages.Signature):
+        elif isinstance(request, wire.Propose) and isinstance(answer, wire.Signature):
             self._signed(peer, answer)
-        elif isinstance(request, messages.Propose):
+        elif isinstance(request, wire.Propose):
             self._not_signed(peer, request.record, answer)
 
     def _not_in(self, crew: Crew, peer: str) -> None:
@@ -750,7 +1374,7 @@ class _Turn:
         enough."""
         member = crew.members[peer]
         if not member.joined:
-            self._do(ev.Send(peer, crew.founded))
+            self._do(wire.Send(peer, crew.founded))
         elif member.refused_at is None:
             self._set_member(crew, peer, replace(member, refused_at=self.now))
         elif self.now - member.refused_at >= 0.5 * self.settings.heartbeat_seconds:
@@ -759,13 +1383,13 @@ class _Turn:
 
     # ---- heartbeats ------------------------------------------------------------------------------
 
-    def _heartbeat(self, peer: str, message: messages.Heartbeat) -> messages.Answer:
+    def _heartbeat(self, peer: str, message: wire.Heartbeat) -> wire.CrewAnswer:
         crew = self.state.crew
         if crew is None or message.crew != crew.id or peer not in crew.members:
             return Refuse("crew", message.crew)
         self._seen(crew, peer, message.status)
         own = self.state.crew.own if self.state.crew is not None else crew.own
-        return messages.Alive(crew.id, own)
+        return wire.Alive(crew.id, own)
 
     def _seen(self, crew: Crew, peer: str, status: Status) -> None:
         member = crew.members.get(peer)
@@ -780,7 +1404,9 @@ class _Turn:
         signs = replace(member.signs.seen(self.now), gone_since=None)
         changed = member.signs.suspected or status.phase != member.status.phase
         since = self.now if moved else member.status_since
-        self._set_member(crew, peer, Member(signs, status, since, joined=True, owed=member.owed))
+        self._set_member(
+            crew, peer, MemberState(signs, status, since, joined=True, owed=member.owed)
+        )
         if status.phase in ("absent", "failed"):
             self._charge(peer)
             self._break(f"its stage is {status.phase}", peer)
@@ -792,7 +1418,7 @@ class _Turn:
         if crew is not None:
             self._set(beat_at=self.now)
             for peer in crew.members:
-                self._do(ev.Send(peer, messages.Heartbeat(crew.id, crew.own)))
+                self._do(wire.Send(peer, wire.Heartbeat(crew.id, crew.own)))
 
     def _run_or_pause(self) -> None:
         crew, phase = self.state.crew, self.state.phase
@@ -814,11 +1440,11 @@ class _Turn:
                 recovery_seconds=recovered or self.state.recovery_seconds,
             )
             self._note("running", "" if recovered is None else f"{recovered:.3f}")
-            self._do(local.Resumed(crew.id))
+            self._do(wire.Resumed(crew.id))
         elif not well and phase == Phase.RUNNING:
             self._set(phase=Phase.PAUSED, stood_since=self.now)
             self._note("paused")
-            self._do(local.Suspended("a member is in doubt"))
+            self._do(wire.Suspended("a member is in doubt"))
 
     def _break(self, why: str, because: str = "") -> None:
         """Out of the crew: what was learnt stays with its copies. `because` of whom, where it is
@@ -827,7 +1453,7 @@ class _Turn:
         if crew is None:
             return
         for peer in crew.members:
-            self._do(ev.Send(peer, messages.Leave(crew.id, _printable(why), because)))
+            self._do(wire.Send(peer, wire.Leave(crew.id, _printable(why), because)))
         since = (
             self.now
             if crew.stepped or self.state.free_since is None
@@ -844,7 +1470,7 @@ class _Turn:
         )
         self._set(planned=(), plan_since=math.inf)
         self._note("broken", f"{because} {why}".strip())
-        self._do(local.Released(why))
+        self._do(wire.Released(why))
 
     # ---- offers ----------------------------------------------------------------------------------
 
@@ -899,7 +1525,7 @@ class _Turn:
         if self._is_out(peer):
             self._set_peer(peer, replace(self._peer(peer), uninformed=True))
         else:
-            self._do(ev.Send(peer, self._own_offer()))
+            self._do(wire.Send(peer, self._own_offer()))
 
     def _take_offer(self, peer: str, offer: Offer) -> None:
         known = self._peer(peer)
@@ -992,7 +1618,7 @@ class _Turn:
         self._note("proposed", f"step {record.step}, {len(record.members)} stages")
         for peer in peers_of(record):
             if peer != self.state.me:
-                self._do(ev.Send(peer, messages.Propose(record)))
+                self._do(wire.Send(peer, wire.Propose(record)))
         self._complete()
 
     def _lapse(self, proposal: Proposal) -> None:
@@ -1019,7 +1645,7 @@ class _Turn:
             ),
         )
 
-    def _signed(self, peer: str, answer: messages.Signature) -> None:
+    def _signed(self, peer: str, answer: wire.Signature) -> None:
         proposal = self.state.proposal
         if (
             proposal is None
@@ -1034,7 +1660,7 @@ class _Turn:
         )
         self._complete()
 
-    def _not_signed(self, peer: str, record: Record, answer: messages.Answer | None) -> None:
+    def _not_signed(self, peer: str, record: Record, answer: wire.CrewAnswer | None) -> None:
         """What we proposed comes to nothing because of `peer`, whatever it says: the honest have a
         reason now and then."""
         proposal = self.state.proposal
@@ -1058,10 +1684,10 @@ class _Turn:
         )
         for peer in peers:
             if peer != self.state.me:
-                self._do(ev.Send(peer, founded))
+                self._do(wire.Send(peer, founded))
         self._begin(founded, proposal.crew)
 
-    def _why_not(self, proposer: str, record: Record) -> messages.Refusal | None:
+    def _why_not(self, proposer: str, record: Record) -> wire.Refusal | None:
         """Why `record` is not signed; None where it is."""
         state, offering = self.state, self.state.offering
         peers = peers_of(record)
@@ -1095,7 +1721,7 @@ class _Turn:
             return "busy"
         return None
 
-    def _sign(self, proposer: str, record: Record) -> messages.Answer:
+    def _sign(self, proposer: str, record: Record) -> wire.CrewAnswer:
         crew = crew_id(record)
         why = self._why_not(proposer, record)
         if why is not None:
@@ -1109,12 +1735,12 @@ class _Turn:
             else self.now + 2 * self.settings.turn_seconds
         )
         self._set(reserved=Reserved(proposer, record, {**signed, proposer: crew}, since, until))
-        return messages.Signature(crew, self.means.sign(member_bytes(crew)))
+        return wire.Signature(crew, self.means.sign(member_bytes(crew)))
 
-    def _join(self, founded: Founded) -> messages.Answer:
+    def _join(self, founded: Founded) -> wire.CrewAnswer:
         crew = crew_id(founded.record)
         if self.state.crew is not None and crew == self.state.crew.id:
-            return messages.Noted()
+            return wire.Noted()
         reserved = self.state.reserved
         # it lapsed, or we never signed it
         if reserved is None or crew not in reserved.signed.values() or not self._offers_itself:
@@ -1125,7 +1751,7 @@ class _Turn:
             self._note("refused", str(error))
             return Refuse("record", crew)
         self._begin(founded, crew)
-        return messages.Noted()
+        return wire.Noted()
 
     def _begin(self, founded: Founded, crew: bytes) -> None:
         record, me = founded.record, self.state.me
@@ -1133,7 +1759,7 @@ class _Turn:
         assert stage is not None
         others = [peer for peer in peers_of(record) if peer != me]
         members = {
-            peer: Member(Signs(self.now), LOADING, self.now, owed=self._peer(peer).debt)
+            peer: MemberState(Signs(self.now), LOADING, self.now, owed=self._peer(peer).debt)
             for peer in others
         }
         self._set(
@@ -1150,7 +1776,7 @@ class _Turn:
         patience = self._step_seconds(self.state.crew)
         peers = peers_of(record)
         self._do(
-            local.Assigned(
+            wire.Assigned(
                 crew,
                 record.lineage,
                 stage,
@@ -1168,5 +1794,5 @@ class _Turn:
 
 def _printable(text: str) -> str:
     return "".join(character if " " <= character <= "~" else "?" for character in text)[
-        : messages.REASON_BYTES
+        : wire.REASON_BYTES
     ]
