@@ -98,6 +98,8 @@ log = logging.getLogger(__name__)
 # Under LoRA that is the adapter, otherwise every tensor of the stage.
 
 Tensors = Mapping[str, torch.Tensor]
+STREAM_CHUNK_BYTES: Final = CHUNK_BYTES
+"""Length of a chunk of state on a stream."""
 BLOCK: Final = 2**20
 """Values that are looked at at a time."""
 
@@ -1207,8 +1209,8 @@ class Channel:
                     continue
                 call, data = ready
                 # a chunk with its header is written as one
-                for at in range(0, len(data), 2 * CHUNK_BYTES):
-                    await stream.send_all(data[at : at + 2 * CHUNK_BYTES])
+                for at in range(0, len(data), 2 * STREAM_CHUNK_BYTES):
+                    await stream.send_all(data[at : at + 2 * STREAM_CHUNK_BYTES])
                     self._calls.progressed(stage, call)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._lose(stage, "closed")
@@ -1354,7 +1356,7 @@ class Channel:
         if call is None or call.have is None or call.part is None or call.done.is_set():
             return  # of something that was refused, or that nobody waits for
         have, part = call.have, call.part
-        if chunk.at != part.at or chunk.length != min(CHUNK_BYTES, part.until - part.at):
+        if chunk.at != part.at or chunk.length != min(STREAM_CHUNK_BYTES, part.until - part.at):
             self._calls.answered(stage, chunk.request, BadMessage("size", "a chunk out of place"))
             return
         part.body[part.at : part.at + chunk.length] = data

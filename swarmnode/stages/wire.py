@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 import trio
-from numpy.typing import NDArray
 
 from swarmnode.errors import BadMessage, ConfigError, PeerError, Refused
 from swarmnode.p2p.api import PeerStream
@@ -43,7 +41,10 @@ from swarmnode.wire.fields import (
     check_rising,
 )
 from swarmnode.wire.limits import LOGPROB_SLACK, PEER_ID_BYTES, SIGNATURE_BYTES
-from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
+
+if TYPE_CHECKING:  # a base installation has no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Frames between members:
 #
@@ -1004,6 +1005,10 @@ def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
     """(rows,) token ids and their log-probabilities, the body of `Tokens`. Raises BadMessage:
     shape, bounds, not_finite."""
+    import numpy as np
+
+    from swarmnode.wire.tensors import unpack_ids
+
     _ids(body[: 4 * rows], rows, limits)
     logprobs = read_f32("log-probabilities", body[4 * rows :], rows)
     if (logprobs > LOGPROB_SLACK).any():
@@ -1022,6 +1027,10 @@ def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
 def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
     """(count,), all finite. Raises BadMessage: shape, not_finite; bounds where `data` is no whole
     number of floats."""
+    import numpy as np
+
+    from swarmnode.wire.tensors import unpack_logprobs
+
     values = unpack_logprobs(data)
     if len(values) != count:
         raise BadMessage("shape", f"{name} has {len(values)} values, not {count}")
@@ -1046,6 +1055,8 @@ def _lengths(lengths: tuple[int, ...], limits: FrameLimits) -> None:
 
 
 def _ids(data: bytes, count: int, limits: FrameLimits) -> None:
+    from swarmnode.wire.tensors import unpack_ids
+
     ids = unpack_ids(data)
     if len(ids) != count:
         raise BadMessage("shape", f"{len(ids)} ids for {count} tokens")

@@ -38,6 +38,7 @@ SILENT = 120.0
 def small(monkeypatch):
     """Everything a thousandth of its size; times are as they are."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(transfer, "STREAM_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(transfer, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(transfer, "LEAST", CHUNK)
 

@@ -818,7 +818,7 @@ async def test_what_a_lost_stage_is_given_is_looked_at_before_it_is_used(wire):
 async def test_a_snapshot_that_came_in_part_is_completed_in_the_next_crew_by_another(
     models, tmp_path, monkeypatch, lied
 ):
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(transfer, "STREAM_CHUNK_BYTES", 8192)
     arriving, asked = {}, []
     wires = [
         Wire(copy.deepcopy(models["llama-tied"]), tmp_path, arriving=arriving) for _ in range(2)
@@ -942,7 +942,7 @@ async def test_a_transfer_may_take_long_while_something_comes_of_it(
     wire, autojump_clock, monkeypatch, pieces
 ):
     """A piece every four seconds, where five without any are too many; and none after some."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(transfer, "STREAM_CHUNK_BYTES", 8192)
     layout = layers_layout(wire.layouts[0])
     body = pack_floats(trained(wire.runtimes[0]), layout)
     every = range(0, len(body), 8192)
@@ -1267,7 +1267,7 @@ async def test_what_takes_memory_is_put_together_once_for_who_does_not_read(
     wire.work()
     wire.peer.stage.settings = replace(SETTINGS, mode="checkfree+")
     wire.peer.stage.recorder.edges.append(stage_wire.Edge(1, 9, 0, 1, 1, b"a", b"b"))
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 4)  # as a long one: more than one chunk
+    monkeypatch.setattr(transfer, "STREAM_CHUNK_BYTES", 4)  # as a long one: more than one chunk
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 4)
 
     async def later(work):
