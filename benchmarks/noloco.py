@@ -88,7 +88,7 @@ class Arm:
     every: int = 1
     """Sync interval in units of H."""
     codec: Codec | Literal["measured"] = "bfloat16"
-    """Of the difference to the start, but for bfloat16; measured: the smallest that suffices."""
+    """Codec of the difference to the start. `measured`: the smallest that is exact enough."""
     fragments: int = 1
     dropped: float = 0.0
     """Share of exchanges in which something fails; all at once or in pairs, both ends then step
@@ -595,7 +595,7 @@ class Swarm:
         anchor: Anchor | None,
         change: float = 0.0,
     ) -> Tensors:
-        """What arrives of `tensors`. change: what their sender has learnt since its outer step."""
+        """Return `tensors` as a partner decodes them. change: since the last outer step."""
         codec = self.arm.codec
         if codec == "measured":
             assert anchor is not None

@@ -82,11 +82,11 @@ class Run(msgspec.Struct, frozen=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     cpu_ms: float
-    """Of a host, for each group that its trainer drew; publishing is included."""
+    """CPU time of a host per group that its trainer drew, publishing included."""
     publishing_ms: float
-    """Of that: checking, compressing and signing the node's own groups."""
+    """CPU time of checking, compressing and signing own groups, contained in `cpu_ms`."""
     idle_ms: float
-    """Of a host per second, of connections over which no group travels. Not in `cpu_ms`."""
+    """CPU time of a host's idle connections per second. Not contained in `cpu_ms`."""
     bytes_ratio: float
     """Bytes read ÷ bytes of the groups that were drawn."""
     filled: float
