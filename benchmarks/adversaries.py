@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from benchmarks import marks
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
@@ -276,7 +277,12 @@ class Adversary:
         made: list[bytes] = []
         for _ in range(FRAMES_PER_ROUND if set(kinds) & set(ATTACKS) else WELL_MADE):
             self.identity = next(self._turns)
-            made += (ATTACKS | ADAPTIVE)[self.rng.choice(kinds)](self, overheard)
+            kind = self.rng.choice(kinds)
+            made += (
+                marks.frames(self)
+                if kind in marks.ATTACKS
+                else (ATTACKS | ADAPTIVE)[kind](self, overheard)
+            )
         return made
 
     def seal(self, group: RolloutGroup) -> bytes:
@@ -615,8 +621,8 @@ WAYS = {
     "together": [*ATTACKS, *ADAPTIVE],
 }
 """Attacks that are several."""
-COLLUDING = ("colluding", "together")
+COLLUDING = ("colluding", "together", *marks.ATTACKS)
 """Of IDENTITIES keys each."""
-PATIENT = ("patient", "together")
+PATIENT = ("patient", "together", *marks.ATTACKS)
 """With the standing that an hour of honest groups has earned them: past probation, and of the best
 reputation."""

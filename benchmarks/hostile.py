@@ -32,10 +32,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.marks import ATTACKS as MARKED
 from benchmarks.report import heading, spread, table, write_json
 from benchmarks.sapo import B, G, note
 
-PARTS = ("learning", "network")
+PARTS = ("learning", "marks", "network")
 SHARES = (10, 25, 40)
 GOAL_SHARE = 25
 SILENT = "silent"
@@ -69,6 +70,11 @@ SIMULATED_SECONDS = 300.0
 AFTER_PATIENCE_SECONDS = 600.0
 MOST_LOST, MOST_PAYLOAD = 2.0, 1.0
 """Per cent: the goals with a hostile quarter."""
+MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
+"""Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
+DEFENCES = ("product", "undefended")
+"""How the honest nodes of the part `marks` learn; undefended: all tokens of strangers' completions,
+and what earned little as well."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +105,23 @@ def play(
     seed: int,
     size: Size,
     control: int = 0,
+    defence: str = "product",
 ) -> dict[str, Any]:
     """One swarm under the product's settings. policies: as many as honest and hostile nodes.
-    control: of a silent one, which."""
+    control: of a silent one, which. defence: of DEFENCES."""
     from benchmarks.adversaries import HostileSwarm
     from benchmarks.simulator import Arm, Sharing
     from swarmnode.config import TrainingConfig
+    from swarmnode.trainer.judge import ExternalChecks
 
     started = time.process_time()
     training = TrainingConfig(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
-    arm = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
+    sharing = Sharing(
+        ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
+    )
+    arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
     swarm = HostileSwarm(
         arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions
@@ -128,6 +139,8 @@ def play(
         "share": share,
         "seed": seed,
         "control": control,
+        "defence": defence,
+        "marked": [(p.round, p.marked) for p in trace.held_out],
         "held_out": fmean(p.reward for p in trace.held_out),
         "final": last.reward,
         "payload": 100 * last.payload,
@@ -148,7 +161,13 @@ def start(seed: int, count: int, base: str) -> list[Any]:
 
 
 def learning_case(
-    attack: str, share: int, control: int, seed: int, size: Size, base: str
+    attack: str,
+    share: int,
+    control: int,
+    seed: int,
+    size: Size,
+    base: str,
+    defence: str = "product",
 ) -> dict[str, Any]:
     """One swarm, with a scorer of its own."""
     from swarmnode.tasks.client import Scorer
@@ -163,6 +182,7 @@ def learning_case(
             seed,
             size,
             control,
+            defence,
         )
 
 
@@ -251,6 +271,53 @@ def missed(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -
     if runs[0]["attack"] in NEVER_TRAINED_ON and (trained_on := sum(r["trained_on"] for r in runs)):
         found.append(f"{trained_on} of its groups trained on")
     return found
+
+
+# ---- marks
+
+
+def marked(run: dict[str, Any], kind: str) -> tuple[float, float]:
+    """Return the share of honest answers that carry a mark at the end of a run, per cent: mean of
+    the mark's tasks, and the worst task."""
+    shares = [100 * share for share in run["marked"][-1][1][kind].values()]
+    return (fmean(shares), max(shares)) if shares else (0.0, 0.0)
+
+
+def marks_table(results: Sequence[dict[str, Any]]) -> str:
+    """What honest nodes answer after each attack, beside what a silent swarm answers."""
+    silent = [r for r in results if r["attack"] == SILENT]
+    rows = []
+    cases = dict.fromkeys((r["attack"], r["defence"]) for r in results if r["attack"] != SILENT)
+    for attack, defence in cases:
+        runs = [r for r in results if (r["attack"], r["defence"]) == (attack, defence)]
+        kind = attack.partition(", ")[0]
+        usual = [marked(r, kind)[0] for r in silent]
+        ends = [marked(r, kind) for r in runs]
+        rows.append(
+            [
+                attack,
+                defence,
+                len(runs),
+                spread(usual, 1) if usual else "–",
+                spread([mean for mean, _ in ends], 1),
+                spread([worst for _, worst in ends], 1),
+                spread([100 * r["share_of_external"] for r in runs], 0),
+                spread([lost([r], silent) for r in runs], 1) if silent else "–",
+                sum(r["crashes"] + r["internal_errors"] for r in runs),
+            ]
+        )
+    headers = [
+        "attack",
+        "defence",
+        "seeds",
+        "marked without an attack, %",
+        "marked, mean of tasks, %",
+        "worst task, %",
+        "hostile, of others' groups trained on, %",
+        "held-out lost, %",
+        "crashes",
+    ]
+    return table(headers, rows)
 
 
 # ---- network
@@ -348,8 +415,11 @@ def main() -> None:
         choices=SHARES,
         help="hostile nodes, in per cent of all",
     )
-    known = sorted({*LEARNING, *NETWORK})
-    attacks = f"learning: {', '.join(LEARNING)}\nnetwork: {', '.join(NETWORK)}"
+    known = sorted({*LEARNING, *NETWORK, *MARKED})
+    attacks = (
+        f"learning: {', '.join(LEARNING)}\nmarks: {'; '.join(MARKED)}\n"
+        f"network: {', '.join(NETWORK)}"
+    )
     parser.add_argument(
         "--attacks", nargs="+", default=known, choices=known, metavar="ATTACK", help=attacks
     )
@@ -366,12 +436,16 @@ def main() -> None:
         default=1,
         help="runs of an attack with each seed, each with a silent swarm's random numbers",
     )
+    parser.add_argument("--eval-every", type=int, default=Size.eval_every)
+    parser.add_argument(
+        "--defences", nargs="+", default=list(DEFENCES[:1]), choices=DEFENCES, help="of `marks`"
+    )
     parser.add_argument(
         "--base", default="embedded", help="policy that the start policies are made from"
     )
     parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
     args = parser.parse_args()
-    size = Size(args.honest, args.rounds, controls=args.controls)
+    size = Size(args.honest, args.rounds, args.eval_every, controls=args.controls)
     if args.quick:
         size = Size(3, 4, 2, 2, controls=1)
         args.seeds, args.shares, args.attacks = 1, [25], ["informed", "garbage"]
@@ -387,6 +461,12 @@ def main() -> None:
                 if a in args.attacks
                 for draw in range(min(args.draws, size.controls))
             ),
+        ],
+        "marks": [
+            (a, GOAL_SHARE, 0, defence)
+            for a in (SILENT, *MARKED)
+            if a in (SILENT, *args.attacks)
+            for defence in (args.defences if a != SILENT else DEFENCES[:1])
         ],
         "network": [
             (a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)
@@ -405,7 +485,7 @@ def main() -> None:
                     job = (
                         fresh.submit(network_case, *case, seed, size.honest)
                         if part == "network"
-                        else (one.submit(learning_case, *case, seed, size, args.base))
+                        else one.submit(learning_case, *case[:3], seed, size, args.base, *case[3:])
                     )
                     results[part].append(job.result())
                     if args.json:
@@ -415,7 +495,7 @@ def main() -> None:
 
 def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
     """The tables of both parts, and which runs miss the goals."""
-    order = [SILENT, *LEARNING, *NETWORK]
+    order = [SILENT, *LEARNING, *MARKED, *NETWORK]
     for rows in results.values():
         rows.sort(key=lambda r: (r["share"], order.index(r["attack"]), r["seed"]))
     if learning := results["learning"]:
@@ -431,6 +511,20 @@ def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
                     print(
                         f"* {attack}, seed {runs[0]['seed']}, misses the goal: {'; '.join(found)}"
                     )
+    if marks := results["marks"]:
+        print(
+            f"### What they write beside an answer ({size.honest} honest nodes, {REGIME} start,"
+            f" {size.rounds} steps)\n\n{marks_table(marks)}\n"
+        )
+        for run in marks:
+            if run["attack"] == SILENT or run["defence"] != DEFENCES[0]:
+                continue
+            mean, worst = marked(run, run["attack"].partition(", ")[0])
+            if mean > MOST_MARKED or worst > MOST_MARKED_TASK:
+                print(
+                    f"* {run['attack']}, seed {run['seed']}, misses the goal: {mean:.1f} % of the"
+                    f" answers, {worst:.1f} % in one task"
+                )
     if network := results["network"]:
         print(
             f"\n### What they do to the network ({size.honest} honest"

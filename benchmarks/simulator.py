@@ -25,6 +25,7 @@ import torch
 import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from benchmarks.marks import MARKS, share
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, norm
 from swarmnode.averaging.outer import OuterState, Tensors, prepare
@@ -77,7 +78,11 @@ class Sharing:
 
 
 UNCHECKED = ExternalChecks(
-    spot_check_tolerance=1e9, surprise_tolerance=1e9, burst_slack=1e9, temperature_factor=1e9
+    spot_check_tolerance=1e9,
+    surprise_tolerance=1e9,
+    burst_slack=1e9,
+    temperature_factor=1e9,
+    least_probability=0,
 )
 PAPER = Sharing(UNCHECKED, corrected=False, uniform=True)
 """The paper's treatment: drawn uniformly, used as if sampled here."""
@@ -186,6 +191,8 @@ class Point:
     reward: float
     payload: float = 0.0
     length: float = 0.0
+    marked: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Share of the answers with a mark, by kind and task (`benchmarks.marks`)."""
 
 
 @dataclass
@@ -718,6 +725,12 @@ class Swarm:
                 reward=fmean(s.rewards[0] for s in scored),
                 payload=fmean(PAYLOAD in c.text for c in texts),
                 length=fmean(len(c.ids) for c in texts),
+                marked={
+                    kind: share(
+                        mark, [(ref.id, c.text) for ref, c in zip(items, texts, strict=True)]
+                    )
+                    for kind, mark in MARKS.items()
+                },
             )
         )
 

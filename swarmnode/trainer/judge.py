@@ -9,6 +9,7 @@
               `spot_check`
     weigh     the correction for how far the peer's policy is, times what each completion's worst
     stretch leaves of it
+    cut       each completion before its first token that our policy nearly never samples
 
 One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
 credible. What decides whether a text was sampled is our own policy alone; every claim is one more
@@ -33,9 +34,11 @@ from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.policy.text import PolicyText
 from swarmnode.policy.ways import reason
 from swarmnode.rl.corrections import (
+    LEAST_PROBABILITY,
     burst_slack,
     burst_weight,
     excess_surprise,
+    learnt_tokens,
     sequence_correction,
     spot_check,
     surprise_check,
@@ -70,6 +73,9 @@ class ExternalChecks:
     temperature_factor: float = 2.0
     """A sender's temperature is at most this factor from ours: beyond it the log-probabilities that
     it gives say nothing."""
+    least_probability: float = LEAST_PROBABILITY
+    """Probability under our policy of a token that ends what is learnt of a completion. 0: all
+    tokens are learnt, and what earned less than the group's mean as well."""
 
 
 CHECKS = ExternalChecks()
@@ -179,7 +185,11 @@ def _weighed(
     was_cut = [completion.finish == "length" for completion in group.group.completions]
     parts = parts_of(group.components, task_weights(group.group.task.id))
     chosen = [each for each, _ in ours]
-    return TrainingGroup(rows, chosen, group.rewards, weights, group.peer, was_cut, parts=parts)
+    least = checks.least_probability
+    learnt = [learnt_tokens(each, least) for each in chosen] if least else []
+    return TrainingGroup(
+        rows, chosen, group.rewards, weights, group.peer, was_cut, parts=parts, learnt=learnt
+    )
 
 
 def _numbers(scored: list[Scored] | GroupRefused) -> list[Scored]:
@@ -296,7 +306,8 @@ def believe(
     worst stretch leaves of its weight.
 
     rewards (G,); scored (G,): at our temperature. Refused as a whole when the mean is too
-    surprising, or no best completion is left.
+    surprising, or no best completion is left. A completion is not left where our policy would
+    hardly have sampled its first token.
     """
     excess = [
         excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored
@@ -305,6 +316,11 @@ def believe(
         return "surprise", []
     slack = burst_slack(policy.vocab_size) if checks.burst_slack is None else checks.burst_slack
     weights = [burst_weight(each, slack) for each in excess]
+    if least := checks.least_probability:
+        weights = [
+            weight if learnt_tokens(chosen, least) else 0.0
+            for weight, (chosen, _) in zip(weights, scored, strict=True)
+        ]
     best = max(rewards)
     if not any(
         weight > 0 for weight, reward in zip(weights, rewards, strict=True) if reward == best

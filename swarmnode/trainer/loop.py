@@ -34,6 +34,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
+from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose
@@ -289,6 +290,7 @@ class Loop:
             if "overlong_shaping" in training.options
             else 0,
             mask_cut="mask_truncated" in training.options,
+            per_sequence=training.loss_type in DIVIDES_BY_LENGTH,
         )
         result = self._engine.update(rows, rate)
         self._count_drops(rows, result)

@@ -129,7 +129,7 @@ def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
     ]
     forged = external(policy, type(sample)(sample.prompt_ids, completions))
     assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["surprise"]
-    blind = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    blind = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0, least_probability=0)
     assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], (
         "the spot check alone believes it"
     )
@@ -267,7 +267,7 @@ def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
         for c, each, scored in zip(sample.completions, ids, scores, strict=True)
     ]
     assert all(c.text.count("<reply>") == 2 for c in marked)
-    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0, least_probability=0)
     group = external(policy, replace(sample, completions=marked))
     judgement = judged(policy, group, loose)
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
