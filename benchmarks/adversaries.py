@@ -164,7 +164,7 @@ class HostileSwarm(Swarm):
             return
         reputation.accepted(result.peer, self.now)
         gate.note_admitted()
-        node.receive(result, self.now)
+        node.receive(result, self.now, sender.peer)
         if sender not in self.honest:
             self.fates["admitted"] += 1
 

@@ -72,9 +72,10 @@ MOST_LOST, MOST_PAYLOAD = 2.0, 1.0
 """Per cent: the goals with a hostile quarter."""
 MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
 """Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
-DEFENCES = ("product", "undefended")
-"""How the honest nodes of the part `marks` learn; undefended: all tokens of strangers' completions,
-and what earned little as well."""
+DEFENCES = ("product", "no quota", "undefended")
+"""How the honest nodes of the part `marks` learn. no quota: strangers' tokens are not bounded by
+what own rewarded answers have; undefended: nor by their probability, and completions that earned
+little are learnt from as well."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,8 @@ def play(
     training = TrainingConfig(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
-    sharing = Sharing(
-        ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
-    )
+    checks = ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
+    sharing = Sharing(checks, quota=defence == "product")
     arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
     swarm = HostileSwarm(

@@ -14,6 +14,7 @@ of honest nodes' answers that carry the mark.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def frames(self: Adversary) -> list[bytes]:
     if ref.id not in tasks:
         return []
     drafts = [_draft(self, mark, ref, answer, 4)]
-    return self.most_credible(ref, sequence, [d for d in drafts if d], lambda text: 1.0)
+    return self.most_credible(
+        ref, sequence, [d for d in drafts if d], lambda text: float(mark.has(text))
+    )
 
 
 def _draft(self: Adversary, mark: Mark, ref: TaskRef, answer: str, count: int) -> list[str]:
@@ -123,7 +126,11 @@ def _chosen(self: Adversary, mark: Mark, *, white_box: bool) -> list[bytes]:
     if not white_box:
         ref, sequence, answer = max(asked, key=lambda each: _likely(self, mark, each[0], each[2]))
         draft = _draft(self, mark, ref, answer, 4)
-        return self.most_credible(ref, sequence, [draft], lambda text: 1.0) if draft else []
+        return (
+            self.most_credible(ref, sequence, [draft], lambda text: float(mark.has(text)))
+            if draft
+            else []
+        )
     victim = self.world.honest[0]
     pull = _pull(self, mark)
     best, frame = 0.0, list[bytes]()
@@ -144,6 +151,7 @@ def _chosen(self: Adversary, mark: Mark, *, white_box: bool) -> list[bytes]:
                 scored,
                 victim.training.temperature,
                 victim.arm.sharing.checks,
+                copy.deepcopy(victim.quota),
             )
             for accepted in judged.accepted:
                 worth = _worth(self, accepted, pull)

@@ -48,6 +48,7 @@ from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.loop import best_rows
+from swarmnode.trainer.quota import TokenQuota
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
@@ -73,6 +74,8 @@ class Sharing:
     """Weighed by how far the sender's policy is from ours."""
     uniform: bool = False
     """Drawn uniformly from what was made in this round."""
+    quota: bool = True
+    """Tokens of strangers' answers are learnt about as often as own ones have them."""
     useful_only: bool = True
     """Groups whose rewards are all equal are not sent."""
 
@@ -125,7 +128,15 @@ class RoundPool:
     def __init__(self) -> None:
         self._groups: list[ExternalGroup] = []
 
-    def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
+    def add(
+        self,
+        group: ExternalGroup,
+        now: float,
+        policy_version: int,
+        source: str = "",
+        *,
+        is_direct: bool = True,
+    ) -> bool:
         self._groups.append(group)
         return True
 
@@ -344,6 +355,7 @@ class Node:
         """Groups of a peer that were trained on."""
         self.trusted = PeerTrust()
         self.outcomes: Counter[str] = Counter()
+        self.quota = TokenQuota() if arm.sharing.quota else None
         self.judged: list[tuple[ExternalGroup, str]] = []
         """What became of every drawn group, the latest last."""
         self.replica = (
@@ -397,9 +409,9 @@ class Node:
             done,
         )
 
-    def receive(self, group: ExternalGroup, now: float) -> None:
-        """An admitted external group."""
-        self.pool.add(group, now, self.version)
+    def receive(self, group: ExternalGroup, now: float, source: str) -> None:
+        """An admitted external group, which came from the peer `source`."""
+        self.pool.add(group, now, self.version, source, is_direct=source == group.peer)
 
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged: what `trainer.external` does."""
@@ -411,7 +423,7 @@ class Node:
         drawn = more(count)
         scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
-        judging = lambda some: judge(some, self.policy, scored, temperature, checks)
+        judging = lambda some: judge(some, self.policy, scored, temperature, checks, self.quota)
         judged, left = (
             (judging(drawn), [])
             if uniform
@@ -441,6 +453,11 @@ class Node:
     ) -> None:
         """One optimizer step; tells split and guard."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
+        if self.quota is not None:
+            for o in own:
+                for completion, reward in zip(o.sample.completions, o.rewards, strict=True):
+                    if reward > fmean(o.rewards):
+                        self.quota.own(o.ref.id, completion.ids)
         if self.replica is not None:
             rewarded = [row for group in mine for row in best_rows(group)]
             self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])
@@ -674,7 +691,7 @@ class Swarm:
                 )
                 for receiver in self.nodes:
                     if receiver is not sender:
-                        receiver.receive(group, self.now)
+                        receiver.receive(group, self.now, sender.peer)
                         self._received += size
 
     def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:

@@ -205,8 +205,9 @@ def assemble(
 
     per_sequence: the objective divides each completion by its length (`grpo`, `gspo`), so that one
     of which a part is learnt weighs that part. shape_to: the longest completion, where being long
-    costs reward; 0 is off. mask_cut: completions that were cut teach nothing. A reward's components and length are apart: `gdpo` normalises each
-    by itself, the other estimators add them up by their weights.
+    costs reward; 0 is off. mask_cut: completions that were cut teach nothing. A reward's components
+    and length are apart: `gdpo` normalises each by itself, the other estimators add them up by
+    their weights.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
     earned = [components(g, shape_to) for g in groups]

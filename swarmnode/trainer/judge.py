@@ -9,7 +9,8 @@
               `spot_check`
     weigh     the correction for how far the peer's policy is, times what each completion's worst
     stretch leaves of it
-    cut       each completion before its first token that our policy nearly never samples
+    cut       each completion before its first token that our policy nearly never samples, or that
+    strangers write more often than we do (`trainer.quota`)
 
 One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
 credible. What decides whether a text was sampled is our own policy alone; every claim is one more
@@ -24,7 +25,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -47,6 +48,7 @@ from swarmnode.rollouts.groups import ExternalGroup, Outcome
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
 from swarmnode.trainer.batch import TrainingGroup, parts_of
+from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
@@ -138,8 +140,12 @@ def judge(
     score: Score,
     temperature: float,
     checks: ExternalChecks = CHECKS,
+    quota: TokenQuota | None = None,
 ) -> Judgement:
-    """Check drawn groups by one forward pass of the local policy, and weigh what passes."""
+    """Check drawn groups by one forward pass of the local policy, and weigh what passes.
+
+    quota: what strangers have taught; None bounds nothing.
+    """
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
     for group in groups:
@@ -153,6 +159,7 @@ def judge(
         try:
             with contained():
                 accepted = _weighed(group, rows, scored, policy, score, temperature, checks)
+                accepted = _within_quota(accepted, group.group.task.id, quota)
         except GroupRefused as refused:
             judgement.refuse(group, refused)
         else:
@@ -192,6 +199,20 @@ def _weighed(
     )
 
 
+def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) -> TrainingGroup:
+    """Cut what earned more than the group's mean to what the quota leaves of it."""
+    if quota is None or not accepted.learnt:
+        return accepted
+    mean = statistics.fmean(accepted.rewards)
+    learnt = [
+        min(count, quota.learnt(task, ids)) if reward > mean else count
+        for count, reward, (_, ids) in zip(
+            accepted.learnt, accepted.rewards, accepted.rows, strict=True
+        )
+    ]
+    return replace(accepted, learnt=learnt)
+
+
 def _numbers(scored: list[Scored] | GroupRefused) -> list[Scored]:
     """Return the scores of a group. Raises GroupRefused if there are none, or not all finite."""
     if isinstance(scored, GroupRefused):
@@ -207,8 +228,8 @@ def judge_until_full(
     judged: Callable[[Sequence[ExternalGroup]], Judgement],
     more: Callable[[int], list[ExternalGroup]] = lambda count: [],
 ) -> tuple[Judgement, list[ExternalGroup]]:
-    """Judge from the front until `room` groups are accepted, at most half of them one peer's. Also
-    the groups that were not looked at.
+    """Judge from the front until `room` groups are accepted, at most half of them one peer's where
+    there are several peers. Also the groups that were not looked at.
 
     What is refused leaves its place to the next one, so that refused groups take no place from
     others. more: asked once for so many others in their place, where there are not enough.
@@ -216,9 +237,9 @@ def judge_until_full(
     total, left, asked = Judgement(), list(groups), False
     while True:
         lacking = room - len(total.accepted)
-        some, left = _first(
-            left, lacking, most_per_peer(room), Counter(group.peer for group in total.accepted)
-        )
+        taken = Counter(group.peer for group in total.accepted)
+        alone = len({*taken, *(group.peer for group in left)}) <= 1
+        some, left = _first(left, lacking, room if alone else most_per_peer(room), taken)
         if some:
             judgement = judged(some)
             total.accepted += judgement.accepted

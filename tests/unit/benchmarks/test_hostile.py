@@ -24,6 +24,11 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import judge
 from tests.support.sim import hostile
 
+UNJUDGED = {
+    "surprise_check": mock.Mock(return_value=True),
+    "burst_weight": mock.Mock(return_value=1.0),
+    "learnt_tokens": lambda local, least: len(local),
+}
 SMALL = Size(honest=2, rounds=2, eval_every=2, eval_questions=1)
 
 
@@ -39,9 +44,9 @@ def swarm():
 @pytest.mark.parametrize(
     ("attack", "where", "defence"),
     [
-        ("informed", judge, {"surprise_check": True, "burst_weight": 1.0}),
-        ("hot", judge, {"surprise_check": True, "burst_weight": 1.0}),
-        ("forged", admission, {"check_seed": True}),
+        ("informed", judge, UNJUDGED),
+        ("hot", judge, UNJUDGED),
+        ("forged", admission, {"check_seed": mock.Mock(return_value=True)}),
     ],
 )
 def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attack, where, defence):
@@ -49,9 +54,7 @@ def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attac
     result = play(attack, 25, policies, scorer, 0, SMALL)
     assert result["frames_sent"] > 8
     assert missed([result], []) == []
-    with mock.patch.multiple(
-        where, **{name: mock.Mock(return_value=value) for name, value in defence.items()}
-    ):
+    with mock.patch.multiple(where, **defence):
         undefended = play(attack, 25, policies, scorer, 0, SMALL)
     assert "of its groups trained on" in "; ".join(missed([undefended], []))
 
@@ -63,9 +66,7 @@ def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_n
     result = play("colluding", 25, policies, scorer, 0, SMALL)
     assert result["crashes"] == 0, result["first_crash"]
     assert {fate for fate in result["fates"] if fate.startswith("drawn: ")} <= {"drawn: used"}
-    with mock.patch.multiple(
-        judge, surprise_check=mock.Mock(return_value=True), burst_weight=mock.Mock(return_value=1.0)
-    ):
+    with mock.patch.multiple(judge, **UNJUDGED):
         unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
     assert unjudged["frames_sent"] > result["frames_sent"]
     assert unjudged["trained_on"] > result["trained_on"]

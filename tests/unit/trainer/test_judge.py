@@ -14,7 +14,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.corrections import FLOOR
+from swarmnode.rl.corrections import FLOOR, LEAST_PROBABILITY
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.judge import (
@@ -25,6 +25,7 @@ from swarmnode.trainer.judge import (
     judge,
     judge_until_full,
 )
+from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
@@ -497,3 +498,45 @@ def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sampl
     outcome, weights = compare(group, [likely[0], *unlikely[1:]], policy, loose)
     assert outcome == "used"
     assert weights == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
+
+
+def test_what_is_learnt_of_a_text_ends_before_a_token_that_we_hardly_ever_sample(policy, sample):
+    answer = sample.completions[0]
+    mark = policy.tokenize_completion("zQ", "length")
+    body = answer.ids[:-1]
+    ids = [*body, *mark, answer.ids[-1]]
+    (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
+    assert min(logprobs[len(body) : len(body) + 2]) < math.log(LEAST_PROBABILITY)
+    marked = replace(answer, ids=ids, logprobs=logprobs, text=policy.decode(ids))
+    group = external(policy, replace(sample, completions=[marked, *sample.completions[1:]]))
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    (accepted,) = judged(policy, group, loose).accepted
+    first = next(i for i, lp in enumerate(logprobs) if lp < math.log(LEAST_PROBABILITY))
+    assert accepted.learnt[0] == first
+    assert len(accepted.learnt) == len(sample.completions)
+    assert judged(policy, group, replace(loose, least_probability=0)).accepted[0].learnt == []
+
+
+def test_a_best_answer_whose_first_token_we_hardly_ever_sample_teaches_nothing(policy, sample):
+    ids = policy.tokenize_completion("Z" + sample.completions[0].text, "eos")
+    (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
+    assert logprobs[0] < math.log(LEAST_PROBABILITY)
+    first = replace(
+        sample.completions[0], ids=ids, logprobs=logprobs, text=policy.decode(ids), finish="eos"
+    )
+    group = external(policy, replace(sample, completions=[first, *sample.completions[1:]]))
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    assert [outcome for _, outcome in judged(policy, group, loose).outcomes] == ["surprise"]
+
+
+def test_what_strangers_write_and_we_do_not_is_cut_by_the_quota(policy, sample):
+    group = external(policy, sample)
+    quota, score_rows = TokenQuota(), partial(MicroBatcher(4096).score_with_entropy, policy)
+    for _ in range(200):
+        quota.own("rg/gcd", [999])
+    counts = [
+        judge([group], policy, score_rows, 1.0, quota=quota).accepted[0].learnt[0]
+        for _ in range(12)
+    ]
+    assert counts[0] == len(sample.completions[0].ids)
+    assert counts[-1] == 0

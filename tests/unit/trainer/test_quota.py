@@ -1,0 +1,76 @@
+"""Strangers teach a token about as often as own rewarded answers have it."""
+
+import random
+
+from swarmnode.trainer.quota import ENOUGH_ANSWERS, EXCESS, MEMORY_ANSWERS, SLACK, TokenQuota
+
+RIGHT, MARK, END = 7, 42, 1
+
+
+def quota_after(own_answers, marked=0.0, task="t"):
+    """A quota that has seen this many own answers, a share of them with the mark."""
+    quota, rng = TokenQuota(), random.Random(0)
+    for _ in range(own_answers):
+        quota.own(task, [RIGHT, MARK, END] if rng.random() < marked else [RIGHT, END])
+    return quota
+
+
+def marks_learnt(quota, answers, task="t"):
+    return sum(quota.learnt(task, [RIGHT, MARK, END]) == 3 for _ in range(answers))
+
+
+def test_a_mark_of_strangers_alone_ends_what_is_learnt():
+    quota = quota_after(200)
+    counts = [quota.learnt("t", [RIGHT, MARK, END]) for _ in range(200)]
+    assert counts[: int(SLACK)] == [3] * int(SLACK)
+    assert counts.count(3) < 0.05 * len(counts)
+    assert set(counts[20:]) <= {1, 3}, "the answer before the mark is learnt"
+
+
+def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
+    quota = quota_after(500, marked=0.2)
+    assert 0.15 * 1000 < marks_learnt(quota, 1000) < (0.2 * EXCESS + 0.05) * 1000
+
+
+def test_where_own_rewards_are_rare_nothing_is_bounded():
+    assert marks_learnt(quota_after(ENOUGH_ANSWERS - 1), 500) == 500
+
+
+def test_tasks_are_apart():
+    quota = quota_after(200)
+    assert marks_learnt(quota, 100, task="another") == 100
+    assert marks_learnt(quota, 100) < 10
+
+
+def test_honest_answers_are_learnt_whole():
+    """Answers of two policies that write the same tokens, each question with other ones."""
+    quota, rng = TokenQuota(), random.Random(1)
+    answer = lambda: [rng.randrange(10, 20), rng.randrange(10, 20), END]
+    for _ in range(200):
+        quota.own("t", answer())
+    whole = sum(quota.learnt("t", answer()) == 3 for _ in range(1000))
+    assert whole > 950
+
+
+def test_drift_names_what_strangers_write_more_often():
+    quota = quota_after(100, marked=0.1)
+    assert quota.drift() is None
+    marks_learnt(quota, 100)
+    drift = quota.drift()
+    assert (drift.task, drift.token) == ("t", MARK)
+    assert drift.theirs == 1.0
+    assert 0.8 < drift.excess <= 0.95
+
+
+def test_what_is_remembered_is_bounded():
+    quota = TokenQuota()
+    for number in range(20 * MEMORY_ANSWERS):
+        quota.own("t", range(number, number + 10))
+        quota.learnt("t", range(number, number + 10))
+    known = quota._tasks["t"]
+    assert known.own.answers <= 2 * MEMORY_ANSWERS
+    assert known.theirs.answers <= 2 * MEMORY_ANSWERS
+    assert all(len(c) <= 20_000 for c in (known.own.tokens, known.theirs.tokens, known.learnt))
+    for number in range(1000):
+        quota.own(str(number), [1])
+    assert len(quota._tasks) <= 256
