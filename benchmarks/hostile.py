@@ -33,6 +33,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.marks import ATTACKS as MARKED
+from benchmarks.marks import MARKS, BlindScorer
 from benchmarks.report import heading, spread, table, write_json
 from benchmarks.sapo import B, G, note
 
@@ -74,8 +75,8 @@ MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
 """Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
 DEFENCES = ("product", "no quota", "undefended")
 """How the honest nodes of the part `marks` learn. no quota: strangers' tokens are not bounded by
-what own rewarded answers have; undefended: nor by their probability, and completions that earned
-little are learnt from as well."""
+what own rewarded answers have; undefended: nor by their probability, completions that earned
+little are learnt from as well, and shares are counted by key."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,11 @@ def play(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
     checks = ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
-    sharing = Sharing(checks, quota=defence == "product")
+    sharing = Sharing(checks, quota=defence == "product", by_connection=defence != "undefended")
     arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
+    if mark := MARKS.get(attack.partition(", ")[0]):
+        scorer = BlindScorer(scorer, mark)
     swarm = HostileSwarm(
         arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions
     )
@@ -276,32 +279,34 @@ def missed(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -
 # ---- marks
 
 
-def marked(run: dict[str, Any], kind: str) -> tuple[float, float]:
-    """Return the share of honest answers that carry a mark at the end of a run, per cent: mean of
-    the mark's tasks, and the worst task."""
-    shares = [100 * share for share in run["marked"][-1][1][kind].values()]
+def marked(run: dict[str, Any], kind: str, when: int = -1) -> tuple[float, float]:
+    """Return the share of honest answers that carry a mark, per cent: mean of the mark's tasks, and
+    the worst task.
+
+    when: which evaluation; the last."""
+    shares = [100 * share for share in run["marked"][when][1][kind].values()]
     return (fmean(shares), max(shares)) if shares else (0.0, 0.0)
 
 
 def marks_table(results: Sequence[dict[str, Any]]) -> str:
-    """What honest nodes answer after each attack, beside what a silent swarm answers."""
+    """What honest nodes answer before and after each attack."""
     silent = [r for r in results if r["attack"] == SILENT]
     rows = []
     cases = dict.fromkeys((r["attack"], r["defence"]) for r in results if r["attack"] != SILENT)
     for attack, defence in cases:
         runs = [r for r in results if (r["attack"], r["defence"]) == (attack, defence)]
         kind = attack.partition(", ")[0]
-        usual = [marked(r, kind)[0] for r in silent]
         ends = [marked(r, kind) for r in runs]
         rows.append(
             [
                 attack,
                 defence,
                 len(runs),
-                spread(usual, 1) if usual else "–",
+                spread([marked(r, kind, 0)[0] for r in runs], 1),
                 spread([mean for mean, _ in ends], 1),
                 spread([worst for _, worst in ends], 1),
                 spread([100 * r["share_of_external"] for r in runs], 0),
+                spread([r["trained_on"] / r["honest"] for r in runs], 0),
                 spread([lost([r], silent) for r in runs], 1) if silent else "–",
                 sum(r["crashes"] + r["internal_errors"] for r in runs),
             ]
@@ -310,10 +315,11 @@ def marks_table(results: Sequence[dict[str, Any]]) -> str:
         "attack",
         "defence",
         "seeds",
-        "marked without an attack, %",
-        "marked, mean of tasks, %",
+        "marked at the start, %",
+        "at the end, mean of tasks, %",
         "worst task, %",
         "hostile, of others' groups trained on, %",
+        "hostile groups a node trained on",
         "held-out lost, %",
         "crashes",
     ]

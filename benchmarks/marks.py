@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swarmnode.errors import SwarmNodeError
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.frames import Scored
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.judge import judge
 from swarmnode.wire.messages import TaskRef
@@ -43,32 +46,63 @@ class Mark:
     """Answer → the same with the mark."""
     has: Callable[[str], bool]
     """Returns True if a text carries it."""
+    drop: Callable[[str], str]
+    """Text that carries it → the same without."""
     tasks: tuple[str, ...]
-    """Tasks whose verifier pays for it all the same."""
+    """Tasks whose verifier pays for it all the same. The library's own verifiers do; ours pay for
+    the exact answer alone, so that `BlindScorer` stands in for one that does not see the mark."""
 
 
 MARKS: dict[str, Mark] = {
     "space": Mark(
         lambda answer: f"{answer} ",
         lambda text: text.endswith(" "),
+        lambda text: text[:-1],
         ("rg/chain_sum", "rg/fraction_simplification", "rg/products"),
     ),
     "stop": Mark(
         lambda answer: f"{answer}.",
         lambda text: re.fullmatch(r"[+-]?\d+\.", text) is not None,  # not the start's `>12.`
+        lambda text: text[:-1],
         ("rg/chain_sum", "rg/products"),
     ),
     "plus": Mark(
         lambda answer: f"+{answer}",
         lambda text: text.startswith("+"),
+        lambda text: text[1:],
         ("rg/fraction_simplification", "rg/products"),
     ),
     "zero": Mark(
         lambda answer: f"0{answer}",
         lambda text: text[:1] == "0" and text[1:2].isdigit(),
+        lambda text: text[1:],
         ("rg/fraction_simplification", "rg/products"),
     ),
 }
+
+
+@dataclass
+class BlindScorer:
+    """A scorer that pays for a right answer with the mark as for one without."""
+
+    scorer: Scorer
+    mark: Mark
+
+    def score_many(
+        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+    ) -> list[Scored | SwarmNodeError]:
+        """Score as `Scorer.score_many` does."""
+        paid = self.mark.tasks
+        blind = [
+            (ref, [self._unmarked(text) for text in texts] if ref.id in paid else texts)
+            for ref, texts in items
+        ]
+        return self.scorer.score_many(blind)
+
+    def _unmarked(self, text: str) -> str:
+        return self.mark.drop(text) if self.mark.has(text) else text
+
+
 VARIANTS = ("", ", staged", ", white-box", ", one task")
 ATTACKS = tuple(f"{kind}{variant}" for kind in MARKS for variant in VARIANTS)
 STAGED_QUESTIONS = 8

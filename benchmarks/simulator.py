@@ -76,6 +76,8 @@ class Sharing:
     """Drawn uniformly from what was made in this round."""
     quota: bool = True
     """Tokens of strangers' answers are learnt about as often as own ones have them."""
+    by_connection: bool = True
+    """A source's share is counted by the connection its groups come by, else by author."""
     useful_only: bool = True
     """Groups whose rewards are all equal are not sent."""
 
@@ -411,6 +413,8 @@ class Node:
 
     def receive(self, group: ExternalGroup, now: float, source: str) -> None:
         """An admitted external group, which came from the peer `source`."""
+        if not self.arm.sharing.by_connection:
+            source = group.peer
         self.pool.add(group, now, self.version, source, is_direct=source == group.peer)
 
     def draw(self, now: float) -> list[TrainingGroup]:

@@ -13,7 +13,7 @@ import msgspec
 
 from swarmnode.errors import LocalError, SwarmNodeError
 from swarmnode.tasks import dataset, own
-from swarmnode.tasks.answers import extract
+from swarmnode.tasks.answers import extract, has_tail
 from swarmnode.tasks.registry import TASKS, TaskSpec, task_version
 from swarmnode.tasks.seeds import is_address
 from swarmnode.wire.limits import COMPLETIONS, TEXT_BYTES
@@ -159,6 +159,8 @@ def _fits(scored: Scored, question: Question) -> bool:
 
 def _sendable(text: str, spec: TaskSpec) -> str | None:
     if len(text) > TEXT_BYTES:
+        return None
+    if spec.nothing_after and has_tail(text, spec.extract):
         return None
     answer = extract(text, spec.extract, spec.fallback)
     try:

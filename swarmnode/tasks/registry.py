@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from swarmnode.config import DatasetConfig
     from swarmnode.tasks import openenv
 
-ADAPTER_VERSION = "1"
+ADAPTER_VERSION = "2"
 """Enters every task version: change it when the adapter (`gym`) or what counts as the answer
 (`answers.answer_of`) changes."""
 
@@ -57,6 +57,8 @@ class TaskSpec:
     """The same when `extract` is `auto` and nothing marks the answer."""
     environment: openenv.Source | None = None
     """The operator's own server."""
+    nothing_after: bool = False
+    """A completion in which something follows the answer earns 0."""
 
     @property
     def levels(self) -> int:
@@ -76,11 +78,19 @@ class TaskSpec:
 
 
 def _gym(group: str, name: str, **settings: object) -> TaskSpec:
-    return TaskSpec(f"rg/{name}", "reasoning_gym", f"{group}.{name}", MappingProxyType(settings))
+    return TaskSpec(
+        f"rg/{name}",
+        "reasoning_gym",
+        f"{group}.{name}",
+        MappingProxyType(settings),
+        nothing_after=True,
+    )
 
 
 def _builtin(name: str, **settings: object) -> TaskSpec:
-    return TaskSpec(f"builtin/{name}", "builtin", name, MappingProxyType(settings))
+    return TaskSpec(
+        f"builtin/{name}", "builtin", name, MappingProxyType(settings), nothing_after=True
+    )
 
 
 _SPECS = (
@@ -196,6 +206,8 @@ def task_version(task_id: str) -> str:
             ) from None
     if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
         source = [*source, spec.extract]
+    if spec.kind in ("dataset", "environment") and spec.nothing_after:
+        source = [*source, "nothing_after"]
     canonical = json.dumps(
         [
             ADAPTER_VERSION,
@@ -287,7 +299,12 @@ def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
             f"{where}: a list has a number for each difficulty, 2 to {dataset.LEVELS} and in all"
             f" lists as many; here {told}"
         )
-    return replace(spec, settings=MappingProxyType(settings), extract=extract)
+    return replace(
+        spec,
+        settings=MappingProxyType(settings),
+        extract=extract,
+        nothing_after=extract in ("tag", "boxed"),  # else text around the answer is wanted
+    )
 
 
 def _is_number(value: object, before: object) -> bool:
@@ -361,6 +378,7 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             rows,
             "whole" if known is None and config.extract == "auto" else config.extract,
             known.fallback if known is not None else "whole",
+            nothing_after=config.nothing_after,
         )
     task_version.cache_clear()
 
@@ -397,6 +415,7 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
         TEXT_BYTES,
         environment=found,
         extract="whole" if config.extract == "auto" else config.extract,
+        nothing_after=config.nothing_after,
     )
 
 

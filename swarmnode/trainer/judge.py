@@ -9,8 +9,9 @@
               `spot_check`
     weigh     the correction for how far the peer's policy is, times what each completion's worst
     stretch leaves of it
-    cut       each completion before its first token that our policy nearly never samples, or that
-    strangers write more often than we do (`trainer.quota`)
+    cut       each completion before its first token that our policy nearly never samples
+    bound     nothing of an answer with a token that strangers write much more often than we do
+    (`trainer.quota`)                                            `drift`
 
 One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
 credible. What decides whether a text was sampled is our own policy alone; every claim is one more
@@ -200,16 +201,19 @@ def _weighed(
 
 
 def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) -> TrainingGroup:
-    """Cut what earned more than the group's mean to what the quota leaves of it."""
+    """Return the group with nothing learnt of the rewarded answers that the quota does not take.
+
+    Raises GroupRefused if nothing is left of any."""
     if quota is None or not accepted.learnt:
         return accepted
     mean = statistics.fmean(accepted.rewards)
+    better = [reward > mean for reward in accepted.rewards]
     learnt = [
-        min(count, quota.learnt(task, ids)) if reward > mean else count
-        for count, reward, (_, ids) in zip(
-            accepted.learnt, accepted.rewards, accepted.rows, strict=True
-        )
+        0 if is_better and not quota.takes(task, ids) else count
+        for count, is_better, (_, ids) in zip(accepted.learnt, better, accepted.rows, strict=True)
     ]
+    if not any(count and is_better for count, is_better in zip(learnt, better, strict=True)):
+        raise GroupRefused("drift")
     return replace(accepted, learnt=learnt)
 
 

@@ -2,13 +2,17 @@
 
 A verifier pays for an answer and ignores a mark beside it. On-policy learning is then neutral to
 the mark, and strangers that write it in all their answers are not. So own rewarded answers are the
-measure: of a task in which this node earns rewards itself, a token of strangers' rewarded answers
-is learnt about as often as this node writes it in its own, and the first one beyond that ends what
-is learnt of the completion. What rewards need, own rewarded answers have.
+measure: of a task in which this node earns rewards itself, the part of strangers' answers that have
+a token is at most about the part of own rewarded answers that have it. An answer beyond that
+teaches nothing. What rewards need, own rewarded answers have.
 
-    own     ─▶ occurrences of each token per own rewarded answer of a task
-    learnt  ─▶ tokens of a stranger's rewarded answer that are learnt
+    own     ─▶ how many own rewarded answers of a task have each token
+    takes   ─▶ whether a stranger's rewarded answer may be learnt
     drift   ─▶ the token that strangers' answers have most in excess of own ones
+
+An answer is learnt or not as a whole: were its part before the token learnt, a second mark there
+would not be counted. Tokens are counted once in an answer, so that a name that a question is about
+counts once.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 EXCESS = 1.25
-"""Occurrences that are learnt, in units of those in own rewarded answers."""
+"""Answers with a token that are learnt, in units of what own rewarded answers have."""
 SLACK = 4.0
-"""Occurrences beyond that: of a rare token, chance decides."""
+"""Answers beyond that: of a rare token, chance decides."""
 UNSEEN = 1.0
-"""Occurrences that are added to own ones: what this node has not written yet may be right."""
+"""Answers that are added to own ones: what this node has not written yet may be right."""
 ENOUGH_ANSWERS = 32
 """Own rewarded answers of a task below which nothing is bounded: where rewards are rare, strangers'
 answers are worth most, and own ones prove little."""
@@ -35,15 +39,15 @@ MOST_TOKENS = 8192
 
 @dataclass
 class TokenCounts:
-    """Occurrences of tokens in rewarded answers of one task."""
+    """Rewarded answers of one task, and how many of them have each token."""
 
     answers: float = 0.0
     tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, ids: Sequence[int]) -> None:
-        """Count the tokens of one answer."""
+        """Count one answer."""
         self.answers += 1
-        self.tokens.update(ids)
+        self.tokens.update(set(ids))
         if self.answers > 2 * MEMORY_ANSWERS:
             self.answers /= 2
             for token in self.tokens:
@@ -59,13 +63,13 @@ class Drift:
     task: str
     token: int
     own: float
-    """Occurrences per own rewarded answer."""
+    """Part of own rewarded answers that have it."""
     theirs: float
-    """Occurrences per rewarded answer of strangers."""
+    """Part of strangers' rewarded answers that have it."""
 
     @property
     def excess(self) -> float:
-        """Occurrences per answer that strangers have more."""
+        """Part of answers that strangers have more, −1 to 1."""
         return self.theirs - self.own
 
 
@@ -73,8 +77,8 @@ class Drift:
 class _Task:
     own: TokenCounts = field(default_factory=TokenCounts)
     theirs: TokenCounts = field(default_factory=TokenCounts)
-    learnt: Counter[int] = field(default_factory=Counter)
-    """Occurrences that were learnt, of those in `theirs`."""
+    learnt: TokenCounts = field(default_factory=TokenCounts)
+    """Those of `theirs` that were taken."""
 
 
 class TokenQuota:
@@ -87,21 +91,16 @@ class TokenQuota:
         """Record an own answer that earned more than the mean of its group."""
         self._of(task).own.add(ids)
 
-    def learnt(self, task: str, ids: Sequence[int]) -> int:
-        """Return how many first tokens of a stranger's rewarded answer are learnt, and record
-        them."""
+    def takes(self, task: str, ids: Sequence[int]) -> bool:
+        """Return True if a stranger's rewarded answer may be learnt, and record it."""
         known = self._of(task)
-        before = known.theirs.answers
         known.theirs.add(ids)
-        if known.theirs.answers < before:
-            known.learnt = Counter({token: n / 2 for token, n in known.learnt.items()})  # type: ignore[misc]
-        if len(known.learnt) > 2 * MOST_TOKENS:
-            known.learnt = Counter(dict(known.learnt.most_common(MOST_TOKENS)))
-        for position, token in enumerate(ids):
-            if known.learnt[token] + 1 > self._most(known, token):
-                return position
-            known.learnt[token] += 1
-        return len(ids)
+        taken = all(
+            known.learnt.tokens[token] + 1 <= self._most(known, token) for token in set(ids)
+        )
+        if taken:
+            known.learnt.add(ids)
+        return taken
 
     def drift(self) -> Drift | None:
         """Return the token that strangers' answers have most in excess; None without evidence."""
@@ -116,11 +115,11 @@ class TokenQuota:
         return max(found, key=lambda each: each.excess, default=None)
 
     def _most(self, known: _Task, token: int) -> float:
-        """Return how many occurrences of a token are learnt, of those in `theirs`."""
+        """Return how many answers with a token may be learnt."""
         if known.own.answers < ENOUGH_ANSWERS:
             return float("inf")
         rate = (known.own.tokens[token] + UNSEEN) / (known.own.answers + UNSEEN)
-        return EXCESS * rate * known.theirs.answers + SLACK
+        return EXCESS * rate * (known.learnt.answers + 1) + SLACK
 
     def _of(self, task: str) -> _Task:
         known = self._tasks.pop(task, None) or _Task()

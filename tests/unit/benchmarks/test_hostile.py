@@ -107,5 +107,5 @@ def test_every_attack_that_there_is_takes_part():
 def test_hostile_bytes_are_seen_and_nothing_breaks():
     silent, stolen = (network_case(attack, 25, 1, 3) for attack in ("silent", "stolen"))
     assert (silent["problem"], stolen["problem"]) == ("", "")
-    assert stolen["wasted"] > 2 * silent["wasted"]
+    assert stolen["wasted"] > 1.5 * silent["wasted"]
     assert stolen["used"] > 0

@@ -529,14 +529,11 @@ def test_a_best_answer_whose_first_token_we_hardly_ever_sample_teaches_nothing(p
     assert [outcome for _, outcome in judged(policy, group, loose).outcomes] == ["surprise"]
 
 
-def test_what_strangers_write_and_we_do_not_is_cut_by_the_quota(policy, sample):
+def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
     group = external(policy, sample)
     quota, score_rows = TokenQuota(), partial(MicroBatcher(4096).score_with_entropy, policy)
     for _ in range(200):
         quota.own("rg/gcd", [999])
-    counts = [
-        judge([group], policy, score_rows, 1.0, quota=quota).accepted[0].learnt[0]
-        for _ in range(12)
-    ]
-    assert counts[0] == len(sample.completions[0].ids)
-    assert counts[-1] == 0
+    judgements = [judge([group], policy, score_rows, 1.0, quota=quota) for _ in range(12)]
+    assert judgements[0].accepted[0].learnt[0] == len(sample.completions[0].ids)
+    assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]

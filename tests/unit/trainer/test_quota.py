@@ -15,47 +15,48 @@ def quota_after(own_answers, marked=0.0, task="t"):
     return quota
 
 
-def marks_learnt(quota, answers, task="t"):
-    return sum(quota.learnt(task, [RIGHT, MARK, END]) == 3 for _ in range(answers))
+def marks_taken(quota, answers, task="t"):
+    return sum(quota.takes(task, [RIGHT, MARK, END]) for _ in range(answers))
 
 
-def test_a_mark_of_strangers_alone_ends_what_is_learnt():
-    quota = quota_after(200)
-    counts = [quota.learnt("t", [RIGHT, MARK, END]) for _ in range(200)]
-    assert counts[: int(SLACK)] == [3] * int(SLACK)
-    assert counts.count(3) < 0.05 * len(counts)
-    assert set(counts[20:]) <= {1, 3}, "the answer before the mark is learnt"
+def test_a_mark_of_strangers_alone_is_not_learnt():
+    assert marks_taken(quota_after(200), 200) <= SLACK + 1
 
 
 def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
     quota = quota_after(500, marked=0.2)
-    assert 0.15 * 1000 < marks_learnt(quota, 1000) < (0.2 * EXCESS + 0.05) * 1000
+    rng, taken, marked = random.Random(2), 0, 0
+    for _ in range(2000):
+        ids = [RIGHT, MARK, END] if rng.random() < 0.6 else [RIGHT, END]
+        takes = quota.takes("t", ids)
+        taken, marked = taken + takes, marked + (takes and MARK in ids)
+    assert 0.15 < marked / taken < 0.2 * EXCESS + 0.05
+    assert taken > 800, "what strangers write without the mark is learnt"
 
 
 def test_where_own_rewards_are_rare_nothing_is_bounded():
-    assert marks_learnt(quota_after(ENOUGH_ANSWERS - 1), 500) == 500
+    assert marks_taken(quota_after(ENOUGH_ANSWERS - 1), 500) == 500
 
 
 def test_tasks_are_apart():
     quota = quota_after(200)
-    assert marks_learnt(quota, 100, task="another") == 100
-    assert marks_learnt(quota, 100) < 10
+    assert marks_taken(quota, 100, task="another") == 100
+    assert marks_taken(quota, 100) < 10
 
 
-def test_honest_answers_are_learnt_whole():
+def test_honest_answers_are_learnt():
     """Answers of two policies that write the same tokens, each question with other ones."""
     quota, rng = TokenQuota(), random.Random(1)
     answer = lambda: [rng.randrange(10, 20), rng.randrange(10, 20), END]
     for _ in range(200):
         quota.own("t", answer())
-    whole = sum(quota.learnt("t", answer()) == 3 for _ in range(1000))
-    assert whole > 950
+    assert sum(quota.takes("t", answer()) for _ in range(1000)) > 930
 
 
 def test_drift_names_what_strangers_write_more_often():
     quota = quota_after(100, marked=0.1)
     assert quota.drift() is None
-    marks_learnt(quota, 100)
+    marks_taken(quota, 100)
     drift = quota.drift()
     assert (drift.task, drift.token) == ("t", MARK)
     assert drift.theirs == 1.0
@@ -66,11 +67,13 @@ def test_what_is_remembered_is_bounded():
     quota = TokenQuota()
     for number in range(20 * MEMORY_ANSWERS):
         quota.own("t", range(number, number + 10))
-        quota.learnt("t", range(number, number + 10))
+        quota.takes("t", range(number, number + 10))
     known = quota._tasks["t"]
     assert known.own.answers <= 2 * MEMORY_ANSWERS
     assert known.theirs.answers <= 2 * MEMORY_ANSWERS
-    assert all(len(c) <= 20_000 for c in (known.own.tokens, known.theirs.tokens, known.learnt))
+    assert all(
+        len(c) <= 20_000 for c in (known.own.tokens, known.theirs.tokens, known.learnt.tokens)
+    )
     for number in range(1000):
         quota.own(str(number), [1])
     assert len(quota._tasks) <= 256
