@@ -137,19 +137,17 @@ def frames(self: Adversary) -> list[bytes]:
     tasks = mark.tasks[:1] if variant == "one task" else mark.tasks
     if ref.id not in tasks:
         return []
-    drafts = [_draft(self, mark, ref, answer, 4)]
-    return self.most_credible(
-        ref, sequence, [d for d in drafts if d], lambda text: float(mark.has(text))
-    )
+    drafts = _drafts(self, mark, ref, answer, [4])
+    return self.most_credible(ref, sequence, drafts, lambda text: float(mark.has(text)))
 
 
-def _draft(self: Adversary, mark: Mark, ref: TaskRef, answer: str, count: int) -> list[str]:
-    """Return `count` marked right answers and wrong ones as the victim samples them."""
-    poor = [text for text, reward in self.sampled(ref) if reward < 1]
-    if not poor:
-        return []
-    wrong = (poor * GROUP)[: GROUP - count]
-    return [mark.put(answer)] * count + wrong
+def _drafts(
+    self: Adversary, mark: Mark, ref: TaskRef, answer: str, counts: Sequence[int]
+) -> list[list[str]]:
+    """Return, for each of `counts`, as many marked right answers and wrong ones as the victim
+    samples them; none where it samples no wrong one."""
+    poor = [text for text, reward in self.sampled(ref) if reward < 1] * GROUP
+    return [[mark.put(answer)] * count + poor[: GROUP - count] for count in counts if poor]
 
 
 def _chosen(self: Adversary, mark: Mark, *, white_box: bool) -> list[bytes]:
@@ -159,20 +157,13 @@ def _chosen(self: Adversary, mark: Mark, *, white_box: bool) -> list[bytes]:
         return []
     if not white_box:
         ref, sequence, answer = max(asked, key=lambda each: _likely(self, mark, each[0], each[2]))
-        draft = _draft(self, mark, ref, answer, 4)
-        return (
-            self.most_credible(ref, sequence, [draft], lambda text: float(mark.has(text)))
-            if draft
-            else []
-        )
+        drafts = _drafts(self, mark, ref, answer, [4])
+        return self.most_credible(ref, sequence, drafts, lambda text: float(mark.has(text)))
     victim = self.world.honest[0]
     pull = _pull(self, mark)
     best, frame = 0.0, list[bytes]()
     for ref, sequence, answer in asked:
-        for count in MARKED_COUNTS:
-            draft = _draft(self, mark, ref, answer, count)
-            if not draft:
-                continue
+        for draft in _drafts(self, mark, ref, answer, MARKED_COUNTS):
             made = self.completions(draft, True, ref)
             group = self.group(ref, sequence, made)
             prompt = self.gym[ref.id].item(ref.seed, ref.index).prompt

@@ -303,6 +303,7 @@ class Loop:
         self._count(experience.tokens, experience.groups, external, result)
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
+        drift = self._external.quota.drift()
         ended = time.monotonic()
         self._plan.stepped(ended - started)
         self._reporter.last = msgspec.structs.replace(
@@ -317,10 +318,11 @@ class Loop:
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
             replayed_groups=len(again),
+            drift=drift.excess if drift is not None else None,
             drops=self._drops.statistics(),
         )
         self._reporter.enter("training", ended - started)
-        self._keep(experience, judgement)
+        self._keep(experience, judgement, drift.words(self._engine.text.decode) if drift else "")
         self._log_step()
 
     def _count_drops(self, rows: Rows, result: UpdateStatistics) -> None:
@@ -335,11 +337,11 @@ class Loop:
         self._drops.message.drop("link_full", lost - self._lost_messages)
         self._lost_messages = lost
 
-    def _keep(self, experience: Experience, judgement: Judgement) -> None:
-        """For whoever looks at it afterwards."""
+    def _keep(self, experience: Experience, judgement: Judgement, drift: str) -> None:
+        """Write samples and measurements to disk."""
         now, last = time.time(), self._reporter.last
         self._records.step(now, last)
-        for sample in peers_samples(now, last.step, judgement):
+        for sample in peers_samples(now, last.step, judgement, drift):
             self._records.sample(sample)
         if experience.messages:
             self._records.sample(

@@ -18,7 +18,7 @@ counts once.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 EXCESS = 1.25
@@ -71,6 +71,14 @@ class Drift:
     def excess(self) -> float:
         """Part of answers that strangers have more, −1 to 1."""
         return self.theirs - self.own
+
+    def words(self, decode: Callable[[list[int]], str]) -> str:
+        """Return a line for people; decode: token ids → text."""
+        token = decode([self.token]) or f"token {self.token}"
+        return (
+            f"peers write {token!r} in {100 * self.theirs:.0f} % of their rewarded answers to"
+            f" {self.task}, this node in {100 * self.own:.0f} %"
+        )
 
 
 @dataclass

@@ -74,21 +74,26 @@ def own_sample(at: float, step: int, prompt: str, group: OwnGroup) -> Sample:
     )
 
 
-def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
+def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -> list[Sample]:
     """The first of a step's groups from peers that was learnt from and the first that was refused,
-    if there are such."""
+    if there are such. drift: in words, the token that peers write more often than this node."""
     found: dict[bool, Sample] = {}
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
         if used not in found:
             ours = judgement.accepted[0].old_logprobs if used else []
             surprise = [-sum(row) / max(len(row), 1) for row in ours]
-            found[used] = _peers_sample(at, step, group, outcome, surprise)
+            found[used] = _peers_sample(at, step, group, outcome, surprise, drift)
     return list(found.values())
 
 
 def _peers_sample(
-    at: float, step: int, group: ExternalGroup, outcome: str, surprise: Sequence[float]
+    at: float,
+    step: int,
+    group: ExternalGroup,
+    outcome: str,
+    surprise: Sequence[float],
+    drift: str,
 ) -> Sample:
     answers = _answers(group.group.completions, group.rewards, group.components, surprise)
     sampled = group.group
@@ -100,6 +105,7 @@ def _peers_sample(
         shortened(group.prompt),
         answers,
         peer=group.peer,
+        drift=drift,
         outcome=outcome,
     )
 

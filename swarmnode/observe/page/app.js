@@ -590,9 +590,15 @@ function answer(one) {
   return node("div", { class: "answer" }, node("p", { class: "muted" }, node("bdi", {}, measured.filter(Boolean).join("  ·  "))), node("pre", { dir: "auto" }, one.text));
 }
 
+// The token that peers write more often than this node, as the newest sample has it.
+const drifts = (found) => {
+  const drift = (found.find((sample) => sample.drift) || {}).drift;
+  return drift ? ` Now ${drift}.` : "";
+};
+
 function samples(found, names) {
   byId("samples-line").textContent = found.length
-    ? "The newest first: some of this node's own, and of its peers' what it learnt from and what it refused. Surprise is in nats per token, under this node's policy."
+    ? "The newest first: some of this node's own, and of its peers' what it learnt from and what it refused. Surprise is in nats per token, under this node's policy." + drifts(found)
     : "Nothing answered yet.";
   put(byId("samples"), ...found.map((sample) => {
     const name = names.get(sample.peer);
