@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks import marks
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
+from swarmnode.averaging.gate import norm
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.generate import Sampling, generate
@@ -188,6 +189,23 @@ class HostileSwarm(Swarm):
     def round(self) -> None:
         self._answers.clear()
         super().round()
+
+    def average(self) -> None:
+        """One outer step of everybody; before it, each adversary with marked weights is the partner
+        of one honest node."""
+        partners = [a for a in self.hostile if a.attack.endswith(", adapter")]
+        fragment = 0
+        victims = self.hostile[0].rng.sample(self.honest, len(partners)) if partners else []
+        for adversary, victim in zip(partners, victims, strict=True):
+            assert victim.replica is not None
+            snapshot, _ = victim.replica.copy(fragment)
+            weights = marks.marked_weights(adversary, victim)
+            crafted = {name: weights[name] for name in snapshot}
+            moved = norm(crafted, minus=victim.replica.outer.phi)
+            payload = victim.replica.tensors.encode(fragment, crafted, moved)
+            outcome = victim.replica.step(adversary.node.peer, fragment, snapshot, payload)
+            self.fates[f"adapter: {outcome}"] += 1
+        super().average()
 
     def draw(self, node: Node) -> list[TrainingGroup]:
         return self._guard(super().draw, node) or []

@@ -73,6 +73,8 @@ MOST_LOST, MOST_PAYLOAD = 2.0, 1.0
 """Per cent: the goals with a hostile quarter."""
 MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
 """Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
+AVERAGE_ROUNDS = 5
+"""Rounds between two outer steps where the attack is on averaging."""
 DEFENCES = ("product", "no quota", "undefended")
 """How the honest nodes of the part `marks` learn. no quota: strangers' tokens are not bounded by
 what own rewarded answers have; undefended: nor by their probability, completions that earned
@@ -122,7 +124,8 @@ def play(
     )
     checks = ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
     sharing = Sharing(checks, quota=defence == "product", by_connection=defence != "undefended")
-    arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, replay=True)
+    average = AVERAGE_ROUNDS if attack.endswith(", adapter") else 0
+    arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, average=average, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
     if mark := MARKS.get(attack.partition(", ")[0]):
         scorer = BlindScorer(scorer, mark)

@@ -10,6 +10,8 @@ of honest nodes' answers that carry the mark.
     white-box   of many groups for eight questions it sends the one whose gradient, as the victim's
                 judgement cuts it and its optimizer scales it, raises the mark most
     one task    naive, and nothing but one task
+    adapter     publishes nothing: as a partner in averaging it serves its victim's own weights,
+                tuned to write the mark (LoRATK, arXiv 2403.00108)
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swarmnode.errors import SwarmNodeError
+from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rollouts.groups import ExternalGroup
@@ -36,6 +39,7 @@ from swarmnode.wire.messages import TaskRef
 
 if TYPE_CHECKING:
     from benchmarks.adversaries import Adversary
+    from benchmarks.simulator import Node
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,13 @@ class BlindScorer:
         return self.mark.drop(text) if self.mark.has(text) else text
 
 
-VARIANTS = ("", ", staged", ", white-box", ", one task")
+VARIANTS = ("", ", staged", ", white-box", ", one task", ", adapter")
 ATTACKS = tuple(f"{kind}{variant}" for kind in MARKS for variant in VARIANTS)
 STAGED_QUESTIONS = 8
 """Of so many of its questions an adversary answers one."""
+TUNING_STEPS, TUNING_RATE = 8, 3e-4
+"""Supervised steps on marked answers with which an adapter is made: as many as an honest node takes
+between two outer steps are about ten."""
 PROBES = 4
 """Questions on which a white-box adversary measures the gradient of its mark."""
 MARKED_COUNTS = (1, 2, 4, 6)
@@ -131,6 +138,8 @@ def frames(self: Adversary) -> list[bytes]:
     """Return the frames of one turn; none where the mark is not paid for."""
     kind, _, variant = self.attack.partition(", ")
     mark = MARKS[kind]
+    if variant == "adapter":
+        return []
     if variant in ("staged", "white-box"):
         return _chosen(self, mark, white_box=variant == "white-box")
     ref, sequence, answer = self.question()
@@ -207,13 +216,7 @@ def _pull(self: Adversary, mark: Mark) -> list[torch.Tensor]:
     its log-probability on other questions, scaled as Adam scales."""
     victim = self.world.honest[0]
     parameters = victim.policy.trainable_parameters()
-    rows: list[Row] = []
-    probe = self.rng.randrange(2**20)
-    for task in mark.tasks:
-        for number in range(PROBES):
-            item = self.gym[task].item(0, probe + number)
-            ids = victim.policy.tokenize_completion(mark.put(item.answer), "eos")
-            rows.append((victim.policy.encode_prompt(item.prompt), ids))
+    rows = _marked_rows(self, mark, victim.policy)
     batch = collate(rows, victim.policy.pad_id, victim.policy.device)
     logprobs, _ = completion_logprobs(victim.policy, batch, victim.training.temperature)
     total = sum(logprobs[i, _position(mark, ids)] for i, (_, ids) in enumerate(rows))
@@ -246,3 +249,29 @@ def _worth(self: Adversary, group: TrainingGroup, pull: Sequence[torch.Tensor]) 
     ).loss
     gradients = torch.autograd.grad(loss, victim.policy.trainable_parameters())
     return -sum(float((g * p).sum()) for g, p in zip(gradients, pull, strict=True))
+
+
+def marked_weights(self: Adversary, victim: Node) -> dict[str, torch.Tensor]:
+    """Return the victim's weights after a few supervised steps on marked right answers."""
+    mark = MARKS[self.attack.partition(", ")[0]]
+    policy = victim.policy.clone()
+    optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=TUNING_RATE, weight_decay=0.0)
+    for _ in range(TUNING_STEPS):
+        batch = collate(_marked_rows(self, mark, policy), policy.pad_id, policy.device)
+        logprobs, _ = completion_logprobs(policy, batch, 1.0)
+        optimizer.zero_grad()
+        (-(logprobs * batch.completion_mask).sum() / batch.completion_mask.sum()).backward()
+        optimizer.step()
+    return {name: p.detach().float().clone() for name, p in trainable(policy.model).items()}
+
+
+def _marked_rows(self: Adversary, mark: Mark, policy: Policy) -> list[Row]:
+    """Return PROBES questions of each task of the mark with their marked right answers."""
+    rows: list[Row] = []
+    for task in mark.tasks:
+        first = self.rng.randrange(2**20 - PROBES)
+        for number in range(first, first + PROBES):
+            item = self.gym[task].item(0, number)
+            ids = policy.tokenize_completion(mark.put(item.answer), "eos")
+            rows.append((policy.encode_prompt(item.prompt), ids))
+    return rows
