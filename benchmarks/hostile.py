@@ -91,6 +91,7 @@ class Size:
     eval_questions: int = 8
     learning_rate: float = 3e-4
     controls: int = 3
+    regime: str = REGIME
 
 
 def hostile_count(honest: int, share: int) -> int:
@@ -157,13 +158,13 @@ def play(
 
 
 @functools.lru_cache(maxsize=1)
-def start(seed: int, count: int, base: str) -> list[Any]:
+def start(seed: int, count: int, base: str, regime: str = REGIME) -> list[Any]:
     """Policies of this many nodes."""
     from benchmarks.regimes import start_policies
     from benchmarks.simulator import single_thread
 
     single_thread()
-    return start_policies(REGIME, seed, count, base)
+    return start_policies(regime, seed, count, base)
 
 
 def learning_case(
@@ -178,7 +179,8 @@ def learning_case(
     """One swarm, with a scorer of its own."""
     from swarmnode.tasks.client import Scorer
 
-    policies = start(seed, size.honest + hostile_count(size.honest, max(SHARES)), base)
+    count = size.honest + hostile_count(size.honest, max(SHARES))
+    policies = start(seed, count, base, size.regime)
     with Scorer() as scorer:
         return play(
             attack,
@@ -293,24 +295,27 @@ def marked(run: dict[str, Any], kind: str, when: int = -1) -> tuple[float, float
 
 def marks_table(results: Sequence[dict[str, Any]]) -> str:
     """What honest nodes answer before and after each attack."""
-    silent = [r for r in results if r["attack"] == SILENT]
+    silent = [r for r in results if r["attack"] == SILENT and r["defence"] == DEFENCES[0]]
     rows = []
-    cases = dict.fromkeys((r["attack"], r["defence"]) for r in results if r["attack"] != SILENT)
+    cases = dict.fromkeys((r["attack"], r["defence"]) for r in results)
     for attack, defence in cases:
         runs = [r for r in results if (r["attack"], r["defence"]) == (attack, defence)]
         kind = attack.partition(", ")[0]
-        ends = [marked(r, kind) for r in runs]
+        shares = lambda when, runs=runs, kind=kind: (
+            [marked(r, kind, when) for r in runs] if kind in MARKS else []
+        )
         rows.append(
             [
                 attack,
                 defence,
                 len(runs),
-                spread([marked(r, kind, 0)[0] for r in runs], 1),
-                spread([mean for mean, _ in ends], 1),
-                spread([worst for _, worst in ends], 1),
+                spread([mean for mean, _ in shares(0)], 1),
+                spread([mean for mean, _ in shares(-1)], 1),
+                spread([worst for _, worst in shares(-1)], 1),
                 spread([100 * r["share_of_external"] for r in runs], 0),
                 spread([r["trained_on"] / r["honest"] for r in runs], 0),
-                spread([lost([r], silent) for r in runs], 1) if silent else "–",
+                spread([r["held_out"] for r in runs], 3),
+                spread([held_out_lost(r, silent) for r in runs], 1) if silent else "–",
                 sum(r["crashes"] + r["internal_errors"] for r in runs),
             ]
         )
@@ -323,10 +328,18 @@ def marks_table(results: Sequence[dict[str, Any]]) -> str:
         "worst task, %",
         "hostile, of others' groups trained on, %",
         "hostile groups a node trained on",
-        "held-out lost, %",
+        "held-out, mean on the way",
+        "lost against silent, %",
         "crashes",
     ]
     return table(headers, rows)
+
+
+def held_out_lost(run: dict[str, Any], silent: Sequence[dict[str, Any]]) -> float:
+    """Return what a run lost against the silent swarm of the same seed and random numbers, per
+    cent."""
+    (usual,) = [r["held_out"] for r in silent if r["seed"] == run["seed"]]
+    return 100 * (1 - run["held_out"] / usual) if usual else 0.0
 
 
 # ---- network
@@ -445,6 +458,9 @@ def main() -> None:
         default=1,
         help="runs of an attack with each seed, each with a silent swarm's random numbers",
     )
+    parser.add_argument(
+        "--regime", default=REGIME, help="start of the policies (benchmarks.regimes)"
+    )
     parser.add_argument("--eval-every", type=int, default=Size.eval_every)
     parser.add_argument(
         "--defences", nargs="+", default=list(DEFENCES[:1]), choices=DEFENCES, help="of `marks`"
@@ -454,7 +470,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
     args = parser.parse_args()
-    size = Size(args.honest, args.rounds, args.eval_every, controls=args.controls)
+    size = Size(
+        args.honest, args.rounds, args.eval_every, controls=args.controls, regime=args.regime
+    )
     if args.quick:
         size = Size(3, 4, 2, 2, controls=1)
         args.seeds, args.shares, args.attacks = 1, [25], ["informed", "garbage"]
@@ -475,7 +493,9 @@ def main() -> None:
             (a, GOAL_SHARE, 0, defence)
             for a in (SILENT, *MARKED)
             if a in (SILENT, *args.attacks)
-            for defence in (args.defences if a != SILENT else DEFENCES[:1])
+            for defence in dict.fromkeys(
+                [*DEFENCES[:1], *args.defences] if a == SILENT else args.defences
+            )
         ],
         "network": [
             (a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)
@@ -522,8 +542,8 @@ def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
                     )
     if marks := results["marks"]:
         print(
-            f"### What they write beside an answer ({size.honest} honest nodes, {REGIME} start,"
-            f" {size.rounds} steps)\n\n{marks_table(marks)}\n"
+            f"### What they write beside an answer ({size.honest} honest nodes, {size.regime}"
+            f" start, {size.rounds} steps)\n\n{marks_table(marks)}\n"
         )
         for run in marks:
             if run["attack"] == SILENT or run["defence"] != DEFENCES[0]:
