@@ -17,6 +17,7 @@ counts once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ from dataclasses import dataclass, field
 EXCESS = 1.25
 """Answers with a token that are learnt, in units of what own rewarded answers have."""
 SLACK = 4.0
-"""Answers beyond that: of a rare token, chance decides."""
+DEVIATIONS = 2.0
+"""Answers beyond that: so many, and so many standard deviations of their number. An answer of
+hundreds of tokens has some that are there by chance more often than expected."""
 UNSEEN = 1.0
 """Answers that are added to own ones: what this node has not written yet may be right."""
 ENOUGH_ANSWERS = 32
@@ -127,7 +130,8 @@ class TokenQuota:
         if known.own.answers < ENOUGH_ANSWERS:
             return float("inf")
         rate = (known.own.tokens[token] + UNSEEN) / (known.own.answers + UNSEEN)
-        return EXCESS * rate * (known.learnt.answers + 1) + SLACK
+        expected = EXCESS * rate * (known.learnt.answers + 1)
+        return expected + SLACK + DEVIATIONS * math.sqrt(expected)
 
     def _of(self, task: str) -> _Task:
         known = self._tasks.pop(task, None) or _Task()
