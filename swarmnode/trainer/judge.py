@@ -209,7 +209,7 @@ def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) 
     mean = statistics.fmean(accepted.rewards)
     better = [reward > mean for reward in accepted.rewards]
     learnt = [
-        0 if is_better and not quota.takes(task, ids) else count
+        0 if is_better and count and not quota.takes(task, ids, count) else count
         for count, is_better, (_, ids) in zip(accepted.learnt, better, accepted.rows, strict=True)
     ]
     if not any(count and is_better for count, is_better in zip(learnt, better, strict=True)):

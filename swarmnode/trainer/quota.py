@@ -22,14 +22,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-EXCESS = 1.25
-"""Answers with a token that are learnt, in units of what own rewarded answers have."""
-SLACK = 4.0
-DEVIATIONS = 2.0
-"""Answers beyond that: so many, and so many standard deviations of their number. An answer of
-hundreds of tokens has some that are there by chance more often than expected."""
-UNSEEN = 1.0
+UNSEEN = 0.5
 """Answers that are added to own ones: what this node has not written yet may be right."""
+CHANCE = 1.0
+"""An honest answer is refused by chance with a probability of about e^-CHANCE at most, whatever its
+length: the bound is Bernstein's for a Poisson count, at e^-CHANCE ÷ the answer's tokens for each of
+them."""
 ENOUGH_ANSWERS = 32
 """Own rewarded answers of a task below which nothing is bounded: where rewards are rare, strangers'
 answers are worth most, and own ones prove little."""
@@ -102,15 +100,21 @@ class TokenQuota:
         """Record an own answer that earned more than the mean of its group."""
         self._of(task).own.add(ids)
 
-    def takes(self, task: str, ids: Sequence[int]) -> bool:
-        """Return True if a stranger's rewarded answer may be learnt, and record it."""
+    def takes(self, task: str, ids: Sequence[int], count: int | None = None) -> bool:
+        """Return True if a stranger's rewarded answer may be learnt, and record it.
+
+        Args:
+            count: First tokens that would be learnt; None: all.
+        """
         known = self._of(task)
         known.theirs.add(ids)
-        taken = all(
-            known.learnt.tokens[token] + 1 <= self._most(known, token) for token in set(ids)
+        different = set(ids[:count])
+        taken = known.own.answers < ENOUGH_ANSWERS or all(
+            known.learnt.tokens[token] + 1 <= self._most(known, token, len(different))
+            for token in different
         )
         if taken:
-            known.learnt.add(ids)
+            known.learnt.add(ids[:count])
         return taken
 
     def drift(self) -> Drift | None:
@@ -125,13 +129,17 @@ class TokenQuota:
         ]
         return max(found, key=lambda each: each.excess, default=None)
 
-    def _most(self, known: _Task, token: int) -> float:
-        """Return how many answers with a token may be learnt."""
-        if known.own.answers < ENOUGH_ANSWERS:
-            return float("inf")
+    def _most(self, known: _Task, token: int, different: int) -> float:
+        """Return how many answers with a token may be learnt, those that own answers lead to expect
+        and what chance may add.
+
+        Args:
+            different: Tokens that are tested in the same answer.
+        """
         rate = (known.own.tokens[token] + UNSEEN) / (known.own.answers + UNSEEN)
-        expected = EXCESS * rate * (known.learnt.answers + 1)
-        return expected + SLACK + DEVIATIONS * math.sqrt(expected)
+        expected = rate * (known.learnt.answers + 1)
+        surprise = CHANCE + math.log(different)
+        return expected + surprise + math.sqrt(2 * surprise * expected)
 
     def _of(self, task: str) -> _Task:
         known = self._tasks.pop(task, None) or _Task()

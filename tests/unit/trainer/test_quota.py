@@ -2,7 +2,9 @@
 
 import random
 
-from swarmnode.trainer.quota import ENOUGH_ANSWERS, EXCESS, MEMORY_ANSWERS, SLACK, TokenQuota
+import pytest
+
+from swarmnode.trainer.quota import ENOUGH_ANSWERS, MEMORY_ANSWERS, TokenQuota
 
 RIGHT, MARK, END = 7, 42, 1
 
@@ -20,7 +22,7 @@ def marks_taken(quota, answers, task="t"):
 
 
 def test_a_mark_of_strangers_alone_is_not_learnt():
-    assert marks_taken(quota_after(200), 200) <= 2 * SLACK
+    assert marks_taken(quota_after(200), 200) <= 6
 
 
 def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
@@ -30,7 +32,7 @@ def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
         ids = [RIGHT, MARK, END] if rng.random() < 0.6 else [RIGHT, END]
         takes = quota.takes("t", ids)
         taken, marked = taken + takes, marked + (takes and MARK in ids)
-    assert 0.15 < marked / taken < 0.2 * EXCESS + 0.08
+    assert 0.15 < marked / taken < 0.27
     assert taken > 800, "what strangers write without the mark is learnt"
 
 
@@ -53,16 +55,17 @@ def test_honest_answers_are_learnt():
     assert sum(quota.takes("t", answer()) for _ in range(1000)) > 930
 
 
-def test_most_honest_answers_of_64_tokens_are_learnt():
+@pytest.mark.parametrize("length", [4, 64, 300])
+def test_most_honest_answers_of_any_length_are_learnt(length):
     """Words of a language: some tokens are in most answers, thousands in one or two."""
     quota, rng = TokenQuota(), random.Random(1)
     weights = [1 / (rank + 2.7) for rank in range(5000)]
-    answers = [rng.choices(range(5000), weights, k=64) for _ in range(800)]
+    answers = [rng.choices(range(5000), weights, k=length) for _ in range(800)]
     taken = 0
     for own, theirs in zip(answers[::2], answers[1::2], strict=True):
         quota.own("t", own)
         taken += quota.takes("t", theirs)
-    assert taken > 0.85 * 400
+    assert taken > 0.9 * 400
 
 
 def test_drift_names_what_strangers_write_more_often():
