@@ -33,6 +33,8 @@ ENOUGH_ANSWERS = 32
 answers are worth most, and own ones prove little."""
 MEMORY_ANSWERS = 256
 """Answers that are remembered: at twice as many, all counts are halved."""
+MOST_COMPARED = 512
+"""Tokens of a task that are looked at for drift: those that strangers' answers have most."""
 MOST_TASKS = 256
 MOST_TOKENS = 8192
 """Different tokens of a task that are counted; the rarest are forgotten at twice as many."""
@@ -125,7 +127,7 @@ class TokenQuota:
             )
             for task, known in self._tasks.items()
             if min(known.own.answers, known.theirs.answers) >= ENOUGH_ANSWERS
-            for token, n in known.theirs.tokens.items()
+            for token, n in known.theirs.tokens.most_common(MOST_COMPARED)
         ]
         return max(found, key=lambda each: each.excess, default=None)
 
