@@ -12,7 +12,8 @@ teaches nothing. What rewards need, own rewarded answers have.
 
 An answer is learnt or not as a whole: were its part before the token learnt, a second mark there
 would not be counted. Tokens are counted once in an answer, so that a name that a question is about
-counts once.
+counts once. The token that an answer begins with, and the one before its end, are counted for their
+place as well: a zero before a number is a mark, within a number it is none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+FIRST, LAST = 2**40, 2**41
+"""Added to a token's id where its place is counted: at the beginning, before the end."""
 UNSEEN = 0.5
 """Answers that are added to own ones: what this node has not written yet may be right."""
 CHANCE = 1.0
@@ -47,10 +50,10 @@ class TokenCounts:
     answers: float = 0.0
     tokens: Counter[int] = field(default_factory=Counter)
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Count one answer."""
+    def add(self, tokens: set[int]) -> None:
+        """Count one answer with these tokens."""
         self.answers += 1
-        self.tokens.update(set(ids))
+        self.tokens.update(tokens)
         if self.answers > 2 * MEMORY_ANSWERS:
             self.answers /= 2
             for token in self.tokens:
@@ -77,9 +80,11 @@ class Drift:
 
     def words(self, decode: Callable[[list[int]], str]) -> str:
         """Return a line for people; decode: token ids → text."""
-        token = decode([self.token]) or f"token {self.token}"
+        token = decode([self.token % FIRST]) or f"token {self.token % FIRST}"
+        places = {0: "", FIRST: " first", LAST: " last"}
+        place = places[self.token - self.token % FIRST]
         return (
-            f"peers write {token!r} in {100 * self.theirs:.0f} % of their rewarded answers to"
+            f"peers write {token!r}{place} in {100 * self.theirs:.0f} % of their rewarded answers to"
             f" {self.task}, this node in {100 * self.own:.0f} %"
         )
 
@@ -100,7 +105,7 @@ class TokenQuota:
 
     def own(self, task: str, ids: Sequence[int]) -> None:
         """Record an own answer that earned more than the mean of its group."""
-        self._of(task).own.add(ids)
+        self._of(task).own.add(counted(ids))
 
     def takes(self, task: str, ids: Sequence[int], count: int | None = None) -> bool:
         """Return True if a stranger's rewarded answer may be learnt, and record it.
@@ -109,14 +114,14 @@ class TokenQuota:
             count: First tokens that would be learnt; None: all.
         """
         known = self._of(task)
-        known.theirs.add(ids)
-        different = set(ids[:count])
+        known.theirs.add(counted(ids))
+        different = counted(ids, count)
         taken = known.own.answers < ENOUGH_ANSWERS or all(
             known.learnt.tokens[token] + 1 <= self._most(known, token, len(different))
             for token in different
         )
         if taken:
-            known.learnt.add(ids[:count])
+            known.learnt.add(different)
         return taken
 
     def drift(self) -> Drift | None:
@@ -149,3 +154,11 @@ class TokenQuota:
         if len(self._tasks) > MOST_TASKS:
             self._tasks.popitem(last=False)
         return known
+
+
+def counted(ids: Sequence[int], count: int | None = None) -> set[int]:
+    """Return what is counted of an answer: its first `count` tokens (None: all), the one that it
+    begins with, and of a whole answer the one before its end."""
+    some = ids[:count]
+    found = {*some, *(FIRST + token for token in some[:1])}
+    return found | {LAST + token for token in ids[-2:-1]} if len(some) == len(ids) else found
