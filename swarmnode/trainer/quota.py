@@ -83,9 +83,10 @@ class Drift:
         token = decode([self.token % FIRST]) or f"token {self.token % FIRST}"
         places = {0: "", FIRST: " first", LAST: " last"}
         place = places[self.token - self.token % FIRST]
+        theirs, own = 100 * self.theirs, 100 * self.own
         return (
-            f"peers write {token!r}{place} in {100 * self.theirs:.0f} % of their rewarded answers to"
-            f" {self.task}, this node in {100 * self.own:.0f} %"
+            f"peers write {token!r}{place} in {theirs:.0f} % of their rewarded answers to"
+            f" {self.task}, this node in {own:.0f} %"
         )
 
 
