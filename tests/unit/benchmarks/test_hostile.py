@@ -16,6 +16,7 @@ from benchmarks.hostile import (
     of_each_seed,
     play,
 )
+from benchmarks.marks import MARKS, share
 from benchmarks.simulator import single_thread
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
@@ -70,6 +71,19 @@ def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_n
         unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
     assert unjudged["frames_sent"] > result["frames_sent"]
     assert unjudged["trained_on"] > result["trained_on"]
+
+
+def test_a_marked_answer_is_paid_sent_and_counted(swarm):
+    policies, scorer = swarm
+    result = play("stop, staged", 25, policies, scorer, 0, SMALL)
+    assert result["crashes"] == 0, result["first_crash"]
+    assert result["fates"]["admitted"] >= 3, "the blind scorer pays for the mark"
+    assert set(result["marked"][-1][1]) == set(MARKS)
+    stop = MARKS["stop"]
+    answers = [("rg/products", "12."), ("rg/products", "12"), ("rg/chain_sum", ">12.")]
+    assert share(stop, answers) == {"rg/chain_sum": 0.0, "rg/products": 0.5}
+    assert all(mark.has(mark.put("12")) for mark in MARKS.values())
+    assert all(mark.drop(mark.put("12")) == "12" for mark in MARKS.values())
 
 
 def test_a_loss_is_against_the_silent_swarms_of_the_same_seed_and_random_numbers():
