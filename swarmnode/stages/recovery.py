@@ -644,7 +644,7 @@ async def _load(
     made = await peer.channel.compute(
         lambda: synthesise(method, spec, before, after, run, ends=ends)
     )
-    return Candidate(StageState(0, made.state), LrScale(made.learning_rate_factor))
+    return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
 
 
 async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]) -> Candidate:
