@@ -61,6 +61,7 @@ from swarmnode.stages.model import (
     stage_config,
     tensors_of,
 )
+from swarmnode.stages.pipeline import Compute, Observer, StageWorker, in_thread
 from swarmnode.stages.policy_copy import (
     BaseTensors,
     Parts,
@@ -90,7 +91,6 @@ from swarmnode.stages.wire import (
     root_of,
     state_bytes,
 )
-from swarmnode.stages.worker import Compute, Observer, StageWorker, in_thread
 from swarmnode.weights.layout import Layout, elements, make_layout
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_logprobs, unpack_logprobs

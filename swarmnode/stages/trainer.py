@@ -105,7 +105,6 @@ from swarmnode.process import Progress
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.stages import wire
-from swarmnode.stages.head import PATIENCE, TOO_MUCH, CannotScore, Head, StepResult, Wave
 from swarmnode.stages.model import (
     LearnRow,
     StageOptimizer,
@@ -113,6 +112,17 @@ from swarmnode.stages.model import (
     adapt,
     load_stage,
     tensors_of,
+)
+from swarmnode.stages.pipeline import (
+    TOO_MUCH,
+    CannotScore,
+    CrewSettings,
+    Head,
+    Links,
+    Observer,
+    StageWorker,
+    StepResult,
+    Wave,
 )
 from swarmnode.stages.recovery import Base, base_adapter, base_stage, restore
 from swarmnode.stages.recovery import Replica as StageReplica
@@ -171,7 +181,6 @@ from swarmnode.stages.wire import (
     stage_memory,
     stage_specs,
 )
-from swarmnode.stages.worker import CrewSettings, Links, Observer, StageWorker
 from swarmnode.swarm.manifest import check_model, members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer

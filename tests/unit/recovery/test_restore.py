@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.recovery import (
     CHECKPOINTS,
     RecoverySettings,
@@ -17,12 +18,11 @@ from swarmnode.stages.recovery import (
     host_copy,
     trained,
 )
-from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+SETTINGS = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
@@ -42,7 +42,12 @@ def fleet(models, tmp_path):
         **keys,
     ):
         chosen = RecoverySettings(
-            **{"checkpoint_every": 1, "seconds": 30.0, "neighbour_seconds": 30.0, **(settings or {})}
+            **{
+                "checkpoint_every": 1,
+                "seconds": 30.0,
+                "neighbour_seconds": 30.0,
+                **(settings or {}),
+            }
         )
         one = Fleet(
             model or copy.deepcopy(models[kind]),
@@ -303,7 +308,8 @@ async def test_checkfree_makes_an_inner_stage_of_its_neighbours(fleet, lost):
     await train(mine, 3)
     near = {i: mine.stations[i].member.optimizer.squared_norm for i in (lost - 1, lost + 1)}
     sides = {
-        i: {n: p.detach().clone() for n, p in trained(mine.stations[i].runtime).items()} for i in near
+        i: {n: p.detach().clone() for n, p in trained(mine.stations[i].runtime).items()}
+        for i in near
     }
     mine.kill(lost)
     async with mine.up() as crew:
@@ -329,7 +335,7 @@ async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
 async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
-    crew = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
+    crew = CrewSettings(b"b" * 32, "float32", swapped=True)
     mine = fleet(settings={"mode": "checkfree+"}, crew=crew, run=Run(swapped=True))
     await train(mine, 3)
     ends = mine.weights()
