@@ -1995,16 +1995,11 @@ class Channel:
                     if self._fence.check(message.place, stage, None):
                         continue
                     self._arrived(stage, message, body, server, sharing)
-                    if self._bad[stage] >= MISBEHAVED:
-                        reason = "misbehaved"
-                        break
         except BadMessage as error:
             reason = error.reason
             self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-        if reason not in ("closed", "truncated"):
-            self.fault = self.fault or (stage, reason)
         self._lose(stage, reason)
         await trio.aclose_forcefully(stream)
 
@@ -2012,11 +2007,15 @@ class Channel:
         """Count what `stage` sent and should not have."""
         self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
         self._bad[stage] += 1
+        if self._bad[stage] >= MISBEHAVED:
+            self._lose(stage, "misbehaved")
 
     def _lose(self, stage: int, reason: str) -> None:
         if stage in self.gone:
             return
         self.gone[stage] = reason
+        if reason not in ("closed", "truncated", "does not read"):
+            self.fault = self.fault or (stage, reason)
         for (of, _), call in self._calls.items():
             if of == stage:
                 call.finish(PeerError(f"stage {stage} is gone: {reason}"))
