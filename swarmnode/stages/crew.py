@@ -238,7 +238,7 @@ class _Turn:
                 self._end("its trainer is gone")
                 self._send_offers()
             case wire.StreamLost():
-                if crew is not None and event.crew == crew.id:
+                if crew is not None and event.crew == crew.id and event.peer in crew.members:
                     self._end("lost a stream to it", event.peer)
             case wire.PeerGone():
                 if event.peer in self.state.peers:
@@ -657,14 +657,16 @@ class _Turn:
         offers = self._offers()
         struck = [peer for peer in offers if self._is_struck(peer)]
         struck.sort(key=lambda peer: self._peer(peer).struck_until)
-        usable = {peer: offer for peer, offer in offers.items() if peer not in struck}
+        while struck and not self._is_possible_without(struck, offers):
+            del struck[0]
+        return {peer: offer for peer, offer in offers.items() if peer not in struck}
+
+    def _is_possible_without(self, peers: Collection[str], offers: Mapping[str, Offer]) -> bool:
+        """Return True if a crew without `peers` is possible, sooner or later: one that begins with
+        the base only where no steps would be discarded."""
+        plan = self._plan({p: offer for p, offer in offers.items() if p not in peers}, math.inf)
         stepped = any(newest(offer.copies) for offer in offers.values())
-        for peer in struck:
-            plan = self._plan(usable, math.inf)
-            if plan is not None and (plan.record.step > 0 or not stepped):
-                break
-            usable[peer] = offers[peer]
-        return usable
+        return plan is not None and (plan.record.step > 0 or not stepped)
 
     def _plan(self, offers: Mapping[str, Offer], waited: float) -> CrewPlan | None:
         offering = self.state.offering
@@ -727,8 +729,8 @@ class _Turn:
             return "trust"
         if self._waited < discard_seconds(offering.copies, record, self.settings):
             return "newer"
-        struck = {peer for peer in peers if self._is_struck(peer)}
-        if struck and not struck <= self._usable().keys():
+        struck = [peer for peer in peers if self._is_struck(peer)]
+        if struck and self._is_possible_without(struck, self._offers()):
             return "struck"
         return None
 
