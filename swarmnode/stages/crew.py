@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import math
 import random
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -977,13 +978,15 @@ def _is_exact(copy: Copy, step: int) -> bool:
 
 def _blocks(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> tuple[Block, ...]:
     """Cut the model as it was cut: consecutive blocks of which there are copies, with as few lost
-    layers as possible. Layers of which nobody has a copy are one block up to the next known
-    one."""
+    layers as possible. Layers of which nobody has a copy are cut into blocks of at most the largest
+    known size."""
     known: dict[Block, int] = {}
     for _, copy in copies:
         lost = 0 if _is_exact(copy, step) else copy.last - copy.first
         known[copy.layers] = min(lost, known.get(copy.layers, lost))
     edges = sorted({0, layers, *(edge for block in known for edge in block)})
+    largest = max(last - first for first, last in known)
+    edges = sorted({cut for a, b in pairwise(edges) for cut in (*range(a, b, largest), b)})
     # first layer → (lost layers, blocks) of the best way to it
     ways: dict[int, tuple[int, int, tuple[Block, ...]]] = {0: (0, 0, ())}
     for start, following in pairwise(edges):
@@ -1150,8 +1153,6 @@ def make_plan(
             seconds = slowest + model.crossings * way
             if best is None or seconds < best.seconds * (1 - 1e-6):
                 best = LayerPlan(order, layers, seconds)
-    if best is None and stages and len(members) > stages:
-        return make_plan(model, members[1:], tuple(row[1:] for row in apart[1:]), stages)
     return best
 
 
@@ -1200,13 +1201,13 @@ def _split(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ..
             while later and end < count - later and seconds(index, start, end + 1) <= bound:
                 end += 1
             took = seconds(index, start, end) if start < end <= count - later else math.inf
-            if took > bound or took == math.inf:
+            if took > bound:
                 return None
             layers.append(end - start)
             start, slowest = end, max(slowest, took)
         return tuple(layers), slowest
 
-    best = fill(math.inf)
+    best = fill(sys.float_info.max)
     low = 0.0
     while best is not None and best[1] - low > 1e-6 * best[1]:
         middle = (low + best[1]) / 2
