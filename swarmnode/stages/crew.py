@@ -832,7 +832,7 @@ def _printable(text: str) -> str:
 #
 #     the newest exact step, if no offer is more than one step newer    at once
 #     an older exact step                                               after exact_seconds
-#     a step with lost blocks, as few as possible, then the newest      after exact_seconds
+#     a step with lost blocks, as few as possible, at most half         after exact_seconds
 #     the base, although steps were taken                               after lost_seconds
 
 POINTS: Final = 4
@@ -956,8 +956,8 @@ def _continue(
     for step in sorted(points, reverse=True):
         blocks = _blocks(step, copies, len(cost.layers))
         placed = _place(me, step, blocks, copies, able, cost, distances)
-        if placed is None or len(placed[1]) == len(blocks):
-            continue
+        if placed is None or 2 * len(placed[1]) > len(blocks):
+            continue  # too little is left to continue from
         holders, lost = placed
         if len(blocks) == 1 and holders[0] != me:
             continue  # a node that would hold all layers alone needs nobody's proposal
