@@ -563,7 +563,7 @@ class Head(StageWorker):
     def usable(self) -> bool:
         """Whether something may come of this crew: no stage is known to be gone, or to keep it from
         working."""
-        return self.waiting.gone is None and self.blamed is None
+        return self.waiting.gone is None and self.blamed is None and self.fault is None
 
     async def generate(
         self,

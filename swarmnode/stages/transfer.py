@@ -2774,7 +2774,7 @@ class Fetcher:
             lambda: decode_state(body, layout, "exact", have.step, 0.0, 1.0)
         )
 
-    async def copy(self, spec: StageSpec) -> tuple[int, tuple[int, bytes], Parts]:
+    async def copy(self, spec: StageSpec) -> tuple[int, int, Parts]:
         """(bytes that came, (steps, step hash), weights) of a stage as it is now, for a copy of the
         whole policy. Ours go through the bytes that others would get: what `LocalStage.copy` raises
         is raised."""
@@ -2788,10 +2788,10 @@ class Fetcher:
 
         decoded = lambda body: self._channel.compute(lambda: decode_copy(spec, body, layout, base))
         if spec.index == self._stage.spec.index:
-            step, digest, ours = await self._stage.copy(self._channel.compute)
-            return 0, (step, digest), await decoded(ours)
+            step, _, ours = await self._stage.copy(self._channel.compute)
+            return 0, step, await decoded(ours)
         have, body = await self._fetch(spec.index, "copy", size)
-        return have.size, (have.step, have.hash), await decoded(body)
+        return have.size, have.step, await decoded(body)
 
     async def probes(self, holder: int) -> list[wire.Probe]:
         """At most `settings.memory`, oldest first, every one a micro-batch that this model can have

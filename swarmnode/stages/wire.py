@@ -1520,14 +1520,8 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     last: int
     """Layers first … last − 1."""
     step: int
-    hash: bytes
-    """The step hash."""
+    """Committed steps."""
     where: Where
-    taken: Taken
-    """How `hash` came about."""
-    next: bytes
-    """The hash after one more step, where the sender has prepared for it and would take it; empty
-    otherwise."""
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -1622,9 +1616,7 @@ def check_copies(copies: tuple[Copy, ...]) -> None:
     check_between("copies", len(copies), 0, COPIES)
     for copy in copies:
         check_fields(copy, _RECORD_LENGTHS, _RECORD_RANGES)
-        check_taken(copy.taken)
-        check_length("next", copy.next, HASH_BYTES if copy.next else 0)
-        if copy.first >= copy.last or (copy.step == 0) != (copy.hash == NO_HASH):
+        if copy.first >= copy.last or copy.step == 0:
             raise BadMessage("bounds", "a copy of nothing")
 
 
@@ -1640,18 +1632,18 @@ def check_taken(taken: Taken) -> None:
 #     trainer                                        network process
 #     Offering      free memory and copies held   ─▶ offered to peers
 #                   build and restore the stage   ◀─ Assigned      a crew with this node was founded
-#     StageStatus   loading, probation, active, … ─▶ heartbeats
+#     StageStatus   loading, active, failed       ─▶ heartbeats
 #                   drop work in progress, wait   ◀─ Suspended     a member is suspected
 #                   start or continue             ◀─ Resumed       all stages are active
-#     Blames        stages that spoil steps       ─▶ their holders are left out
+#     StageFault    this crew cannot continue     ─▶ the crew ends; a strike for the stage's holder
 #                   stop; weights stay in memory  ◀─ Released      the crew has ended
 #
 # Either side may restart at any moment. A trainer that connects sends Offering when it is in no
 # crew, and StageStatus when it is.
 
-StagePhase = Literal["loading", "probation", "active", "failed"]
-RUNGS = ("", "R0", "R1", "R2", "R3", "R4", "R5", "R6")
-"""Where a stage's weights came from; empty for a founding member, who has the base model's."""
+StagePhase = Literal["loading", "active", "failed"]
+SOURCES = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", "checkfree+")
+"""Where a stage's weights came from; empty where a lineage begins with the base model."""
 
 
 def socket_file(data_dir: Path) -> Path:
@@ -1687,21 +1679,21 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     progress: int = 0
     """Counts anything that was done: frames handled, micro-batches, steps. One that stands still is
     a trainer that hangs."""
-    rung: str = ""
-    """One of RUNGS."""
-    rung_seconds: float | None = None
-    """From Assigned to the stage being loaded by that rung."""
-    shadow_step: int | None = None
-    """The step of the newest copy that a neighbour has of this stage."""
-    shadow_age_steps: int | None = None
-    """Steps that its loss would cost where only shadows are left: all of them while nobody has a
-    copy. None in a crew of one."""
+    source: str = ""
+    """One of SOURCES."""
+    source_seconds: float | None = None
+    """From Assigned to the stage being restored from that source."""
+    checkpoint_step: int | None = None
+    """The step of the newest checkpoint that a neighbour has of this stage."""
+    checkpoint_age_steps: int | None = None
+    """Steps that are lost if this node and its disk are lost: all of them while no neighbour has a
+    checkpoint. None in a crew of one."""
     copy_age_steps: int | None = None
     """Steps by which the whole copy that this node samples from is behind its crew; None where
     there is none."""
     copy_bytes: int | None = None
     """What came for its last refresh."""
-    probe_kl: float | None = None
+    gate_kl: float | None = None
     """Nats per token, of the gate after the last recovery."""
     bubble_share: float | None = None
     """The share of the last step in which this stage waited."""
@@ -1718,17 +1710,14 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     did not get, by reason; in this crew."""
 
 
-class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):
-    """The head's trainer: steps fail again and again, and always because of this stage, or of one
-    of these that contradict each other."""
+class StageFault(msgspec.Struct, frozen=True, tag="stages_fault"):
+    """This crew cannot continue. Sent once, by any trainer and by its own observation."""
 
     crew: bytes
-    stages: tuple[int, ...]
+    """32 bytes."""
+    stage: int | None
+    """The stage that is at fault; None where the sender does not know."""
     reason: str
-    seconds: float = 0.0
-    """For how long it has been spoiling steps, among others that were taken."""
-    beside: tuple[int, ...] = ()
-    """Stages that contradict these: all of them are bad, if these are not."""
 
 
 # ---- network → trainer ---------------------------------------------------------------------------
@@ -1748,15 +1737,11 @@ class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
     members: tuple[str, ...]
     """Peer id that holds each stage."""
     step: int
-    """Committed steps that the crew goes on from; 0 is the base model."""
-    hash: bytes
-    """32 bytes: the step hash of these."""
-    taken: Taken
-    """How the last of them was taken: a stage in memory that has prepared for it takes it now."""
+    """Committed steps that the crew continues from; 0 is the base model."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
     step_seconds: float = 900.0
-    """So long the crew may take no step until its other members give up its head."""
+    """Deadline of a step."""
 
 
 class Suspended(msgspec.Struct, frozen=True, tag="stages_suspended"):
@@ -1793,7 +1778,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Kind
 
 
-FromTrainer = Offering | StageStatus | Blames
+FromTrainer = Offering | StageStatus | StageFault
 ToTrainer = Assigned | Suspended | Resumed | Released
 
 

@@ -1073,6 +1073,7 @@ class StageWorker:
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
         self.micro_batches = MicroBatches(self.context, self.finished)
         self.waves = Decoding(self.context)
+        self.fault: tuple[int | None, str] | None = None
         self.tied = TiedEmbedding(self.context)
         links.at_once = self._at_once
         links.counts = self._counts

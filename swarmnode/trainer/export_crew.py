@@ -94,7 +94,7 @@ def read_stages(
         raise Unavailable(
             f"of {len(crew.about.layers)} stages this node has no copy of"
             f" {', '.join(map(str, crew.missing))}: it keeps its own and its neighbours'. Run it"
-            " with stages.keep_policy = disk until the crew has copied its stages, then export"
+            " with stages.policy_copy = disk until the crew has copied its stages, then export"
             " again"
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)

@@ -18,18 +18,11 @@ from swarmnode.trainer.engine import adapter_shape
 
 
 def terms_of(config: Config) -> CrewTerms:
-    return crew_terms(config.stages, config.policy.lora, config.weights, config.training)
+    return crew_terms(config)
 
 
 def opened(config: Config) -> AbstractContextManager[CrewModel]:
-    return open_model(
-        config.policy,
-        config.stages,
-        config.training,
-        config.weights,
-        terms_of(config),
-        config.node.data_dir,
-    )
+    return open_model(config)
 
 
 def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:
