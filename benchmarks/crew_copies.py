@@ -39,11 +39,10 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.quantised import build_quantised
-from swarmnode.stages.head import Head
 from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.pipeline import CrewSettings, Head
 from swarmnode.stages.transfer import copied, decode_copy, encode_copy, install, layout_of, trained
 from swarmnode.stages.wire import ActivationCodec, FrameLimits
-from swarmnode.stages.worker import CrewSettings
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import normalizer
@@ -148,7 +147,7 @@ def start() -> Start:
         policy = load_policy(PolicyConfig(model=str(path), device="cpu", threads=1))
     config = policy.base.config
     limits = FrameLimits(hidden=int(config.hidden_size), vocab=int(config.vocab_size), tokens=16384)
-    return Start(policy, TrainingConfig(), limits, CrewSettings(policy.fingerprint, CODEC, CODEC))
+    return Start(policy, TrainingConfig(), limits, CrewSettings(policy.fingerprint, CODEC))
 
 
 async def through_the_crew(

@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.recovery import judge
 from swarmnode.stages.transfer import RecoverySettings
 from swarmnode.stages.wire import state_bytes
-from swarmnode.stages.worker import CrewSettings
 from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet
 
@@ -89,7 +89,7 @@ async def measure(
             model_of(seed),
             [1, 1, 1, 1],
             Path(directory),
-            CrewSettings(b"b" * 32, "float32", "float32"),
+            CrewSettings(b"b" * 32, "float32"),
             settings,
         )
         async with fleet.up() as crew:

@@ -49,7 +49,6 @@ from swarmnode.stages.wire import (
     Questions,
     StagePart,
     StageSpec,
-    Taken,
     activation_bytes,
     int8_block,
     is_device_error,
@@ -680,7 +679,6 @@ class StageOptimizer:
         self.squared_norm = 0.0
         """The last raw gradient's over the layers, before clipping: CheckFree weights this stage by
         it."""
-        self.last_commit = Taken()
         self.lock = threading.Lock()
         """Held while the weights move."""
         self.moving = trio.Lock()

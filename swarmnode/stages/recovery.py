@@ -28,6 +28,7 @@ from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.logprobs import Batch
 from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.stages.model import LrScale, StageRuntime, batch_of, decode, load_stage
+from swarmnode.stages.pipeline import StageWorker
 from swarmnode.stages.transfer import (
     ASK_AGAIN_SECONDS,
     ASK_SECONDS,
@@ -61,7 +62,6 @@ from swarmnode.stages.wire import (
     StageSpec,
     is_device_error,
 )
-from swarmnode.stages.worker import StageWorker
 from swarmnode.wire.tensors import unpack_logprobs
 
 # The gate: the last committed micro-batches run again through all stages.

@@ -104,7 +104,6 @@ from swarmnode.process import Progress
 from swarmnode.rl.objectives import WEIGHT_DECAY
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.stages import wire
-from swarmnode.stages.head import TOO_MUCH, CannotScore, Head, StepResult, Wave
 from swarmnode.stages.model import (
     LearnRow,
     StageOptimizer,
@@ -112,6 +111,17 @@ from swarmnode.stages.model import (
     adapt,
     load_stage,
     tensors_of,
+)
+from swarmnode.stages.pipeline import (
+    TOO_MUCH,
+    CannotScore,
+    CrewSettings,
+    Head,
+    Links,
+    Observer,
+    StageWorker,
+    StepResult,
+    Wave,
 )
 from swarmnode.stages.policy_copy import MemberSampler, WholeCopy
 from swarmnode.stages.recovery import Base, base_adapter, base_stage, restore
@@ -162,7 +172,6 @@ from swarmnode.stages.wire import (
     stage_memory,
     stage_specs,
 )
-from swarmnode.stages.worker import CrewSettings, Links, Observer, StageWorker
 from swarmnode.swarm.manifest import check_model, members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
@@ -993,8 +1002,6 @@ LEAST_TOKENS = 1024
 """A step is not cut finer for that: a device would have little to do at a time."""
 SLOW_TOKEN = 0.1
 """Seconds of a token through all stages above which the operator is told what would be faster."""
-REFUSALS = 3
-"""A step or call is given up when it was refused so often."""
 
 
 class CrewPolicy:
@@ -1147,14 +1154,17 @@ class CrewPolicy:
         async def work(head: Head) -> list[Scored]:
             memory = self._memory
             tokens = _micro_batch_tokens(memory, lengths, head.stages)
+            largest = memory.cut(lengths, tokens=tokens)
             try:
                 return await head.score(rows, temperature, tokens)
             except CannotScore as error:
+                if error.too_much and not error.divisible:
+                    raise DeviceError(f"a row of {max(lengths)} tokens: {error}") from None
                 if error.too_much:
-                    memory.ran_out(memory.cut(lengths, tokens=tokens))
+                    memory.ran_out(largest)
                 raise
-            except PeerTimeout:
-                memory.shrink(memory.cut(lengths, tokens=tokens))
+            except PeerTimeout:  # a slow stage answers sooner with less
+                memory.shrink(largest)
                 raise
 
         return self._ask(work) if rows else []
@@ -1205,10 +1215,13 @@ class CrewPolicy:
             before = step
             tokens = self._update_tokens(lengths, groups, head.stages)
             sized = cfg.model_copy(update={"per_device_train_tokens": tokens})
-            return await head.update(learn, sized, divisor, rate)
+            try:
+                return await head.update(learn, sized, divisor, rate)
+            except PeerTimeout:  # a slow stage answers sooner with less
+                self._memory.shrink(self._memory.cut(lengths, groups, tokens))
+                raise
 
-        refusals = 0
-        while refusals < REFUSALS:
+        while True:
             result = self._ask(work)
             if result is None:
                 return UpdateStatistics(stepped=True)
@@ -1226,15 +1239,10 @@ class CrewPolicy:
                     rate_factor=result.rate_factor,
                 )
             log.warning("crew refused a step", reason=result.refused, tokens=largest)
-            if result.refused == "not_finite":  # these rows will not become finite
-                return UpdateStatistics(stepped=False, skipped="not_finite")
-            if result.refused == TOO_MUCH and result.divisible:
-                self._memory.ran_out(largest)
-            elif result.refused == "timeout" and result.divisible:
-                self._memory.shrink(largest)
-            else:
-                refusals += 1
-        return UpdateStatistics(stepped=False, skipped="refused")
+            if result.refused != TOO_MUCH or not result.divisible:
+                skipped = "not_finite" if result.refused == "not_finite" else "refused"
+                return UpdateStatistics(stepped=False, skipped=skipped)
+            self._memory.ran_out(largest)
 
     def _update_tokens(self, lengths: Sequence[int], groups: Sequence[int], stages: int) -> int:
         """Return the padded tokens of a micro-batch, so that a step has at most MICRO_BATCHES."""
@@ -1250,21 +1258,15 @@ class CrewPolicy:
     def _ask(self, work: Callable[[Head], Awaitable[T]]) -> T:
         """Return the result of `work` from the first head for which it succeeds.
 
-        Raises EngineGone; PeerError when one crew refuses too often and nobody is at fault.
+        After a failure that ends the crew it waits for the next one. A refusal ends a crew only
+        when a stage repeats it, see `Head`. Raises EngineGone.
         """
-        before, refusals = None, 0
         while True:
             head = self._head()
-            before, refusals = head, refusals if head is before else 0
             try:
                 return self._runner.ask(head, work)
             except PeerError as error:
                 log.warning("call to the crew failed", error=str(error))
-                if isinstance(error, CannotScore) and error.divisible:
-                    continue  # the next call is smaller
-                refusals += 1
-                if refusals >= REFUSALS * head.stages and head.usable:
-                    raise
 
     def _step(self) -> int:
         """Return the steps that the crew has taken."""
@@ -1623,7 +1625,7 @@ def recovery_settings(cfg: StagesConfig, run: Run) -> RecoverySettings:
 # The stage that this node holds, across crews: weights, optimizer, and a worker for each crew.
 
 HEAD_SECONDS = 120.0
-"""A head's call fails when no work arrives for so long."""
+"""A head's call fails when no work arrives for so long, or for four times the longest wait."""
 
 
 class Meter(Observer):
@@ -1737,7 +1739,11 @@ class Stage:
         links = Links(self.index, streams, self._limits)
         fence = Fence(place, len(assigned.layers))
         common = (self.runtime, links, fence, self._settings, self.meter, self.optimizer)
-        worker = Head(*common, seconds=HEAD_SECONDS) if self.index == 0 else StageWorker(*common)
+        worker = (
+            Head(*common, seconds=HEAD_SECONDS, step_seconds=assigned.step_seconds)
+            if self.index == 0
+            else StageWorker(*common)
+        )
         worker.context.observers = self.observers
         return worker
 
@@ -2141,7 +2147,6 @@ class CrewModel:
         return CrewSettings(
             base=self.text.fingerprint,
             codec=terms.codec,
-            gradient_codec=terms.gradient_codec,
             swapped=terms.recovery == "checkfree+",
             learning_rate=terms.learning_rate * factor,
         )

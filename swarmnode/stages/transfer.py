@@ -54,6 +54,7 @@ from swarmnode.stages.model import (
     encode,
     stage_config,
 )
+from swarmnode.stages.pipeline import Compute, Observer, StageWorker, in_thread
 from swarmnode.stages.wire import (
     ABOUT_ITEM_BYTES,
     CHUNK_BYTES,
@@ -77,7 +78,6 @@ from swarmnode.stages.wire import (
     root_of,
     state_bytes,
 )
-from swarmnode.stages.worker import Compute, Observer, StageWorker, in_thread
 from swarmnode.weights.layout import Layout, TensorSpec, elements, make_layout
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_logprobs

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -70,7 +70,6 @@ CHUNK_BYTES: Final = 1024 * 1024
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
 FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
-DESCRIPTION_BYTES: Final = caps.DESCRIPTION_BYTES
 MICRO_BATCHES: Final = caps.MICRO_BATCHES
 STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
@@ -78,20 +77,10 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
-RefusalReason = Literal[
-    "micro_batches",
-    "not_finite",
-    "attempt",
-    "timeout",
-    "session",
-    "fingerprint",
-    "rows",
-    "frame",
-    "gone",
-    "device",
-]
-"""`frame`: what came is not what it has to be, or not now. `device`: ours cannot do it, as when
-memory runs out."""
+RefusalReason = Literal["device", "not_finite", "session"]
+"""Why a stage refuses a piece of work that its neighbour sent correctly. `device`: its own device
+cannot compute it, as when memory runs out. `not_finite`: its own result is not finite. `session`:
+the wave's cache is not here."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,9 +98,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 
 class Forward(Header, frozen=True, tag="forward"):
-    """Stage i → i + 1. Body: description of the micro-batch (`work.MicroBatch`) ‖ activations."""
+    """Stage → next stage of the route. Body: description (`MicroBatch`) ‖ activations."""
 
     micro_batch: int
+    """Number that the head gives; never used twice in one crew."""
     purpose: Purpose
     codec: ActivationCodec
     rows: int
@@ -120,7 +110,8 @@ class Forward(Header, frozen=True, tag="forward"):
 
 
 class Backward(Header, frozen=True, tag="backward"):
-    """Stage i → i − 1. Body: gradient of what `Forward` brought."""
+    """Stage → previous stage of the route. Body: gradient of the activations that `Forward`
+    brought."""
 
     micro_batch: int
     codec: ActivationCodec
@@ -128,7 +119,7 @@ class Backward(Header, frozen=True, tag="backward"):
 
 
 class Learnt(Header, frozen=True, tag="learnt"):
-    """Tail → head: sums over one micro-batch's trained tokens."""
+    """Last stage → head: sums over one micro-batch's trained tokens."""
 
     micro_batch: int
     loss: float
@@ -136,14 +127,14 @@ class Learnt(Header, frozen=True, tag="learnt"):
     entropy: float
     tokens: float
     weights: float
-    """What the tokens weigh."""
+    """Sum of the tokens' weights."""
     squares: float
-    """The squares of that."""
+    """Sum of the weights' squares."""
 
 
 class Scores(Header, frozen=True, tag="scores"):
-    """Tail → head. Body: log-probability of each completion token, completion after completion,
-    f32; then entropies."""
+    """Last stage → head. Body: log-probability of each completion token, completion after
+    completion, float32; then entropies."""
 
     micro_batch: int
     rows: int
@@ -151,7 +142,7 @@ class Scores(Header, frozen=True, tag="scores"):
 
 
 class Prefill(Header, frozen=True, tag="prefill"):
-    """Stage i → i + 1. Body: `work.Questions` ‖ activations."""
+    """Stage i → i + 1: a wave begins. Body: `Questions` ‖ activations."""
 
     session: bytes
     fingerprint: bytes
@@ -161,7 +152,8 @@ class Prefill(Header, frozen=True, tag="prefill"):
 
 
 class Decode(Header, frozen=True, tag="decode"):
-    """Stage i → i + 1: one token further. Body: which completions, u32 each ‖ activations."""
+    """Stage i → i + 1: one token further. Body: names of the completions, u32 each ‖
+    activations."""
 
     session: bytes
     fingerprint: bytes
@@ -170,62 +162,36 @@ class Decode(Header, frozen=True, tag="decode"):
 
 
 class Tokens(Header, frozen=True, tag="tokens"):
-    """Tail → head. Body: a token id for each completion that is left, u32 ‖ their
-    log-probabilities, f32."""
+    """Last stage → head. Body: a token id for each unfinished completion, u32 ‖ their
+    log-probabilities, float32."""
 
     session: bytes
     rows: int
 
 
 class Drop(Header, frozen=True, tag="drop"):
-    """Head → all: a wave is over."""
+    """Head → all: a wave has ended."""
 
     session: bytes
 
 
 class Lost(Header, frozen=True, tag="lost"):
-    """Any → head: this wave cannot go on here; begin it again from token ids."""
+    """Any stage → head: it refuses this wave; the head begins it again from token ids."""
 
     session: bytes
     reason: RefusalReason
-    source: int
-    """The stage whose frame it was that could not be used; the sender's own, where it is its own
-    matter."""
 
 
 class Failed(Header, frozen=True, tag="failed"):
-    """Any → head: this micro-batch cannot go on here."""
+    """Any stage → head: it refuses this micro-batch."""
 
     micro_batch: int
     reason: RefusalReason
-    source: int
-    """As in `Lost`."""
-
-
-class Locate(Header, frozen=True, tag="locate"):
-    """Head → all: how far is this piece of work? It is answered at once, whatever is being
-    computed."""
-
-    piece: bytes
-    """A wave's session, or a micro-batch's number in as many bytes, big-endian."""
-
-
-class Located(Header, frozen=True, tag="located"):
-    """Any → head."""
-
-    piece: bytes
-    arrived: int
-    """Times that it came from another stage."""
-    sent: int
-    """Times that it was sent to another stage, or put in the queue of one that does not read."""
-    full: bool
-    """The queue of one of them is so long that nothing new is begun which would go there."""
-    worked: int
-    """Grows while the sender computes, layer by layer, and while it sends."""
 
 
 class Embedding(Header, frozen=True, tag="embedding"):
-    """Head ↔ tail: rows first … first + rows − 1 of a tied embedding's gradient, float32."""
+    """Head ↔ last stage: rows first … first + rows − 1 of a tied embedding's gradient,
+    float32."""
 
     attempt: int
     first: int
@@ -233,45 +199,45 @@ class Embedding(Header, frozen=True, tag="embedding"):
 
 
 class ProposeStep(Header, frozen=True, tag="propose"):
-    """Head → all, before the work itself: what the step is made of. Body: the hash of each
-    micro-batch's description."""
+    """Head → all, before the work itself: the step consists of exactly these micro-batches."""
 
     attempt: int
     micro_batches: tuple[int, ...]
 
 
 class Acknowledge(Header, frozen=True, tag="acknowledge"):
-    """Any → head: gradients of exactly these are here, or why not."""
+    """Any stage → head: the gradients of exactly these micro-batches are here, or a refusal."""
 
     attempt: int
     refused: RefusalReason | None
     squared_norm: float
-    """This stage's raw gradient's, before any clipping; only the head counts a tied embedding."""
+    """Of this stage's raw gradient, before clipping; only the head counts a tied embedding."""
 
 
 class Commit(Header, frozen=True, tag="commit"):
+    """Head → all, once every stage has acknowledged: take the step."""
+
     attempt: int
     norm: float
-    """The whole policy's raw gradient's."""
+    """Of the whole policy's raw gradient."""
     clip: float
     learning_rate: float
 
 
 class Abort(Header, frozen=True, tag="abort"):
-    """Head → all: drop the gradients of this attempt."""
+    """Head → all, at the first refusal: drop the gradients of this attempt."""
 
     attempt: int
-    reason: RefusalReason
 
 
 class Done(Header, frozen=True, tag="done"):
-    """Any → head: the step is taken here."""
+    """Any stage → head: the step is taken here."""
 
     attempt: int
 
 
 Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost | Failed
-Control = Embedding | ProposeStep | Acknowledge | Commit | Abort | Done | Locate | Located
+Control = Embedding | ProposeStep | Acknowledge | Commit | Abort | Done
 Frame = Compute | Control
 
 
@@ -315,15 +281,8 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
             return 8 * frame.rows
         case Embedding():
             return 4 * frame.rows * limits.hidden
-        case ProposeStep():
-            return DESCRIPTION_BYTES * len(frame.micro_batches)
         case _:
             return 0
-
-
-def description_hash(about: bytes) -> bytes:
-    """16 bytes: by which a stage knows that a micro-batch's description is the head's."""
-    return hashlib.blake2b(about, digest_size=DESCRIPTION_BYTES).digest()
 
 
 def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
@@ -344,14 +303,8 @@ async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame,
     return frame, await headed.read_exactly(stream, body_bytes(frame, limits)) or b""
 
 
-_FRAME_LENGTHS: Final = {
-    "session": SESSION_BYTES,
-    "piece": SESSION_BYTES,
-    "fingerprint": FINGERPRINT_BYTES,
-}
-_COUNTERS: Final = dict.fromkeys(
-    ("micro_batch", "attempt", "arrived", "sent", "worked"), ANY_COUNTER
-)
+_FRAME_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
+_COUNTERS: Final = dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER)
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _AMOUNTS: Final = {
@@ -378,12 +331,7 @@ def check_place(place: Place) -> None:
 def _check_frame(frame: Frame, limits: FrameLimits) -> None:
     check_place(frame.place)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
-    ranges = {
-        "rows": (1, limits.tokens),
-        "about": (1, about),
-        "source": (0, STAGES - 1),
-        **_COUNTERS,
-    }
+    ranges = {"rows": (1, limits.tokens), "about": (1, about), **_COUNTERS}
     check_fields(frame, _FRAME_LENGTHS, {**ranges, **_AMOUNTS})
     if isinstance(frame, Embedding):
         check_between("first", frame.first, 0, limits.vocab - frame.rows)
@@ -393,24 +341,20 @@ def _check_frame(frame: Frame, limits: FrameLimits) -> None:
         check_counter("micro_batches", frame.micro_batches[-1])
 
 
-# Step commit, two pure state machines:
+# Step commit. Every message arrives once and in order: streams are reliable, and a lost stream ends
+# the crew.
 #
-#     head:    propose(set) ──▶ all stages        take the step of exactly these micro-batches
-#     stage:   acknowledge ──▶ head               prepared: it waits for the decision; or a refusal
-#     head:    commit ──▶ all after all acknowledged; abort ──▶ all at the first refusal or timeout
-#     stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
+#     head:    ProposeStep(attempt, set) ──▶ all     take the step of exactly these micro-batches
+#     stage:   Acknowledge ──▶ head                  with the norm of its gradient, or a refusal
+#     head:    Commit ──▶ all, once all have acknowledged; Abort ──▶ all at the first refusal
+#     stage:   optimizer step, Done ──▶ head         Abort: gradients are dropped, weights stay
 #
-# The head takes its own step at the first `done`. When a head dies, the survivors decide alone: a
-# step that any of them took is taken by all that prepared it. Attempts number the tries of one
-# step; messages of a lower attempt are ignored. Every message may arrive twice.
+# The head begins nothing new before every stage is done. Attempts number the proposals of one crew.
 
-Phase = Literal["open", "preparing", "prepared"]
 HASH_BYTES: Final = 32
 NO_HASH: Final = bytes(HASH_BYTES)
 """The step hash of the base: no step was taken."""
 STEP_DOMAIN: Final = b"swarmnode/crew-step/1"
-DECISION_SECONDS: Final = 30.0
-"""A stage that has prepared and heard nothing for so long acknowledges again."""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -433,232 +377,60 @@ def step_hash(
     return hashlib.blake2b(STEP_DOMAIN + before + crew + numbers, digest_size=HASH_BYTES).digest()
 
 
-# What a stage does next.
-Next = Literal["prepare", "take", "confirm"]
-"""`prepare`: bring the gradients into their final form (sum a tied embedding's halves, measure the
-norm), then call `prepared`. `take`: optimizer step, then send `done`. `confirm`: send `done` again,
-this commit was taken before."""
-
-
-@dataclass(frozen=True)
-class StepAnswer:
-    """Send an acknowledgement."""
-
-    attempt: int
-    refused: RefusalReason | None
-    squared_norm: float = 0.0
-
-
 class Participant:
-    """One stage's side. `hash`: the step hash of what it begins with; `crew`: as in `step_hash`."""
+    """One stage's part in the step commit: which gradients are still missing, and the decision.
 
-    def __init__(self, step: int = 0, hash: bytes = NO_HASH, crew: bytes = b"") -> None:
+    `propose`, `commit` and `abort` raise BadMessage("bounds") where no correct head sends them.
+    """
+
+    def __init__(self, step: int = 0) -> None:
         self.step = step
-        """Steps taken."""
-        self.hash = hash
-        self.crew = crew
-        self.phase: Phase = "open"
+        """Committed steps."""
         self.attempt = 0
-        self._have: set[int] = set()
-        self._wanted: set[int] = set()
-        """What was proposed and is not all here."""
-        self.lost = False
-        """Gradients were here, or on their way, and will not come again in this attempt."""
-        self._norm = 0.0
-        self._since = 0.0
+        """Of the latest proposal."""
+        self.prepared = False
+        """Whether the proposal is acknowledged and undecided."""
+        self._missing: set[int] | None = None
+        """Micro-batches of the proposal without a gradient; None without a proposal."""
+
+    @property
+    def proposed(self) -> bool:
+        """Whether there is a proposal that is neither acknowledged nor decided."""
+        return self._missing is not None and not self.prepared
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of such a proposal are here."""
+        return self.proposed and not self._missing
+
+    def propose(self, attempt: int, micro_batches: Iterable[int]) -> None:
+        if self._missing is not None or attempt <= self.attempt:
+            raise BadMessage("bounds", f"attempt {attempt} proposed after {self.attempt}")
+        self.attempt, self._missing = attempt, set(micro_batches)
 
     def may_accumulate(self, micro_batch: int) -> bool:
-        """Whether the gradient of `micro_batch` may be added now: never twice, and never once a
-        proposal is being answered."""
-        return self.phase == "open" and micro_batch not in self._have
+        """Return True if the proposal has this micro-batch and its gradient is not here yet."""
+        return self._missing is not None and micro_batch in self._missing
 
     def accumulated(self, micro_batch: int) -> None:
-        """Its gradient was added. Raises ValueError where it must not have been."""
-        if not self.may_accumulate(micro_batch):
-            raise ValueError(f"micro-batch {micro_batch} must not be added")
-        self._have.add(micro_batch)
+        """Count the gradient of `micro_batch`. Raises KeyError unless `may_accumulate`."""
+        (self._missing or set()).remove(micro_batch)
 
-    def propose(
-        self, step: int, attempt: int, micro_batches: Iterable[int]
-    ) -> Next | StepAnswer | None:
-        if step < self.step:
-            return "confirm" if step == self.step - 1 and attempt == self.attempt else None
-        if step > self.step or attempt < self.attempt:
-            return StepAnswer(attempt, "attempt") if attempt >= self.attempt else None
-        if attempt == self.attempt and self.phase != "open":
-            return StepAnswer(attempt, None, self._norm) if self.phase == "prepared" else None
-        self.attempt, wanted = attempt, set(micro_batches)
-        if self._have == wanted:
-            self.phase = "preparing"
-            return "prepare"
-        if self.lost or self.phase != "open" or not self._have <= wanted:
-            return StepAnswer(attempt, "micro_batches")
-        self._wanted = wanted
-        return None
-
-    def complete(self) -> Next | StepAnswer | None:
-        """To be asked after each gradient: whether it was the last of those that were proposed.
-        What has not come is not refused: whoever let a gradient through before it had one would
-        have us blamed."""
-        if self.phase != "open" or not self._wanted or self._have < self._wanted:
-            return None
-        if self._have != self._wanted:
-            self._wanted = set()
-            return StepAnswer(self.attempt, "micro_batches")
-        self.phase = "preparing"
-        return "prepare"
-
-    def prepared(self, attempt: int, squared_norm: float | None, now: float) -> StepAnswer | None:
-        """Gradients are final; `squared_norm` is None where they are not finite. None where the
-        attempt is over."""
-        if self.phase != "preparing" or attempt != self.attempt:
-            return None
-        if squared_norm is None:
-            self.phase, self._wanted = "open", set()
-            return StepAnswer(attempt, "not_finite")
-        self.phase, self._norm, self._since = "prepared", squared_norm, now
-        return StepAnswer(attempt, None, squared_norm)
-
-    def commit(self, step: int, attempt: int) -> Next | None:
-        if step == self.step - 1 and attempt == self.attempt:
-            return "confirm"
-        if step != self.step or attempt != self.attempt or self.phase != "prepared":
-            return None
-        self.hash = self._hash_after()
-        self._clear()
+    def commit(self, attempt: int) -> None:
+        """Count the step. The caller takes it."""
+        if not self.prepared or attempt != self.attempt:
+            raise BadMessage("bounds", f"commit of attempt {attempt}, which is not prepared")
         self.step += 1
-        return "take"
+        self.clear()
 
-    def abort(self, step: int, attempt: int) -> bool:
-        """Whether the gradients are to be zeroed."""
-        if step != self.step or attempt < self.attempt:
-            return False
-        self.attempt = attempt
-        self._clear()
-        return True
+    def abort(self, attempt: int) -> None:
+        """Forget the proposal. The caller drops the gradients."""
+        if self._missing is None or attempt != self.attempt:
+            raise BadMessage("bounds", f"abort of attempt {attempt}, which is not proposed")
+        self.clear()
 
-    def lose(self) -> bool:
-        """Whether the gradients may be dropped without a decision, e.g. because a neighbour is
-        gone; then they count as dropped.
-
-        What was prepared has to stay: others may have taken the step already.
-        """
-        if self.phase == "prepared":
-            return False
-        lost = bool(self._have or self._wanted) or self.lost
-        self._clear()
-        self.lost = lost
-        return True
-
-    @property
-    def next_hash(self) -> bytes:
-        """The step hash after the step that it has prepared for; empty where it has not."""
-        return self._hash_after() if self.phase == "prepared" else b""
-
-    def _hash_after(self) -> bytes:
-        return step_hash(self.hash, self.crew, self.step + 1, self.attempt, self._have)
-
-    def tick(self, now: float) -> StepAnswer | None:
-        """Asks again for a decision that does not come."""
-        if self.phase != "prepared" or now - self._since < DECISION_SECONDS:
-            return None
-        self._since = now
-        return StepAnswer(self.attempt, None, self._norm)
-
-    def _clear(self) -> None:
-        self.phase = "open"
-        self._have.clear()
-        self._wanted, self.lost = set(), False
-
-
-# What the head does next.
-@dataclass(frozen=True)
-class Decided:
-    """Send commit, or abort with the reason, to `stages`: all, or the one that asks again."""
-
-    attempt: int
-    refused: RefusalReason | None
-    squared_norm: float
-    """The whole policy's; 0 for an abort."""
-    stages: tuple[int, ...]
-
-
-@dataclass
-class Coordinator:
-    """The head's side: one proposal at a time."""
-
-    stages: int
-    attempt: int = 0
-    norms: dict[int, float] = field(default_factory=dict)
-    """Squared norms of the present attempt, by stage."""
-    decision: Decided | None = None
-    """For all stages, of the present attempt or of the last one: they may ask again for it whatever
-    is done since."""
-    _done: set[int] = field(default_factory=set)
-    _open: bool = False
-
-    def begin(self) -> int:
-        """Number of a new attempt. Raises ValueError while one is undecided."""
-        if self._open:
-            raise ValueError("a proposal is undecided")
-        self.attempt += 1
-        self.norms.clear()
-        self._done.clear()
-        self.decision, self._open = None, True
-        return self.attempt
-
-    def acknowledged(
-        self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float
-    ) -> Decided | None:
-        """A decision for all where this one makes it; the old decision for a stage that asks
-        again."""
-        if attempt != self.attempt or not 0 <= stage < self.stages:
-            return None
-        if self.decision is not None:
-            return Decided(attempt, self.decision.refused, self.decision.squared_norm, (stage,))
-        if not self._open:
-            return None
-        if refused is not None:
-            return self._decide(refused)
-        self.norms[stage] = squared_norm
-        return self._decide(None) if len(self.norms) == self.stages else None
-
-    @property
-    def silent(self) -> frozenset[int]:
-        """Stages that have not acknowledged the present attempt."""
-        return frozenset(range(self.stages)) - self.norms.keys()
-
-    @property
-    def unfinished(self) -> frozenset[int]:
-        """Stages that have not said that they took the step of the present attempt."""
-        return frozenset(range(self.stages)) - self._done
-
-    @property
-    def over(self) -> bool:
-        """Whether the present attempt is aborted, or all stages have said that they took the
-        step."""
-        return self.decision is not None and (
-            self.decision.refused is not None or not self.unfinished
-        )
-
-    def give_up(self, reason: RefusalReason) -> Decided | None:
-        """Abort, where nothing is decided yet."""
-        return self._decide(reason) if self._open else None
-
-    def done(self, stage: int, attempt: int) -> bool:
-        """Whether the head may now take its own step: the first other stage has. A head without
-        others commits alone."""
-        if attempt != self.attempt or self.decision is None or self.decision.refused is not None:
-            return False
-        first = not self._done - {0} and stage != 0
-        self._done.add(stage)
-        return first
-
-    def _decide(self, refused: RefusalReason | None) -> Decided:
-        self._open = False
-        norm = sum(self.norms.values()) if refused is None else 0.0
-        self.decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
-        return self.decision
+    def clear(self) -> None:
+        self.prepared, self._missing = False, None
 
 
 # The order in which a micro-batch visits the stages:
@@ -1083,17 +855,13 @@ class Fence:
         """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None
         where it counts.
 
-        `step` is None for frames of the commit itself, which `Coordinator` orders by step and
-        attempt: they are about being a step apart.
+        `step` is None for frames of the step commit, which attempts order: the stages are a step
+        apart while one is taken.
         """
         reason = self._reason(place, sender, step)
         if reason:
             self.dropped[reason] += 1
         return reason
-
-    def passes(self, place: Place, sender: int, step: int) -> bool:
-        """What `check` would say, without counting."""
-        return self._reason(place, sender, step) is None
 
     def _reason(self, place: Place, sender: int, step: int | None) -> str | None:
         if place.crew != self.place.crew:

@@ -11,10 +11,9 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.stages import wire
-from swarmnode.stages.head import Head
 from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.pipeline import CrewSettings, Head, Links, StageWorker, inline
 from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 
 
 @dataclass(frozen=True)

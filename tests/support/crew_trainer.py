@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmnode.stages import wire
-from swarmnode.stages.head import Blame, Verdict
+from swarmnode.stages.pipeline import Blame, Verdict
 from swarmnode.stages.wire import (
     NO_HASH,
     Capacity,

@@ -17,6 +17,7 @@ from trio.testing import memory_stream_pair
 from swarmnode.errors import StateError
 from swarmnode.stages import wire
 from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.pipeline import CrewSettings, StageWorker, inline
 from swarmnode.stages.recovery import Base, Replica, Restored, restore
 from swarmnode.stages.transfer import (
     SNAPSHOTS,
@@ -32,7 +33,6 @@ from swarmnode.stages.transfer import (
     stage_layouts,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place, StageSpec
-from swarmnode.stages.worker import CrewSettings, StageWorker, inline
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 

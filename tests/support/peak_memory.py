@@ -25,9 +25,9 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import transfer
 from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
 from swarmnode.stages.transfer import Journal, RecoverySettings, SnapshotRecorder
 from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
 from tests.support.split_models import split_model

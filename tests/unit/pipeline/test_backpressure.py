@@ -12,17 +12,16 @@ import trio.testing
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError
-from swarmnode.stages import wire, worker
-from swarmnode.stages.head import SCORES
+from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
+from swarmnode.stages.pipeline import SCORES_PER_STAGE, CrewSettings, Links, Schedule, StageWorker, inline
 from swarmnode.stages.wire import FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, Schedule, StageWorker, inline
 from swarmnode.wire import headed, strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 
-EXACT = CrewSettings(b"b" * 32, "float32", "float32")
+EXACT = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
 PLACE = Place(b"c" * 16, 0, 0)
@@ -53,8 +52,8 @@ class Narrow:
     def __init__(self, patch):
         self.most = self.embedding = self.held = 0
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
-        patch.setattr(worker, "OUTBOX_BYTES", 1)
-        patch.setattr(worker, "INBOX_BYTES", 1)
+        patch.setattr(pipeline, "OUTBOX_BYTES", 1)
+        patch.setattr(pipeline, "INBOX_BYTES", 1)
         send, arrived = Links.send, StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
@@ -146,7 +145,7 @@ def forward(number, purpose="learn", place=PLACE):
 
 
 async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
-    monkeypatch.setattr(worker, "OUTBOX_BYTES", 3000)
+    monkeypatch.setattr(pipeline, "OUTBOX_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     sent = 0
@@ -170,7 +169,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
 
 
 async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_silently(monkeypatch):
-    monkeypatch.setattr(worker, "OUTBOX", 4)
+    monkeypatch.setattr(pipeline, "OUTBOX", 4)
     ours, _ = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -189,7 +188,7 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
 
 async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
     _, body = forward(0, "score")
-    monkeypatch.setattr(worker, "INBOX_BYTES", 2 * len(body))
+    monkeypatch.setattr(pipeline, "INBOX_BYTES", 2 * len(body))
     ours, theirs = trio.testing.memory_stream_pair()
     links = Links(1, {0: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -265,7 +264,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             nursery.start_soon(score)
             await quiet(2000)
             assert waits == [1]
-            assert crew.members[0].runtime.worked == SCORES * 3
+            assert crew.members[0].runtime.worked == SCORES_PER_STAGE * 3
             free.set()
     assert [len(logprobs) for logprobs, _ in got] == [
         len(row.completion_ids) for row in rows_of(30)
@@ -280,7 +279,7 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
         member = crew.members[1]
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
         work, body = forward(0, "learn", crew.head.place)
-        numbers = tuple(range(worker.KEPT + 10))
+        numbers = tuple(range(pipeline.KEPT + 10))
         proposal = (
             wire.ProposeStep(crew.head.place, 1, numbers),
             len(numbers) * wire.description_hash(body[: work.about]),
@@ -292,7 +291,7 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
         assert member.context.refused == {"bounds": 10}
         crew.head.links.send(1, *proposal) if not proposed_first else None
         await quiet(2000)
-        assert len(member.micro_batches.kept) == worker.KEPT
+        assert len(member.micro_batches.kept) == pipeline.KEPT
         assert member.context.refused == {"bounds": 10}
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         for number in range(LIMITS.sessions + 10):

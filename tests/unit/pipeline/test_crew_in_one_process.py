@@ -19,9 +19,8 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
 from swarmnode.stages import wire
-from swarmnode.stages.head import PATIENCE, Wave, cut
 from swarmnode.stages.model import StageRuntime, describe, encode
-from swarmnode.stages.worker import CrewSettings, Observer, in_thread
+from swarmnode.stages.pipeline import PATIENCE, CrewSettings, Observer, Wave, cut, in_thread
 from swarmnode.trainer.update import Updater
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids
@@ -117,7 +116,7 @@ async def test_both_ends_of_a_tied_embedding_stay_one_tensor(policy):
     whole = policy("qwen3")
     cfg = TrainingConfig(learning_rate=1e-2)
     _, rows = grpo(whole)
-    async with crew_of(whole.model, [1, 2, 1], CrewSettings(BASE, "int8", "bfloat16")) as crew:
+    async with crew_of(whole.model, [1, 2, 1], CrewSettings(BASE, "int8")) as crew:
         for _ in range(3):
             assert (await crew.head.update(rows, cfg, 10.0, 1e-2)).refused is None
         ends = [crew.members[i].runtime.embedding() for i in (0, 2)]
@@ -203,7 +202,7 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
 async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
     """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy
     it is off by the codec's rounding."""
-    settings = CrewSettings(BASE, codec, "bfloat16")
+    settings = CrewSettings(BASE, codec)
     async with crew_of(models["llama"], [1, 1, 1, 1], settings) as crew:
         waves = await crew.head.generate(HEADS, 3, 6, 1.0, 1.0, ENDS, random.Random(5))
         rows = [(wave.prompts[i // 3], ids) for wave in waves for i, ids in enumerate(wave.ids)]
@@ -554,7 +553,7 @@ async def test_computing_beside_the_event_loop_gives_the_same(models):
 async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(
     models, policy, monkeypatch
 ):
-    monkeypatch.setattr("swarmnode.stages.head.MAX_GRAD_NORM", 1e-3)  # clips
+    monkeypatch.setattr("swarmnode.stages.pipeline.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
     norms = {}

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from swarmnode.stages import worker
+from swarmnode.stages import pipeline
+from swarmnode.stages.pipeline import Schedule
 from swarmnode.stages.wire import Coordinator, Decided, Fence, Participant, Place, StepAnswer
-from swarmnode.stages.worker import Schedule
 
 
 def simulate(
@@ -102,7 +102,7 @@ def test_a_step_of_7_b_over_home_lines_is_little_longer_than_its_bytes_take(monk
         4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05
     )[0]
     assert step(32) < 1.1 * 136
-    monkeypatch.setattr(worker, "ROOM", 1)
+    monkeypatch.setattr(pipeline, "ROOM", 1)
     assert step(32) > 1.2 * 136, "it would wait for gradients that are on their way"
     assert step(5) > 1.6 * 136
 

@@ -12,12 +12,12 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.logprobs import token_logprobs
 from swarmnode.stages import trainer
 from swarmnode.stages.model import LearnRow
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.trainer import CrewProbe, _newest, _with
 from swarmnode.stages.transfer import RecoverySettings, run_one, trained, work_of
-from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import Fleet, quiet
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+SETTINGS = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.stages import recovery, transfer
+from swarmnode.stages.pipeline import inline
 from swarmnode.stages.wire import Probe
-from swarmnode.stages.worker import inline
 from swarmnode.wire.tensors import pack_logprobs
 
 PROBES = [

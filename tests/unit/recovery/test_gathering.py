@@ -11,6 +11,7 @@ import trio
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.stages import transfer, wire
 from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.pipeline import inline
 from swarmnode.stages.transfer import (
     Gathering,
     LocalStage,
@@ -26,7 +27,6 @@ from swarmnode.stages.transfer import (
     trained,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.stages.worker import inline
 from tests.support.split_models import split_model
 
 CREW, HASH = b"c" * 16, b"h" * 32

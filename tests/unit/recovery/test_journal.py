@@ -17,6 +17,7 @@ from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.stages import transfer
 from swarmnode.stages.model import LrScale, StageRuntime, describe
+from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
 from swarmnode.stages.recovery import base_stage
 from swarmnode.stages.transfer import (
     FILE,
@@ -31,7 +32,6 @@ from swarmnode.stages.transfer import (
     trained,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.weights.layout import TensorSpec
 from swarmnode.wire import strict
 from tests.support.split_models import split_model

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerTimeout
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.recovery import Replica, base_adapter
 from swarmnode.stages.transfer import (
     RAN,
@@ -25,12 +26,11 @@ from swarmnode.stages.transfer import (
     trained,
 )
 from swarmnode.stages.wire import Have, root_of
-from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import CREW, Fleet, quiet, rows_of, snapshots_in
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+SETTINGS = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
@@ -509,7 +509,7 @@ async def test_r4_that_cannot_be_healed_is_not_taken(fleet):
         assert "after 1 healings" in str(mine.failed[2])
 
 
-PAPER = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
+PAPER = CrewSettings(b"b" * 32, "float32", swapped=True)
 
 
 @pytest.mark.parametrize(("lost", "kind"), [(0, "llama"), (1, "llama-tied"), (3, "llama-tied")])

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from swarmnode.config import TrainingConfig
 from swarmnode.stages import recovery
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.transfer import (
     Fetcher,
     Found,
@@ -25,10 +26,9 @@ from swarmnode.stages.transfer import (
     work_of,
 )
 from swarmnode.stages.wire import Have, StageSpec, root_of
-from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import Fleet, quiet, rows_of
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+SETTINGS = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 LOST = 1
 SPEC = StageSpec(LOST, 4, LOST, LOST + 1, False)

@@ -25,6 +25,7 @@ from swarmnode.errors import (
 from swarmnode.stages import transfer
 from swarmnode.stages import wire as stage_wire
 from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
 from swarmnode.stages.trainer import recovery_settings
 from swarmnode.stages.transfer import (
     Copied,
@@ -52,7 +53,6 @@ from swarmnode.stages.transfer import (
     trained,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Loss, MicroBatch, Place, activation_bytes
-from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.wire import strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.split_models import split_model

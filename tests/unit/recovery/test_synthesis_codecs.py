@@ -10,9 +10,9 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.transfer import RecoverySettings, Run, SourceKind
 from swarmnode.stages.wire import FrameLimits
-from swarmnode.stages.worker import CrewSettings
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
 from tests.support.split_models import split_model
@@ -62,7 +62,7 @@ async def two_steps(models, settings):
 async def test_two_swapped_steps_are_those_of_float32_but_for_what_is_rounded(models, name):
     before, after = await two_steps(models, settings_of(name))
     _, expected = await two_steps(
-        models, CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
+        models, CrewSettings(b"b" * 32, "float32", swapped=True)
     )
     assert 0 < float((after - expected).abs().max()) < ROUNDED[name][2]
     assert float((after - before).abs().max()) > 1e-3  # something was learnt

@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import PeerError
-from swarmnode.stages.head import PATIENCE, TOO_MUCH, CannotScore
+from swarmnode.stages.pipeline import PATIENCE, TOO_MUCH, CannotScore
 from swarmnode.stages.trainer import CrewPolicy
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import UpdateStatistics

@@ -14,10 +14,10 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.stages import transfer
 from swarmnode.stages.model import tensors_of
+from swarmnode.stages.pipeline import Links, StageWorker, in_thread, inline
 from swarmnode.stages.trainer import AGE, WholeCopy, crew_terms, open_model
 from swarmnode.stages.transfer import LocalStage, Recorder, RecoverySettings, StatePeer, layout_of
 from swarmnode.stages.wire import Fence, Place
-from swarmnode.stages.worker import Links, StageWorker, in_thread, inline
 from tests.support.waiting import until
 
 CREW = b"c" * 16

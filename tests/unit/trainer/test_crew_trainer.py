@@ -23,7 +23,7 @@ from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.stages.head import Head
+from swarmnode.stages.pipeline import Head
 from swarmnode.stages.trainer import AGE, CrewPolicy, CrewTrainer, make_trainer
 from swarmnode.stages.transfer import read_copy
 from swarmnode.tasks.client import Scorer

@@ -1,0 +1,1709 @@
+"""The pipeline of a crew: the worker of one stage, and the head that the training loop drives.
+
+    Head.generate   waves of completions, one token per wave and round
+    Head.score      log-probabilities and entropies without gradient
+    Head.update     propose, micro-batches through 1F1B, acknowledge, commit
+
+`StageWorker` handles one frame, or one piece of work, at a time. `Head` is stage 0 and also the
+crew's scheduler; a crew of one stage runs the same code without a stream.
+
+Each failure has one of three outcomes:
+
+    refusal   the own device cannot compute a piece of work: the head drops the step, or begins the
+              wave again, and the crew continues
+    fault     a stage sends garbage, refuses three times in a row, or a deadline expires: the crew
+              ends, and the weights stay as they were before the step
+    gone      a stream ends: the crew ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, TypeVar
+
+import torch
+import trio
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout, Refused
+from swarmnode.policy.generate import sample
+from swarmnode.policy.logprobs import Batch
+from swarmnode.policy.micro import micro_batches
+from swarmnode.rl.corrections import effective_share, rate_factor
+from swarmnode.rl.objectives import MAX_GRAD_NORM
+from swarmnode.stages import wire
+from swarmnode.stages.model import (
+    LearnRow,
+    StageOptimizer,
+    StageRuntime,
+    batch_of,
+    decode,
+    describe,
+    describe_loss,
+    encode,
+    loss_of,
+    prompts_of,
+)
+from swarmnode.stages.wire import (
+    CHUNK_BYTES,
+    DEVICE_REASON,
+    ActivationCodec,
+    Fence,
+    Frame,
+    FrameLimits,
+    MicroBatch,
+    Participant,
+    Place,
+    Questions,
+    RefusalReason,
+    Route,
+    Routes,
+    StagePart,
+    arriving,
+    is_device_error,
+    read_frame,
+    read_micro_batch,
+    read_questions,
+    read_scores,
+    read_tokens,
+    returning,
+)
+from swarmnode.wire import headed, limits, strict
+from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Compute(Protocol):
+    """Where a piece of work is computed: beside the event loop, in it, or measured."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Compute beside the event loop, so that heartbeats and streams continue."""
+    return await trio.to_thread.run_sync(work)
+
+
+async def inline(work: Callable[[], T]) -> T:
+    """Compute in the event loop: deterministic, for tests and for a crew in one process."""
+    return work()
+
+
+# The worker of one stage.
+
+
+@dataclass(frozen=True)
+class CrewSettings:
+    """Settings that all members of a crew share, and this node's bound on the learning rate."""
+
+    base: bytes
+    """32 bytes: fingerprint of the policy that training began with."""
+    codec: ActivationCodec = "bfloat16"
+    swapped: bool = False
+    """CheckFree+: half of the micro-batches of a step with the first two and the last two stages
+    exchanged."""
+    learning_rate: float = math.inf
+    """No stage of this node takes a step with a higher learning rate."""
+
+    @property
+    def gradient_codec(self) -> ActivationCodec:
+        return "float32" if self.codec == "float32" else "bfloat16"
+
+
+class Observer:
+    """Interface through which a worker reports its training to recorders, probes and averaging.
+
+    All methods but `committed` are called between two computations.
+    """
+
+    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
+        """A micro-batch to learn from arrived. about: encoded `MicroBatch`; body: activations in
+        the crew's codec, empty at the first hop."""
+
+    def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
+        """Its activations were sent to the next stage."""
+
+    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
+        """Last stage: log-probabilities (tokens,) of the micro-batch before the step."""
+
+    def committed(self, worker: StageWorker) -> None:
+        """The step is taken; `worker.participant.step` counts it. Called where the worker computes.
+        A device error here is counted and logged, and nothing else."""
+
+    def stepped(self) -> None:
+        """Called after `committed`, in the worker's task."""
+
+    def dropped(self) -> None:
+        """No step will contain what was received since the last one."""
+
+
+@dataclass
+class StageContext:
+    """State that all parts of a worker share."""
+
+    runtime: StageRuntime
+    links: Links
+    fence: Fence
+    settings: CrewSettings
+    compute: Compute
+    participant: Participant
+    observers: list[Observer] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Refusals and garbage, by reason."""
+
+    @property
+    def index(self) -> int:
+        return self.runtime.spec.index
+
+    @property
+    def stages(self) -> int:
+        return self.runtime.spec.stages
+
+    @property
+    def place(self) -> Place:
+        p = self.fence.place
+        return Place(p.crew, p.stage, self.participant.step)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes: of the policy that all stages together hold at this step."""
+        return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
+
+    def activations(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
+        """(rows, hidden) on the device. Raises BadMessage, also for a codec that is not the
+        crew's."""
+        if codec != self.settings.codec:
+            raise BadMessage("schema", f"activations in {codec}, not in {self.settings.codec}")
+        return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
+
+    @contextlib.contextmanager
+    def refusing(self, refuse: Callable[[RefusalReason], None]) -> Iterator[None]:
+        """Around work: call `refuse` with the reason when this stage cannot do it, though what
+        arrived is correct. Other errors pass."""
+        try:
+            yield
+        except BadMessage as error:
+            if error.reason != "session":
+                raise
+            self._count("session", refuse)
+        except ValueError:  # `encode`: our own numbers are not finite
+            self._count("not_finite", refuse)
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            self._count(DEVICE_REASON, refuse)
+
+    def _count(self, reason: RefusalReason, refuse: Callable[[RefusalReason], None]) -> None:
+        self.refused[reason] += 1
+        refuse(reason)
+
+
+class StageWorker:
+    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
+
+    Args:
+        optimizer: the stage's optimizer; a new one without it.
+
+    Raises:
+        Refused: swapped stages with fewer than four stages, or with an adapter.
+    """
+
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        links: Links,
+        fence: Fence,
+        settings: CrewSettings,
+        compute: Compute = in_thread,
+        optimizer: StageOptimizer | None = None,
+    ) -> None:
+        participant = Participant(fence.place.step)
+        self.context = StageContext(runtime, links, fence, settings, compute, participant)
+        self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
+        self.micro_batches = MicroBatches(self.context)
+        self.waves = Decoding(self.context)
+        self.tied = TiedEmbedding(self.context)
+        self.fault: tuple[int | None, str] | None = None
+        """(stage that caused it or None for unknown, reason): this crew cannot continue. The first
+        one; after it the worker handles nothing."""
+        self._held: deque[Arrival] = deque()
+        """Forwards to score and steps of waves that wait for room on the next link."""
+
+    @property
+    def runtime(self) -> StageRuntime:
+        return self.context.runtime
+
+    @property
+    def links(self) -> Links:
+        return self.context.links
+
+    @property
+    def participant(self) -> Participant:
+        return self.context.participant
+
+    @property
+    def index(self) -> int:
+        return self.context.index
+
+    @property
+    def stages(self) -> int:
+        return self.context.stages
+
+    @property
+    def place(self) -> Place:
+        return self.context.place
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Frames without effect, by reason. From any thread."""
+        counts = (self.context.fence.dropped, self.links.refused, self.context.refused)
+        return sum((counter.copy() for counter in counts), Counter())
+
+    def ready(self) -> int:
+        """Pieces of work that could be done now. From any thread."""
+        return self.micro_batches.ready()
+
+    async def run(self) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.links.run)
+                await self._serve()
+                self._drop_all()
+                await trio.sleep_forever()  # until the crew is ended
+        finally:
+            self._drop_all()
+
+    async def _serve(self) -> None:
+        """Frames first: a gradient that has arrived goes before the next forward. Arrivals are
+        always taken; see `Links`."""
+        while self.fault is None:
+            try:
+                arrival = self.links.inbox.take_nowait()
+            except trio.WouldBlock:
+                if await self._work():
+                    continue
+                arrival = await self.links.inbox.take()
+            if arrival is not None:
+                await self._arrived(arrival)
+
+    def set_fault(self, stage: int | None, reason: str) -> None:
+        """End this crew: it cannot continue because of `stage`, or of nobody in particular."""
+        if self.fault is None:
+            self.fault = (stage, reason)
+            log.warning("crew cannot continue: stage %s: %s", stage, reason)
+            self.links.inbox.wake()
+
+    async def _work(self) -> bool:
+        """Do one waiting piece of work whose result has room. False without one."""
+        if self._held and not self.links.full(self.index + 1):
+            await self._handle(self._held.popleft())
+        elif self.tied.sends:
+            with self.context.refusing(self._refuse_step):
+                self.tied.send_part()
+        elif (work := self.micro_batches.next()) is not None:
+            await self.micro_batches.do(work)
+            with self.context.refusing(self._refuse_step):
+                self._prepare()
+        else:
+            return False
+        await trio.lowlevel.checkpoint()
+        return True
+
+    async def _arrived(self, arrival: Arrival) -> None:
+        frame = arrival.frame
+        if frame is None:
+            self.gone(arrival.sender, arrival.reason)
+        elif not self._passes_on(frame) or not (self._held or self.links.full(self.index + 1)):
+            await self._handle(arrival)
+        elif len(self._held) < self.links.limits.sessions:
+            self._held.append(arrival)
+        else:
+            self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
+
+    def _passes_on(self, frame: Frame) -> bool:
+        """Whether its result is a score or a token for the next stage: no gradient and no step
+        waits for it."""
+        asks = isinstance(frame, (wire.Prefill, wire.Decode)) or (
+            isinstance(frame, wire.Forward) and frame.purpose == "score"
+        )
+        return asks and not self.runtime.spec.has_head
+
+    async def _handle(self, arrival: Arrival) -> None:
+        """Handle a frame. Drop one of an earlier step; garbage is the sender's fault."""
+        frame, sender = arrival.frame, arrival.sender
+        assert frame is not None
+        step = None if isinstance(frame, wire.Control) else self.participant.step
+        if self.context.fence.check(frame.place, sender, step):
+            return
+        try:
+            if not sends(frame, sender, self.index, self.stages, self.micro_batches.routes):
+                raise BadMessage("bounds", f"stage {sender} sends no {type(frame).__name__} here")
+            with self.context.refusing(lambda reason: self._refuse(frame, reason)):
+                await self.handle(sender, frame, arrival.body)
+        except BadMessage as error:
+            self._garbage(sender, error)
+
+    def _garbage(self, sender: int, error: BadMessage) -> None:
+        self.context.refused[error.reason] += 1
+        self.set_fault(sender, f"garbage: {error}")
+
+    def _refuse(self, frame: Frame, reason: RefusalReason) -> None:
+        if isinstance(frame, (wire.Prefill, wire.Decode)):
+            self.waves.forget(frame.session)
+            self.links.send(0, wire.Lost(self.place, frame.session, reason))
+        elif isinstance(frame, (wire.Forward, wire.Backward)):
+            self.links.send(0, wire.Failed(self.place, frame.micro_batch, reason))
+        else:
+            self._refuse_step(reason)
+
+    def _refuse_step(self, reason: RefusalReason) -> None:
+        self.links.send(0, wire.Acknowledge(self.place, self.participant.attempt, reason, 0.0))
+
+    def gone(self, stage: int, reason: str) -> None:
+        """The stream of another stage ended. The network process ends the crew; only garbage is a
+        fault."""
+        if reason in STREAM_FAULTS:
+            self.set_fault(stage, f"its stream had to end: {reason}")
+
+    async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
+        """Handle one frame that passed the fence.
+
+        Raises:
+            BadMessage: the frame is garbage.
+            ValueError: the own result is not finite.
+        """
+        match frame:
+            case wire.Forward():
+                await self.micro_batches.forward(sender, frame, body)
+            case wire.Backward():
+                self.micro_batches.backward(sender, frame, body)
+            case wire.Prefill():
+                await self.waves.prefill(frame, body)
+            case wire.Decode():
+                await self.waves.decode(frame, body)
+            case wire.Drop():
+                self.waves.forget(frame.session)
+            case wire.Embedding() if self.runtime.embedding() is not None:
+                if self.participant.proposed and frame.attempt == self.participant.attempt:
+                    self.tied.take_part(frame, body)
+                    self._acknowledge()
+            case wire.ProposeStep():
+                self.participant.propose(frame.attempt, frame.micro_batches)
+                for early in self.micro_batches.take_early():
+                    await self._handle(early)
+            case wire.Commit():
+                async with self.optimizer.moving:
+                    self.participant.commit(frame.attempt)
+                    await self._take(frame.clip, frame.learning_rate)
+                self.links.send(0, wire.Done(self.place, frame.attempt))
+            case wire.Abort():
+                self.participant.abort(frame.attempt)
+                self._drop_all()
+            case _:
+                raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
+
+    # Taking a step.
+
+    def _prepare(self) -> None:
+        """After a piece of work: once all gradients are here, exchange a tied embedding's and
+        acknowledge."""
+        if not self.participant.complete or self.tied.begun:
+            return
+        if (shared := self.runtime.embedding()) is not None:
+            self.tied.begin(self.participant.attempt, shared)
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Acknowledge with the norm, once the gradients are final."""
+        participant, shared = self.participant, self.runtime.embedding()
+        if not participant.complete or (shared is not None and not self.tied.add(shared)):
+            return
+        squared_norm = self.optimizer.measure()
+        if squared_norm is None:
+            raise ValueError("the gradient is not finite")
+        participant.prepared = True
+        self.links.send(0, wire.Acknowledge(self.place, participant.attempt, None, squared_norm))
+
+    async def _take(self, clip: float, learning_rate: float) -> None:
+        """Take the step that `participant` has just counted. It is never cancelled half-way.
+
+        Raises:
+            DeviceError: the device failed half-way, so the weights are undefined.
+        """
+        with trio.CancelScope(shield=True):  # around computing only
+            try:
+                await self.context.compute(lambda: self._step(clip, learning_rate))
+                for observer in self.context.observers:
+                    observer.stepped()
+            finally:
+                self._drop_all()
+
+    def _step(self, clip: float, learning_rate: float) -> None:
+        if not self.optimizer.step(clip, learning_rate):
+            self.context.refused["bounds"] += 1
+        for observer in self.context.observers:
+            try:
+                observer.committed(self)
+            except (RuntimeError, MemoryError) as error:
+                if not is_device_error(error):
+                    raise
+                self.context.refused[DEVICE_REASON] += 1
+                log.warning(
+                    "%s after step %d: %s", type(observer).__name__, self.participant.step, error
+                )
+
+    def _drop_all(self) -> None:
+        """Drop gradients, inputs and caches: they belong to weights that have moved, or to a step
+        that nobody takes."""
+        for parameter in self.runtime.parameters():
+            parameter.grad = None
+        self.participant.clear()
+        self.micro_batches.clear()
+        self.tied.clear()
+        for observer in self.context.observers:
+            observer.dropped()
+        self.waves.clear()
+
+
+def sends(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
+    """Return True if `sender` may send this frame to `stage` (protocol/04). The head sends its own
+    work to itself."""
+    last = stages - 1
+    match frame:
+        case wire.Forward():
+            return arriving(routes.of(frame.micro_batch, frame.purpose), sender, stage) is not None
+        case wire.Backward():
+            return returning(routes.of(frame.micro_batch), sender, stage) is not None
+        case wire.Prefill() | wire.Decode():
+            return sender == stage - 1 or sender == stage == 0
+        case wire.Learnt() | wire.Scores() | wire.Tokens():
+            return (sender, stage) == (last, 0)
+        case wire.Embedding():
+            return {sender, stage} == {0, last}
+        case wire.Lost() | wire.Failed() | wire.Acknowledge() | wire.Done():
+            return stage == 0
+        case _:
+            return sender == 0
+
+
+# The head.
+
+SCORES_PER_STAGE: Final = 2
+"""Micro-batches that are scored at a time: one is computed, one is on its way."""
+REFUSALS: Final = 3
+"""Calls in a row that one stage refuses, or times that one wave is lost, before the crew ends."""
+TOO_MUCH: Final = DEVICE_REASON
+"""Reason of a stage whose device cannot do a piece of work: smaller micro-batches may fit."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one update; means per trained token, None where no step was taken."""
+
+    refused: RefusalReason | None = None
+    """Why all stages dropped the step; None where all took it."""
+    divisible: bool = False
+    """For a dropped step: whether it can be taken in smaller micro-batches."""
+    loss: float | None = None
+    clip_fraction: float | None = None
+    entropy: float | None = None
+    grad_norm: float | None = None
+    effective: float | None = None
+    """Effective sample size ÷ sample size of the tokens' weights, in (0, 1]."""
+    rate_factor: float = 1.0
+    """See `rl.corrections`."""
+
+
+@dataclass
+class BatchState:
+    """Results of the micro-batches of the present `score` or `update`."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Micro-batch → completion tokens."""
+    divisible: bool = False
+    """Whether smaller micro-batches are possible."""
+    attempt: int = 0
+    """Of the update; 0 for scores."""
+    scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    learnt: dict[int, wire.Learnt] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    """Stage → squared norm that it acknowledged with."""
+    done: set[int] = field(default_factory=set)
+    """Stages that have taken the step."""
+    failed: RefusalReason | None = None
+
+
+class CannotScore(PeerError):
+    """Raised when a stage refuses to score. `too_much`: its device cannot; `divisible`: with fewer
+    tokens at a time it may be able to."""
+
+    def __init__(self, reason: RefusalReason, divisible: bool) -> None:
+        super().__init__(f"the crew cannot score: {reason}")
+        self.too_much = reason == TOO_MUCH
+        self.divisible = self.too_much and divisible
+
+
+class Head(StageWorker):
+    """Stage 0 and scheduler of a crew. One of `generate`, `score` and `update` runs at a time.
+
+    Args:
+        seconds: a call fails when nothing arrives for `max(seconds, 4 × the longest time between
+            two arrivals)`.
+        step_seconds: a call fails when it takes longer.
+    """
+
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        links: Links,
+        fence: Fence,
+        settings: CrewSettings,
+        compute: Compute = in_thread,
+        optimizer: StageOptimizer | None = None,
+        *,
+        seconds: float = 120.0,
+        step_seconds: float = math.inf,
+    ) -> None:
+        super().__init__(runtime, links, fence, settings, compute, optimizer)
+        self.waiting = Waiting(seconds, step_seconds, lambda: not links.inbox.awaited)
+        self._numbers = Numbers()
+        self.generation = Generation(self.context, self._numbers)
+        self._batch = BatchState()
+        self._attempt = 0
+        self._refusals: Counter[int] = Counter()
+        """Stage → calls that it refused since the last committed step."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the crew can still work."""
+        return self.waiting.gone is None
+
+    async def generate(
+        self,
+        prompts: Sequence[list[int]],
+        num_generations: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        ends: frozenset[int],
+        rng: random.Random,
+    ) -> list[Wave]:
+        """Sample completions for each prompt.
+
+        Returns:
+            Waves that together hold the prompts in their order. A prompt whose completions exceed
+            one wave is in several waves, one behind the other.
+
+        Raises:
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired.
+            ValueError: no wave can hold one completion.
+        """
+        self._batch = BatchState()
+        pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
+        waves = [
+            Wave(
+                self._numbers.session(),
+                [prompts[i] for i in piece],
+                each,
+                max_tokens,
+                temperature,
+                top_p,
+                rng.getrandbits(63),
+                ends,
+            )
+            for piece, each in pieces
+        ]
+        later, open_now = list(reversed(waves)), self.generation.open
+        try:
+            with self._call():
+                while later or open_now:
+                    while later and len(open_now) < self.stages:
+                        self.generation.begin(later.pop())
+                    before = len(open_now)
+                    await self.waiting.until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
+        finally:
+            for session in list(open_now):
+                self.generation.end(session)
+        return waves
+
+    async def score(
+        self,
+        rows: Sequence[tuple[list[int], list[int]]],
+        temperature: float,
+        tokens: int | None = None,
+    ) -> list[tuple[list[float], list[float]]]:
+        """Score the completion tokens of each (prompt, completion).
+
+        Args:
+            tokens: of a micro-batch, padded; by default as many as the crew allows.
+
+        Returns:
+            (log-probabilities, entropies) for each row.
+
+        Raises:
+            CannotScore: a stage refused.
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired.
+        """
+        lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
+        pieces = {
+            self._numbers.next(): piece
+            for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))
+        }
+        tokens_of = {
+            number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()
+        }
+        divisible = _half(pieces.values(), lengths) is not None
+        batch = self._batch = BatchState(tokens_of, divisible)
+        with self._call():
+            for begun, (number, piece) in enumerate(pieces.items()):
+                room = begun - SCORES_PER_STAGE * self.stages
+                await self.waiting.until(
+                    lambda room=room: len(batch.scores) > room or batch.failed is not None  # type: ignore[misc]
+                )
+                if batch.failed is not None:
+                    break
+                self._submit(number, "score", describe([rows[i] for i in piece], temperature))
+            await self.waiting.until(
+                lambda: len(batch.scores) == len(pieces) or batch.failed is not None
+            )
+        if batch.failed is not None:
+            raise CannotScore(batch.failed, batch.divisible)
+        out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
+        for number, piece in pieces.items():
+            (logprobs, entropies), at = batch.scores[number], 0
+            for i in piece:
+                size = len(rows[i][1])
+                out[i] = (logprobs[at : at + size], entropies[at : at + size])
+                at += size
+        return out
+
+    async def update(
+        self, rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float, learning_rate: float
+    ) -> StepResult:
+        """Take one optimizer step in all stages, or in none.
+
+        Args:
+            normalizer: of the whole batch, including rows that are not here.
+
+        Raises:
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired. After the commit was sent, some stages may have taken
+                the step.
+            ValueError: too many micro-batches.
+        """
+        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
+        tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
+        groups = [row.group for row in rows]
+        cuts = micro_batches(lengths, tokens, groups)
+        if len(cuts) > wire.MICRO_BATCHES:
+            raise ValueError(f"{len(cuts)} micro-batches in one step, at most {wire.MICRO_BATCHES}")
+        pieces = {self._numbers.next_alternating(): [rows[i] for i in piece] for piece in cuts}
+        tokens_of = {
+            number: sum(len(row.completion_ids) for row in piece)
+            for number, piece in pieces.items()
+        }
+        halves = _half(cuts, lengths, groups)
+        divisible = halves is not None and len(halves) <= wire.MICRO_BATCHES
+        self._attempt += 1
+        batch = self._batch = BatchState(tokens_of, divisible, self._attempt)
+        with self._call():
+            try:
+                self._broadcast(wire.ProposeStep(self.place, batch.attempt, tuple(sorted(pieces))))
+                for number, piece in pieces.items():
+                    self._submit(number, "learn", _described(piece, cfg, normalizer))
+                await self.waiting.until(
+                    lambda: len(batch.norms) == self.stages or batch.failed is not None
+                )
+            finally:
+                if batch.failed is not None or len(batch.norms) < self.stages:
+                    self._broadcast(wire.Abort(self.place, batch.attempt))
+            if batch.failed is not None:
+                return StepResult(refused=batch.failed, divisible=batch.divisible)
+            sums = list(batch.learnt.values())
+            count = sum(one.tokens for one in sums)
+            effective = effective_share(
+                sum(one.weights for one in sums), sum(one.squares for one in sums), count
+            )
+            factor = rate_factor(cfg.options, effective)
+            norm = math.sqrt(sum(batch.norms.values()))
+            clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            rate = float(learning_rate * factor)
+            self._broadcast(wire.Commit(self.place, batch.attempt, norm, clip, rate))
+            await self.waiting.until(lambda: len(batch.done) == self.stages)
+        self._refusals.clear()
+        return StepResult(
+            loss=sum(one.loss for one in sums),
+            clip_fraction=sum(one.clipped for one in sums) / max(count, 1.0),
+            entropy=sum(one.entropy for one in sums) / max(count, 1.0),
+            grad_norm=norm,
+            effective=effective,
+            rate_factor=factor,
+        )
+
+    def _submit(self, number: int, purpose: wire.Purpose, work: MicroBatch) -> None:
+        about, codec = strict.encode(work), self.context.settings.codec
+        frame = wire.Forward(self.place, number, purpose, codec, work.rows, len(about))
+        self.links.send(0, frame, about)
+
+    def _broadcast(self, frame: Frame) -> None:
+        for stage in range(self.stages):
+            self.links.send(stage, frame)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around one call of the training loop: an expired deadline ends the crew."""
+        self.waiting.begin()
+        try:
+            yield
+        except PeerTimeout as error:
+            self.set_fault(None, str(error))
+            raise
+        finally:
+            self.waiting.end()
+
+    async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
+        self.waiting.arrived()
+        batch = self._batch
+        match frame:
+            case wire.Tokens():
+                self.generation.take(frame, body)
+            case wire.Lost():
+                if self.generation.lost(frame.session) >= REFUSALS:
+                    self.set_fault(sender, f"lost a wave {REFUSALS} times: {frame.reason}")
+            case wire.Learnt() | wire.Scores() | wire.Failed() if (
+                frame.micro_batch not in batch.tokens
+            ):
+                return  # of a call that has ended
+            case wire.Learnt():
+                batch.learnt[frame.micro_batch] = frame
+            case wire.Scores():
+                if frame.rows != batch.tokens[frame.micro_batch]:
+                    raise BadMessage("shape", "not a score for each token")
+                batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
+            case wire.Failed():
+                self._refused(sender, frame.reason)
+            case wire.Acknowledge() | wire.Done() if frame.attempt != batch.attempt:
+                return  # of an attempt that has ended
+            case wire.Acknowledge() if frame.refused is not None:
+                self._refused(sender, frame.refused)
+            case wire.Acknowledge():
+                if sender == self.stages - 1 and len(batch.learnt) < len(batch.tokens):
+                    raise BadMessage("bounds", "acknowledged before all losses were sent")
+                batch.norms[sender] = frame.squared_norm
+            case wire.Done():
+                batch.done.add(sender)
+            case _:
+                await super().handle(sender, frame, body)
+        self.waiting.wake()
+
+    def _refused(self, stage: int, reason: RefusalReason) -> None:
+        """A stage refuses the present call. It is counted once per call, and not where the caller
+        tries again with smaller micro-batches."""
+        batch = self._batch
+        if batch.failed is not None:
+            return
+        batch.failed = reason
+        if reason == TOO_MUCH and batch.divisible:
+            return
+        self._refusals[stage] += 1
+        if self._refusals[stage] >= REFUSALS:
+            self.set_fault(stage, f"refused {REFUSALS} times in a row: {reason}")
+
+    def set_fault(self, stage: int | None, reason: str) -> None:
+        super().set_fault(stage, reason)
+        self._end(f"stage {stage}: {reason}" if stage is not None else reason)
+
+    def gone(self, stage: int, reason: str) -> None:
+        super().gone(stage, reason)
+        self._end(f"stage {stage} is gone: {reason}")
+
+    def _end(self, why: str) -> None:
+        self.waiting.gone = self.waiting.gone or why
+        self.waiting.wake()
+
+
+def _described(piece: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> MicroBatch:
+    return describe(
+        [(row.prompt_ids, row.completion_ids) for row in piece],
+        cfg.temperature,
+        describe_loss(piece, cfg, normalizer),
+    )
+
+
+def _half(
+    batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None
+) -> list[list[int]] | None:
+    """The micro-batches where the largest has half the tokens; None when it is one row, which
+    cannot be halved."""
+    largest = max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0)
+    return (
+        micro_batches(lengths, largest // 2, groups) if largest > max(lengths, default=0) else None
+    )
+
+
+class Waiting:
+    """Deadlines of one call at a time.
+
+    Args:
+        busy: whether the own device computes; silence does not count meanwhile.
+    """
+
+    LONGEST_FACTOR: Final = 4
+
+    def __init__(self, seconds: float, call_seconds: float, busy: Callable[[], bool]) -> None:
+        self.seconds = seconds
+        self.call_seconds = call_seconds
+        self.gone: str | None = None
+        """Why the crew is over."""
+        self.longest = 0.0
+        """Longest time between two arrivals in a call."""
+        self._busy = busy
+        self._wake = trio.Event()
+        self._last = self._began = -math.inf
+
+    def begin(self) -> None:
+        self._last = self._began = trio.current_time()
+
+    def end(self) -> None:
+        self._last = -math.inf
+
+    def arrived(self) -> None:
+        now = trio.current_time()
+        if self._last > -math.inf:
+            self.longest = max(self.longest, now - self._last)
+        self._last = now
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until `true()`. Raises PeerError when the crew is over, PeerTimeout."""
+        while not true():
+            if self.gone is not None:
+                raise PeerError(self.gone)
+            silence = max(self.seconds, self.LONGEST_FACTOR * self.longest)
+            call_ends = self._began + self.call_seconds
+            self._wake = trio.Event()
+            with trio.move_on_at(min(self._last + silence, call_ends)) as scope:
+                await self._wake.wait()
+            if not scope.cancelled_caught:
+                continue
+            if trio.current_time() >= call_ends:
+                raise PeerTimeout(f"a call took longer than {self.call_seconds:.0f} s")
+            if not self._busy():
+                raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
+            self._last = trio.current_time()
+
+
+# Generation as the head sees it: token ids of waves, which no lost cache can take away.
+
+
+@dataclass
+class Wave:
+    """`num_generations` completions for each prompt; completion i belongs to prompt
+    i // num_generations."""
+
+    session: bytes
+    prompts: list[list[int]]
+    num_generations: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    ends: frozenset[int]
+    """Token ids that end a completion."""
+    ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    """Unfinished completions, ascending. All have equally many tokens."""
+    begun_again: int = 0
+
+    def __post_init__(self) -> None:
+        total = len(self.prompts) * self.num_generations
+        self.ids, self.logprobs, self.live = (
+            [[] for _ in range(total)],
+            [[] for _ in range(total)],
+            list(range(total)),
+        )
+
+    def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """One more token for each of `live`. Raises ValueError when there are not as many."""
+        for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
+            self.ids[name].append(token)
+            self.logprobs[name].append(logprob)
+        self.live = [
+            n
+            for n in self.live
+            if self.ids[n][-1] not in self.ends and len(self.ids[n]) < self.max_tokens
+        ]
+
+    def latest(self) -> list[int]:
+        """(live,) the tokens that the next step runs."""
+        return [self.ids[name][-1] for name in self.live]
+
+    def questions(self) -> Questions:
+        """Description with which it begins, or begins again from its tokens: then every completion
+        is a prompt of its own."""
+        position = len(self.ids[self.live[0]])
+        so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
+        prompts = so_far if position else self.prompts
+        return Questions(
+            lengths=tuple(map(len, prompts)),
+            ids=pack_ids([i for prompt in prompts for i in prompt]),
+            num_generations=1 if position else self.num_generations,
+            names=tuple(self.live),
+            total=len(self.ids),
+            position=position,
+            max_tokens=self.max_tokens,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            seed=self.seed,
+        )
+
+
+def cut(
+    prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """Cut prompts into at least `min(waves, prompts)` waves of at most `tokens` padded tokens.
+
+    The completions of a prompt that exceed one wave are in several, one behind the other.
+
+    Returns:
+        (indices of `prompts`, completions of each) for each wave.
+
+    Raises:
+        ValueError: one completion alone exceeds a wave.
+    """
+    size = -(-len(prompts) // waves)
+    out: list[tuple[list[int], int]] = []
+    longest = 0
+    for index, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        fits = tokens // (len(prompt) + max_tokens)
+        if not fits:
+            raise ValueError(
+                f"a wave holds {tokens} tokens, and one completion needs {len(prompt) + max_tokens}"
+            )
+        if fits < num_generations:
+            out += [
+                ([index], min(fits, num_generations - done))
+                for done in range(0, num_generations, fits)
+            ]
+            longest = tokens  # no other prompt joins this wave
+        elif (
+            out
+            and len(out[-1][0]) < size
+            and (len(out[-1][0]) + 1) * num_generations * (longest + max_tokens) <= tokens
+        ):
+            out[-1][0].append(index)
+        else:
+            out.append(([index], num_generations))
+            longest = len(prompt)
+    return out
+
+
+class Numbers:
+    """Numbers of micro-batches and names of waves, never used twice by one head."""
+
+    def __init__(self) -> None:
+        self._last = self._parity = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def next_alternating(self) -> int:
+        """Even and odd in turn, across steps: every other micro-batch of a swapped run is
+        swapped."""
+        self._parity += 1
+        while self.next() % 2 != self._parity % 2:
+            pass
+        return self._last
+
+    def session(self) -> bytes:
+        return self.next().to_bytes(wire.SESSION_BYTES, "big")
+
+
+class Generation:
+    """The head's side of generation: one token per wave and round."""
+
+    def __init__(self, context: StageContext, numbers: Numbers) -> None:
+        self.open: dict[bytes, Wave] = {}
+        self._context = context
+        self._numbers = numbers
+
+    def begin(self, wave: Wave) -> None:
+        at, questions = self._context, wave.questions()
+        about = strict.encode(questions)
+        self.open[wave.session] = wave
+        frame = wire.Prefill(
+            at.place,
+            wave.session,
+            at.fingerprint,
+            at.settings.codec,
+            sum(questions.lengths),
+            len(about),
+        )
+        at.links.send(0, frame, about)
+
+    def take(self, frame: wire.Tokens, body: bytes) -> None:
+        """Take the next token of each completion and ask for the one after it. Raises
+        BadMessage."""
+        at, wave = self._context, self.open.get(frame.session)
+        if wave is None:
+            return
+        if frame.rows != len(wave.live):
+            raise BadMessage("shape", "not a token for each completion that is left")
+        wave.took(*read_tokens(body, frame.rows, at.links.limits))
+        if not wave.live:
+            self.end(frame.session)
+            return
+        step = wire.Decode(
+            at.place, wave.session, at.fingerprint, at.settings.codec, len(wave.live)
+        )
+        at.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
+
+    def lost(self, session: bytes) -> int:
+        """Begin a lost wave again from token ids, under another name. Return how often it was
+        lost."""
+        wave = self.open.get(session)
+        if wave is None:
+            return 0
+        self.end(session)
+        wave.begun_again += 1
+        wave.session = self._numbers.session()
+        self.begin(wave)
+        return wave.begun_again
+
+    def end(self, session: bytes) -> None:
+        self.open.pop(session, None)
+        at = self._context
+        for stage in range(at.stages):
+            at.links.send(stage, wire.Drop(at.place, session))
+
+
+# 1F1B (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the room: a stage goes backward
+# whenever it can, and forward only while fewer than 2 × (stages − its index) of its micro-batches
+# wait for their gradient. A line takes as long as the computation, and with the paper's room a
+# stage would wait for gradients in flight. In a swapped run only the head limits, because limits at
+# both ends would deadlock.
+
+Visit = tuple[int, int]
+"""(micro-batch, which hop of its route)."""
+Work = tuple[Literal["forward", "backward", "learn"], Visit]
+"""What to do with which micro-batch. `learn` is the tail's forward, loss and backward in one."""
+Limit = Literal["counted", "free", "learn"]
+"""Whether a forward waits for room. What is learnt at once needs none."""
+
+
+ROOM: Final = 2
+"""Times what 1F1B needs among stages that are not apart."""
+MOST_FORWARDS: Final = 32
+"""Where there is more room than 1F1B needs: at the next stage what a step that failed has left
+counts too (`limits.STAGE_WAITING`)."""
+
+
+class Schedule:
+    """A micro-batch that visits a stage twice has two names."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.waiting: deque[tuple[Visit, Limit]] = deque()
+        """Forwards that came and were not yet run."""
+        self.in_flight: dict[Visit, Limit] = {}
+        """Micro-batches whose gradient is awaited: inputs kept."""
+        self._room = max(stages - stage, min(ROOM * (stages - stage), MOST_FORWARDS))
+        self._backwards: deque[Visit] = deque()
+        self._seen: set[Visit] = set()
+
+    def forward_arrived(self, micro_batch: Visit, limit: Limit) -> bool:
+        """False, and nothing changes, where it came before in this step."""
+        if micro_batch in self._seen:
+            return False
+        self._seen.add(micro_batch)
+        self.waiting.append((micro_batch, limit))
+        return True
+
+    def backward_arrived(self, micro_batch: Visit) -> bool:
+        """False, and nothing changes, where no such micro-batch waits for its gradient."""
+        if micro_batch not in self.in_flight or micro_batch in self._backwards:
+            return False
+        self._backwards.append(micro_batch)
+        return True
+
+    def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> Work | None:
+        """What to do now, and it counts as done; None while there is nothing but to wait. No
+        forward of a micro-batch that is `blocked`, because there is no room where its activations
+        would go; what is learnt at once and every backward are never held up by that.
+        """
+        if self._backwards:
+            micro_batch = self._backwards.popleft()
+            del self.in_flight[micro_batch]
+            return "backward", micro_batch
+        ready = next(self._may_begin(blocked), None)
+        if ready is None:
+            return None
+        self.waiting.remove(ready)
+        micro_batch, limit = ready
+        if limit == "learn":
+            return "learn", micro_batch
+        self.in_flight[micro_batch] = limit
+        return "forward", micro_batch
+
+    def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
+        """Pieces of work that `next` would give: what waits for others is none. From any thread."""
+        return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
+
+    def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
+        full = sum(limit == "counted" for limit in list(self.in_flight.values())) >= self._room
+        for micro_batch, limit in list(self.waiting):
+            if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):
+                yield micro_batch, limit
+
+    def clear(self) -> None:
+        """The step is over, one way or the other."""
+        self.waiting.clear()
+        self._backwards.clear()
+        self.in_flight.clear()
+        self._seen.clear()
+
+
+KEPT = limits.STAGE_WAITING
+"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: a
+schedule has no more than 32 in flight, or as many as there are stages."""
+
+
+@dataclass
+class Kept:
+    """A micro-batch whose gradient has not come: its input, and nothing of its graph."""
+
+    route: Route
+    hop: int
+    """Which visit of the route this is."""
+    work: MicroBatch
+    about: bytes
+    batch: Batch
+    x: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+
+
+class MicroBatches:
+    """A stage's part in training and scoring: forward, backward, and on to the next stage.
+
+    Raises:
+        Refused: swapped stages with fewer than four stages, or with an adapter.
+    """
+
+    def __init__(self, context: StageContext) -> None:
+        if context.settings.swapped and hasattr(context.runtime.model, "peft_config"):
+            raise Refused(
+                "swapped stages are for whole weights, and only an adapter is trained here"
+            )
+        self.schedule = Schedule(context.index, context.stages)
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self._early: list[Arrival] = []
+        """Forwards that came before a proposal: of the next attempt, over another stream, or left
+        over from the last one."""
+        self._context = context
+        self.routes = Routes(context.stages, context.settings.swapped)
+
+    def take_early(self) -> list[Arrival]:
+        """Forwards that came before the proposal, to be handled again now."""
+        early, self._early = self._early, []
+        return early
+
+    async def forward(self, sender: int, frame: wire.Forward, body: bytes) -> None:
+        """Takes it up, or scores it at once. Raises BadMessage, ValueError."""
+        at = self._context
+        about = body[: frame.about]
+        waiting = sum(kept.x is not None for kept in self.kept.values()) + len(self._early)
+        if sender != at.index and waiting >= KEPT:
+            raise BadMessage("bounds", "more micro-batches than are ever in flight")
+        if frame.purpose == "learn":
+            if not at.participant.proposed:
+                self._early.append(Arrival(sender, frame, body))
+                return
+            if not at.participant.may_accumulate(frame.micro_batch):
+                return  # of an attempt that has ended
+        work = read_micro_batch(about, frame.rows, at.links.limits, frame.purpose)
+        route = self.routes.of(frame.micro_batch, frame.purpose)
+        hop = arriving(route, sender, at.index)
+        assert hop is not None, "see `sends`"
+        x = None if hop == 0 else at.activations(body[frame.about :], frame.rows, frame.codec)
+        kept = Kept(route, hop, work, about, batch_of(work, at.runtime.device), x)
+        if frame.purpose == "score":
+            await self._score(frame.micro_batch, kept)
+        elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(kept)):
+            self.kept[frame.micro_batch, hop] = kept
+            for observer in at.observers:
+                observer.received(frame.micro_batch, about, sender, body[frame.about :])
+
+    def backward(self, sender: int, frame: wire.Backward, body: bytes) -> None:
+        """The gradient of what was sent on. Raises BadMessage."""
+        at = self._context
+        hop = returning(self.routes.of(frame.micro_batch), sender, at.index)
+        assert hop is not None, "see `sends`"
+        kept = self.kept.get((frame.micro_batch, hop))
+        if kept is None:
+            return  # of an attempt that has ended
+        if kept.work.rows != frame.rows:
+            raise BadMessage("shape", f"a gradient of {frame.rows} rows for {kept.work.rows}")
+        if frame.codec != at.settings.gradient_codec:
+            raise BadMessage("schema", f"a gradient in {frame.codec}")
+        gradient = decode(body, frame.rows, at.runtime.hidden_size, frame.codec)
+        if self.schedule.backward_arrived((frame.micro_batch, hop)):
+            kept.gradient = gradient.to(at.runtime.device)
+
+    def next(self) -> Work | None:
+        """What to `do` next, where there is room for what comes of it."""
+        return self.schedule.next(self._blocked)
+
+    def ready(self) -> int:
+        """Pieces of work that could be done now. From any thread."""
+        return self.schedule.ready(self._blocked)
+
+    def _blocked(self, key: tuple[int, int]) -> bool:
+        kept = self.kept.get(key)
+        return kept is not None and self._context.links.full(kept.route[kept.hop + 1].stage)
+
+    def _limit(self, kept: Kept) -> Limit:
+        if kept.hop == len(kept.route) - 1:
+            return "learn"
+        return "free" if self._context.settings.swapped and kept.hop > 0 else "counted"
+
+    async def do(self, work: Work) -> None:
+        kind, (micro_batch, hop) = work
+        at, kept = self._context, self.kept[micro_batch, hop]
+        part = kept.route[hop].part
+        refuse = lambda reason: at.links.send(0, wire.Failed(at.place, micro_batch, reason))
+        with at.refusing(refuse):
+            if kind == "forward":
+                self._pass_on(
+                    micro_batch,
+                    kept,
+                    "learn",
+                    await at.compute(lambda: at.runtime.forward(kept.batch, kept.x, part)),
+                )
+                return
+            if kind == "learn":
+                sums: list[float] = []
+                gradient = await at.compute(lambda: self._learn(micro_batch, kept, sums))
+            else:
+                gradient = await at.compute(lambda: self._backward(kept, part))
+            del self.kept[micro_batch, hop]
+            if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == at.index):
+                at.participant.accumulated(micro_batch)
+            if kind == "learn":  # before the acknowledgement
+                at.links.send(0, wire.Learnt(at.place, micro_batch, *sums))
+            if hop > 0:
+                assert gradient is not None
+                codec = at.settings.gradient_codec
+                frame = wire.Backward(at.place, micro_batch, codec, kept.work.rows)
+                at.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
+
+    def _backward(self, kept: Kept, part: StagePart) -> torch.Tensor | None:
+        assert kept.gradient is not None
+        return self._context.runtime.backward(kept.batch, kept.x, kept.gradient, part)
+
+    def _learn(self, micro_batch: int, kept: Kept, sums: list[float]) -> torch.Tensor | None:
+        at = self._context
+
+        def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
+            sums.extend(parts)
+            for observer in at.observers:
+                observer.learnt(
+                    micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu()
+                )
+            return value
+
+        return at.runtime.learn(
+            kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part
+        )
+
+    async def _score(self, micro_batch: int, kept: Kept) -> None:
+        at = self._context
+        if not at.runtime.spec.has_head:
+            self._pass_on(
+                micro_batch,
+                kept,
+                "score",
+                await at.compute(lambda: at.runtime.forward(kept.batch, kept.x)),
+            )
+            return
+        scores = await at.compute(
+            lambda: at.runtime.score(kept.batch, kept.x, kept.work.temperature)
+        )
+        mask = kept.batch.completion_mask
+        body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
+        at.links.send(0, wire.Scores(at.place, micro_batch, int(mask.sum())), body)
+
+    def _pass_on(
+        self, micro_batch: int, kept: Kept, purpose: wire.Purpose, y: torch.Tensor
+    ) -> None:
+        at = self._context
+        frame = wire.Forward(
+            at.place, micro_batch, purpose, at.settings.codec, kept.work.rows, len(kept.about)
+        )
+        body, receiver = encode(y, at.settings.codec), kept.route[kept.hop + 1].stage
+        at.links.send(receiver, frame, kept.about + body)
+        for observer in at.observers if purpose == "learn" else ():
+            observer.sent(micro_batch, receiver, body)
+
+    def clear(self) -> None:
+        self.schedule.clear()
+        self.kept.clear()
+        self._early.clear()
+
+
+class Decoding:
+    """A stage's part in generation: open waves, a prefill, then one token at a time. The last stage
+    samples."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._waves: dict[bytes, Questions] = {}
+        self._drawn: dict[bytes, int] = {}
+        """Session → tokens that each completion has."""
+
+    async def prefill(self, frame: wire.Prefill, body: bytes) -> None:
+        """Raises BadMessage, ValueError."""
+        at, runtime = self._context, self._context.runtime
+        about = body[: frame.about]
+        questions = read_questions(about, frame.rows, at.links.limits)
+        if frame.fingerprint != at.fingerprint:
+            raise BadMessage("fingerprint", "a wave of another policy")
+        if frame.session not in self._waves and len(self._waves) >= at.links.limits.sessions:
+            raise BadMessage("bounds", "more waves than are ever open")
+        x = None if at.index == 0 else at.activations(body[frame.about :], frame.rows, frame.codec)
+        prompts = prompts_of(questions, runtime.device)
+        self._waves[frame.session] = questions
+        self._drawn[frame.session] = questions.position
+        y = await at.compute(lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x))
+        if runtime.spec.has_head:
+            self._draw(
+                frame.session,
+                list(questions.names),
+                y.repeat_interleave(questions.num_generations, 0),
+            )
+            return
+        passed = wire.Prefill(
+            at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows, frame.about
+        )
+        at.links.send(at.index + 1, passed, about + encode(y, at.settings.codec))
+
+    async def decode(self, frame: wire.Decode, body: bytes) -> None:
+        """Raises BadMessage, ValueError."""
+        at, runtime = self._context, self._context.runtime
+        names = unpack_ids(body[: 4 * frame.rows]).tolist()
+        rest = body[4 * frame.rows :]
+        wave = self._waves.get(frame.session)
+        if wave is None:
+            raise BadMessage("session", "not open here")
+        if self._drawn[frame.session] + 1 >= wave.max_tokens:
+            raise BadMessage("rows", "the wave has all its tokens")
+        ids = lambda: torch.tensor(unpack_ids(rest), device=runtime.device).long()
+        x = ids() if at.index == 0 else at.activations(rest, frame.rows, frame.codec)
+        y = await at.compute(lambda: runtime.decode(frame.session, frame.fingerprint, names, x))
+        self._drawn[frame.session] += 1
+        if runtime.spec.has_head:
+            self._draw(frame.session, names, y)
+            return
+        passed = wire.Decode(
+            at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows
+        )
+        at.links.send(at.index + 1, passed, body[: 4 * frame.rows] + encode(y, at.settings.codec))
+
+    def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
+        """Tail: a token for each of `names` from logits (n, V). A completion's draw at a position
+        is the same whoever else is left."""
+        wave, position = self._waves[session], self._drawn[session]
+        key = hashlib.blake2b(
+            wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8
+        ).digest()
+        generator = torch.Generator(logits.device).manual_seed(int.from_bytes(key, "big") >> 1)
+        every = logits.new_zeros(wave.total, logits.shape[1])
+        every[names] = logits
+        token, logprob = sample(every, wave.temperature, wave.top_p, generator)
+        body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
+        self._context.links.send(0, wire.Tokens(self._context.place, session, len(names)), body)
+
+    def forget(self, session: bytes) -> None:
+        self._waves.pop(session, None)
+        self._drawn.pop(session, None)
+        self._context.runtime.sessions.drop(session)
+
+    def clear(self) -> None:
+        self._waves.clear()
+        self._drawn.clear()
+        self._context.runtime.sessions.clear()
+
+
+class TiedEmbedding:
+    """A tied embedding's gradient: each end has one half and sends it to the other, exactly.
+
+    For one attempt at a time.
+    """
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._theirs: torch.Tensor | None = None
+        """The other half, as far as it has arrived."""
+        self._rows = 0
+        """Rows of it that have arrived."""
+        self._left: tuple[int, torch.Tensor, int] | None = None
+        """(attempt, own half, next row to send)."""
+        self.begun = False
+        """Whether the own half is being sent, or was."""
+
+    @property
+    def other_end(self) -> int:
+        return self._context.stages - 1 if self._context.index == 0 else 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether a part of our half is left to send, and there is room for it."""
+        return self._left is not None and not self._context.links.full(self.other_end)
+
+    def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
+        """Send the own half, part by part, while there is room.
+
+        Raises:
+            ValueError: the gradient is not finite.
+        """
+        gradient = torch.zeros_like(shared) if shared.grad is None else shared.grad
+        if not bool(torch.isfinite(gradient).all()):
+            raise ValueError("the embedding's gradient is not finite")
+        self._left, self.begun = (attempt, gradient, 0), True
+
+    def send_part(self) -> None:
+        assert self._left is not None
+        attempt, gradient, first = self._left
+        self._left = None
+        at = self._context
+        part = gradient[first : first + at.links.limits.tokens].float()
+        body, after = encode(part, "float32"), first + len(part)
+        at.links.send(self.other_end, wire.Embedding(at.place, attempt, first, len(part)), body)
+        self._left = (attempt, gradient, after) if after < len(gradient) else None
+
+    def take_part(self, frame: wire.Embedding, body: bytes) -> None:
+        """Take the next rows of the other half. Raises BadMessage."""
+        shared = self._context.runtime.embedding()
+        assert shared is not None
+        if frame.first != self._rows:
+            raise BadMessage("bounds", f"row {frame.first} of an embedding after {self._rows}")
+        if self._theirs is None:
+            self._theirs = torch.zeros(shared.shape)
+        self._rows += frame.rows
+        self._theirs[frame.first : self._rows] = decode(
+            body, frame.rows, self._context.runtime.hidden_size, "float32"
+        )
+
+    def add(self, shared: torch.nn.Parameter) -> bool:
+        """Add the other half to the own gradient. False until all of it has arrived."""
+        if not self.begun or self._theirs is None or self._rows < len(shared):
+            return False
+        theirs = self._theirs.to(shared.device, shared.dtype)
+        shared.grad = theirs if shared.grad is None else shared.grad + theirs
+        self._theirs = None
+        return True
+
+    def clear(self) -> None:
+        self._theirs = self._left = None
+        self._rows, self.begun = 0, False
+
+
+# Frames over streams: one duplex stream to each other member, read at once, written in order.
+#
+# A send never waits for a slow neighbour: frames queue, and one task per neighbour writes. While a
+# link is `full`, its member starts no forward, score or wave over it and sends no part of an
+# embedding; gradients, tokens and the commit always pass. So two stages never wait for each other.
+# A stream is not read while enough of its frames wait to be handled.
+
+INBOX: Final = 64
+"""Frames received and not yet handled, all neighbours together."""
+INBOX_BYTES: Final = 64 * 2**20
+"""Their bodies, at most; one frame of each neighbour may be on its way beyond that."""
+OUTBOX: Final = 4096
+"""Frames to one neighbour, queued: far more than a crew has in flight. A neighbour that lets it
+fill up loses its stream."""
+OUTBOX_BYTES: Final = 64 * 2**20
+"""From here on the link to a neighbour is full. A frame that is begun before may be queued beyond
+it, and gradients: no more of them than there are micro-batches in flight."""
+
+
+STREAM_FAULTS: Final = frozenset({*wire.FRAME_REASONS, "unread"} - {"truncated"})
+"""Reasons for which a stream ends that are its neighbour's fault. A process that dies in the middle
+of a frame leaves it truncated."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    sender: int
+    """Stage."""
+    frame: Frame | None
+    """None: the stream ended, or what came was no frame."""
+    body: bytes
+    reason: str = ""
+
+
+class Inbox:
+    """What arrived and was not handled yet, in order; bodies from others are counted. own: our
+    stage."""
+
+    def __init__(self, own: int) -> None:
+        self._own = own
+        self._send, self._receive = trio.open_memory_channel[Arrival | None](INBOX)
+        self._unhandled = 0
+        """Bytes of others' bodies in it."""
+        self._handled = trio.Event()
+        self.awaited = False
+        """Its reader waits for something to arrive, and does nothing else."""
+
+    async def room(self) -> None:
+        """Returns once another stream may be read."""
+        while self._unhandled >= INBOX_BYTES:
+            await self._handled.wait()
+
+    async def put(self, arrival: Arrival) -> None:
+        if arrival.sender != self._own:
+            self._unhandled += len(arrival.body)
+        await self._send.send(arrival)
+
+    def wake(self) -> None:
+        """There is room again on a link that was full."""
+        # a member that has arrivals to take looks for room after them anyway
+        with contextlib.suppress(trio.WouldBlock):
+            self._send.send_nowait(None)
+
+    def take_nowait(self) -> Arrival | None:
+        """The next arrival; None: there is room again on a link that was full. Raises
+        trio.WouldBlock."""
+        return self._taken(self._receive.receive_nowait())
+
+    async def take(self) -> Arrival | None:
+        """As `take_nowait`, once there is something."""
+        self.awaited = True
+        try:
+            return self._taken(await self._receive.receive())
+        finally:
+            self.awaited = False
+
+    def _taken(self, arrival: Arrival | None) -> Arrival | None:
+        if arrival is not None and arrival.sender != self._own:
+            self._unhandled -= len(arrival.body)
+            self._handled.set()
+            self._handled = trio.Event()
+        return arrival
+
+
+class Links:
+    """`streams`: stage → stream. Frames to our own stage come back without a stream."""
+
+    def __init__(
+        self, stage: int, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits
+    ) -> None:
+        self.stage = stage
+        self.limits = limits
+        self._streams = dict(streams)
+        self.inbox = Inbox(stage)
+        self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
+        self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
+        self.queued = dict.fromkeys(self._streams, 0)
+        """Bytes not sent yet, of those whose stream takes any."""
+        self.frames_received = 0
+        self.refused: Counter[str] = Counter()
+        """Streams that had to end, by reason: of FRAME_REASONS, or `unread`."""
+        self._unread: set[int] = set()
+        """Neighbours whose queue was full of frames."""
+        self._nursery: trio.Nursery | None = None
+
+    def full(self, stage: int) -> bool:
+        """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone:
+        its end arrives as such."""
+        return self.queued.get(stage, 0) >= OUTBOX_BYTES
+
+    def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
+        """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many
+        frames loses its stream."""
+        if stage == self.stage:
+            self._to_self.send_nowait(Arrival(stage, frame, body))
+            return
+        if stage not in self.queued:
+            return
+        data = headed.pack(frame, body)
+        try:
+            self._out[stage][0].send_nowait(data)
+        except trio.WouldBlock:
+            self.refused["unread"] += 1
+            self._give_up(stage)
+        else:
+            self.queued[stage] += len(data)
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._loop_back)
+            for peer, stream in self._streams.items():
+                nursery.start_soon(self._read, peer, stream)
+                nursery.start_soon(self._write, peer, stream)
+
+    def _give_up(self, peer: int) -> None:
+        """Frames to it cannot be kept, and none is dropped while others go on: this stream ends,
+        and the crew gets new ones."""
+        self._unread.add(peer)
+        self._no_more(peer)
+        if self._nursery is not None:
+            self._nursery.start_soon(trio.aclose_forcefully, self._streams[peer])
+
+    def _no_more(self, peer: int) -> None:
+        """What was held back for it waits for nothing any more."""
+        self.queued.pop(peer, None)
+        self.inbox.wake()
+
+    async def _loop_back(self) -> None:
+        async for arrival in self._from_self:
+            await self.inbox.put(arrival)
+
+    async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
+        reason = "closed"
+        try:
+            while True:
+                await self.inbox.room()
+                got = await read_frame(stream, self.limits)
+                if got is None:
+                    break
+                self.frames_received += 1
+                await self.inbox.put(Arrival(peer, *got))
+        except BadMessage as error:
+            reason = error.reason
+            self.refused[reason] += 1
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            reason = "unread" if peer in self._unread else "closed"
+        await self.inbox.put(Arrival(peer, None, b"", reason))
+
+    async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
+        try:
+            async for data in self._out[peer][1]:
+                for at in range(0, len(data), CHUNK_BYTES):
+                    part = data[at : at + CHUNK_BYTES]
+                    await stream.send_all(part)
+                    if peer not in self.queued:
+                        return
+                    was_full = self.full(peer)
+                    self.queued[peer] -= len(part)
+                    if was_full and not self.full(peer):
+                        self.inbox.wake()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._no_more(peer)
