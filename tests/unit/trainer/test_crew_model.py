@@ -3,10 +3,18 @@
 import pytest
 import torch
 from peft import LoraConfig
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
-from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.config import (
+    Config,
+    LoraSettings,
+    PolicyConfig,
+    StagesConfig,
+    TrainingConfig,
+    WeightsConfig,
+)
 from swarmnode.errors import Refused
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
@@ -17,18 +25,17 @@ from swarmnode.stages.trainer import (
     Stage,
     averaged,
     cached_tokens,
+    check_recovery,
     check_trainable,
     cost_of,
     is_untrained,
     kept_bytes,
-    on_host,
     recovery_settings,
+    within_host_memory,
 )
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
     StageSpec,
-    Taken,
     model_cost,
     stage_memory,
     stage_specs,
@@ -50,9 +57,7 @@ def config_of(tmp_path, **stages) -> Config:
 
 
 def stage_of(model, cut, index) -> Stage:
-    assigned = Assigned(
-        b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, NO_HASH, Taken(), ""
-    )
+    assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
@@ -74,19 +79,36 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
     assert not is_untrained(tmp_path / "trained")
 
 
-@pytest.mark.parametrize(
-    ("mode", "match"), [("checkfree", "its own stage is closer"), ("checkfree+", "2 nats")]
-)
-def test_a_published_base_is_refused_the_papers_recoveries_and_told_why(tmp_path, mode, match):
+@pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
+def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(tmp_path, mode):
     with (
-        pytest.raises(Refused, match=match),
-        opened(config_of(tmp_path, paper_mode=mode, stages=4)),
+        capture_logs() as logs,
+        opened(config_of(tmp_path, recovery=mode, stages=4)) as model,
     ):
-        pass
+        assert model.pretrained
+        assert model.settings().swapped == (mode == "checkfree+")
+    warnings = [line for line in logs if line["log_level"] == "warning"]
+    assert [line["remedy"] for line in warnings] == ['stages.recovery = "copies"']
+
+
+@pytest.mark.parametrize(
+    ("mode", "stages", "rank", "match"),
+    [
+        ("checkfree", 2, 0, "needs 3 stages or more"),
+        ("checkfree+", 3, 0, "needs 4 stages or more"),
+        ("checkfree", 0, 0, "needs 3 stages or more, and stages.stages is 0"),
+        ("checkfree", 4, 8, "an adapter is trained: set stages.recovery to copies"),
+    ],
+)
+def test_a_recovery_that_a_crew_cannot_do_is_refused_with_the_remedy(mode, stages, rank, match):
+    settings = StagesConfig(recovery=mode, stages=stages)
+    with pytest.raises(Refused, match=match):
+        check_recovery(settings, rank > 0, pretrained=False)
+    check_recovery(StagesConfig(stages=stages), rank > 0, pretrained=True)
 
 
 def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
-    config = config_of(tmp_path, paper_mode="checkfree+", stages=4)
+    config = config_of(tmp_path, recovery="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
     config = config.model_copy(
@@ -101,10 +123,10 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     stages = lambda **changed: config.model_copy(
         update={"stages": config.stages.model_copy(update=changed)}
     )
-    with pytest.raises(Refused, match="it needs four"), opened(stages(stages=3)):
+    with pytest.raises(Refused, match="needs 4 stages"), opened(stages(stages=3)):
         pass
-    with opened(stages(paper_mode="checkfree", stages=3)) as model:
-        settings = recovery_settings(stages(paper_mode="checkfree").stages, model.run)
+    with opened(stages(recovery="checkfree", stages=3)) as model:
+        settings = recovery_settings(stages(recovery="checkfree").stages, model.run)
         assert not model.settings().swapped
         assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
             True,
@@ -264,11 +286,11 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
     monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
-    assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
+    assert within_host_memory(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
         "a billion weights, which 30 GB keep"
     )
     assert (
-        on_host(80e9, LoraSettings(r=16), averaged, gpu)
-        == on_host(80e9, LoraSettings(r=0), averaged, cpu)
+        within_host_memory(80e9, LoraSettings(r=16), averaged, gpu)
+        == within_host_memory(80e9, LoraSettings(r=0), averaged, cpu)
         == 80e9
     )
