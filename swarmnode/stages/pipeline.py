@@ -575,7 +575,7 @@ class Head(StageWorker):
         step_seconds: float = math.inf,
     ) -> None:
         super().__init__(runtime, links, fence, settings, compute, optimizer)
-        self.waiting = Waiting(seconds, step_seconds, lambda: not links.inbox.awaited)
+        self.waiting = Waiting(seconds, step_seconds, lambda: links.inbox.idle_since)
         self._numbers = Numbers()
         self.generation = Generation(self.context, self._numbers)
         self._batch = BatchState()
@@ -857,19 +857,24 @@ class Waiting:
     """Deadlines of one call at a time.
 
     Args:
-        busy: whether the own device computes; silence does not count meanwhile.
+        seconds: without an arrival.
+        call_seconds: of the whole call.
+        idle_since: since when the own stage waits; infinite while it computes. Silence counts from
+            there.
     """
 
     LONGEST_FACTOR: Final = 4
 
-    def __init__(self, seconds: float, call_seconds: float, busy: Callable[[], bool]) -> None:
+    def __init__(
+        self, seconds: float, call_seconds: float, idle_since: Callable[[], float]
+    ) -> None:
         self.seconds = seconds
         self.call_seconds = call_seconds
         self.gone: str | None = None
         """Why the crew is over."""
         self.longest = 0.0
         """Longest time between two arrivals in a call."""
-        self._busy = busy
+        self._idle_since = idle_since
         self._wake = trio.Event()
         self._last = self._began = -math.inf
 
@@ -900,11 +905,12 @@ class Waiting:
                 await self._wake.wait()
             if not scope.cancelled_caught:
                 continue
-            if trio.current_time() >= call_ends:
+            now = trio.current_time()
+            if now >= call_ends:
                 raise PeerTimeout(f"a call took longer than {self.call_seconds:.0f} s")
-            if not self._busy():
+            self._last = max(self._last, min(self._idle_since(), now))
+            if now >= self._last + silence:
                 raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
-            self._last = trio.current_time()
 
 
 # Generation as the head sees it: token ids of waves, which no lost cache can take away.
@@ -1568,8 +1574,8 @@ class Inbox:
         self._unhandled = 0
         """Bytes of others' bodies in it."""
         self._handled = trio.Event()
-        self.awaited = False
-        """Its reader waits for something to arrive, and does nothing else."""
+        self.idle_since = math.inf
+        """Since when its reader waits for an arrival; infinite while the reader works."""
 
     async def room(self) -> None:
         """Returns once another stream may be read."""
@@ -1594,11 +1600,11 @@ class Inbox:
 
     async def take(self) -> Arrival | None:
         """As `take_nowait`, once there is something."""
-        self.awaited = True
+        self.idle_since = trio.current_time()
         try:
             return self._taken(await self._receive.receive())
         finally:
-            self.awaited = False
+            self.idle_since = math.inf
 
     def _taken(self, arrival: Arrival | None) -> Arrival | None:
         if arrival is not None and arrival.sender != self._own:

@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,14 +37,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.lora import A_MARK, A_SEED, freeze_a, shares_a
+from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.averaging.outer import UNDO, Tensors
 from swarmnode.averaging.probe import LEAST_PROBE, PROBE_SEQUENCES, Answer, compare
 from swarmnode.config import (
     Config,
     LoraSettings,
     PolicyConfig,
-    StagesConfig,
     TrainingConfig,
     WeightsConfig,
 )
@@ -110,7 +109,6 @@ from swarmnode.stages.model import (
     StageRuntime,
     adapt,
     load_stage,
-    tensors_of,
 )
 from swarmnode.stages.pipeline import (
     TOO_MUCH,
@@ -124,37 +122,24 @@ from swarmnode.stages.pipeline import (
     Wave,
 )
 from swarmnode.stages.policy_copy import MemberSampler, WholeCopy
-from swarmnode.stages.recovery import Base, base_adapter, base_stage, restore
-from swarmnode.stages.transfer import (
+from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
-    SNAPSHOTS,
-    Begun,
-    Journal,
-    LocalStage,
-    OnDisk,
-    RecoverySettings,
+    Edge,
     Run,
-    SnapshotRecorder,
-    SnapshotStore,
+    StageRecovery,
     StatePeer,
-    find_journals,
-    find_snapshots,
-    journal_every,
-    journal_file,
-    ring,
+    check_paper,
+    recovery_settings,
     run_one,
-    stage_layouts,
     work_of,
 )
 from swarmnode.stages.wire import (
-    COPIES,
     CREW_BYTES,
     MICRO_BATCHES,
     ActivationCodec,
     Assigned,
     Capacity,
     Copy,
-    Edge,
     Fence,
     FrameLimits,
     Kind,
@@ -164,7 +149,6 @@ from swarmnode.stages.wire import (
     Place,
     StageFault,
     StageStatus,
-    Where,
     activation_bytes,
     check_model_type,
     is_device_error,
@@ -186,7 +170,6 @@ from swarmnode.trainer.update import UpdateStatistics, normalizer, trained
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.layout import Layout
 from swarmnode.wire import headed
 from swarmnode.wire.tensors import unpack_logprobs
 
@@ -244,10 +227,12 @@ class CrewTrainer:
             self._offering = self._model.offering
             self._recovery = StageRecovery(
                 self._directory,
-                recovery_settings(c.stages, self._model.run),
+                recovery_settings(c.stages),
                 self._model,
                 lambda: self._averaging,
                 lambda step: self.copy.facts(step) if self.copy is not None else {},
+                connect=lambda assigned: connect_all(assigned, "state", Gate()),
+                owner=self._model.owner,
             )
             stack.callback(self._recovery.close)
             if c.stages.policy_copy in ("memory", "both"):
@@ -570,9 +555,6 @@ async def close_all(streams: Mapping[int, trio.abc.Stream]) -> None:
 
 STATUS_SECONDS = 1.0
 
-Notify = Callable[[str], None]
-"""Reports the source that a stage is being restored from, one of `wire.SOURCES`."""
-
 
 @dataclass
 class StageSession:
@@ -681,9 +663,8 @@ class StageRunner:
                 session.source = "memory" if assigned.step else ""
             else:
                 if assigned.step:
-                    notify = partial(self._update, session, "loading")
                     session.source, session.gate_kl = await self._recovery.restore(
-                        stage, assigned, notify
+                        stage, assigned, partial(self._update, session)
                     )
                     stage.source = session.source
                 self._built(stage)
@@ -922,17 +903,20 @@ class StageRunner:
             await trio.sleep(STATUS_SECONDS)
             self._send_status()
             session, status = self._session, self.status()
+            if session is not None and (fault := self._fault(session)) is not None:
+                self._report_fault(session, *fault)
             if session is None or status is None:
                 self._progress("waiting for a crew")
             elif status.phase == "loading":
                 self._progress("loading a stage")
             else:
-                fault = self.stage.worker.fault if self.active and self.stage is not None else None
-                if fault is not None:
-                    self._report_fault(session, *fault)
                 if status.load == 0 or status.progress != shown:
                     self._progress(f"stage {status.stage}")
             shown = status.progress if status is not None else -1
+
+    def _fault(self, session: StageSession) -> tuple[int | None, str] | None:
+        worker = self.stage.worker if self.stage is not None and session.active else None
+        return (worker.fault if worker is not None else None) or self._recovery.fault()
 
     def _report_fault(self, session: StageSession, stage: int | None, reason: str) -> None:
         """Tell the network process, once, that this crew cannot continue."""
@@ -1362,264 +1346,6 @@ class MemberPolicy(CrewPolicy):
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         raise EngineGone("no copy is recent enough")
-
-
-# Restoration and checkpoints of this node's stage, wired to the runner:
-#
-#     <data>/trainer/stage/       the own stage's journal, one per lineage
-#     <data>/trainer/shadows/     ring neighbours' stages and the own; all with `stages.keep_policy`
-
-JOURNALS = "stage"
-"""Below the trainer's directory: a directory for each lineage."""
-
-
-class StageRecovery:
-    """It keeps its files below the trainer's `directory`. averaging: that of the stage that is
-    being restored; asked: called when it seeks a replica, for the network process to be notified;
-    more: what else `facts` says of a crew at a step."""
-
-    def __init__(
-        self,
-        directory: Path,
-        settings: RecoverySettings,
-        model: CrewModel,
-        averaging: Callable[[], StageAveraging | None] = lambda: None,
-        more: Callable[[int], dict[str, int]] = lambda step: {},
-    ) -> None:
-        self._averaging = averaging
-        self.outer: Mapping[str, torch.Tensor] = {}
-        """What averaging kept with the weights that were found (R0, R1); empty where nothing came
-        with them."""
-        self._model = model
-        self._directory = directory
-        self._settings = settings
-        self._more = more
-        self._journal: Journal | None = None
-        self._store: SnapshotStore | None = None
-        self._layouts: tuple[Layout, ...] = ()
-        self._arriving: dict[int, tuple[bytes, Begun]] = {}
-        """As `LocalStage.arriving`: the next crew goes on with it."""
-        self._recorder: SnapshotRecorder | None = None
-        self.peer: StatePeer | None = None
-        """Our end of the state streams, while there is a crew."""
-        self._holders: tuple[str, ...] = ()
-        """Our ring neighbours, when they were last given our state."""
-
-    def copies(self) -> tuple[Copy, ...]:
-        """What is on this node's disk: its own stages, and its neighbours'. In a thread."""
-        # before the files, since it may be there meanwhile
-        coming = self._journal.coming if self._journal is not None else []
-        own, kept = (
-            find_journals(self._directory / JOURNALS),
-            find_snapshots(self._directory / SNAPSHOTS),
-        )
-        written = {one.lineage for one in coming}
-        own = [*coming, *(one for one in own if one.lineage not in written)]
-        found = [*(_copy("disk", one) for one in own), *(_copy("neighbour", one) for one in kept)]
-        newest = sorted((copy for copy in found if copy.step > 0), key=lambda copy: -copy.step)
-        return tuple(newest[: COPIES - 1])  # and one in memory
-
-    def prepare(self, assigned: Assigned) -> None:
-        """Opens what this node has on disk of the stage. In a thread. Steps of the stage before
-        that were not written are not written now: a slow disk would keep a crew waiting."""
-        before = self._journal
-        self._recorder = None  # it knows the stage before, and there may be no room for two
-        specs = stage_specs(self._model.config, assigned.layers)
-        spec = specs[assigned.stage]
-        terms = self._model.terms
-        lora = lora_settings(self._model.policy) if terms.lora.r else None
-        self._layouts = stage_layouts(self._model.config, specs, lora)
-        if terms.frozen_a:  # frozen, and everybody derives the same
-            self._layouts = tuple(
-                tuple(spec for spec in layout if A_MARK not in spec.name)
-                for layout in self._layouts
-            )
-        if before is not None:
-            before.leave()
-            # as it will be, it is our best source
-            if before.writes(journal_file(self._directory / JOURNALS, assigned.lineage)):
-                before.ended()
-        self._journal = Journal(
-            self._directory / JOURNALS,
-            assigned.lineage,
-            spec,
-            journal_every(self._layouts),
-            after=before,
-        )
-        kept = (
-            range(spec.stages)
-            if self._settings.keep_policy
-            else (spec.index, *ring(spec.index, spec.stages))
-        )
-        self._arriving = {i: begun for i, begun in self._arriving.items() if i in kept}
-        whose = state.owner(self._model.text.fingerprint, terms.lora.r, terms.frozen_a)
-        about = {"layers": assigned.layers, "owner": whose}
-        self._store = SnapshotStore(
-            self._directory / SNAPSHOTS,
-            assigned.lineage,
-            {i: self._layouts[i] for i in kept},
-            about,
-        )
-
-    def built(self, stage: Stage) -> None:
-        """A stage with the base model's weights is there."""
-        self.outer = {}
-        averaging = self._averaging()
-        outer = averaging.tensors if averaging is not None else dict
-        self._recorder = SnapshotRecorder(
-            stage.runtime.spec, self._settings, self._journal, self._store, outer
-        )
-        stage.observers.append(self._recorder)
-
-    @contextlib.asynccontextmanager
-    async def open(self, assigned: Assigned, stage: Stage) -> AsyncIterator[None]:
-        """While it is open, others' stages can be asked and are answered. Raises PeerError."""
-        assert self._recorder is not None
-        place = Place(assigned.crew[:CREW_BYTES], assigned.stage, assigned.step)
-        averaging = self._averaging()
-        # what lies here is as good while the crew is suspended
-        streams = await connect_all(assigned, "state", Gate())
-        again = partial(connect, assigned, kind="state")
-        try:
-            local = LocalStage(
-                stage.runtime,
-                stage.runtime.spec,
-                self._model.limits(),
-                self._layouts,
-                self._settings,
-                self._model.terms.codec,
-                self._recorder,
-                self._store,
-                base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
-                arriving=self._arriving,
-            )
-            self.peer = peer = StatePeer(
-                local, Fence(place, len(assigned.layers)), streams, stage.meter, again
-            )
-            self._recorder.sharing = peer.sharing
-            async with trio.open_nursery() as nursery:
-                await nursery.start(peer.run)
-                if averaging is not None:
-                    averaging.probe.open(peer)
-                yield
-                nursery.cancel_scope.cancel()
-        finally:
-            self.peer = self._recorder.sharing = None
-            if averaging is not None:
-                averaging.probe.close()
-            with trio.CancelScope(shield=True):
-                await close_all(streams)
-
-    async def restore(
-        self, stage: Stage, assigned: Assigned, notify: Notify
-    ) -> tuple[str, float | None]:
-        """Fill `stage`: (source, KL of the probe). Raises Refused where no source is left,
-        PeerError where somebody is lost meanwhile."""
-        assert self.peer is not None
-        restored = await restore(
-            self.peer,
-            step=assigned.step,
-            run=self._model.run,
-            journal=self._journal,
-            base=self._base(stage),
-            notify=lambda phase, kind: notify(_source(kind)),
-        )
-        self._arriving.pop(assigned.stage, None)
-        restored.install(stage.worker)
-        self.outer = restored.kept.outer
-        for kind, why in restored.tried:
-            log.info("source not taken", rung=f"R{int(kind)}", reason=why)
-        log.info(
-            "weights are back",
-            rung=f"R{int(restored.kind)}",
-            step=assigned.step,
-            source_step=restored.step,
-        )
-        return (
-            _source(restored.kind),
-            restored.verdict.kl if restored.verdict is not None else None,
-        )
-
-    def _base(self, stage: Stage) -> Base | None:
-        """R3. To be called before anything is restored."""
-        if self._model.terms.lora.r > 0:
-            return base_adapter(stage.runtime)
-        if self._model.pretrained:  # of a run from scratch it is worth nothing
-            return base_stage(
-                self._model.directory, stage.runtime.spec, self._model.text.fingerprint
-            )
-        return None
-
-    def attach(self, assigned: Assigned, worker: StageWorker) -> None:
-        """The stage is in order; `worker` has not begun."""
-        assert self.peer is not None
-        self.peer.attach(worker)
-        holders = tuple(assigned.members[i] for i in ring(assigned.stage, len(assigned.layers)))
-        lacking = holders != self._holders or (
-            self._store is not None and self._store.get(assigned.stage) is None
-        )
-        # the base is on every disk
-        if lacking and assigned.step > 0 and self._settings.keeps_copies(worker.runtime.spec):
-            # a neighbour that is new has none of ours, and the next comes in many steps
-            self.peer.sharing.snapshot_of(worker)
-        self._holders = holders
-
-    def progress(self) -> int:
-        """Grows while weights arrive: a stage that is being restored over a slow link, or from a
-        slow disk, is no stage that is stuck."""
-        waits = int(time.monotonic()) if self._journal is not None and self._journal.leaving else 0
-        return waits + (self.peer.channel.progress if self.peer is not None else 0)
-
-    def facts(self, step: int) -> dict[str, int]:
-        """Fields of StageStatus about copies: shadow_step, shadow_age_steps, and `more`."""
-        kept = dict(self.peer.sharing.stored) if self.peer is not None else {}
-        # its loss would cost all steps; in a crew of one nobody is there to keep a copy
-        if not kept:
-            return (
-                {"checkpoint_age_steps": step, **self._more(step)}
-                if self._holders
-                else self._more(step)
-            )
-        newest = max(kept.values())
-        return {
-            "checkpoint_step": newest,
-            "checkpoint_age_steps": max(0, step - newest),
-            **self._more(step),
-        }
-
-    def refused(self) -> dict[str, int]:
-        """What others sent on state streams that is not what it has to be, and what they asked for
-        and did not get, by reason."""
-        return dict(self.peer.channel.refused) if self.peer is not None else {}
-
-    def forget(self) -> None:
-        """The stage in memory is none any more."""
-        if self._journal is not None:
-            self._journal.forget()
-
-    def close(self) -> None:
-        """Writes the last step of our stage: the trainer ends."""
-        if self._journal is not None:
-            self._journal.finish()
-            self._journal = None
-
-
-def _copy(where: Where, found: OnDisk) -> Copy:
-    return Copy(found.lineage, found.first, found.last, found.step, where)
-
-
-def _source(kind: int) -> str:
-    return ("checkpoint", "memory", "neighbour", "base", "checkfree", "checkfree+", "")[kind]
-
-
-def recovery_settings(cfg: StagesConfig, run: Run) -> RecoverySettings:
-    """Where no stage is ever made of its neighbours' layers, nobody is given any."""
-    settings = RecoverySettings(
-        cfg.checkpoint_every,
-        cfg.policy_copy in ("disk", "both"),
-        mode="off" if cfg.recovery == "copies" else cfg.recovery,
-    )
-    return replace(settings, synthesis="none") if run.pretrained or run.adapter else settings
 
 
 # The stage that this node holds, across crews: weights, optimizer, and a worker for each crew.
@@ -2130,11 +1856,11 @@ class CrewModel:
 
     @property
     def run(self) -> Run:
-        return Run(
-            swapped=self.terms.recovery == "checkfree+",
-            pretrained=self.pretrained,
-            adapter=self.terms.lora.r > 0,
-        )
+        return run_of(self.terms, self.pretrained)
+
+    @property
+    def owner(self) -> str:
+        return state.owner(self.text.fingerprint, self.terms.lora.r, self.terms.frozen_a)
 
     def limits(self) -> FrameLimits:
         return FrameLimits(
@@ -2193,7 +1919,7 @@ def open_model(
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_model_type(hf)
         pretrained = not is_untrained(directory)
-        check_recovery(config.stages, terms.lora.r > 0, pretrained)
+        check_paper(terms.recovery, config.stages.stages, run_of(terms, pretrained))
         tokenizer = offline(
             cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         )
@@ -2231,6 +1957,11 @@ def open_model(
         yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)
 
 
+def run_of(terms: CrewTerms, pretrained: bool) -> Run:
+    swapped, adapter = terms.recovery == "checkfree+", terms.lora.r > 0
+    return Run(swapped=swapped, pretrained=pretrained, adapter=adapter)
+
+
 def is_untrained(directory: Path) -> bool:
     """Return True if the weights are as initialised: every norm's scale is exactly one.
 
@@ -2245,28 +1976,6 @@ def is_untrained(directory: Path) -> bool:
     except SafetensorError as error:
         raise Unavailable(f"{directory} is damaged: {error}") from None
     return True
-
-
-def check_recovery(stages: StagesConfig, adapter: bool, pretrained: bool) -> None:
-    """Raise Refused if a crew cannot restore its stages as `stages.recovery` says."""
-    mode = stages.recovery
-    if mode == "copies":
-        return
-    needed = 4 if mode == "checkfree+" else 3
-    remedy = "set stages.recovery to copies"
-    if adapter:
-        raise Refused(f"{mode} rebuilds whole weights, and here an adapter is trained: {remedy}")
-    if stages.stages < needed:
-        raise Refused(
-            f"{mode} needs {needed} stages or more, and stages.stages is {stages.stages}: set"
-            f" stages.stages to {needed} or more, or {remedy}"
-        )
-    if pretrained:
-        log.warning(
-            "a pretrained base's own stage is usually closer than one built from its neighbours",
-            recovery=mode,
-            remedy='stages.recovery = "copies"',
-        )
 
 
 def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:

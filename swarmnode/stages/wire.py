@@ -1949,12 +1949,12 @@ def _end(data: bytes) -> int | None:
 
 # State messages between trainers:
 #
-#     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk
+#     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk or a Run
 #
-#     Ask ──▶ Holds                    the sources that exist for the asker's stage
-#     Want ──▶ Have, Chunk … | Lack    a body of a stage, or a part of a snapshot
+#     Ask ──▶ Holds                    what a member has for the asker's stage
+#     Want ──▶ Have, Chunk … | Lack    a body of a stage, from a byte on
 #     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
-#     Made ──▶                         a new snapshot exists; its keeper sends Want, then Kept
+#     Made ──▶                         a new checkpoint exists; its keeper sends Want, then Kept
 #
 # No body arrives unrequested. Its length follows from the model or has a cap, and a different
 # `size` is refused before allocation. A chunk has at most 1 MiB; a body is used only after its hash
@@ -1972,63 +1972,59 @@ STATE_REASONS: Final = (
     "truncated",
 )
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
-STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated")
-"""Beside what is sent: too many requests at a time; our own disk's, device's or numbers' matter;
-one thing too often."""
+STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
+"""STATE_REASONS and what is counted beside them: `busy`, too many requests at a time; `failed`, our
+disk or device could not do what was asked; `repeated`, one body too often; `gate`, our stage was
+restored from a source that failed the gate, because no source passed."""
 ROOT_BYTES: Final = 32
-FACTOR: Final = 2.0
-"""No stage says that it learns with more than so many times the crew's learning rate."""
 Form = Literal["exact", "small"]
-"""A snapshot is float32 with AdamW's moments and counts, or bfloat16 without."""
-What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran"]
-Given = Literal["shadow", "ends", "probes"]
-"""What others keep of a stage."""
-Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy"]
+"""A checkpoint is float32 with AdamW's moments and counts, or bfloat16 without."""
+StatePhase = Literal["starting", "restoring", "candidate", "ready"]
+"""starting: not known yet whether the stage has its weights. restoring: it has none. candidate: its
+weights are being judged, and it runs micro-batches with them. ready: its weights are in order."""
+What = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
+Given = Literal["checkpoint", "ends", "probes"]
+"""Bodies that other members keep of a stage."""
+Wanted = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
 class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     place: Place
     request: int
-    """Numbered by whoever began; answers repeat it."""
+    """Number that the requester chose; answers repeat it. 0 in Made and Kept."""
 
 
 class Ask(StateMessage, frozen=True, tag="ask"):
-    pass
+    """What do you have for my stage?"""
 
 
 class Holds(StateMessage, frozen=True, tag="holds"):
-    """All of the asker's stage; None where there is nothing."""
+    """Answer to Ask. None where there is nothing."""
 
-    loaded: bool
-    """The answering stage has its weights, and they are good."""
-    rung: int | None
-    """It is being restored, and has a candidate of this kind (`transfer.SourceKind`), which is
-    being judged; 6 while it has none."""
-    exhausted: bool
-    """And nothing else left to try."""
-    shadow: int | None
-    """Committed steps in it."""
-    root: bytes
-    """32 bytes, the snapshot's; empty without one. Two neighbours that name the same need not be
-    judged."""
-    hash: bytes
-    """32 bytes: its step hash; empty without one."""
+    phase: StatePhase
+    """Of the answering stage."""
+    checkpoint: int | None
+    """Committed steps in the checkpoint of the asker's stage."""
     ends: int | None
+    """Committed steps in the copy of the asker's embedding, or norm and head."""
     probes: int | None
+    """Committed steps when the newest probe was computed."""
 
 
 class Want(StateMessage, frozen=True, tag="want"):
     what: Wanted
     of: int
-    """Whose, of what one stage keeps of another (Given); else the asked stage."""
+    """Stage whose body it is: the asker's or the asked."""
     at: int
-    until: int | None
-    """Its bytes `at` … `until` − 1, of a shadow; None: to its end. 0 and None of anything else."""
+    """First byte; above 0 of a checkpoint only, to resume a transfer."""
+    root: bytes
+    """32 bytes, the hash of the body that is resumed, if `at` is above 0; otherwise empty. Another
+    body is sent from its first byte."""
 
 
 class Run(StateMessage, frozen=True, tag="run"):
-    """Body: a description (`work.MicroBatch`) ‖ activations."""
+    """Body: a description (`MicroBatch`) ‖ activations."""
 
     codec: ActivationCodec | None
     """None for the first stage, which takes no activations."""
@@ -2038,21 +2034,16 @@ class Run(StateMessage, frozen=True, tag="run"):
 
 
 class Have(StateMessage, frozen=True, tag="have"):
-    """It has `size` bytes; those that were wanted follow in chunks."""
+    """The body has `size` bytes; those from the requested byte on follow in chunks."""
 
     what: What
     step: int
     """Committed steps in it."""
     size: int
     root: bytes
-    """32 bytes, blake2b of all."""
-    hash: bytes = b""
-    """32 bytes: the step hash of a snapshot or a copy; empty of anything else."""
-    form: Form = "exact"
+    """32 bytes: blake2b of the whole body."""
     squared_norm: float = 0.0
-    """The stage's last raw gradient's over its layers: CheckFree weights it by this."""
-    factor: float = 1.0
-    """Its learning rate is the crew's times this, as it says itself: nobody trains by it."""
+    """Squared norm of the stage's last raw gradient over its layers: CheckFree's weight."""
 
 
 class Chunk(StateMessage, frozen=True, tag="chunk"):
@@ -2065,13 +2056,15 @@ class Lack(StateMessage, frozen=True, tag="lack"):
 
 
 class Made(StateMessage, frozen=True, tag="made"):
-    """There is a new one of the sender's. `request` is 0."""
+    """The sender has a new body for others to keep."""
 
     what: Given
+    step: int
+    """Committed steps in it."""
 
 
 class Kept(StateMessage, frozen=True, tag="kept"):
-    """The receiver's shadow of this step is stored here. `request` is 0."""
+    """The receiver's checkpoint of this step is on the sender's disk."""
 
     step: int
 
@@ -2080,29 +2073,16 @@ AnyStateMessage = Ask | Holds | Want | Run | Have | Chunk | Lack | Made | Kept
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch that was learnt from, and what the policy said of it then."""
+    """A micro-batch that was trained on, and the policy's log-probabilities before that step."""
 
     micro_batch: int
     step: int
     """Committed steps when it was computed."""
     rows: int
     about: bytes
-    """`work.MicroBatch`."""
+    """`MicroBatch`."""
     logprobs: bytes
-    """f32 for each completion token, by the whole policy as it was then."""
-
-
-class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Activations of a committed micro-batch on their way from one stage to another."""
-
-    micro_batch: int
-    step: int
-    source: int
-    target: int
-    rows: int
-    about: bytes
-    body: bytes
-    """In the crew's codec."""
+    """f32 for each completion token."""
 
 
 def root_of(body: bytes | bytearray | memoryview) -> bytes:
@@ -2110,8 +2090,11 @@ def root_of(body: bytes | bytearray | memoryview) -> bytes:
 
 
 def state_bytes(layout: Layout, form: Form) -> int:
-    """How long a snapshot is: weights, first and second moments and a count for each tensor; or
-    weights in two bytes each."""
+    """Return the length of a checkpoint.
+
+    exact: weights, first and second moments (float32) and a count for each tensor. small: weights
+    in bfloat16.
+    """
     return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
 
 
@@ -2122,8 +2105,11 @@ def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> byte
 async def read_state(
     stream: headed.Reader, limits: FrameLimits
 ) -> tuple[AnyStateMessage, bytes] | None:
-    """The next message and its body; None at the end. Raises BadMessage: oversize, malformed,
-    schema, bounds, truncated."""
+    """Return the next message and its body; None at the end.
+
+    Raises:
+        BadMessage: oversize, malformed, schema, bounds, truncated.
+    """
     message: AnyStateMessage | None = await headed.read_header(
         stream, lambda data: strict.decode(data, AnyStateMessage), HEADER_BYTES
     )
@@ -2143,9 +2129,7 @@ async def read_state(
 
 
 _STATE_RANGES: Final = {
-    **dict.fromkeys(
-        ("request", "step", "size", "at", "until", "rung", "shadow", "ends", "probes"), ANY_COUNTER
-    ),
+    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
     "of": (0, STAGES - 1),
 }
@@ -2162,16 +2146,10 @@ def _check_state_message(message: AnyStateMessage, limits: FrameLimits) -> None:
             "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16)),
         },
     )
-    if isinstance(message, Want) and (message.at, message.until) != (0, None):
-        if message.what != "shadow":
+    if isinstance(message, Want):
+        if message.at and message.what != "checkpoint":
             raise BadMessage("bounds", f"a part of {message.what}")
-        if message.until is not None:
-            check_between("until", message.until, message.at + 1, math.inf)
-    if isinstance(message, Holds):
-        check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
-        check_length("hash", message.hash, 0 if message.shadow is None else HASH_BYTES)
+        check_length("root", message.root, ROOT_BYTES if message.at else 0)
     if isinstance(message, Have):
         check_length("root", message.root, ROOT_BYTES)
-        check_length("hash", message.hash, HASH_BYTES if message.what in ("shadow", "copy") else 0)
         check_between("squared_norm", message.squared_norm, 0.0, math.inf)
-        check_positive("factor", message.factor, FACTOR)

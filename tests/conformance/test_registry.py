@@ -145,7 +145,6 @@ def test_caps_are_those_of_the_registry():
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "crew": wire.HASH_BYTES,
         "crew_prefix": limits.CREW_PREFIX_BYTES,
-        "description": limits.DESCRIPTION_BYTES,
         "record_hash": wire.HASH_BYTES,
         "crew_nonce": wire.NONCE_BYTES,
         "wave": limits.WAVE_BYTES,

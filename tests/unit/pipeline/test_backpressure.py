@@ -11,10 +11,16 @@ import trio
 import trio.testing
 
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import PeerError
 from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
-from swarmnode.stages.pipeline import SCORES_PER_STAGE, CrewSettings, Links, Schedule, StageWorker, inline
+from swarmnode.stages.pipeline import (
+    SCORES_PER_STAGE,
+    CrewSettings,
+    Links,
+    Schedule,
+    StageWorker,
+    inline,
+)
 from swarmnode.stages.wire import FrameLimits, Place
 from swarmnode.wire import headed, strict
 from tests.support.crew import open_crew
@@ -180,8 +186,8 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
         with trio.fail_after(1):
             while (arrival := await links.inbox.take()) is None:
                 pass
-        assert (arrival.sender, arrival.frame) == (1, None)
-        assert links.refused == {"unsent": 1}
+        assert (arrival.sender, arrival.frame, arrival.reason) == (1, None, "unread")
+        assert links.refused == {"unread": 1}
         assert not links.full(1)
         nursery.cancel_scope.cancel()
 
@@ -230,9 +236,7 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         work, body = forward(0, "learn", crew.head.place)
-        crew.head.links.send(
-            1, wire.ProposeStep(crew.head.place, 1, (0,)), wire.description_hash(body[: work.about])
-        )
+        crew.head.links.send(1, wire.ProposeStep(crew.head.place, 1, (0,)))
         crew.head.links.send(1, work, body)
         await quiet()
         assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
@@ -272,32 +276,41 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
 
 
 @pytest.mark.parametrize("proposed_first", [True, False])
-async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
+async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
     models, monkeypatch, proposed_first
 ):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        member = crew.members[1]
+        member, head = crew.members[1], crew.head
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
-        work, body = forward(0, "learn", crew.head.place)
-        numbers = tuple(range(pipeline.KEPT + 10))
-        proposal = (
-            wire.ProposeStep(crew.head.place, 1, numbers),
-            len(numbers) * wire.description_hash(body[: work.about]),
-        )
-        crew.head.links.send(1, *proposal) if proposed_first else None
-        for number in numbers:
-            crew.head.links.send(1, *forward(number, "learn", crew.head.place))
+        numbers = tuple(range(pipeline.KEPT + 1))
+        propose = lambda: head.links.send(1, wire.ProposeStep(head.place, 1, numbers))
+        propose() if proposed_first else None
+        for number in numbers[:-1]:
+            head.links.send(1, *forward(number, "learn", head.place))
         await quiet(2000)
-        assert member.context.refused == {"bounds": 10}
-        crew.head.links.send(1, *proposal) if not proposed_first else None
+        propose() if not proposed_first else None
         await quiet(2000)
         assert len(member.micro_batches.kept) == pipeline.KEPT
-        assert member.context.refused == {"bounds": 10}
+        assert member.fault is None
+        head.links.send(1, *forward(numbers[-1], "learn", head.place))
+        await quiet()
+        assert member.fault == (
+            0,
+            "garbage: bounds: more micro-batches than are ever in flight",
+        )
+
+
+async def test_scores_wait_for_room_and_more_than_are_ever_open_name_their_sender(
+    models, monkeypatch
+):
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
-        for number in range(LIMITS.sessions + 10):
+        for number in range(LIMITS.sessions):
             crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
         await quiet(2000)
         assert len(member._held) == LIMITS.sessions
-        assert member.context.refused == {"bounds": 20}
-        with pytest.raises(PeerError, match="cannot score"):  # others go on, and hear of it
-            await crew.head.score([([5, 6, 7], [8, 9])], 1.0)
+        assert member.fault is None
+        crew.head.links.send(1, *forward(9999, "score", crew.head.place))
+        await quiet()
+        assert member.fault[0] == 0

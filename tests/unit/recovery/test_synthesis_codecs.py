@@ -61,9 +61,7 @@ async def two_steps(models, settings):
 @pytest.mark.parametrize("name", ROUNDED)
 async def test_two_swapped_steps_are_those_of_float32_but_for_what_is_rounded(models, name):
     before, after = await two_steps(models, settings_of(name))
-    _, expected = await two_steps(
-        models, CrewSettings(b"b" * 32, "float32", swapped=True)
-    )
+    _, expected = await two_steps(models, CrewSettings(b"b" * 32, "float32", swapped=True))
     assert 0 < float((after - expected).abs().max()) < ROUNDED[name][2]
     assert float((after - before).abs().max()) > 1e-3  # something was learnt
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import trio
+from swarmnode.stages.transfer import LocalStage, Recorder, RecoverySettings, StatePeer, layout_of
 
 from swarmnode.config import Config
 from swarmnode.policy.generate import Sampling
@@ -17,7 +18,6 @@ from swarmnode.stages.model import tensors_of
 from swarmnode.stages.pipeline import Links, StageWorker, in_thread, inline
 from swarmnode.stages.policy_copy import MAX_AGE, WholeCopy
 from swarmnode.stages.trainer import open_model
-from swarmnode.stages.transfer import LocalStage, Recorder, RecoverySettings, StatePeer, layout_of
 from swarmnode.stages.wire import Fence, Place
 from tests.support.waiting import until
 

@@ -7,13 +7,6 @@ import msgspec
 import pytest
 import torch
 import trio
-
-from swarmnode.config import Config
-from swarmnode.errors import StateError
-from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages import transfer
-from swarmnode.stages.recovery import Restored
-from swarmnode.stages.trainer import CLOCKS, Stage, StageRecovery, recovery_settings
 from swarmnode.stages.transfer import (
     RecoverySettings,
     Sharing,
@@ -23,6 +16,13 @@ from swarmnode.stages.transfer import (
     load_weights,
     trained,
 )
+
+from swarmnode.config import Config
+from swarmnode.errors import StateError
+from swarmnode.policy.build_deep import write_deep_model
+from swarmnode.stages import transfer
+from swarmnode.stages.recovery import Restored
+from swarmnode.stages.trainer import CLOCKS, Stage, StageRecovery, recovery_settings
 from swarmnode.stages.wire import NO_HASH, Assigned, Taken
 from tests.support.crew_models import averaging_of, opened
 from tests.support.foreign import until

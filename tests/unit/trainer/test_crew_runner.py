@@ -112,6 +112,9 @@ class Recovery:
     def refused(self):
         return {"busy": 1}
 
+    def fault(self):
+        return None
+
     def forget(self):
         self.forgotten += 1
 

@@ -17,13 +17,11 @@ from swarmnode.stages.trainer import (
     Gate,
     GatedStream,
     Stage,
-    StageRecovery,
     StageRunner,
     connect,
-    recovery_settings,
 )
 from swarmnode.stages.wire import Assigned, Offering, Released, Resumed
-from tests.support.crew_models import opened
+from tests.support.crew_models import opened, recovery_of
 from tests.support.lost_stages import rows_of
 
 CREW, LINEAGE = b"c" * 32, b"l" * 32
@@ -184,7 +182,7 @@ def test_a_stage_whose_device_failed_within_a_step_is_not_used_again(model, tmp_
     def fails(*_):
         raise error
 
-    recovery = StageRecovery(tmp_path, recovery_settings(config.stages, crew.run), crew)
+    recovery = recovery_of(config, crew, tmp_path)
     alone = msgspec.structs.replace(assigned(index=0), layers=(2,), members=("a",))
     runner = StageRunner(
         lambda assigned: Stage(

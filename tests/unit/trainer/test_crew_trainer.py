@@ -12,6 +12,7 @@ import pytest
 import torch
 import trio
 from structlog.testing import capture_logs
+from swarmnode.stages.transfer import read_copy
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from swarmnode.config import Config, PolicyConfig
@@ -25,7 +26,6 @@ from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.stages.pipeline import Head
 from swarmnode.stages.trainer import AGE, CrewPolicy, CrewTrainer, make_trainer
-from swarmnode.stages.transfer import read_copy
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.export_crew import find_copies
