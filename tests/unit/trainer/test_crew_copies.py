@@ -7,16 +7,22 @@ import threading
 import pytest
 import torch
 import trio
-from swarmnode.stages.transfer import LocalStage, Recorder, RecoverySettings, StatePeer, layout_of
 
 from swarmnode.config import Config
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
-from swarmnode.stages import transfer
+from swarmnode.stages import recovery
 from swarmnode.stages.model import tensors_of
 from swarmnode.stages.pipeline import Links, StageWorker, in_thread, inline
 from swarmnode.stages.policy_copy import MAX_AGE, WholeCopy
+from swarmnode.stages.recovery import (
+    LocalStage,
+    Recorder,
+    RecoverySettings,
+    StatePeer,
+    layout_of,
+)
 from swarmnode.stages.trainer import open_model
 from swarmnode.stages.wire import Fence, Place
 from tests.support.waiting import until
@@ -59,7 +65,7 @@ class One:
         self.worker = StageWorker(
             runtime, Links(0, {}, model.limits()), fence, model.settings(), inline
         )
-        self.peer.attach(self.worker)
+        self.peer.attach(self.worker, 0)
         self.copy = WholeCopy(model, lambda: self.peer, 4096)
 
     def at(self, step, by=0.0):
@@ -165,7 +171,7 @@ async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer, "encode_copy", fails)
+        patch.setattr(recovery, "encode_copy", fails)
         at = one.at(1, by=0.05)
         one.copy.follow(one.layers, at)
         await until(lambda: failed)

@@ -94,7 +94,7 @@ class Recovery:
         yield
 
     async def restore(self, stage, assigned, notify):
-        notify("neighbour")
+        notify("loading", "neighbour")
         if self.error is not None:
             raise self.error
         return "neighbour", 0.01
@@ -216,7 +216,7 @@ def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(n
     ):
         one.runner.receive(message)
         done = threading.Event()
-        one.until(lambda: one.runner.averages == averages)
+        one.until(lambda averages=averages: one.runner.averages == averages)
         one.runner.run_soon(done.set)
         assert done.wait(10)
         assert one.runner.averages == averages

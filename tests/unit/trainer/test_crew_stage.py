@@ -1,4 +1,4 @@
-"""A stage across crews: which steps it continues from, what it offers, and what a half step costs."""
+"""A stage across crews: the steps that it continues from, what it offers, and half a step."""
 
 import threading
 

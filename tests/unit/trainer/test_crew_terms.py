@@ -15,7 +15,8 @@ def terms(**sections):
 
 
 def test_nodes_of_one_configuration_name_one_model():
-    assert terms() == terms(node={"name": "another"}, stages={"capacity": 10**9, "checkpoint_every": 7})
+    local = {"capacity": 10**9, "checkpoint_every": 7, "policy_copy": "disk"}
+    assert terms() == terms(node={"name": "another"}, stages=local)
 
 
 @pytest.mark.parametrize(
