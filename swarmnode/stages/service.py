@@ -1,13 +1,13 @@
 """The stage service of the network process: it carries out what `crew.py` decides. No torch.
 
-    peers ─ /swarmnode/crews/9 ─▶ Received ─┐                       ┌─▶ SendAnswer, Send ─▶ peers
+    peers ─ /swarmnode/crews/10 ─▶ Received ┐                       ┌─▶ SendAnswer, Send ─▶ peers
     connections ─▶ PeerGone, PeerBack ──────┤                       ├─▶ Assigned, Released
     trainer ─ link ─▶ Offering, … ──────────┼─▶ advance (one event  ├─▶ Suspended, Resumed
     stream proxy ─▶ StreamLost ─────────────┤   at a time) ─────────┴─▶ Note
     clock ─▶ Tick ──────────────────────────┘
 
-A malformed message costs the peer's standing and ends no task here. The only file lists the peers
-with which steps were taken.
+A malformed message costs the peer's standing and ends no task here. `partners.json` lists the peers
+with which this node took steps.
 """
 
 from __future__ import annotations
@@ -25,29 +25,25 @@ from typing import Final
 
 import msgspec
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import StagesConfig
 from swarmnode.errors import BadMessage, Incompatible, PeerError
 from swarmnode.files import listening, write_atomically
 from swarmnode.p2p.api import Network, PeerStream, Streams
 from swarmnode.stages import wire
-from swarmnode.stages.crew import CrewStatistics, Means, Phase, Progress, State, advance, statistics
+from swarmnode.stages.crew import CrewStatistics, Means, Phase, State, advance, statistics
 from swarmnode.stages.wire import (
-    Founded,
     Kind,
     Open,
     StreamOpen,
     StreamPeers,
     StreamReady,
-    check_founded,
     read_first,
     read_open,
     refusal,
     socket_file,
 )
 from swarmnode.wire import headed, ids
-from swarmnode.wire.envelope import signed_by
 
 log = logging.getLogger(__name__)
 
@@ -492,6 +488,14 @@ async def _accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType:
 REQUEST_TIMEOUT: Final = 10.0
 """The next heartbeat does not wait for the answer to the last: over a slow line that tensors fill
 it takes seconds."""
+NOTE_WORDS: Final = {
+    "struck": "peer struck",
+    "behind": "former member left behind",
+    "suspected": "member suspected",
+    "refuted": "member heard again",
+    "broken": "crew ended",
+    "refused": "no crew",
+}
 LEAVE_SECONDS: Final = 3.0
 """For others to be told that this node is going."""
 POLL_INTERVAL: Final = 5.0
@@ -499,8 +503,14 @@ POLL_INTERVAL: Final = 5.0
 PARTNERS: Final = "partners.json"
 """Below the data directory."""
 PARTNERS_KEPT: Final = 256
-SLOW_STEPS: Final = 4.0
-"""A trainer that has work and does none for so many times its slow step (99th percentile) hangs."""
+STEPS: Final = 100
+"""Recent steps that count."""
+LEAST_STEPS: Final = 5
+"""Nothing is known of a trainer's pace from fewer."""
+HANG_STEPS: Final = 4.0
+"""A trainer with work in hand and no progress for so many times its longest recent step hangs."""
+HANG_SECONDS: Final = 15.0
+"""A shorter pause is no hang, however short steps are: the device or the disk may have stalled."""
 BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds of `StagesStatistics.recovery_counts`, in seconds."""
 
@@ -516,14 +526,13 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     something."""
     streams: StreamProxyStatistics = StreamProxyStatistics()
     events: dict[str, int] = {}
-    """What happened in our crews, by `wire.NOTES`: suspicions, those that were refuted, ends of
-    crews."""
+    """What happened in our crews, by `wire.NOTES`."""
     recovery_counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
     """How often a crew that stood still ran again, by BOUNDS of the seconds that it took; not
     cumulated, those above every bound last."""
     recovery_seconds_total: float = 0.0
-    rungs: dict[str, int] = {}
-    """How often our stage came from where; of `wire.RUNGS`."""
+    sources: dict[str, int] = {}
+    """Restorations of our stages, by `wire.SOURCES`."""
     last_reason: str = ""
     """Why the last crew was left, or why our stage failed."""
     heartbeat_seconds: float | None = None
@@ -551,7 +560,7 @@ class NodeCallbacks:
 
 
 class StageService:
-    """Part of the network process. `key` is the node's.
+    """Part of the network process.
 
     Start it with `await nursery.start(service.run)`; `hello`, `receive` and `trainer_left` are for
     the process link.
@@ -560,7 +569,6 @@ class StageService:
     def __init__(
         self,
         network: Network,
-        key: Ed25519PrivateKey,
         cfg: StagesConfig,
         data_dir: Path,
         node: NodeCallbacks,
@@ -580,12 +588,7 @@ class StageService:
         self._network = network
         self._node = node
         self._means = Means(
-            self.settings,
-            key.sign,
-            signed_by,
-            rng or random.SystemRandom(),
-            self._trusts,
-            self.proxy.uplink,
+            self.settings, rng or random.SystemRandom(), self._trusts, self.proxy.uplink
         )
         self._state = State(network.peer_id)
         self._nursery: trio.Nursery | None = None
@@ -652,7 +655,7 @@ class StageService:
             events=dict(counts.notes),
             recovery_counts=tuple(counts.recoveries),
             recovery_seconds_total=counts.recovery_seconds,
-            rungs=dict(counts.rungs),
+            sources=dict(counts.sources),
             last_reason=counts.last_reason,
             heartbeat_seconds=counts.heartbeat_seconds,
             unanswered=dict(counts.unanswered),
@@ -688,9 +691,14 @@ class StageService:
             case wire.StageStatus():
                 trainer.status = message
                 self._counts.last_reason = message.reason or self._counts.last_reason
-                if message.rung and message.phase == "active" and trainer.restored != message.crew:
+                if (
+                    message.source
+                    and message.phase == "active"
+                    and (trainer.restored != message.crew)
+                ):
                     trainer.restored = message.crew
-                    self._counts.rungs[message.rung if message.rung in wire.RUNGS else "other"] += 1
+                    known = message.source in wire.SOURCES
+                    self._counts.sources[message.source if known else "other"] += 1
                 if self._state.phase == Phase.RUNNING:
                     trainer.progress.report(message.step, message.progress, message.load, _now())
         self._handle(message)
@@ -747,7 +755,12 @@ class StageService:
             )
 
     def _note(self, what: str, detail: str) -> None:
-        log.info("crew: %s%s", what, f" ({detail})" if detail else "")
+        log.log(
+            logging.WARNING if what in ("struck", "behind") else logging.INFO,
+            "%s%s",
+            NOTE_WORDS.get(what, f"crew {what}"),
+            f": {detail}" if detail else "",
+        )
         counts = self._counts
         counts.notes[what] += 1
         if what == "broken":
@@ -822,26 +835,23 @@ class StageService:
                 max_response_bytes=wire.MESSAGE_BYTES,
                 urgent=not isinstance(message, wire.Offer),
             )
-            received = wire.decode_answer(data)
-            if isinstance(message, wire.Propose) and isinstance(received, wire.Signature):
-                wire.check_signature(message.record, peer, received, signed_by)
-            answer = received
+            answer = wire.decode_answer(data)
         except BadMessage as error:
-            self._network.rejected(
-                peer, "stages_signature" if error.reason == "signature" else "stages_malformed"
-            )
+            self._garbage(peer)
             log.info("%s answered with no message: %s", peer, error)
         except PeerError as error:
             foreign = isinstance(error, Incompatible)
             log.debug("%s: %s", peer, error)
+        seconds = _now() - began
         if answer is None:
             self._counts.unanswered[type(message).__name__.lower()] += 1
         elif isinstance(message, wire.Heartbeat):
-            self._counts.heartbeat_seconds = _now() - began
-        seconds = (_now() - began) / 2  # one round trip: `library.streams`
-        self._handle(
-            wire.Answered(peer, message, answer, foreign, seconds if answer is not None else None)
-        )
+            self._counts.heartbeat_seconds = seconds
+        self._handle(wire.Answered(peer, message, answer, foreign, seconds))
+
+    def _garbage(self, peer: str) -> None:
+        self._network.rejected(peer, "stages_malformed")
+        self._handle(wire.Garbage(peer))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """The answer to a peer. Raises PeerError to reset the stream."""
@@ -849,14 +859,8 @@ class StageService:
             message = wire.decode_request(data)
         except BadMessage:
             self._counts.malformed += 1
-            self._network.rejected(peer, "stages_malformed")
+            self._garbage(peer)
             raise
-        if isinstance(message, Founded):
-            try:
-                check_founded(message, signed_by)
-            except BadMessage:
-                self._network.rejected(peer, "stages_signature")
-                raise
         answer = self._handle(wire.Received(peer, message))
         if answer is None:
             raise PeerError("no answer")
@@ -885,6 +889,34 @@ class _Connections:
             self._network.hold(members)
 
 
+class Progress:
+    """Whether a trainer with work in hand makes progress."""
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=STEPS)
+        self._step: tuple[int, float] | None = None
+        self._progress: tuple[int, float] | None = None
+
+    def restart(self) -> None:
+        """The time until now belongs to no step."""
+        self._step = self._progress = None
+
+    def report(self, step: int, progress: int, load: int, now: float) -> None:
+        if self._step is None or step < self._step[0]:
+            self._step = (step, now)
+        elif step > self._step[0]:
+            self._durations.append((now - self._step[1]) / (step - self._step[0]))
+            self._step = (step, now)
+        if self._progress is None or progress != self._progress[0] or load == 0:
+            self._progress = (progress, now)
+
+    def stalled(self, now: float) -> bool:
+        if self._progress is None or len(self._durations) < LEAST_STEPS:
+            return False
+        longest = HANG_STEPS * max(self._durations)
+        return now - self._progress[1] > max(HANG_SECONDS, longest)
+
+
 class _Trainer:
     """What is known of our trainer."""
 
@@ -894,7 +926,7 @@ class _Trainer:
         self.status: wire.StageStatus | None = None
         self.restored = b""
         """The crew in which its stage was counted as restored."""
-        self.progress = Progress(SLOW_STEPS)
+        self.progress = Progress()
 
     @property
     def has_learnt(self) -> bool:
@@ -933,7 +965,7 @@ class _ServiceCounts:
         self.notes: Counter[str] = Counter(dict.fromkeys(wire.NOTES, 0))
         self.recoveries = [0] * (len(BOUNDS) + 1)
         self.recovery_seconds = 0.0
-        self.rungs: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
         self.unanswered: Counter[str] = Counter()
         self.last_reason = ""
         self.heartbeat_seconds: float | None = None

@@ -8,15 +8,12 @@ size to allocate.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
@@ -40,7 +37,7 @@ from swarmnode.wire.fields import (
     check_positive,
     check_rising,
 )
-from swarmnode.wire.limits import LOGPROB_SLACK, PEER_ID_BYTES, SIGNATURE_BYTES
+from swarmnode.wire.limits import LOGPROB_SLACK, PEER_ID_BYTES
 
 if TYPE_CHECKING:  # a base installation has no numpy
     import numpy as np
@@ -898,17 +895,15 @@ def is_device_error(error: BaseException) -> bool:
     )
 
 
-# The plan: contiguous blocks of layers that minimise the slowest stage's time within the members'
-# memory. Dynamic programming over sets of at most eight members; the least bound is found by
-# halving.
+# What the parts of a model cost and what a member can do: the input of the plan in `crew.py`.
 
 MEMBERS: Final = 8
-"""Members considered for one crew, at most."""
+"""Members of one crew, at most."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one layer, the embedding or the head costs whoever holds it."""
+    """What one layer, the embedding or the head costs its holder."""
 
     memory: float
     """Bytes: weights, gradients, optimizer, the cache of its share of the waves in flight, and what
@@ -925,7 +920,7 @@ class ModelCost:
     head: Part
     """Norm and head; with tied embeddings it holds the embedding a second time."""
     batch_bytes: float = 0.0
-    """What a stage sends of a micro-batch: activations to the next one, gradients to the one
+    """What a stage sends of a micro-batch: activations to the next stage, gradients to the stage
     before."""
     stage: float = 0.0
     """Bytes that any stage needs besides, however many layers it holds: while one of them is
@@ -933,8 +928,8 @@ class ModelCost:
     batches: float = 1.0
     """Micro-batches of a step."""
     crossings: float = 0.0
-    """How often, for each micro-batch of a step, everybody waits for the way through all stages and
-    back: once for each token that is sampled, and while the pipeline fills and drains."""
+    """How often, for each micro-batch of a step, all stages wait for the way through all of them
+    and back: once for each token that is sampled, and while the pipeline fills and drains."""
 
 
 @dataclass(frozen=True)
@@ -950,249 +945,16 @@ class Capacity:
     by the network process."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    members: tuple[int, ...]
-    """Which member is stage 0, 1, …"""
-    layers: tuple[int, ...]
-    """How many layers each of them holds."""
-    slowest_seconds: float
-    """What a micro-batch takes in the slowest stage."""
-
-
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
-    """Bytes that whoever holds `stage` of these blocks needs."""
-    return model.stage + sum(part.memory for part in _parts(model, layers, stage))
+    """Return the bytes that the holder of `stage` of these blocks needs."""
+    return model.stage + sum(part.memory for part in stage_parts(model, layers, stage))
 
 
-def stage_work(model: ModelCost, layers: Sequence[int], stage: int) -> float:
-    """What all micro-batches of a step take in `stage` of these blocks."""
-    return model.batches * sum(part.work for part in _parts(model, layers, stage))
-
-
-def _parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[Part]:
+def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[Part]:
+    """Return the parts of the model in `stage` of these blocks."""
     start = sum(layers[:stage])
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
     return [*model.layers[start : start + layers[stage]], *ends]
-
-
-def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) -> Plan:
-    """The fastest plan; among equals the one with the fewest stages, then the one that uses earlier
-    members. Deterministic.
-
-    `stages` asks for exactly so many; 0 for as many as is fastest. Asked for a number, it is the
-    fastest where layers cost alike.
-
-    Raises Refused when no crew of these members can hold the model, ValueError for more than
-    MEMBERS.
-    """
-    if len(members) > MEMBERS:
-        raise ValueError(f"at most {MEMBERS} members")
-    search = _Search(model, members)
-    found = search.within(sys.float_info.max, stages)
-    if found is None:
-        need = model.stage + model.embedding.memory + search.memory[-1] + model.head.memory
-        have = sum(member.memory for member in members)
-        raise Refused(
-            f"{len(members)} members with {have:.3g} bytes together cannot hold the model's"
-            f" {need:.3g} in blocks of layers"
-        )
-    too_fast = 0.0  # nothing is known to be faster than this
-    while (
-        better := search.within(math.nextafter(found.slowest_seconds, -1.0), stages)
-    ) is not None:
-        found = better
-        middle = too_fast + (found.slowest_seconds - too_fast) / 2
-        if (better := search.within(middle, stages)) is None:
-            too_fast = middle
-        else:
-            found = better
-    return search.earliest(found)
-
-
-@lru_cache(maxsize=8)
-def plan_apart(
-    model: ModelCost,
-    members: tuple[Capacity, ...],
-    apart: tuple[tuple[float, ...], ...],
-    stages: int = 0,
-) -> Plan:
-    """As `make_plan`, of members that are `apart[i][j]` seconds, one way; the nearest to us come
-    first.
-
-    Each further member makes the slowest stage faster and the way through all of them longer: as
-    many as make a step fastest. Their order is the one, of those no slower, with the shortest way.
-    Raises as `make_plan` does.
-    """
-    if not any(any(row) for row in apart):
-        return make_plan(model, members, stages)
-    best: tuple[float, Plan] | None = None
-    for count in range(max(1, stages), len(members) + 1):
-        try:
-            plan, way = _nearest(model, members, make_plan(model, members[:count], stages), apart)
-        except Refused:
-            if best is None and count == len(members):
-                raise
-            continue
-        seconds = plan.slowest_seconds + model.crossings * way
-        if best is None or seconds < best[0]:
-            best = seconds, plan
-    return best[1] if best is not None else make_plan(model, members, stages)
-
-
-def _nearest(
-    model: ModelCost, members: Sequence[Capacity], plan: Plan, apart: Sequence[Sequence[float]]
-) -> tuple[Plan, float]:
-    """The order of the plan's members with the shortest way, none of whose stages is slower than
-    its slowest; the blocks stay as they are, since crews that are cut alike can average. And the
-    seconds of that way, once through all of them and back to the first."""
-    search, chosen, bound = _Search(model, members), plan.members, plan.slowest_seconds
-    blocks = [*pairwise(accumulate((0, *plan.layers)))]
-
-    def way(order: Sequence[int]) -> float:
-        return sum(apart[one][other] for one, other in pairwise(order))
-
-    # (those placed, the last of them) → the shortest order
-    ends: dict[tuple[int, int], tuple[int, ...]] = {}
-    for used in range(1, 1 << len(chosen)):
-        for number, index in enumerate(chosen):
-            if used >> number & 1 and search.seconds(index, *blocks[used.bit_count() - 1]) <= bound:
-                rest = used & ~(1 << number)
-                before = (
-                    [(*ends[rest, other], index) for other in chosen if (rest, other) in ends]
-                    if rest
-                    else [(index,)]
-                )
-                if before:
-                    ends[used, index] = min(before, key=way)
-    order = min(
-        [chosen, *(order for (used, _), order in ends.items() if used == (1 << len(chosen)) - 1)],
-        key=way,
-    )
-    return Plan(order, plan.layers, bound), way(order) + apart[order[-1]][order[0]]
-
-
-class _Search:
-    """Plans none of whose stages takes longer than a bound: of a set of members, only how far they
-    reach counts, and further is always better. So a search is at most MEMBERS · 2^MEMBERS steps,
-    whatever the model."""
-
-    def __init__(self, model: ModelCost, members: Sequence[Capacity]) -> None:
-        self.model, self.members, self.count = model, members, len(model.layers)
-        self.memory = [0.0, *accumulate(part.memory for part in model.layers)]
-        self.work = [0.0, *accumulate(part.work for part in model.layers)]
-
-    def within(self, bound: float, stages: int) -> Plan | None:
-        """The plan with the fewest stages, then of the earliest members. `stages`: exactly so many;
-        0 for any number."""
-        reach = [-1] * (1 << len(self.members))
-        reach[0] = 0
-        fewest = len(self.members) + 1
-        for used, start in enumerate(reach):
-            placed = used.bit_count() + 1
-            if start < 0 or placed >= fewest or (stages and placed > stages):
-                continue
-            for index in range(len(self.members)):
-                if used >> index & 1:
-                    continue
-                if stages in (0, placed) and self.seconds(index, start, self.count) <= bound:
-                    fewest = placed
-                    break
-                end = self._reach(index, start, self.count - max(1, stages - placed), bound)
-                if end > start:
-                    reach[used | 1 << index] = max(end, reach[used | 1 << index])
-        if fewest > len(self.members):
-            return None
-        order = self._order(0, 0, fewest, bound, set())
-        assert order is not None
-        ends = self.ends(order, bound)
-        assert ends is not None
-        blocks = [*pairwise((0, *ends))]
-        slowest = max(
-            self.seconds(index, *block) for index, block in zip(order, blocks, strict=True)
-        )
-        return Plan(order, tuple(end - start for start, end in blocks), slowest)
-
-    def seconds(self, index: int, start: int, end: int) -> float:
-        """What a micro-batch takes in layers [start, end) at this member; infinite where they do
-        not fit."""
-        member, last = self.members[index], end == self.count
-        memory, work = (
-            self.model.stage + self.memory[end] - self.memory[start],
-            self.work[end] - self.work[start],
-        )
-        if start == 0:
-            memory, work = memory + self.model.embedding.memory, work + self.model.embedding.work
-        if last:
-            memory, work = memory + self.model.head.memory, work + self.model.head.work
-        return (
-            math.inf
-            if memory > member.memory
-            else work / member.speed + (0.0 if last else member.hop_seconds)
-        )
-
-    def _reach(self, index: int, start: int, most: int, bound: float) -> int:
-        """How far this member can go on from `start`, at most to `most`, which is not the end;
-        `start` where it cannot take a layer."""
-        member, first = self.members[index], self.model.embedding if start == 0 else Part(0.0, 0.0)
-        room = self.memory[start] + member.memory - self.model.stage - first.memory
-        time = self.work[start] + (bound - member.hop_seconds) * member.speed - first.work
-        end = min(bisect.bisect_right(self.memory, room), bisect.bisect_right(self.work, time)) - 1
-        end = max(start, min(end, most))  # but for rounding
-        while end < most and self.seconds(index, start, end + 1) <= bound:
-            end += 1
-        while end > start and self.seconds(index, start, end) > bound:
-            end -= 1
-        return end
-
-    def _order(
-        self, used: int, start: int, left: int, bound: float, dead: set[tuple[int, int]]
-    ) -> tuple[int, ...] | None:
-        """`left` members that hold what is left from `start` on, the earliest; None without."""
-        if (used, start) in dead:
-            return None
-        for index in range(len(self.members)):
-            if used >> index & 1:
-                continue
-            if left == 1:
-                if self.seconds(index, start, self.count) <= bound:
-                    return (index,)
-                continue
-            end = self._reach(index, start, self.count - left + 1, bound)
-            rest = (
-                self._order(used | 1 << index, end, left - 1, bound, dead) if end > start else None
-            )
-            if rest is not None:
-                return (index, *rest)
-        dead.add((used, start))
-        return None
-
-    def ends(self, order: tuple[int, ...], bound: float, start: int = 0) -> tuple[int, ...] | None:
-        """Where each of these stops when each takes as much as it can, from `start` on; None where
-        that does not hold the rest."""
-        ends = [start]
-        for position, index in enumerate(order[:-1]):
-            ends.append(self._reach(index, ends[-1], self.count - len(order) + position + 1, bound))
-            if ends[-1] <= ends[-2]:
-                return None
-        if not ends[-1] < self.count or self.seconds(order[-1], ends[-1], self.count) > bound:
-            return None
-        return (*ends[1:], self.count)
-
-    def earliest(self, plan: Plan) -> Plan:
-        """As fast as `make_plan`, with as little as can be in its first stages."""
-        order, bound, cuts = plan.members, plan.slowest_seconds, [0]
-        for position in range(1, len(order)):
-            start, rest = cuts[-1], order[position:]
-            fits = (
-                e
-                for e in range(start + 1, self.count)
-                if self.seconds(order[position - 1], start, e) <= bound
-            )
-            cuts.append(next(e for e in fits if self.ends(rest, bound, e) is not None))
-        return Plan(
-            order, tuple(after - before for before, after in pairwise((*cuts, self.count))), bound
-        )
 
 
 def model_cost(
@@ -1232,26 +994,22 @@ def model_cost(
     )
 
 
-# The crew record: immutable, signed by every member; the layers of each and the step it continues
-# from.
+# The crew record: immutable. Its hash is the crew's id.
 #
-#     lineage      drawn when training leaves the base; every later crew of the same policy keeps it
-#     step hash    H(step hash before, crew, step, attempt, micro-batches)
-#     copy         a node has layers first … last − 1 of (lineage, step, step hash)
-#
-# Two continuations of one crew share the lineage and differ in the step hash.
+#     lineage      drawn when training leaves the base; later crews of the same policy keep it
+#     step         (lineage, number): steps that were committed since the base
+#     copy         a node has layers first … last − 1 of (lineage, step)
 
 NONCE_BYTES: Final = 8
 LAYERS: Final = 1024
 COPIES: Final = 4 * MEMBERS
 """In one offer, at most."""
-RECORD_DOMAIN: Final = b"swarmnode/crew-record/2"
-MEMBER_DOMAIN: Final = b"swarmnode/crew-member/1"
+RECORD_DOMAIN: Final = b"swarmnode/crew-record/3"
 NO_CREW: Final = bytes(HASH_BYTES)
 
 Where = Literal["memory", "disk", "neighbour"]
-"""Where a copy is: in the trainer's memory, in this node's own journal, or kept here for a ring
-neighbour."""
+"""Where a copy is: in the trainer's memory, in this node's own checkpoint, or in a checkpoint that
+this node stores for a ring neighbour."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1269,15 +1027,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: bytes
     """32 bytes: the base weights, and what members must have alike, codecs included
     (`trainer.crew.model.crew_terms`)."""
-    previous: bytes
-    """32 bytes: the step hash that it goes on from; NO_HASH where training begins."""
     step: int
-    """Committed steps in that."""
-    taken: Taken
+    """Committed steps that the crew continues from; 0 is the base."""
     members: tuple[Member, ...]
     """The members by stage: their blocks of layers follow each other."""
     nonce: bytes
-    """8 random bytes of the proposer: the same members may found another crew at the same step."""
+    """8 random bytes of the proposer: the same members may form another crew at the same step."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1288,7 +1043,6 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     last: int
     """Layers first … last − 1."""
     step: int
-    """Committed steps."""
     where: Where
 
     @property
@@ -1296,73 +1050,25 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return self.first, self.last
 
 
-class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    peer: str
-    signature: bytes
-
-
-class Founded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="founded"):
-    """A record with the signature of each of its members: a crew."""
-
-    record: Record
-    signatures: tuple[Signed, ...]
-    """In the order of stages."""
-
-
-Verify = Callable[[str, bytes, bytes], bool]
-"""(peer, data, signature) → whether it is that peer's."""
-
-
 def crew_id(record: Record) -> bytes:
-    """32 bytes. Frames carry the first 16."""
+    """Return the crew's id, 32 bytes. Frames carry the first 16."""
     return hashlib.blake2b(RECORD_DOMAIN + strict.encode(record), digest_size=HASH_BYTES).digest()
 
 
-def member_bytes(crew: bytes) -> bytes:
-    """What a member signs."""
-    return MEMBER_DOMAIN + crew
-
-
 def peers_of(record: Record) -> tuple[str, ...]:
-    """The members' peer ids by stage."""
+    """Return the members' peer ids by stage."""
     return tuple(member.peer for member in record.members)
 
 
-def stage_of(record: Record, peer: str) -> int | None:
-    """The stage that `peer` holds; None where it is no member."""
-    return next((stage for stage, member in enumerate(record.members) if member.peer == peer), None)
-
-
-def check_founded(founded: Founded, verify: Verify) -> None:
-    """Whether each member has signed. Raises BadMessage("signature")."""
-    if tuple(signed.peer for signed in founded.signatures) != peers_of(founded.record):
-        raise BadMessage(
-            "signature", "not the members' signatures, each once and in the order of stages"
-        )
-    data = member_bytes(crew_id(founded.record))
-    for signed in founded.signatures:
-        if not verify(signed.peer, data, signed.signature):
-            raise BadMessage("signature", f"of {signed.peer}")
-
-
-_RECORD_LENGTHS: Final = {
-    "lineage": HASH_BYTES,
-    "model": HASH_BYTES,
-    "previous": HASH_BYTES,
-    "hash": HASH_BYTES,
-    "nonce": NONCE_BYTES,
-}
+_RECORD_LENGTHS: Final = {"lineage": HASH_BYTES, "model": HASH_BYTES, "nonce": NONCE_BYTES}
 _RECORD_RANGES: Final = {"step": ANY_COUNTER, "first": (0, LAYERS - 1), "last": (1, LAYERS)}
 AMOUNT: Final = 1e30
-"""The largest memory, speed or learning rate that anybody may claim."""
+"""The largest memory or speed that a peer may claim."""
 
 
 def check_record(record: Record) -> None:
-    """Raises BadMessage("bounds"), BadMessage("not_finite")."""
+    """Raises BadMessage("bounds")."""
     check_fields(record, _RECORD_LENGTHS, _RECORD_RANGES)
-    check_taken(record.taken)
-    if (record.step == 0) != (record.previous == NO_HASH):
-        raise BadMessage("bounds", "training begins at step 0, and only there")
     check_between("members", len(record.members), 1, MEMBERS)
     for member in record.members:
         check_name("peer", member.peer, PEER_ID_BYTES)
@@ -1371,28 +1077,13 @@ def check_record(record: Record) -> None:
         raise BadMessage("bounds", "a peer twice")
 
 
-def check_signed(signatures: tuple[Signed, ...]) -> None:
-    """Raises BadMessage("bounds")."""
-    check_between("signatures", len(signatures), 1, MEMBERS)
-    for signed in signatures:
-        check_name("peer", signed.peer, PEER_ID_BYTES)
-        check_length("signature", signed.signature, SIGNATURE_BYTES)
-
-
 def check_copies(copies: tuple[Copy, ...]) -> None:
-    """Raises BadMessage("bounds"), BadMessage("not_finite")."""
+    """Raises BadMessage("bounds")."""
     check_between("copies", len(copies), 0, COPIES)
     for copy in copies:
         check_fields(copy, _RECORD_LENGTHS, _RECORD_RANGES)
-        if copy.first >= copy.last or copy.step == 0:
-            raise BadMessage("bounds", "a copy of nothing")
-
-
-def check_taken(taken: Taken) -> None:
-    """Raises BadMessage("bounds"), BadMessage("not_finite")."""
-    check_counter("attempt", taken.attempt)
-    check_between("clip", taken.clip, 0, 1)
-    check_between("learning_rate", taken.learning_rate, 0, AMOUNT)
+        if copy.first >= copy.last:
+            raise BadMessage("bounds", "a copy of no layers")
 
 
 # Messages between trainer and network process:
@@ -1410,12 +1101,13 @@ def check_taken(taken: Taken) -> None:
 # crew, and StageStatus when it is.
 
 StagePhase = Literal["loading", "active", "failed"]
-SOURCES = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", "checkfree+")
-"""Where a stage's weights came from; empty where a lineage begins with the base model."""
+"""`active`: the stage can take the next step. `failed`: no source of its weights is left."""
+SOURCES: Final = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", "checkfree+")
+"""Where a stage's weights came from; empty until it has them."""
 
 
 def socket_file(data_dir: Path) -> Path:
-    """The Unix socket that `service.StreamProxy` listens on."""
+    """Return the Unix socket that `service.StreamProxy` listens on."""
     return data_dir / "run" / "stages.sock"
 
 
@@ -1431,7 +1123,7 @@ class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
     (`trainer.crew.model.crew_terms`)."""
     capacity: Capacity
     cost: ModelCost
-    """What the model's parts cost, so that whoever founds a crew can plan it."""
+    """What the model's parts cost: every node can plan a crew."""
     copies: tuple[Copy, ...] = ()
 
 
@@ -1445,22 +1137,22 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Counts anything that was done: frames handled, micro-batches, steps. One that stands still is
-    a trainer that hangs."""
+    """Counts anything that was done: frames handled, micro-batches, steps. A trainer with work in
+    hand and a constant progress hangs."""
     source: str = ""
     """One of SOURCES."""
     source_seconds: float | None = None
-    """From Assigned to the stage being restored from that source."""
+    """From Assigned to the stage being loaded from that source."""
     checkpoint_step: int | None = None
-    """The step of the newest checkpoint that a neighbour has of this stage."""
+    """The step of the newest checkpoint of this stage that a neighbour stores."""
     checkpoint_age_steps: int | None = None
-    """Steps that are lost if this node and its disk are lost: all of them while no neighbour has a
+    """Steps of this stage that are lost with its node: all of them while no neighbour has a
     checkpoint. None in a crew of one."""
     copy_age_steps: int | None = None
     """Steps by which the whole copy that this node samples from is behind its crew; None where
     there is none."""
     copy_bytes: int | None = None
-    """What came for its last refresh."""
+    """Bytes received for its last refresh."""
     gate_kl: float | None = None
     """Nats per token, of the gate after the last recovery."""
     bubble_share: float | None = None
@@ -1469,22 +1161,21 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     reason: str = ""
     """Why it failed, for people."""
     load: int = 0
-    """Pieces of work in hand: nothing done while there are some is a trainer that hangs."""
+    """Pieces of work in hand."""
     dropped: dict[str, int] = {}
-    """Frames that counted for nothing, by FENCE_REASONS and FRAME_REASONS; of this trainer
-    process."""
+    """Frames that were dropped, by FENCE_REASONS and FRAME_REASONS; of this trainer process."""
     state_refused: dict[str, int] = {}
-    """What others sent on state streams that is not what it has to be, and what they asked for and
-    did not get, by reason; in this crew."""
+    """Bad messages and refused requests on state streams, by reason; in this crew."""
 
 
 class StageFault(msgspec.Struct, frozen=True, tag="stages_fault"):
-    """This crew cannot continue. Sent once, by any trainer and by its own observation."""
+    """This crew cannot continue. Every trainer sends it from its own observation."""
 
     crew: bytes
     """32 bytes."""
     stage: int | None
-    """The stage that is at fault; None where the sender does not know."""
+    """The stage that failed; None where a deadline of the head expired and the head does not know
+    for whom."""
     reason: str
 
 
@@ -1503,13 +1194,13 @@ class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
     layers: tuple[int, ...]
     """The layers of every stage: what `stage_specs` wants."""
     members: tuple[str, ...]
-    """Peer id that holds each stage."""
+    """The peer id of each stage's holder."""
     step: int
     """Committed steps that the crew continues from; 0 is the base model."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
-    step_seconds: float = 900.0
-    """Deadline of a step."""
+    step_seconds: float = 300.0
+    """A step that takes longer has failed."""
 
 
 class Suspended(msgspec.Struct, frozen=True, tag="stages_suspended"):
@@ -1554,67 +1245,62 @@ ToTrainer = Assigned | Suspended | Resumed | Released
 #
 #     request      answer
 #     Offer        Noted                  free memory and the copies held
-#     Propose      Signature | Refuse     an invitation to a crew
-#     Founded      Noted | Refuse         all have signed
-#     Heartbeat    Alive | Refuse         every second
+#     Propose      Accept | Refuse        an invitation to a crew
+#     Heartbeat    Alive | Refuse         every second; proves that the sender is in that crew
 #     Leave        Noted
 #
 # One message is one frame of the request protocol, canonical msgpack with the tag `type` first, at
-# most MESSAGE_BYTES. Every value is checked before use.
+# most MESSAGE_BYTES. Every value is checked before use. The connection authenticates the sender.
 
-MESSAGE_BYTES: Final = 64 * 1024
+MESSAGE_BYTES: Final = 16 * 1024
 REASON_BYTES: Final = 128
-WITHOUT: Final = 16
-"""Peers that one offer names, at most."""
 
-MemberPhase = Literal["absent", "loading", "probation", "active", "failed"]
-"""How a stage is at its holder. `absent`: the trainer is gone, its network process is there.
-`active`: it could take the next step. `failed`: no source of its weights is left."""
-Refusal = Literal["busy", "crew", "trust", "model", "behind", "record"]
-"""`busy`: promised to another proposer. `crew`: in a crew that works, or not in that one. `trust`:
-not with one of those. `model`: we train another. `behind`: what we have is newer, and may still be
-founded from. `record`: it does not name us, or its proposer."""
+Refusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
+"""`busy`: the sender is in a crew or accepted another proposal. `crew`: the sender is not in that
+crew. `model`: it trains another. `room`: the stage does not fit its memory. `newer`: the record
+would discard its steps, and it has not waited long enough. `trust`: its operator excludes a member.
+`struck`: a member has a strike, and a crew is possible without that member. `record`: the record
+does not name the receiver, or not the proposer."""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the sender's stage is doing in the crew that the message names."""
+    """The sender's stage in the crew that the message names."""
 
-    phase: MemberPhase = "absent"
+    phase: StagePhase = "loading"
     step: int = 0
-    """Steps taken."""
+    """Committed steps."""
     progress: int = 0
     """Grows with each piece of work done."""
+    load: int = 0
+    """Pieces of work in hand."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Said to everybody connected, at once when it changes, and again every few seconds while it
-    holds."""
+    """Sent to all connected peers, at once when it changes, and again every few seconds."""
 
     model: bytes
     memory: float
-    """Bytes that a stage may take; 0 takes the offer back: the sender is in a crew, or has no
+    """Bytes that a stage may take; 0 withdraws the offer: the sender is in a crew, or has no
     trainer."""
     speed: float
     """Work per second, see `Capacity`."""
     hop_seconds: float
     copies: tuple[Copy, ...] = ()
-    without: tuple[str, ...] = ()
-    """Peers with whom the sender would not be in a crew now."""
 
 
 class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
     record: Record
 
 
-class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="signature"):
+class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
+    """The sender is a member from now on, and sends heartbeats."""
+
     crew: bytes
-    signature: bytes
 
 
 class Refuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
     reason: Refusal
     crew: bytes = NO_CREW
-    """The crew that it is about."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
@@ -1623,7 +1309,7 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
 
 class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="alive"):
-    """Answer to a heartbeat, with the answerer's own status."""
+    """Answer to a heartbeat, with the sender's own status."""
 
     crew: bytes
     status: Status
@@ -1634,18 +1320,15 @@ class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"
 
     crew: bytes
     reason: str = ""
-    because: str = ""
-    """The member because of whom it leaves, where it is not its own matter."""
 
 
 class Noted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="noted"):
-    """It arrived, and there is nothing to say."""
+    """The message arrived."""
 
 
-Request = Offer | Propose | Founded | Heartbeat | Leave
-CrewAnswer = Noted | Signature | Refuse | Alive
+Request = Offer | Propose | Heartbeat | Leave
+CrewAnswer = Noted | Accept | Refuse | Alive
 CrewMessage = Request | CrewAnswer
-MessageT = TypeVar("MessageT")
 
 
 def encode_message(message: CrewMessage) -> bytes:
@@ -1666,16 +1349,9 @@ def decode_answer(data: bytes) -> CrewAnswer:
     return message
 
 
-def check_signature(record: Record, peer: str, answer: Signature, verify: Verify) -> None:
-    """Whether `peer`, asked to sign `record`, has. Raises BadMessage("signature")."""
-    crew = crew_id(record)
-    if answer.crew != crew or not verify(peer, member_bytes(crew), answer.signature):
-        raise BadMessage("signature", "of a member")
-
-
-_MESSAGE_LENGTHS: Final = {"crew": HASH_BYTES, "model": HASH_BYTES, "signature": SIGNATURE_BYTES}
+_MESSAGE_LENGTHS: Final = {"crew": HASH_BYTES, "model": HASH_BYTES}
 _MESSAGE_RANGES: Final = {
-    **dict.fromkeys(("step", "progress"), ANY_COUNTER),
+    **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
     **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, AMOUNT)),
 }
 
@@ -1687,27 +1363,19 @@ def check_message(message: CrewMessage) -> None:
     match message:
         case Offer():
             check_copies(message.copies)
-            check_between("without", len(message.without), 0, WITHOUT)
-            for peer in message.without:
-                check_name("peer", peer, PEER_ID_BYTES)
         case Propose():
             check_record(message.record)
-        case Founded():
-            check_record(message.record)
-            check_signed(message.signatures)
         case Heartbeat() | Alive():
             check_fields(message.status, {}, _MESSAGE_RANGES)
         case Leave():
             check_between("reason", len(message.reason), 0, REASON_BYTES)
-            if message.because:
-                check_name("because", message.because, PEER_ID_BYTES)
             if not all(" " <= character <= "~" for character in message.reason):
                 raise BadMessage("bounds", "reason")
 
 
 # Events and actions of crew control. Each Received gets exactly one SendAnswer. Actions run in
-# order. The service sends a Tick every `tick_seconds`; its lateness measures how slow this process
-# is.
+# order. The service sends a Tick every `tick_seconds`; its lateness measures the lag of this
+# process.
 
 NOTES = (
     "proposed",
@@ -1718,23 +1386,24 @@ NOTES = (
     "refuted",
     "broken",
     "refused",
-    "blamed",
-    "left",
+    "struck",
+    "behind",
 )
+"""`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal came to nothing.
+`struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
 
 
 class Settings(msgspec.Struct, frozen=True):
     """Seconds, unless it says otherwise."""
 
     stages: int = 0
-    """The number of stages of a crew that begins with the base; 0 is what the planner finds
-    best."""
+    """The number of stages of a crew that begins with the base; 0 is as many as is fastest."""
     lost_seconds: float = 120.0
-    """A node that has learnt something begins anew after so long without a crew."""
+    """A node that has taken steps begins from the base after so long without a crew."""
     tick_seconds: float = 0.5
     heartbeat_seconds: float = 1.0
     offer_seconds: float = 10.0
-    """Between two offers to the same peer where nothing has changed; an offer counts for three
+    """Between two offers to the same peer where nothing has changed; an offer expires after three
     times as long."""
     foreign_seconds: float = 300.0
     """No offer to a peer that does not speak of crews, for so long."""
@@ -1742,34 +1411,25 @@ class Settings(msgspec.Struct, frozen=True):
     """A crew that begins with the base is proposed when no new offer came for so long, or after
     three times that."""
     turn_seconds: float = 3.0
-    """A proposal lives so long, and who is next in turn waits so long."""
+    """The candidate of rank r proposes after r times this."""
     exact_seconds: float = 12.0
-    """An older copy of a stage will do after so long: its holder's own is exact, and may be on its
-    way back."""
+    """A crew that discards steps is formed after so long: their holder may be restarting."""
     join_seconds: float = 6.0
-    """A member that has not been heard in a new crew after so long has not joined."""
-    gone_seconds: float = 5.0
-    """A member without a connection is given up after so long."""
-    evict_seconds: float = 13.0
-    """Any other silent member."""
+    """All members of a crew that forms have sent a heartbeat by then."""
+    suspect_seconds: float = 6.0
+    """The crew pauses when a member was silent for so long."""
+    gone_seconds: float = 13.0
+    """The crew ends when a member was silent for so long."""
     prepare_seconds: float = 300.0
-    """A stage that is being restored, and shows no sign of progress."""
+    """A stage that is being restored, and shows no progress, has failed after so long."""
     restore_bytes_per_second: float = 1e6
-    """It may take prepare_seconds and its memory by this rate in all, whatever progress it
-    reports."""
-    step_seconds: float = 900.0
-    """A crew that runs and takes no step for so long is left."""
-    slow_steps: float = 10.0
-    """Or for so many times what its training takes, by the plan: completions and evaluations are
-    computed besides, token by token."""
-    slow_lines: float = 2.0
-    """And for so many times what the way of all tokens through all stages takes messages, whose
-    time it has measured."""
-    bar_seconds: float = 10.0
-    """How long a peer is left out because of which a crew ended or was not founded, at least: as
-    long as it cost, doubled each time. The time that it works with us is taken off."""
+    """A stage may take prepare_seconds and its memory by this rate in all."""
+    step_seconds: float = 120.0
+    """The least deadline of a step."""
+    strike_seconds: float = 10.0
+    """A peer with n strikes is left out of plans for this times 2^n, at most an hour."""
     most_peers: int = 64
-    """Whose offers are remembered."""
+    """Peers whose offers are stored."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -1787,16 +1447,21 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What came back for a Send: None for a timeout, a refused dial, or an answer that was no
-    message."""
+    """The outcome of a Send. `answer` is None for a timeout, a refused dial or a bad answer."""
 
     peer: str
     request: Request
     answer: CrewAnswer | None
     foreign: bool = False
     """It does not speak this protocol at all."""
-    seconds: float | None = None
-    """What a message takes to it, one way, by how long this answer took; None without one."""
+    seconds: float = 0.0
+    """From the request to its outcome."""
+
+
+class Garbage(msgspec.Struct, frozen=True):
+    """`peer` sent bytes that are no crew message."""
+
+    peer: str
 
 
 class StreamLost(msgspec.Struct, frozen=True):
@@ -1814,7 +1479,7 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 class PeerBack(msgspec.Struct, frozen=True):
-    """`peer` is connected; also said of everybody connected at the start."""
+    """`peer` is connected; also sent for each connected peer at the start."""
 
     peer: str
 
@@ -1824,7 +1489,7 @@ class TrainerLeft(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This node wants to stop politely: hold nothing more, offer nothing more."""
+    """This node stops politely: it holds nothing more and offers nothing more."""
 
     reason: str
 
@@ -1833,6 +1498,7 @@ Event = (
     Tick
     | Received
     | Answered
+    | Garbage
     | StreamLost
     | PeerGone
     | PeerBack
@@ -1840,7 +1506,7 @@ Event = (
     | TrainerLeft
     | Drain
 )
-"""What our trainer says is an event as it is."""
+"""A message of our trainer is an event as it is."""
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
@@ -1850,7 +1516,7 @@ class SendAnswer(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Ask `peer`; tell what came of it as Answered. Later ones need not wait for earlier ones."""
+    """Send this request; its outcome comes as Answered. Requests do not wait for each other."""
 
     peer: str
     message: Request
@@ -1864,9 +1530,9 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Action = SendAnswer | Send | ToTrainer | Note
-"""What our trainer is to be told is an action as it is, and says what becomes of stage streams:
-from an Assigned on (its `socket` is empty, whoever owns the socket fills it in) they are welcome of
-this crew and of no other, after a Released of none."""
+"""A message to our trainer is an action as it is. From an Assigned on (its `socket` is empty, the
+owner of the socket fills it in) stage streams of this crew and of no other are accepted; after a
+Released, none."""
 
 
 # The first messages of a stage stream, each `u32be length ‖ canonical msgpack`. The rest of the
