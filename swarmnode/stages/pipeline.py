@@ -227,8 +227,10 @@ class StageWorker:
         compute: Compute = in_thread,
         optimizer: StageOptimizer | None = None,
     ) -> None:
-        participant = Participant(fence.place.step)
-        self.context = StageContext(runtime, links, fence, settings, compute, participant)
+        self.runtime, self.links = runtime, links
+        self.index, self.stages = runtime.spec.index, runtime.spec.stages
+        self.participant = Participant(fence.place.step)
+        self.context = StageContext(runtime, links, fence, settings, compute, self.participant)
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
         self.micro_batches = MicroBatches(self.context)
         self.waves = Decoding(self.context)
@@ -238,26 +240,6 @@ class StageWorker:
         one; after it the worker handles nothing."""
         self._held: deque[Arrival] = deque()
         """Forwards to score and steps of waves that wait for room on the next link."""
-
-    @property
-    def runtime(self) -> StageRuntime:
-        return self.context.runtime
-
-    @property
-    def links(self) -> Links:
-        return self.context.links
-
-    @property
-    def participant(self) -> Participant:
-        return self.context.participant
-
-    @property
-    def index(self) -> int:
-        return self.context.index
-
-    @property
-    def stages(self) -> int:
-        return self.context.stages
 
     @property
     def place(self) -> Place:
@@ -287,14 +269,11 @@ class StageWorker:
         """Frames first: a gradient that has arrived goes before the next forward. Arrivals are
         always taken; see `Links`."""
         while self.fault is None:
-            try:
-                arrival = self.links.inbox.take_nowait()
-            except trio.WouldBlock:
-                if await self._work():
-                    continue
-                arrival = await self.links.inbox.take()
-            if arrival is not None:
+            await trio.lowlevel.checkpoint()
+            if (arrival := self.links.inbox.take()) is not None:
                 await self._arrived(arrival)
+            elif not await self._work():
+                await self.links.inbox.wait()
 
     def set_fault(self, stage: int | None, reason: str) -> None:
         """End this crew: it cannot continue because of `stage`, or of nobody in particular."""
@@ -316,7 +295,6 @@ class StageWorker:
                 self._prepare()
         else:
             return False
-        await trio.lowlevel.checkpoint()
         return True
 
     async def _arrived(self, arrival: Arrival) -> None:
@@ -1565,53 +1543,54 @@ class Arrival:
 
 
 class Inbox:
-    """What arrived and was not handled yet, in order; bodies from others are counted. own: our
-    stage."""
+    """Arrivals that the worker has not handled yet, in order. own: the own stage, whose frames are
+    not counted."""
 
     def __init__(self, own: int) -> None:
-        self._own = own
-        self._send, self._receive = trio.open_memory_channel[Arrival | None](INBOX)
-        self._unhandled = 0
-        """Bytes of others' bodies in it."""
-        self._handled = trio.Event()
         self.idle_since = math.inf
-        """Since when its reader waits for an arrival; infinite while the reader works."""
+        """Since when the worker waits; infinite while it works."""
+        self._own = own
+        self._arrivals: deque[Arrival] = deque()
+        self._frames = self._bytes = 0
+        """From other stages."""
+        self._woken = trio.Event()
+        self._handled = trio.Event()
 
     async def room(self) -> None:
-        """Returns once another stream may be read."""
-        while self._unhandled >= INBOX_BYTES:
+        """Wait until another frame may be read."""
+        while self._frames >= INBOX or self._bytes >= INBOX_BYTES:
             await self._handled.wait()
 
-    async def put(self, arrival: Arrival) -> None:
-        if arrival.sender != self._own:
-            self._unhandled += len(arrival.body)
-        await self._send.send(arrival)
+    def put(self, arrival: Arrival) -> None:
+        self._count(arrival, 1)
+        self._arrivals.append(arrival)
+        self.wake()
+
+    def take(self) -> Arrival | None:
+        if not self._arrivals:
+            return None
+        arrival = self._arrivals.popleft()
+        self._count(arrival, -1)
+        self._handled.set()
+        self._handled = trio.Event()
+        return arrival
 
     def wake(self) -> None:
-        """There is room again on a link that was full."""
-        # a member that has arrivals to take looks for room after them anyway
-        with contextlib.suppress(trio.WouldBlock):
-            self._send.send_nowait(None)
+        """End `wait`: something arrived, a link has room again, or the crew is over."""
+        self._woken.set()
 
-    def take_nowait(self) -> Arrival | None:
-        """The next arrival; None: there is room again on a link that was full. Raises
-        trio.WouldBlock."""
-        return self._taken(self._receive.receive_nowait())
-
-    async def take(self) -> Arrival | None:
-        """As `take_nowait`, once there is something."""
+    async def wait(self) -> None:
         self.idle_since = trio.current_time()
         try:
-            return self._taken(await self._receive.receive())
+            await self._woken.wait()
         finally:
             self.idle_since = math.inf
+        self._woken = trio.Event()
 
-    def _taken(self, arrival: Arrival | None) -> Arrival | None:
-        if arrival is not None and arrival.sender != self._own:
-            self._unhandled -= len(arrival.body)
-            self._handled.set()
-            self._handled = trio.Event()
-        return arrival
+    def _count(self, arrival: Arrival, sign: int) -> None:
+        if arrival.sender != self._own:
+            self._frames += sign
+            self._bytes += sign * len(arrival.body)
 
 
 class Links:
@@ -1624,7 +1603,6 @@ class Links:
         self.limits = limits
         self._streams = dict(streams)
         self.inbox = Inbox(stage)
-        self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
         self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
         self.queued = dict.fromkeys(self._streams, 0)
         """Bytes not sent yet, of those whose stream takes any."""
@@ -1644,7 +1622,7 @@ class Links:
         """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many
         frames loses its stream."""
         if stage == self.stage:
-            self._to_self.send_nowait(Arrival(stage, frame, body))
+            self.inbox.put(Arrival(stage, frame, body))
             return
         if stage not in self.queued:
             return
@@ -1660,7 +1638,6 @@ class Links:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._loop_back)
             for peer, stream in self._streams.items():
                 nursery.start_soon(self._read, peer, stream)
                 nursery.start_soon(self._write, peer, stream)
@@ -1678,10 +1655,6 @@ class Links:
         self.queued.pop(peer, None)
         self.inbox.wake()
 
-    async def _loop_back(self) -> None:
-        async for arrival in self._from_self:
-            await self.inbox.put(arrival)
-
     async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
         reason = "closed"
         try:
@@ -1691,13 +1664,13 @@ class Links:
                 if got is None:
                     break
                 self.frames_received += 1
-                await self.inbox.put(Arrival(peer, *got))
+                self.inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
             self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             reason = "unread" if peer in self._unread else "closed"
-        await self.inbox.put(Arrival(peer, None, b"", reason))
+        self.inbox.put(Arrival(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
         try:
