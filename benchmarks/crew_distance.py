@@ -246,7 +246,7 @@ def small_crew(directory: Path, copies: bool) -> Callable[[int], Settings]:
     def settings_of(number: int) -> Settings:
         settings = crew_settings(options, number, model)
         settings["training"] |= {"eval_every": 10_000}
-        settings["stages"] |= {"keep_policy": "memory" if copies else "off"}
+        settings["stages"] |= {"policy_copy": "memory" if copies else "off"}
         return settings
 
     return settings_of
@@ -338,7 +338,7 @@ def seven_billion() -> list[list[str]]:
     default = CrewSettings(bytes(32), StagesConfig().codec)
     forward, backward = (
         activation_bytes(codec, rows_of_a_step, 4096)
-        for codec in (default.codec, default.gradient_codec)
+        for codec in (default.codec, "bfloat16")
     )
     whole = 7e9 / STAGES
     things = [

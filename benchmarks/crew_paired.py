@@ -84,7 +84,7 @@ class Arm:
     kills: Sequence[tuple[str, tuple[int, ...]]] = ()
     disks: bool = True
     """Own journals are left to who comes back."""
-    shadow_every: int = 5
+    checkpoint_every: int = 5
     other_numbers: bool = False
 
 
@@ -94,7 +94,7 @@ ARMS = [
     Arm("undisturbed, other random numbers", other_numbers=True),
     Arm("five kills, own journals", OTHERS),
     Arm("five kills, shadows, K = 5", OTHERS, disks=False),
-    Arm("five kills, shadows, K = 20", OTHERS, disks=False, shadow_every=20),
+    Arm("five kills, shadows, K = 20", OTHERS, disks=False, checkpoint_every=20),
     Arm("the head killed, own journal", HEAD),
     Arm("the head killed, shadows, K = 5", HEAD, disks=False),
 ]
@@ -137,7 +137,7 @@ def crew(directory: Path, model: Path, seed: int, arm: Arm) -> Iterator[WholeCre
         str(seed),
         training={"seed": seed + 1000 * arm.other_numbers, "step_interval": STEP_SECONDS},
         weights={"rule": "off"},
-        stages={"shadow_every": arm.shadow_every},
+        stages={"checkpoint_every": arm.checkpoint_every},
     )
     try:
         yield WholeCrew(nodes, start(nodes))

@@ -76,10 +76,9 @@ def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Set
             "mode": "always",
             "stages": STAGES,
             "trust": "anyone",
-            "shadow_every": 1,
-            "keep_policy": "memory" if copies else "off",
+            "checkpoint_every": 1,
+            "policy_copy": "memory" if copies else "off",
             "codec": "int8",
-            "gradient_codec": "int8",
         },
         "http": {"port": 0},
     }

@@ -227,8 +227,10 @@ class StageWorker:
         compute: Compute = in_thread,
         optimizer: StageOptimizer | None = None,
     ) -> None:
-        participant = Participant(fence.place.step)
-        self.context = StageContext(runtime, links, fence, settings, compute, participant)
+        self.runtime, self.links = runtime, links
+        self.index, self.stages = runtime.spec.index, runtime.spec.stages
+        self.participant = Participant(fence.place.step)
+        self.context = StageContext(runtime, links, fence, settings, compute, self.participant)
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
         self.micro_batches = MicroBatches(self.context)
         self.waves = Decoding(self.context)
@@ -238,26 +240,6 @@ class StageWorker:
         one; after it the worker handles nothing."""
         self._held: deque[Arrival] = deque()
         """Forwards to score and steps of waves that wait for room on the next link."""
-
-    @property
-    def runtime(self) -> StageRuntime:
-        return self.context.runtime
-
-    @property
-    def links(self) -> Links:
-        return self.context.links
-
-    @property
-    def participant(self) -> Participant:
-        return self.context.participant
-
-    @property
-    def index(self) -> int:
-        return self.context.index
-
-    @property
-    def stages(self) -> int:
-        return self.context.stages
 
     @property
     def place(self) -> Place:
@@ -287,17 +269,14 @@ class StageWorker:
         """Frames first: a gradient that has arrived goes before the next forward. Arrivals are
         always taken; see `Links`."""
         while self.fault is None:
-            try:
-                arrival = self.links.inbox.take_nowait()
-            except trio.WouldBlock:
-                if await self._work():
-                    continue
-                arrival = await self.links.inbox.take()
-            if arrival is not None:
+            await trio.lowlevel.checkpoint()
+            if (arrival := self.links.inbox.take()) is not None:
                 await self._arrived(arrival)
+            elif not await self._work():
+                await self.links.inbox.wait()
 
     def set_fault(self, stage: int | None, reason: str) -> None:
-        """End this crew: it cannot continue because of `stage`, or of nobody in particular."""
+        """End this crew. stage: the cause, None for unknown."""
         if self.fault is None:
             self.fault = (stage, reason)
             log.warning("crew cannot continue: stage %s: %s", stage, reason)
@@ -316,7 +295,6 @@ class StageWorker:
                 self._prepare()
         else:
             return False
-        await trio.lowlevel.checkpoint()
         return True
 
     async def _arrived(self, arrival: Arrival) -> None:
@@ -464,7 +442,7 @@ class StageWorker:
 
     def _drop_all(self) -> None:
         """Drop gradients, inputs and caches: they belong to weights that have moved, or to a step
-        that nobody takes."""
+        that no stage takes."""
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.participant.clear()
@@ -1102,39 +1080,39 @@ class Generation:
 
 # 1F1B (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the room: a stage goes backward
 # whenever it can, and forward only while fewer than 2 × (stages − its index) of its micro-batches
-# wait for their gradient. A line takes as long as the computation, and with the paper's room a
-# stage would wait for gradients in flight. In a swapped run only the head limits, because limits at
-# both ends would deadlock.
+# wait for their gradient. A line takes as long as the computation, so with the paper's room a stage
+# would wait for gradients in flight. In a swapped run only the head limits, because limits at both
+# ends would deadlock.
 
 Visit = tuple[int, int]
 """(micro-batch, which hop of its route)."""
 Work = tuple[Literal["forward", "backward", "learn"], Visit]
-"""What to do with which micro-batch. `learn` is the tail's forward, loss and backward in one."""
+"""`learn` is the last stage's forward, loss and backward in one."""
 Limit = Literal["counted", "free", "learn"]
-"""Whether a forward waits for room. What is learnt at once needs none."""
-
+"""Whether a forward waits for room. `learn` needs none."""
 
 ROOM: Final = 2
-"""Times what 1F1B needs among stages that are not apart."""
+"""Times the room that 1F1B needs on a line without latency."""
 MOST_FORWARDS: Final = 32
-"""Where there is more room than 1F1B needs: at the next stage what a step that failed has left
-counts too (`limits.STAGE_WAITING`)."""
+"""Bound on that room: the next stage also counts leftovers of an aborted attempt
+(`limits.STAGE_WAITING`)."""
 
 
 class Schedule:
-    """A micro-batch that visits a stage twice has two names."""
+    """Order of one stage's forwards and backwards. A micro-batch that visits a stage twice is two
+    visits."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.waiting: deque[tuple[Visit, Limit]] = deque()
-        """Forwards that came and were not yet run."""
+        """Forwards that arrived and have not run."""
         self.in_flight: dict[Visit, Limit] = {}
-        """Micro-batches whose gradient is awaited: inputs kept."""
+        """Visits that wait for their gradient."""
         self._room = max(stages - stage, min(ROOM * (stages - stage), MOST_FORWARDS))
         self._backwards: deque[Visit] = deque()
         self._seen: set[Visit] = set()
 
     def forward_arrived(self, micro_batch: Visit, limit: Limit) -> bool:
-        """False, and nothing changes, where it came before in this step."""
+        """Return False, and change nothing, if it arrived before in this step."""
         if micro_batch in self._seen:
             return False
         self._seen.add(micro_batch)
@@ -1142,16 +1120,17 @@ class Schedule:
         return True
 
     def backward_arrived(self, micro_batch: Visit) -> bool:
-        """False, and nothing changes, where no such micro-batch waits for its gradient."""
+        """Return False, and change nothing, if no such visit waits for its gradient."""
         if micro_batch not in self.in_flight or micro_batch in self._backwards:
             return False
         self._backwards.append(micro_batch)
         return True
 
     def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> Work | None:
-        """What to do now, and it counts as done; None while there is nothing but to wait. No
-        forward of a micro-batch that is `blocked`, because there is no room where its activations
-        would go; what is learnt at once and every backward are never held up by that.
+        """Return the next piece of work and count it as done; None if all wait.
+
+        Args:
+            blocked: whether the next link of a visit has no room. It stops forwards only.
         """
         if self._backwards:
             micro_batch = self._backwards.popleft()
@@ -1168,7 +1147,7 @@ class Schedule:
         return "forward", micro_batch
 
     def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
-        """Pieces of work that `next` would give: what waits for others is none. From any thread."""
+        """Pieces of work that `next` would return. From any thread."""
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
     def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
@@ -1178,7 +1157,7 @@ class Schedule:
                 yield micro_batch, limit
 
     def clear(self) -> None:
-        """The step is over, one way or the other."""
+        """Forget the step."""
         self.waiting.clear()
         self._backwards.clear()
         self.in_flight.clear()
@@ -1186,17 +1165,17 @@ class Schedule:
 
 
 KEPT = limits.STAGE_WAITING
-"""Micro-batches of others whose gradient is awaited, with what an aborted attempt has left: a
-schedule has no more than 32 in flight, or as many as there are stages."""
+"""Micro-batches of others that are kept at a time, with leftovers of an aborted attempt. A schedule
+has at most 32 in flight, or as many as there are stages."""
 
 
 @dataclass
 class Kept:
-    """A micro-batch whose gradient has not come: its input, and nothing of its graph."""
+    """A micro-batch that waits for its gradient: its input, and nothing of its graph."""
 
     route: Route
     hop: int
-    """Which visit of the route this is."""
+    """Index of this visit in the route."""
     work: MicroBatch
     about: bytes
     batch: Batch
@@ -1230,7 +1209,7 @@ class MicroBatches:
         return early
 
     async def forward(self, sender: int, frame: wire.Forward, body: bytes) -> None:
-        """Takes it up, or scores it at once. Raises BadMessage, ValueError."""
+        """Schedule it, or score it at once. Raises BadMessage, ValueError."""
         at = self._context
         about = body[: frame.about]
         waiting = sum(kept.x is not None for kept in self.kept.values()) + len(self._early)
@@ -1256,7 +1235,7 @@ class MicroBatches:
                 observer.received(frame.micro_batch, about, sender, body[frame.about :])
 
     def backward(self, sender: int, frame: wire.Backward, body: bytes) -> None:
-        """The gradient of what was sent on. Raises BadMessage."""
+        """Take the gradient of activations that this stage sent. Raises BadMessage."""
         at = self._context
         hop = returning(self.routes.of(frame.micro_batch), sender, at.index)
         assert hop is not None, "see `sends`"
@@ -1272,7 +1251,7 @@ class MicroBatches:
             kept.gradient = gradient.to(at.runtime.device)
 
     def next(self) -> Work | None:
-        """What to `do` next, where there is room for what comes of it."""
+        """Return the next work to `do` whose result has room."""
         return self.schedule.next(self._blocked)
 
     def ready(self) -> int:
@@ -1381,7 +1360,7 @@ class Decoding:
         self._context = context
         self._waves: dict[bytes, Questions] = {}
         self._drawn: dict[bytes, int] = {}
-        """Session → tokens that each completion has."""
+        """Session → tokens of each completion so far."""
 
     async def prefill(self, frame: wire.Prefill, body: bytes) -> None:
         """Raises BadMessage, ValueError."""
@@ -1432,8 +1411,8 @@ class Decoding:
         at.links.send(at.index + 1, passed, body[: 4 * frame.rows] + encode(y, at.settings.codec))
 
     def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
-        """Tail: a token for each of `names` from logits (n, V). A completion's draw at a position
-        is the same whoever else is left."""
+        """Last stage: draw a token for each of `names` from logits (n, V). The draw of a completion
+        at a position does not depend on the other completions."""
         wave, position = self._waves[session], self._drawn[session]
         key = hashlib.blake2b(
             wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8
@@ -1479,7 +1458,7 @@ class TiedEmbedding:
 
     @property
     def sends(self) -> bool:
-        """Whether a part of our half is left to send, and there is room for it."""
+        """Whether a part of the own half is left to send and has room."""
         return self._left is not None and not self._context.links.full(self.other_end)
 
     def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
@@ -1530,25 +1509,23 @@ class TiedEmbedding:
         self._rows, self.begun = 0, False
 
 
-# Frames over streams: one duplex stream to each other member, read at once, written in order.
+# Frames over streams: one duplex stream to each other stage.
 #
-# A send never waits for a slow neighbour: frames queue, and one task per neighbour writes. While a
-# link is `full`, its member starts no forward, score or wave over it and sends no part of an
-# embedding; gradients, tokens and the commit always pass. So two stages never wait for each other.
-# A stream is not read while enough of its frames wait to be handled.
+# `send` never waits: frames queue, and one task per neighbour writes. While a link is `full`, no
+# forward, score or wave begins over it, and no part of an embedding is sent; gradients, tokens and
+# the commit always pass. So two stages never wait for each other. Streams are not read while too
+# many of their frames wait to be handled.
 
 INBOX: Final = 64
-"""Frames received and not yet handled, all neighbours together."""
+"""Frames of other stages that wait to be handled."""
 INBOX_BYTES: Final = 64 * 2**20
-"""Their bodies, at most; one frame of each neighbour may be on its way beyond that."""
+"""Bytes of their bodies. One frame of each neighbour may exceed it."""
 OUTBOX: Final = 4096
-"""Frames to one neighbour, queued: far more than a crew has in flight. A neighbour that lets it
+"""Frames queued for one neighbour: far more than a crew has in flight. A neighbour that lets it
 fill up loses its stream."""
 OUTBOX_BYTES: Final = 64 * 2**20
-"""From here on the link to a neighbour is full. A frame that is begun before may be queued beyond
-it, and gradients: no more of them than there are micro-batches in flight."""
-
-
+"""Bytes queued for one neighbour from which its link is full. A frame that was begun before, and
+gradients of micro-batches in flight, may exceed it."""
 STREAM_FAULTS: Final = frozenset({*wire.FRAME_REASONS, "unread"} - {"truncated"})
 """Reasons for which a stream ends that are its neighbour's fault. A process that dies in the middle
 of a frame leaves it truncated."""
@@ -1559,63 +1536,68 @@ class Arrival:
     sender: int
     """Stage."""
     frame: Frame | None
-    """None: the stream ended, or what came was no frame."""
+    """None: the stream ended, for `reason`."""
     body: bytes
     reason: str = ""
 
 
 class Inbox:
-    """What arrived and was not handled yet, in order; bodies from others are counted. own: our
-    stage."""
+    """Arrivals that the worker has not handled yet, in order. own: the own stage, whose frames are
+    not counted."""
 
     def __init__(self, own: int) -> None:
-        self._own = own
-        self._send, self._receive = trio.open_memory_channel[Arrival | None](INBOX)
-        self._unhandled = 0
-        """Bytes of others' bodies in it."""
-        self._handled = trio.Event()
         self.idle_since = math.inf
-        """Since when its reader waits for an arrival; infinite while the reader works."""
+        """Since when the worker waits; infinite while it works."""
+        self._own = own
+        self._arrivals: deque[Arrival] = deque()
+        self._frames = self._bytes = 0
+        """From other stages."""
+        self._woken = trio.Event()
+        self._handled = trio.Event()
 
     async def room(self) -> None:
-        """Returns once another stream may be read."""
-        while self._unhandled >= INBOX_BYTES:
+        """Wait until another frame may be read."""
+        while self._frames >= INBOX or self._bytes >= INBOX_BYTES:
             await self._handled.wait()
 
-    async def put(self, arrival: Arrival) -> None:
-        if arrival.sender != self._own:
-            self._unhandled += len(arrival.body)
-        await self._send.send(arrival)
+    def put(self, arrival: Arrival) -> None:
+        self._count(arrival, 1)
+        self._arrivals.append(arrival)
+        self.wake()
+
+    def take(self) -> Arrival | None:
+        if not self._arrivals:
+            return None
+        arrival = self._arrivals.popleft()
+        self._count(arrival, -1)
+        self._handled.set()
+        self._handled = trio.Event()
+        return arrival
 
     def wake(self) -> None:
-        """There is room again on a link that was full."""
-        # a member that has arrivals to take looks for room after them anyway
-        with contextlib.suppress(trio.WouldBlock):
-            self._send.send_nowait(None)
+        """End `wait`: something arrived, a link has room again, or the crew is over."""
+        self._woken.set()
 
-    def take_nowait(self) -> Arrival | None:
-        """The next arrival; None: there is room again on a link that was full. Raises
-        trio.WouldBlock."""
-        return self._taken(self._receive.receive_nowait())
-
-    async def take(self) -> Arrival | None:
-        """As `take_nowait`, once there is something."""
+    async def wait(self) -> None:
         self.idle_since = trio.current_time()
         try:
-            return self._taken(await self._receive.receive())
+            await self._woken.wait()
         finally:
             self.idle_since = math.inf
+        self._woken = trio.Event()
 
-    def _taken(self, arrival: Arrival | None) -> Arrival | None:
-        if arrival is not None and arrival.sender != self._own:
-            self._unhandled -= len(arrival.body)
-            self._handled.set()
-            self._handled = trio.Event()
-        return arrival
+    def _count(self, arrival: Arrival, sign: int) -> None:
+        if arrival.sender != self._own:
+            self._frames += sign
+            self._bytes += sign * len(arrival.body)
 
 
 class Links:
-    """`streams`: stage → stream. Frames to our own stage come back without a stream."""
+    """Frames to and from all other stages. Frames to the own stage need no stream.
+
+    Args:
+        streams: stage → stream.
+    """
 
     def __init__(
         self, stage: int, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits
@@ -1624,10 +1606,9 @@ class Links:
         self.limits = limits
         self._streams = dict(streams)
         self.inbox = Inbox(stage)
-        self._to_self, self._from_self = trio.open_memory_channel[Arrival](OUTBOX)
         self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
         self.queued = dict.fromkeys(self._streams, 0)
-        """Bytes not sent yet, of those whose stream takes any."""
+        """Open neighbour → bytes not sent yet."""
         self.frames_received = 0
         self.refused: Counter[str] = Counter()
         """Streams that had to end, by reason: of FRAME_REASONS, or `unread`."""
@@ -1636,15 +1617,15 @@ class Links:
         self._nursery: trio.Nursery | None = None
 
     def full(self, stage: int) -> bool:
-        """Whether nothing new is to be begun that goes to `stage`. Never of a stream that is gone:
-        its end arrives as such."""
+        """Return True if no new work for `stage` may begin. False for a stream that has ended: its
+        end is an arrival."""
         return self.queued.get(stage, 0) >= OUTBOX_BYTES
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
-        """Queues. To a stage whose stream is gone it does nothing; one whose queue has too many
-        frames loses its stream."""
+        """Queue a frame. Without effect on a stream that has ended; a neighbour whose queue has too
+        many frames loses its stream."""
         if stage == self.stage:
-            self._to_self.send_nowait(Arrival(stage, frame, body))
+            self.inbox.put(Arrival(stage, frame, body))
             return
         if stage not in self.queued:
             return
@@ -1660,27 +1641,21 @@ class Links:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._loop_back)
             for peer, stream in self._streams.items():
                 nursery.start_soon(self._read, peer, stream)
                 nursery.start_soon(self._write, peer, stream)
 
     def _give_up(self, peer: int) -> None:
-        """Frames to it cannot be kept, and none is dropped while others go on: this stream ends,
-        and the crew gets new ones."""
+        """End a stream rather than drop one of its frames."""
         self._unread.add(peer)
         self._no_more(peer)
         if self._nursery is not None:
             self._nursery.start_soon(trio.aclose_forcefully, self._streams[peer])
 
     def _no_more(self, peer: int) -> None:
-        """What was held back for it waits for nothing any more."""
+        """Count the stream as ended, so that no work waits for room on it."""
         self.queued.pop(peer, None)
         self.inbox.wake()
-
-    async def _loop_back(self) -> None:
-        async for arrival in self._from_self:
-            await self.inbox.put(arrival)
 
     async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
         reason = "closed"
@@ -1691,13 +1666,13 @@ class Links:
                 if got is None:
                     break
                 self.frames_received += 1
-                await self.inbox.put(Arrival(peer, *got))
+                self.inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
             self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             reason = "unread" if peer in self._unread else "closed"
-        await self.inbox.put(Arrival(peer, None, b"", reason))
+        self.inbox.put(Arrival(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
         try:

@@ -26,7 +26,7 @@ def newest_common(nodes):
 
 def test_all_killed_at_once_and_one_disk_gone_costs_nothing_that_is_on_another(tmp_path):
     model = write_deep_model(tmp_path / "model", layers=6, middle=True)
-    settings = [whole_settings(model, i, STAGES, stages={"shadow_every": 2}) for i in range(STAGES)]
+    settings = [whole_settings(model, i, STAGES, stages={"checkpoint_every": 2}) for i in range(STAGES)]
     nodes = [DemoNode(f"node{i}", tmp_path / f"node{i}", of) for i, of in enumerate(settings)]
     crew = WholeCrew(nodes, start(nodes), STAGES)
     try:

@@ -64,7 +64,7 @@ def train(directory, model, losses=()):
             STAGES,
             training={"seed": 7, "step_interval": 2.5},
             weights={"rule": "off"},
-            stages={"shadow_every": 1},
+            stages={"checkpoint_every": 1},
         )
         crew = WholeCrew(nodes, start(nodes), STAGES)
         try:

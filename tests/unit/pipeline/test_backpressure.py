@@ -150,6 +150,13 @@ def forward(number, purpose="learn", place=PLACE):
     )
 
 
+async def taken(links):
+    """The next arrival."""
+    while (arrival := links.inbox.take()) is None:
+        await links.inbox.wait()
+    return arrival
+
+
 async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
     monkeypatch.setattr(pipeline, "OUTBOX_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
@@ -167,7 +174,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
         got = [(await wire.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
         assert got == list(range(sent))
         with trio.fail_after(1):
-            assert await links.inbox.take() is None  # there is room again
+            await links.inbox.wait()  # until there is room again
         await quiet()
         assert not links.full(1)
         assert not any(links.queued.values())
@@ -184,8 +191,7 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
         for number in range(6):
             links.send(1, wire.Done(PLACE, number))
         with trio.fail_after(1):
-            while (arrival := await links.inbox.take()) is None:
-                pass
+            arrival = await taken(links)
         assert (arrival.sender, arrival.frame, arrival.reason) == (1, None, "unread")
         assert links.refused == {"unread": 1}
         assert not links.full(1)
@@ -203,7 +209,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
             await theirs.send_all(headed.pack(*forward(number, "score")))
         await quiet()
         assert links.frames_received == 2
-        got = [(await links.inbox.take()).frame.micro_batch for _ in range(20)]
+        got = [(await taken(links)).frame.micro_batch for _ in range(20)]
         assert got == list(range(20))
         nursery.cancel_scope.cancel()
 

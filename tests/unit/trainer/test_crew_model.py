@@ -21,14 +21,12 @@ from swarmnode.stages.trainer import (
     cost_of,
     is_untrained,
     kept_bytes,
-    on_host,
     recovery_settings,
+    within_host_memory,
 )
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
     StageSpec,
-    Taken,
     model_cost,
     stage_memory,
     stage_specs,
@@ -50,9 +48,7 @@ def config_of(tmp_path, **stages) -> Config:
 
 
 def stage_of(model, cut, index) -> Stage:
-    assigned = Assigned(
-        b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, NO_HASH, Taken(), ""
-    )
+    assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
@@ -74,19 +70,36 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
     assert not is_untrained(tmp_path / "trained")
 
 
+@pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
+def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(
+    tmp_path, caplog, mode
+):
+    with opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
+        assert model.pretrained
+        assert model.settings().swapped == (mode == "checkfree+")
+    assert "the base's own stage is usually closer" in caplog.text
+
+
 @pytest.mark.parametrize(
-    ("mode", "match"), [("checkfree", "its own stage is closer"), ("checkfree+", "2 nats")]
+    ("mode", "stages", "rank", "match"),
+    [
+        ("checkfree", 2, 0, "needs 3 or more stages"),
+        ("checkfree+", 3, 0, "needs 4 or more stages"),
+        ("checkfree", 0, 0, "needs 3 or more stages, and stages.stages is 0"),
+        ("checkfree", 4, 8, "set stages.recovery to copies"),
+    ],
 )
-def test_a_published_base_is_refused_the_papers_recoveries_and_told_why(tmp_path, mode, match):
-    with (
-        pytest.raises(Refused, match=match),
-        opened(config_of(tmp_path, paper_mode=mode, stages=4)),
-    ):
+def test_a_recovery_that_a_crew_cannot_do_is_refused_with_the_remedy(
+    tmp_path, mode, stages, rank, match
+):
+    config = config_of(tmp_path, recovery=mode, stages=stages)
+    adapted = config.policy.model_copy(update={"lora": LoraSettings(r=rank)})
+    with pytest.raises(Refused, match=match), opened(config.model_copy(update={"policy": adapted})):
         pass
 
 
 def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
-    config = config_of(tmp_path, paper_mode="checkfree+", stages=4)
+    config = config_of(tmp_path, recovery="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
     config = config.model_copy(
@@ -101,10 +114,10 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     stages = lambda **changed: config.model_copy(
         update={"stages": config.stages.model_copy(update=changed)}
     )
-    with pytest.raises(Refused, match="it needs four"), opened(stages(stages=3)):
+    with pytest.raises(Refused, match="needs 4 or more"), opened(stages(stages=3)):
         pass
-    with opened(stages(paper_mode="checkfree", stages=3)) as model:
-        settings = recovery_settings(stages(paper_mode="checkfree").stages, model.run)
+    with opened(stages(recovery="checkfree", stages=3)) as model:
+        settings = recovery_settings(stages(recovery="checkfree").stages)
         assert not model.settings().swapped
         assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
             True,
@@ -264,11 +277,11 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
     monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
-    assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
+    assert within_host_memory(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
         "a billion weights, which 30 GB keep"
     )
     assert (
-        on_host(80e9, LoraSettings(r=16), averaged, gpu)
-        == on_host(80e9, LoraSettings(r=0), averaged, cpu)
+        within_host_memory(80e9, LoraSettings(r=16), averaged, gpu)
+        == within_host_memory(80e9, LoraSettings(r=0), averaged, cpu)
         == 80e9
     )
