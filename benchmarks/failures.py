@@ -20,7 +20,7 @@ from benchmarks import recoveries as ways
 from benchmarks.forks import Size
 from benchmarks.recoveries import SETTINGS, History, Recovery
 from benchmarks.staged import STAGES, Corpus, StageCopy, Staged, build
-from swarmnode.stages.transfer import Run
+from swarmnode.stages.recovery import Run
 
 RATES = {"5 %/h": 9e-4, "10 %/h": 2e-3, "16 %/h": 4e-3, "32 %/h": 8e-3}
 """Of a stage → probability per stage and iteration, as the authors configure their 500 M runs. The

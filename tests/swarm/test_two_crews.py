@@ -1,19 +1,15 @@
 """Two crews of two real nodes each: who is left over by the first founds the second; each stage is
 averaged with the same one of the other crew, and has its state from there when it is lost."""
 
-import shutil
-
 import pytest
 
 from swarmnode.demo.nodes import TAKEN, DemoNode
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.whole_crew import (
-    journal_of,
     snapshot,
     stage_view,
     start,
     stop,
-    trainer_of,
     until,
     whole_settings,
 )
@@ -120,33 +116,3 @@ def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_n
         assert any(
             each.get(outcome) for each in judged for outcome in TAKEN if outcome != "lagging"
         )
-
-
-@pytest.mark.parametrize("stage", [1, 0])
-def test_a_stage_of_which_no_copy_is_left_in_its_crew_comes_back_from_the_other_one(crews, stage):
-    seen = until(lambda: averaged(crews), crews.story)
-    crew, stages = sorted(seen.items())[0]
-    node, before = stages[stage]
-    neighbour, _ = stages[1 - stage]
-    trainer = trainer_of(node)
-    trainer.suspend()
-    journal_of(node).unlink()
-    shutil.rmtree(neighbour.directory / "trainer" / "shadows")
-    trainer.kill()
-    step = before["view"]["step"]
-
-    def back():
-        now = crews.running(step + 2) or {}
-        return next(
-            (found for found in now.values() if found[stage][0] is node and crew not in now), None
-        )
-
-    after = until(back, crews.story)
-    assert after[stage][0] is node
-    assert after[stage][1]["view"]["rungs"].get("R1"), "whether or not it was lost once more since"
-    assert trainer_of(after[1 - stage][0]) is not None
-    assert after[1 - stage][1]["view"]["rung"] != "R1" or stage == 0
-    more = {
-        told["node"]["peer"]: sum(told["weights"]["pairs"].values()) for _, told in after.values()
-    }
-    until(lambda: averaged(crews, more), crews.story)  # and is averaged as before
