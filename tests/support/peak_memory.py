@@ -95,7 +95,6 @@ def copies_peak(case: dict[str, Any]) -> float:
             spec,
             RecoverySettings(case["checkpoint_every"], exact_bytes=0),
             [layout_of(worker.runtime.model)] * 3,
-            identity,
             store,
         )
         gc.collect()
