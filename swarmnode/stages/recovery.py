@@ -1388,12 +1388,10 @@ def _decode_about(metadata: Mapping[str, str]) -> CheckpointAbout:
 
 @dataclass(frozen=True)
 class Edge:
-    """A committed micro-batch as it came to this stage; as it left where the stage is the first."""
+    """A committed micro-batch as it came to this stage."""
 
     micro_batch: int
     step: int
-    source: int
-    target: int
     rows: int
     about: bytes
     """`MicroBatch`."""
@@ -1406,7 +1404,6 @@ class PendingMicroBatch:
     """A micro-batch of the step that is under way."""
 
     about: bytes
-    sender: int
     body: bytes
     logprobs: bytes = b""
 
@@ -1461,7 +1458,7 @@ class Recorder(Observer):
 
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
         if self._routes.of(micro_batch) == self._routes.of(0):
-            self._pending[micro_batch] = PendingMicroBatch(about, sender, body)
+            self._pending[micro_batch] = PendingMicroBatch(about, body)
             # a step may have a thousand micro-batches, and only the last are remembered
             size = lambda: sum(len(seen.body) for seen in self._pending.values())
             while len(self._pending) > self.settings.probes or (
@@ -1498,13 +1495,11 @@ class Recorder(Observer):
             self.sharing.announce("probes", self.probes[-1].step)
 
     def _remember(self, step: int) -> None:
-        own = self.spec.index
         for number, seen in sorted(self._pending.items()):
             rows = strict.decode(seen.about, MicroBatch).rows
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
-            source, target = (own, own + 1) if self.spec.has_embedding else (seen.sender, own)
-            self.edges.append(Edge(number, step, source, target, rows, seen.about, seen.body))
+            self.edges.append(Edge(number, step, rows, seen.about, seen.body))
         self._pending.clear()
         del self.probes[: -self.settings.probes]
         while sum(len(edge.body) for edge in self.edges) > self.settings.edge_bytes:

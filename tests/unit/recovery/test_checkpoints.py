@@ -1,6 +1,9 @@
 """Checkpoints as bytes and as files: exact, replaced whole or not at all, and never trusted."""
 
 import copy
+import json
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -218,3 +221,15 @@ def test_large_stages_are_written_every_few_steps():
     assert checkpoint_interval([LAYOUT]) == 1
     assert checkpoint_interval([LAYOUT, large]) == 4
     assert checkpoint_interval([]) == 1
+
+
+def test_a_small_copy_beside_an_own_checkpoint_takes_two_bytes_of_each_weight():
+    """The disk stands still: 12 bytes of each weight are on their way to it."""
+    cases = [{"checkpoint_every": 100}, {"checkpoint_every": 1}]
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    done = subprocess.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, check=True, timeout=120
+    )
+    alone, both = json.loads(done.stdout)
+    assert 11.0 < alone < 13.5
+    assert 1.5 < both - alone < 3.5
