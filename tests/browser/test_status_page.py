@@ -207,7 +207,7 @@ def recovering() -> NodeSnapshot:
     """The trainer of stage 2 is gone, stage 3 is suspected, and stage 1 being loaded by somebody
     without a name."""
     s = example()
-    states = ("active", "loading", "absent", "suspect")
+    states = ("active", "loading", "failed", "suspect")
     slots = [
         msgspec.structs.replace(slot, state=state)
         for slot, state in zip(s.stages.crew.slots, states, strict=True)
