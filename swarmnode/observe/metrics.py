@@ -1033,9 +1033,9 @@ CREW = (
         "swarmnode_crew_events_total",
         "counter",
         "stages.events",
-        "Events of this node's crews. `refuted`: false suspicions, each cost a pause. `broken`: ends"
-        " of crews. `refused`: proposals that came to nothing. `struck`: peers that missed a deadline"
-        " or sent garbage. `behind`: former members that are not in the next crew.",
+        "Events of this node's crews. `refuted`: false suspicions, each costs a pause. `broken`:"
+        " ends of crews. `refused`: failed proposals. `struck`: peers that missed a deadline or"
+        " sent garbage. `behind`: former members that are not in the next crew.",
         ("event",),
         NOTES,
     ),

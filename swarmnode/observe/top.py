@@ -287,7 +287,7 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
             if crew["recovery_seconds"] is not None
             else ""
         ),
-        f"weights from {own['source']}" if own.get("source") else "",
+        f"from {own['source']}" if own.get("source") else "",
         (
             f"checkpoint {own['checkpoint_age_steps']} steps old"
             if own.get("checkpoint_age_steps") is not None

@@ -265,7 +265,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
-        "reject": {*wire.FRAME_REASONS, *STATE_REASONS, "signature"},
+        "reject": {*wire.FRAME_REASONS, *STATE_REASONS},
         "ignore": {*FENCE_REASONS, *wire.REFUSALS, "repeated"} - {"malformed"},
     }
 

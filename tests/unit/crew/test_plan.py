@@ -71,7 +71,8 @@ def test_every_plan_holds_all_layers_within_memory(layers, members, stages):
     plan = make_plan(cost, tuple(members), near(len(members)), stages)
     if plan is None:
         return
-    assert sum(plan.layers) == layers and min(plan.layers) >= 1
+    assert sum(plan.layers) == layers
+    assert min(plan.layers) >= 1
     assert len(set(plan.members)) == len(plan.members) == (stages or len(plan.members))
     slowest = 0.0
     for stage, index in enumerate(plan.members):

@@ -76,7 +76,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     shown = drawn(with_crew(crew), styles=False)
     unwrapped = " ".join(shown.replace("│", " ").split())
     for expected in (
-        "crew paused · standing still for 42 s · recovered in 6.4 s · weights from neighbour",
+        "crew paused · standing still for 42 s · recovered in 6.4 s · from neighbour",
         "checkpoint 10 steps old",
     ):
         assert expected in unwrapped
