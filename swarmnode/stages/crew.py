@@ -396,13 +396,14 @@ class _Turn:
         crew = self.state.crew
         if crew is None or fault.crew != crew.id:
             return
-        if fault.stage is None:
+        peers = peers_of(crew.record)
+        if fault.stage is None and crew.stage == 0:
             self._step_overdue(crew, fault.reason)
+        elif fault.stage is None or not 0 <= fault.stage < len(peers) or fault.stage == crew.stage:
+            self._end(fault.reason)
         else:
-            peers = peers_of(crew.record)
-            peer = peers[fault.stage] if 0 <= fault.stage < len(peers) else self.state.me
-            self._strike(peer, fault.reason)
-            self._end(fault.reason, peer)
+            self._strike(peers[fault.stage], fault.reason)
+            self._end(fault.reason, peers[fault.stage])
 
     def _step_overdue(self, crew: Crew, reason: str) -> None:
         """A deadline of the head expired. The head strikes the members that report work in hand,

@@ -146,8 +146,8 @@ class StreamProxyStatistics(msgspec.Struct, frozen=True):
 
 
 class StreamProxy:
-    """`streams`: of the network. lost(peer, crew): a stream of frames with a member of the present
-    crew ended, not by our doing. allows("serve" | "fetch"): whether bytes may go out, come in.
+    """`streams`: of the network. lost(peer, crew): a stream with a member of the present crew
+    ended, not by our doing. allows("serve" | "fetch"): whether bytes may go out, come in.
     rejected: as of the network."""
 
     def __init__(
@@ -304,8 +304,7 @@ class StreamProxy:
             await stream.broken.wait()
         if self._peers is peers:
             self._counts.lost[key[1]] += 1
-            if key[1] == "frames":
-                self._lost(peers.members[key[0]], peers.crew)
+            self._lost(peers.members[key[0]], peers.crew)
 
     # -- the other side
 

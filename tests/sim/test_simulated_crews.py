@@ -56,7 +56,8 @@ def test_spares_take_the_stages_of_two_members(lose_disk):
         await stepping(world)
 
     world = run(2, 6, story)
-    assert world.inexact == 2 and not world.lost
+    assert world.inexact == 2
+    assert not world.lost
 
 
 def test_member_that_lost_its_disk_costs_one_stage():
@@ -69,7 +70,8 @@ def test_member_that_lost_its_disk_costs_one_stage():
         await stepping(world)
 
     world = run(3, 4, story)
-    assert world.inexact == 1 and not world.lost
+    assert world.inexact == 1
+    assert not world.lost
 
 
 def test_150_seconds_without_network_lose_nothing():

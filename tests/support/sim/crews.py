@@ -126,7 +126,7 @@ class Trainer:
             peers = [world.by_peer[peer] for peer in assigned.members]
             await trio.sleep(STEP_SECONDS * max(peer.slowness for peer in peers))
             with trio.move_on_after(CALL_SECONDS):
-                while not (trainers := self._ready(peers, assigned)):
+                while not (trainers := self._ready(peers, assigned)):  # noqa: ASYNC110
                     await trio.sleep(0.2)
                 if not self.running:
                     continue
@@ -290,7 +290,7 @@ class CrewWorld:
         """Wait for the next committed step; return the seconds that it took."""
         began, count = trio.current_time(), len(self.steps_at)
         with trio.move_on_after(within):
-            while len(self.steps_at) == count:
+            while len(self.steps_at) == count:  # noqa: ASYNC110
                 await trio.sleep(0.05)
             return trio.current_time() - began
         raise AssertionError(f"no step for {within} s: {[node.state for node in self.nodes]}")

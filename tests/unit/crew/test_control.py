@@ -114,7 +114,8 @@ def test_accepted_crew_is_assigned_once_all_sent_heartbeats():
     assert node.answers("a", wire.Propose(of)) == wire.Accept(crew_id(of))
     assert {peer for peer, _ in node.sent(wire.Heartbeat)} == {"a", "c"}
     node.beats("a")
-    assert node.state.phase == Phase.FORMING and not node.told()
+    assert node.state.phase == Phase.FORMING
+    assert not node.told()
     node.beats("c")
     [assigned] = node.told()
     assert (assigned.stage, assigned.members, assigned.step) == (1, ("a", "b", "c"), 40)
@@ -214,7 +215,8 @@ def test_crew_that_does_not_form_ends_and_strikes_who_is_missing():
     node.answers("a", wire.Propose(record("a", "b", "c")))
     node.beats("a")
     node.waits(SETTINGS.join_seconds + GRACE_SECONDS, alive=["a"])
-    assert node.state.crew is None and not node.told()
+    assert node.state.crew is None
+    assert not node.told()
     struck = [detail.split(":")[0] for detail in node.notes("struck")]
     assert struck == ["c", "a"], "the proposer would have left if it were alive"
 
@@ -286,6 +288,7 @@ def test_silence_pauses_then_ends_the_crew_and_life_refutes():
         lambda crew: wire.Drain("its node stops"),
         lambda crew: wire.StageStatus(crew, 1, "failed", reason="no memory"),
         lambda crew: wire.StageFault(crew, 1, "its own device"),
+        lambda crew: wire.StageFault(crew, None, "a stream broke; only a head does not know whose"),
     ],
 )
 def test_end_of_a_crew_is_sent_to_all_and_costs_no_strike(event):
@@ -337,11 +340,9 @@ def test_stage_that_does_not_get_ready_is_struck():
     node.answers("a", wire.Propose(record("a", "b", "c")))
     node.beats("a", "c", status=wire.Status("loading", 40))
     node.does(wire.StageStatus(node.state.crew.id, 1, "active", 40))
-    progress = 0
-    for _ in range(2 * int(SETTINGS.prepare_seconds) + 2):
+    for progress in range(2 * int(SETTINGS.prepare_seconds) + 2):
         if node.state.crew is None:
             break
-        progress += 1
         node.beats("a", status=wire.Status("active", 40))
         node.beats("c", status=wire.Status("loading", 40, progress))
         node.waits(0.5)
@@ -478,7 +479,8 @@ def test_strangers_change_nothing_about_a_running_crew():
     node.does(wire.Answered("c", wire.Heartbeat(crew.id, ACTIVE), wire.Refuse("crew", crew.id)))
     node.does(wire.Answered("c", wire.Heartbeat(crew.id, ACTIVE), wire.Alive(crew.id, ACTIVE)))
     node.offered("c", *(copy(stage, 10**15) for stage in range(2)), memory=1e30)
-    assert node.state.crew == crew and node.state.phase == Phase.RUNNING
+    assert node.state.crew == crew
+    assert node.state.phase == Phase.RUNNING
 
 
 def test_offer_is_sent_to_connected_peers_and_withdrawn_in_a_crew():

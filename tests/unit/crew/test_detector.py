@@ -24,7 +24,8 @@ def test_process_that_slept_suspects_nobody_at_once():
     assert node.state.phase == Phase.RUNNING
     node.beats("a")
     node.waits(5.0, alive=["a"])
-    assert node.state.phase == Phase.RUNNING and not node.notes("suspected")
+    assert node.state.phase == Phase.RUNNING
+    assert not node.notes("suspected")
 
 
 def test_process_that_slept_finds_out_soon_who_is_gone():

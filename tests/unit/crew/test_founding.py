@@ -1,6 +1,8 @@
 """The crew that is planned from offers: the newest step that copies cover, each stage where it
 is."""
 
+import time
+
 import pytest
 from msgspec.structs import replace
 
@@ -41,7 +43,8 @@ def members(found):
 
 def test_untrained_nodes_begin_with_the_base():
     found = plan({name: offer() for name in "abcd"})
-    assert found.record.step == 0 and sorted(members(found)) == list("abcd")
+    assert found.record.step == 0
+    assert sorted(members(found)) == list("abcd")
     assert plan({name: offer() for name in "abc"}) is None, "no room"
 
 
@@ -99,7 +102,8 @@ def test_any_two_of_four_continue_with_spares():
         names = ["abcd"[stage] for stage in lost]
         found = plan(without(four(9, 9, 9, 9), *names, e=offer(), f=offer()), 10.0, me="f")
         kept = {stage: "abcd"[stage] for stage in range(4) if stage not in lost}
-        assert found.record.step == 9 and len(found.lost) <= 2
+        assert found.record.step == 9
+        assert len(found.lost) <= 2
         assert all(members(found)[stage] == name for stage, name in kept.items())
 
 
@@ -153,9 +157,7 @@ def test_claims_of_one_peer_move_no_crew():
     assert plan({**four(9, 9, 9, 9), "x": foreign}).record.lineage == LINEAGE
 
 
-def test_many_claims_cost_little_to_plan(benchmark_seconds=2.0):
-    import time
-
+def test_many_claims_cost_little_to_plan():
     claims = [
         offer(*(copy(number % 4, 10 + number + 40 * peer) for number in range(32)))
         for peer in range(60)
@@ -163,7 +165,7 @@ def test_many_claims_cost_little_to_plan(benchmark_seconds=2.0):
     offers = {**four(9, 9, 9, 9), **{f"x{n}": one for n, one in enumerate(claims)}}
     began = time.process_time()
     plan(offers, 10.0)
-    assert time.process_time() - began < benchmark_seconds
+    assert time.process_time() - began < 2.0
 
 
 def test_peer_that_would_hold_all_layers_alone_is_not_waited_for():

@@ -1,10 +1,21 @@
 """Blocks of layers for members: within memory, in proportion to speed, no further than it pays."""
 
+import math
+from itertools import combinations, pairwise, permutations
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.stages.crew import make_plan
-from swarmnode.stages.wire import Capacity, ModelCost, Part, stage_memory, stage_parts
+from swarmnode.stages.crew import make_plan, plan_crew
+from swarmnode.stages.wire import (
+    Capacity,
+    ModelCost,
+    Offer,
+    Part,
+    Settings,
+    stage_memory,
+    stage_parts,
+)
 
 NEAR = ((0.0,) * 8,) * 8
 
@@ -71,7 +82,8 @@ def test_every_plan_holds_all_layers_within_memory(layers, members, stages):
     plan = make_plan(cost, tuple(members), near(len(members)), stages)
     if plan is None:
         return
-    assert sum(plan.layers) == layers and min(plan.layers) >= 1
+    assert sum(plan.layers) == layers
+    assert min(plan.layers) >= 1
     assert len(set(plan.members)) == len(plan.members) == (stages or len(plan.members))
     slowest = 0.0
     for stage, index in enumerate(plan.members):
@@ -87,3 +99,38 @@ def test_equal_members_get_equal_blocks(layers, count):
     count = min(layers, count)
     plan = make_plan(model(layers), (Capacity(99, 1.0),) * count, near(count), count)
     assert max(plan.layers) == -(-layers // count)
+
+
+def best_seconds(cost, members):
+    """The slowest stage of the fastest plan there is; infinite without one."""
+    best = math.inf
+    for order in (o for size in range(1, 4) for o in permutations(members, size)):
+        for cuts in combinations(range(1, len(cost.layers)), len(order) - 1):
+            blocks = [b - a for a, b in pairwise((0, *cuts, len(cost.layers)))]
+            stages = range(len(order))
+            if all(stage_memory(cost, blocks, n) <= order[n].memory for n in stages):
+                work = [sum(part.work for part in stage_parts(cost, blocks, n)) for n in stages]
+                best = min(best, max(w / one.speed for w, one in zip(work, order, strict=True)))
+    return best
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(3, 6), capacities.filter(lambda members: len(members) <= 3))
+def test_crew_is_found_where_one_is_possible_and_is_at_most_twice_as_slow(layers, members):
+    cost = ModelCost(Part(1, 0), (Part(1, 1),) * layers, Part(1, 1))
+    best = best_seconds(cost, members)
+    offers = {
+        f"p{number}": Offer(b"m" * 32, one.memory, one.speed, 0.0)
+        for number, one in enumerate(members)
+    }
+    found = [plan_crew(me, offers, cost, Settings(), 0.0) for me in offers]
+    slowest = math.inf
+    for record in (plan.record for plan in found if plan is not None):
+        blocks = [member.layers for member in record.members]
+        seconds = [
+            sum(part.work for part in stage_parts(cost, blocks, stage)) / offers[one.peer].speed
+            for stage, one in enumerate(record.members)
+        ]
+        slowest = min(slowest, max(seconds))
+    assert (best == math.inf) == (slowest == math.inf)
+    assert best == math.inf or slowest <= 2 * best

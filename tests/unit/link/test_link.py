@@ -13,7 +13,6 @@ from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_ne
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
     Capacity,
     ModelCost,
@@ -21,9 +20,9 @@ from swarmnode.stages.wire import (
     Part,
     Released,
     Resumed,
+    StageFault,
     StageStatus,
     Suspended,
-    Taken,
 )
 from tests.support.groups import external_group
 from tests.support.waiting import until
@@ -98,7 +97,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     offering = Offering(
         b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1))
     )
-    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, probe_kl=None)
+    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, gate_kl=None)
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
@@ -106,8 +105,10 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             await trio.to_thread.run_sync(link.welcome, 30.0)
             link.send(offering)
             link.send(status)
-            await until(lambda: len(recorder.seen) == 3)
-            assert recorder.seen[1:] == [offering, status]
+            fault = StageFault(b"c" * 32, None, "a step took too long")
+            link.send(fault)
+            await until(lambda: len(recorder.seen) == 4)
+            assert recorder.seen[1:] == [offering, status, fault]
             assigned = Assigned(
                 b"c" * 32,
                 b"l" * 32,
@@ -115,8 +116,6 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
                 (2, 1, 1),
                 ("a", "b", "c"),
                 0,
-                NO_HASH,
-                Taken(),
                 "/run/stages.sock",
             )
             for message in (assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")):
