@@ -386,7 +386,7 @@ class StageWorker:
                 self.links.send(0, wire.Done(self.place, frame.attempt))
             case wire.Abort():
                 self.participant.abort(frame.attempt)
-                self._drop_all()
+                self._drop_step()
             case _:
                 raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
 
@@ -441,8 +441,12 @@ class StageWorker:
                 )
 
     def _drop_all(self) -> None:
-        """Drop gradients, inputs and caches: they belong to weights that have moved, or to a step
-        that no stage takes."""
+        """Drop the step, and caches of weights that have moved."""
+        self._drop_step()
+        self.waves.clear()
+
+    def _drop_step(self) -> None:
+        """Drop the gradients and inputs of a step that was taken, or is not."""
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.participant.clear()
@@ -450,7 +454,6 @@ class StageWorker:
         self.tied.clear()
         for observer in self.context.observers:
             observer.dropped()
-        self.waves.clear()
 
 
 def sends(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
@@ -1198,8 +1201,7 @@ class MicroBatches:
         self.schedule = Schedule(context.index, context.stages)
         self.kept: dict[tuple[int, int], Kept] = {}
         self._early: list[Arrival] = []
-        """Forwards that came before a proposal: of the next attempt, over another stream, or left
-        over from the last one."""
+        """Forwards that came before their proposal, which takes another stream."""
         self._context = context
         self.routes = Routes(context.stages, context.settings.swapped)
 
@@ -1215,12 +1217,10 @@ class MicroBatches:
         waiting = sum(kept.x is not None for kept in self.kept.values()) + len(self._early)
         if sender != at.index and waiting >= KEPT:
             raise BadMessage("bounds", "more micro-batches than are ever in flight")
-        if frame.purpose == "learn":
-            if not at.participant.proposed:
+        if frame.purpose == "learn" and not at.participant.may_accumulate(frame.micro_batch):
+            if frame.micro_batch > at.participant.newest:
                 self._early.append(Arrival(sender, frame, body))
-                return
-            if not at.participant.may_accumulate(frame.micro_batch):
-                return  # of an attempt that has ended
+            return  # otherwise of an attempt that has ended
         work = read_micro_batch(about, frame.rows, at.links.limits, frame.purpose)
         route = self.routes.of(frame.micro_batch, frame.purpose)
         hop = arriving(route, sender, at.index)
@@ -1349,7 +1349,6 @@ class MicroBatches:
     def clear(self) -> None:
         self.schedule.clear()
         self.kept.clear()
-        self._early.clear()
 
 
 class Decoding:

@@ -387,6 +387,8 @@ class Participant:
         """Of the latest proposal."""
         self.prepared = False
         """Whether the proposal is acknowledged and undecided."""
+        self.newest = -1
+        """Highest micro-batch number of all proposals. Numbers rise from one to the next."""
         self._missing: set[int] | None = None
         """Micro-batches of the proposal without a gradient; None without a proposal."""
 
@@ -404,6 +406,7 @@ class Participant:
         if self._missing is not None or attempt <= self.attempt:
             raise BadMessage("bounds", f"attempt {attempt} proposed after {self.attempt}")
         self.attempt, self._missing = attempt, set(micro_batches)
+        self.newest = max(self.newest, *self._missing)
 
     def may_accumulate(self, micro_batch: int) -> bool:
         """Return True if the proposal has this micro-batch and its gradient is not here yet."""

@@ -358,6 +358,88 @@ async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, po
         assert all(member.fault is None for member in crew.members)
 
 
+async def test_a_dropped_attempts_late_gradient_is_no_part_of_the_next(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        last, held = crew.members[2], []
+        original = last.links.send
+        last.links.send = lambda stage, frame, body=b"": (
+            held.append((stage, frame, body))
+            if isinstance(frame, wire.Backward) and not held
+            else original(stage, frame, body)
+        )
+        cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
+        with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+            assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
+        await quiet()
+        original(*held[0])
+        assert (await learn(crew.head, rows)).refused is None
+        assert all(member.fault is None for member in crew.members)
+
+
+@pytest.mark.parametrize("call", [learn, sample])
+async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_it(
+    models, policy, call
+):
+    """What the head sends to stage 2 itself waits on a slow line; what it sends through stage 1
+    does not."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        original, held = crew.head.links.send, []
+
+        def slow(stage, frame, body=b""):
+            late = (wire.Abort, wire.ProposeStep)
+            if stage == 2 and isinstance(frame, late) and (held or isinstance(frame, wire.Abort)):
+                held.append((stage, frame, body))
+            else:
+                original(stage, frame, body)
+
+        crew.head.links.send = slow
+        with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
+            assert (await learn(crew.head, rows)).refused == "device"
+
+        async def release():
+            await quiet(2000)
+            for one in held:
+                original(*one)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(release)
+            result = await call(crew.head, rows)
+        assert call is sample or result.refused is None
+        if call is sample:
+            assert all(wave.begun_again == 0 for wave in result)
+        assert all(member.fault is None for member in crew.members)
+
+
+async def test_a_dropped_attempts_late_half_of_an_embedding_is_no_part_of_the_next(models, policy):
+    _, rows = grpo(policy("llama-tied"))
+    ends = []
+    for disturbed in (False, True):
+        async with crew_of(models["llama-tied"], [1, 2, 1]) as crew:
+            last, held = crew.members[2], []
+            original = last.links.send
+
+            def send(stage, frame, body=b"", held=held, original=original):
+                if isinstance(frame, wire.Embedding) and frame.attempt == 1:
+                    held.append((stage, frame, body))
+                else:
+                    original(stage, frame, body)
+
+            if disturbed:
+                last.links.send = send
+                with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+                    assert (await learn(crew.head, rows)).refused == "device"
+                await quiet()
+                for one in held:
+                    original(*one)
+                assert held
+            assert (await learn(crew.head, rows)).refused is None
+            assert all(member.fault is None for member in crew.members)
+            ends.append(weights(crew))
+    assert torch.equal(*ends)
+
+
 async def test_a_call_that_is_cancelled_leaves_the_crew_able_to_work(
     models, policy, autojump_clock
 ):

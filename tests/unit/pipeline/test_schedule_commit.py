@@ -177,6 +177,7 @@ def test_an_aborted_attempt_is_followed_by_a_higher_one():
     for late in (lambda: stage.abort(1), lambda: stage.commit(1), lambda: stage.propose(1, [4])):
         with pytest.raises(BadMessage):
             late()
+    assert stage.newest == 3
     stage.propose(2, [4])
     assert stage.may_accumulate(4)
 
