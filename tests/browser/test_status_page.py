@@ -354,7 +354,7 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
                 0,
                 (SlotStatistics(0, evil, evil, 0, 1), SlotStatistics(1, evil[:64], "active", 0, 1)),
             ),
-            own=StageStatus(b"", 0, evil, rung=evil, reason=evil, dropped={evil: 1}),
+            own=StageStatus(b"", 0, evil, source=evil, reason=evil, dropped={evil: 1}),
         ),
         weights=WeightsStatistics(
             enabled=True, phase=evil, outcomes={evil: 3}, judged={evil: 1}, pairs={evil: 2}
