@@ -53,8 +53,8 @@ LONGEST_STRIKE_SECONDS: Final = 3600.0
 MOST_STRIKES: Final = 32
 CLEARING_STEPS: Final = 10
 """Committed steps together that clear a peer's strikes."""
-REFUSALS: Final = 5
-"""Refused proposals in a row that are a strike."""
+FAILURES: Final = 5
+"""Crews in a row that a peer refused or ended before their first step: a strike."""
 GRACE_SECONDS: Final = 2.0
 """A member waits so much longer for a crew to form than its proposer, who may be about to leave."""
 HEARD_SECONDS: Final = 60.0
@@ -110,8 +110,8 @@ class Peer(msgspec.Struct, frozen=True):
     struck_until: float = LONG_AGO
     steps: int = 0
     """Committed steps together since the last strike."""
-    refusals: int = 0
-    """Proposals in a row that it refused."""
+    failures: int = 0
+    """Crews that it refused or ended before their first step, since the last step together."""
 
 
 class MemberState(msgspec.Struct, frozen=True):
@@ -353,15 +353,16 @@ class _Turn:
             return
         strikes = min(known.strikes + 1, MOST_STRIKES)
         seconds = min(LONGEST_STRIKE_SECONDS, self.settings.strike_seconds * 2.0**strikes)
-        self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, refusals=0)
+        self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, failures=0)
         self._note("struck", f"{peer}: {reason}; left out of plans for {seconds:.0f} s")
 
     def _stepped_with(self, peer: str) -> None:
         """A committed step together."""
         known = self._peer(peer)
-        if known.strikes:
-            cleared = known.steps + 1 >= CLEARING_STEPS
-            self._set_peer(peer, steps=known.steps + 1, strikes=0 if cleared else known.strikes)
+        if known.strikes or known.failures:
+            steps = known.steps + 1
+            strikes = known.strikes if steps < CLEARING_STEPS else 0
+            self._set_peer(peer, steps=steps, strikes=strikes, failures=0)
 
     def _is_struck(self, peer: str) -> bool:
         known = self._peer(peer)
@@ -459,19 +460,11 @@ class _Turn:
         elif isinstance(answer, wire.Refuse) and answer.crew == crew.id:
             joined, sent_at = crew.members[peer].joined_at, self.now - event.seconds
             if isinstance(request, wire.Propose):
-                self._refused(peer, answer)
+                if answer.reason == "busy":
+                    self._set_peer(peer, offer=None)  # until it offers again
+                self._end(f"refused the crew: {answer.reason}", peer)
             elif joined is not None and sent_at > joined:  # else it had not accepted yet
                 self._end("is not in this crew any more", peer)
-
-    def _refused(self, peer: str, answer: wire.Refuse) -> None:
-        known = self._peer(peer)
-        refusals = known.refusals + 1
-        # a busy peer offers again when it is free
-        offer = None if answer.reason == "busy" else known.offer
-        self._set_peer(peer, refusals=refusals, offer=offer)
-        if refusals >= REFUSALS:
-            self._strike(peer, f"refused {REFUSALS} crews in a row: {answer.reason}")
-        self._end(f"refused the crew: {answer.reason}", peer)
 
     # ---- heartbeats ------------------------------------------------------------------------------
 
@@ -542,6 +535,11 @@ class _Turn:
         cause = f"{peer} {why}" if peer else why
         for other in crew.members:
             self._do(wire.Send(other, wire.Leave(crew.id, _printable(cause))))
+        if peer in crew.members and not crew.stepped:
+            failures = self._peer(peer).failures + 1
+            self._set_peer(peer, failures=failures)
+            if failures >= FAILURES:
+                self._strike(peer, f"{FAILURES} crews without a step: {why}")
         running = self.state.phase == Phase.RUNNING
         self._set(
             phase=Phase.FREE,
@@ -769,8 +767,6 @@ class _Turn:
             self._set(timed=record.lineage, step_times=())
         crew = replace(crew, founded=True)
         self._set(phase=Phase.PREPARING, crew=crew, lapses=0, former=())
-        for peer in crew.members:
-            self._set_peer(peer, refusals=0)
         self._send_offers()  # withdraws ours
         self._note("founded", f"step {record.step}, stage {crew.stage} of {len(record.members)}")
         layers = tuple(member.layers for member in record.members)

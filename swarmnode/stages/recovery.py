@@ -1237,17 +1237,12 @@ class CheckpointStore:
         """Keep checkpoints of these stages from now on."""
         with self._lock:
             self._kept = {
-                path: self._about(path) for path in (identity.path(stage) for stage in stages)
+                path: _read_about(self._directory / path) for path in map(identity.path, stages)
             }
 
     def find(self) -> list[CheckpointAbout]:
         """Return what can be read, of every lineage."""
-        paths = sorted(self._directory.glob("*/*.safetensors"))
-        return [
-            about
-            for path in paths
-            if (about := self._about(path.relative_to(self._directory))) is not None
-        ]
+        return find_checkpoints(self._directory)
 
     def about(self, path: Path) -> CheckpointAbout | None:
         """Return the metadata of a checkpoint that is kept here."""
@@ -1257,16 +1252,12 @@ class CheckpointStore:
         """Return a checkpoint. Raises StateError for a damaged file, which is deleted."""
         with self._lock:
             try:
-                tensors, about = _open(self._directory / path, load=True)
-                body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
-                if root_of(memoryview(body.numpy())).hex() != about.root or about.path != path:
-                    raise StateError(f"{self._directory / path} is damaged: another hash")
+                return read_checkpoint(self._directory, path)
             except StateError:
                 self._kept[path] = None
                 with contextlib.suppress(OSError):
                     (self._directory / path).unlink(missing_ok=True)
                 raise
-            return Checkpoint(about, body, tensors)
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint of the same layers. Raises OSError; the old file is untouched."""
@@ -1328,15 +1319,6 @@ class CheckpointStore:
         finally:
             self.coming = None
 
-    def _about(self, path: Path) -> CheckpointAbout | None:
-        try:
-            return _open(self._directory / path)[1]
-        except FileNotFoundError:
-            return None
-        except StateError as error:
-            log.warning("checkpoint cannot be read: %s", error)
-            return None
-
     def _clear_away(self, step: int) -> None:
         """Delete what the present crew does not keep and that has no more than `step` steps."""
         try:
@@ -1346,7 +1328,7 @@ class CheckpointStore:
                 relative = path.relative_to(self._directory)
                 if relative in self._kept:
                     continue
-                about = self._about(relative)
+                about = _read_about(path)
                 if about is None or about.step <= step:
                     path.unlink(missing_ok=True)
             for directory in self._directory.iterdir():
@@ -1356,19 +1338,43 @@ class CheckpointStore:
             log.warning("old checkpoints stay on disk: %s", error)
 
 
-def _open(path: Path, load: bool = False) -> tuple[dict[str, torch.Tensor], CheckpointAbout]:
-    """Return (tensors if `load`, metadata). Raises StateError, FileNotFoundError."""
-    if not path.exists() and not load:
-        raise FileNotFoundError(path)
+def find_checkpoints(directory: Path) -> list[CheckpointAbout]:
+    """Return the metadata of all checkpoints in a store's directory that can be read."""
+    found = [_read_about(path) for path in sorted(directory.glob("*/*.safetensors"))]
+    return [about for about in found if about is not None]
+
+
+def read_checkpoint(directory: Path, path: Path) -> Checkpoint:
+    """Read one file of a store's directory. Raises StateError if it is missing or damaged."""
+    try:
+        with held(directory / path) as name, safe_open(name, "pt", device="cpu") as file:
+            about = _decode_about(file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise StateError(f"{directory / path} is damaged: {error}") from None
+    body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
+    if about.path != path or root_of(memoryview(body.numpy())).hex() != about.root:
+        raise StateError(f"{directory / path} is damaged: another hash")
+    return Checkpoint(about, body, tensors)
+
+
+def _read_about(path: Path) -> CheckpointAbout | None:
+    """Return a file's metadata; None if it is missing or damaged."""
     try:
         with held(path) as name, safe_open(name, "pt", device="cpu") as file:
-            about = msgspec.json.decode(file.metadata()["about"], type=CheckpointAbout)
-            if not 0 <= about.stage < len(about.layers):
-                raise ValueError("no such stage")
-            names = file.keys() if load else ()
-            return {name: file.get_tensor(name) for name in names}, about
+            return _decode_about(file.metadata())
+    except FileNotFoundError:
+        return None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise StateError(f"{path} is damaged: {error}") from None
+        log.warning("checkpoint %s cannot be read: %s", path, error)
+        return None
+
+
+def _decode_about(metadata: Mapping[str, str]) -> CheckpointAbout:
+    about = msgspec.json.decode(metadata["about"], type=CheckpointAbout)
+    if not 0 <= about.stage < len(about.layers):
+        raise ValueError("no such stage")
+    return about
 
 
 # The recorder observes one worker: it remembers the last committed micro-batches and copies the
@@ -1682,6 +1688,22 @@ class LocalStage:
             raise StateError("the state of averaging in our checkpoint is not finite")
         return Candidate(state, about.lr_scale, outer, found.more.get("rng"))
 
+    def keep(self, stage: int, have: Have, body: torch.Tensor) -> None:
+        """Store the checkpoint of another stage. Raises OSError."""
+        assert self.store is not None
+        assert self.identity is not None
+        about = CheckpointAbout(
+            self.identity.lineage,
+            self.identity.layers,
+            self.identity.owner,
+            stage,
+            own=False,
+            form=form_of(self.layouts[stage], self.settings),
+            step=have.step,
+            squared_norm=have.squared_norm,
+        )
+        self.store.write(Checkpoint(about, body))
+
     def end(self, stage: int) -> StageSpec:
         """Return a spec that says which end `stage` is; its layers do not matter."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
@@ -1759,6 +1781,8 @@ class StageLoading(PeerError):
 class Call:
     """A request that waits for its answer."""
 
+    what: wire.What | None
+    """Kind of body; None where none was asked for."""
     size: SIZE_LIMITS
     arrival: Arrival
     seconds: float
@@ -1889,7 +1913,9 @@ class Channel:
 
     async def ask(self, stage: int, seconds: float) -> Holds:
         """Return what `stage` has of ours. Raises PeerError."""
-        answer = await self._call(stage, wire.Ask(self.place, 0), _no_body, Arrival(), seconds)
+        answer = await self._call(
+            stage, wire.Ask(self.place, 0), lambda have: 0, Arrival(), seconds
+        )
         if not isinstance(answer, Holds):
             raise BadMessage("schema", "an answer to another question")
         return answer
@@ -1931,7 +1957,14 @@ class Channel:
         self._check(stage)
         self._last_request += 1
         message = msgspec.structs.replace(message, request=self._last_request)
-        call = self._calls[stage, message.request] = Call(size, arrival, seconds)
+        what: wire.What | None = (
+            message.what
+            if isinstance(message, wire.Want)
+            else "output"
+            if isinstance(message, wire.Run)
+            else None
+        )
+        call = self._calls[stage, message.request] = Call(what, size, arrival, seconds)
         try:
             await self.send(stage, message, body)
             call.extend()
@@ -1962,16 +1995,11 @@ class Channel:
                     if self._fence.check(message.place, stage, None):
                         continue
                     self._arrived(stage, message, body, server, sharing)
-                    if self._bad[stage] >= MISBEHAVED:
-                        reason = "misbehaved"
-                        break
         except BadMessage as error:
             reason = error.reason
             self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-        if reason not in ("closed", "truncated"):
-            self.fault = self.fault or (stage, reason)
         self._lose(stage, reason)
         await trio.aclose_forcefully(stream)
 
@@ -1979,11 +2007,15 @@ class Channel:
         """Count what `stage` sent and should not have."""
         self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
         self._bad[stage] += 1
+        if self._bad[stage] >= MISBEHAVED:
+            self._lose(stage, "misbehaved")
 
     def _lose(self, stage: int, reason: str) -> None:
         if stage in self.gone:
             return
         self.gone[stage] = reason
+        if reason not in ("closed", "truncated", "does not read"):
+            self.fault = self.fault or (stage, reason)
         for (of, _), call in self._calls.items():
             if of == stage:
                 call.finish(PeerError(f"stage {stage} is gone: {reason}"))
@@ -2018,6 +2050,8 @@ class Channel:
                 call.finish(_lack_error(stage, message.reason))
             case Have() if call.have is None:
                 try:
+                    if message.what != call.what:
+                        raise BadMessage("schema", f"{message.what} is not {call.what}")
                     size = call.size(message)
                     if message.size != size or size < 1:
                         raise BadMessage("size", f"{message.size} bytes of {message.what}")
@@ -2046,7 +2080,7 @@ class Channel:
         if await self.compute(lambda: root_of(arrival.body)) == have.root:
             call.finish(have)
         else:
-            arrival.root = b""
+            arrival.begin(b"", 0)
             call.finish(BadMessage("hash", f"{have.what} from stage {stage}"))
 
     # Serving.
@@ -2083,10 +2117,6 @@ class Channel:
         finally:
             self._serving[stage] -= 1
         self.post(stage, wire.Lack(self.place, message.request, reason))
-
-
-def _no_body(have: Have) -> int:
-    raise BadMessage("schema", "no body was asked for")
 
 
 def _lack_error(stage: int, reason: wire.LackReason) -> PeerError:
@@ -2220,9 +2250,7 @@ class Fetcher:
         )
         codec = local.codec if stage else None
         run = wire.Run(self._channel.place, 0, codec, edge.rows, len(edge.about))
-        ask = lambda: self._channel.fetch(
-            stage, run, lambda have: _check_what(have, "output", size), edge.about + x
-        )
+        ask = lambda: self._channel.fetch(stage, run, lambda have: size, edge.about + x)
         _, body = await self._patiently(stage, ask)
         return bytes(body)
 
@@ -2235,9 +2263,7 @@ class Fetcher:
         arrival: Arrival | None = None,
     ) -> tuple[Have, bytearray]:
         want = wire.Want(self._channel.place, 0, what, stage if of is None else of, 0, b"")
-        return await self._channel.fetch(
-            stage, want, lambda have: _check_what(have, what, size(have)), arrival=arrival
-        )
+        return await self._channel.fetch(stage, want, size, arrival=arrival)
 
     async def _patiently(
         self, stage: int, ask: Callable[[], Awaitable[tuple[Have, bytearray]]]
@@ -2253,12 +2279,6 @@ class Fetcher:
                     raise PeerTimeout(f"stage {stage} was not restored in time") from None
             await trio.sleep(pause)
             pause = min(2 * pause, most)
-
-
-def _check_what(have: Have, what: wire.What, size: int) -> int:
-    if have.what != what:
-        raise BadMessage("schema", f"{have.what} is not {what}")
-    return size
 
 
 # What a member answers.
@@ -2478,8 +2498,6 @@ class Sharing:
         while latest is not None:
             try:
                 await self._take(stage, latest)
-            except BadMessage as error:
-                self._channel.refuse(stage, error)
             except PeerError:
                 pass  # the next body will be announced as well
             except OSError as error:
@@ -2489,43 +2507,34 @@ class Sharing:
         del self._news[key]
 
     async def _take(self, stage: int, made: wire.Made) -> None:
-        local, recorder = self._stage, self._stage.recorder
+        step = made.step
         if made.what == "checkpoint":
             async with self._room:
-                stored = local.stored(stage)
-                if stored is None or stored.own or stored.step != made.step:
+                stored = self._stage.stored(stage)
+                if stored is None or stored.own or stored.step != step:
                     have, body = await self._fetch.kept(stage, "checkpoint", stage)
-                    await self._channel.compute(lambda: self._store(stage, have, body))
-                    made = msgspec.structs.replace(made, step=have.step)
-            self._channel.post(stage, wire.Kept(self._channel.place, 0, made.step))
-            return
-        have, body = await self._fetch.kept(stage, made.what, stage)
-        if made.what == "probes":
-            recorder.probes[:] = local.read_probes(body)
+                    await self._channel.compute(lambda: self._keep(stage, have, body))
+                    step = have.step
+            self._channel.post(stage, wire.Kept(self._channel.place, 0, step))
         else:
-            layout = ends_layout(local.end(stage), local.layouts[stage])
-            tensors = await self._channel.compute(lambda: read_floats(body, layout))
-            recorder.ends[stage] = have.step, tensors
+            have, body = await self._fetch.kept(stage, made.what, stage)
+            await self._channel.compute(lambda: self._keep(stage, have, body))
 
-    def _store(self, stage: int, have: Have, body: bytearray) -> None:
-        """Raises BadMessage, OSError."""
-        local = self._stage
-        assert local.store is not None
-        assert local.identity is not None
-        layout, identity = local.layouts[stage], local.identity
-        form = form_of(layout, local.settings)
-        check_state(as_tensor(body), layout, form)
-        about = CheckpointAbout(
-            identity.lineage,
-            identity.layers,
-            identity.owner,
-            stage,
-            own=False,
-            form=form,
-            step=have.step,
-            squared_norm=have.squared_norm,
-        )
-        local.store.write(Checkpoint(about, as_tensor(body)))
+    def _keep(self, stage: int, have: Have, body: bytearray) -> None:
+        """Keep a body of `stage`. Raises BadMessage, which is counted, and OSError."""
+        local, recorder, layout = self._stage, self._stage.recorder, self._stage.layouts[stage]
+        try:
+            if have.what == "probes":
+                recorder.probes[:] = local.read_probes(body)
+            elif have.what == "ends":
+                ends = ends_layout(local.end(stage), layout)
+                recorder.ends[stage] = have.step, read_floats(body, ends)
+            else:
+                check_state(as_tensor(body), layout, form_of(layout, local.settings))
+                local.keep(stage, have, as_tensor(body))
+        except BadMessage as error:
+            self._channel.refuse(stage, error)
+            raise
 
 
 class StatePeer:

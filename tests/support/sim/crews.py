@@ -1,8 +1,6 @@
 """Crews in the deterministic simulator: the product's `StageService` over the simulated `p2p.api`,
 beside a trainer whose stage is a number.
 
-    with simulated(seed, nodes=5) as ...      see `run`
-
 A step is committed member by member, a few milliseconds apart, and written to each member's disk: a
 kill in between leaves stages at n and n − 1. Neighbours' checkpoints are written every few steps.
 """
@@ -318,6 +316,8 @@ def run(seed: int, nodes: int, story: Callable[[CrewWorld], Awaitable[None]]) ->
             world.nursery.start_soon(timeline.run)
             await world.boot(*world.nodes)
             await story(world)
+            for node in world.nodes:
+                await node.kill()
             world.nursery.cancel_scope.cancel()
 
     try:

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from swarmnode.stages import wire
 from swarmnode.stages.crew import (
     CLEARING_STEPS,
+    FAILURES,
     GRACE_SECONDS,
     HEAD_DEADLINES,
-    REFUSALS,
     CrewStatistics,
     Means,
     Phase,
@@ -243,8 +243,19 @@ def test_peer_that_refuses_again_and_again_is_struck():
         node.offered("a", copy(0))
         if node.notes("struck"):
             break
-    assert len(node.sent(wire.Propose)) == REFUSALS
+    assert len(node.sent(wire.Propose)) == FAILURES
     assert node.now < 100 + 60
+
+
+def test_peer_that_ends_crew_after_crew_before_a_step_is_struck():
+    node = Node(copy(1))
+    for number in range(FAILURES):
+        assert not node.notes("struck")
+        node.answers("a", wire.Propose(record("a", "b", nonce=bytes([number] * 8))))
+        node.beats("a")
+        node.answers("a", wire.Leave(node.state.crew.id, "no reason"))
+        node.does(node.offering)
+    assert node.state.peers["a"].strikes == 1
 
 
 # ---- a running crew ------------------------------------------------------------------------------
