@@ -14,11 +14,11 @@ from functools import partial
 from typing import Final
 
 import trio
+from swarmnode.stages.transfer import Gathering, Part, nothing_of
 from trio.testing import MockClock
 
 from benchmarks import report
 from swarmnode.errors import PeerError
-from swarmnode.stages.transfer import Gathering, Part, nothing_of
 from swarmnode.stages.wire import CHUNK_BYTES, Have, Place
 
 STAGE_BYTES: Final = 3_500_000_000

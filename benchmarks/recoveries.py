@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from swarmnode.stages.transfer import Method, Neighbour, RecoverySettings, Run, synthesise
 
 from benchmarks.staged import STAGES, WINDOW, StageCopy, Staged
 from swarmnode.errors import Refused
 from swarmnode.policy.logprobs import Batch
 from swarmnode.stages.model import StageRuntime, build_stage, packing
 from swarmnode.stages.recovery import Pair, heal
-from swarmnode.stages.transfer import Method, Neighbour, RecoverySettings, Run, synthesise
 from tests.support.split_models import whole_state
 
 SETTINGS = RecoverySettings()

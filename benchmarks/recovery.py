@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 import trio
+from swarmnode.stages.transfer import RecoverySettings
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.recovery import judge
-from swarmnode.stages.transfer import RecoverySettings
 from swarmnode.stages.wire import state_bytes
 from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet

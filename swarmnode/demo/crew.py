@@ -265,7 +265,7 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
     )
     for heading in ("stage", "node", "phase"):
         out.add_column(heading)
-    for heading in ("step", "source", "in s", "copy age", "KL", "tokens/s", "restarts"):
+    for heading in ("step", "source", "in s", "age", "KL", "tok/s", "restarts"):
         out.add_column(heading, justify="right")
     for node in sorted(
         nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)

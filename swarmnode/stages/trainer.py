@@ -670,7 +670,7 @@ class StageRunner:
                 self._built(stage)
             session.source_seconds = time.monotonic() - session.since
             log.info(
-                "stage restored",
+                "stage ready",
                 stage=stage.index,
                 source=session.source or "base",
                 seconds=round(session.source_seconds, 2),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swarmnode.stages.transfer import Journal, RecoverySettings, SnapshotRecorder
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.config import PolicyConfig, TrainingConfig
@@ -26,7 +27,6 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import transfer
 from swarmnode.stages.model import StageRuntime
 from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
-from swarmnode.stages.transfer import Journal, RecoverySettings, SnapshotRecorder
 from swarmnode.stages.wire import Fence, FrameLimits, Place
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import signal
 import time
 import urllib.request
@@ -25,10 +26,15 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.files import write_atomically
 from swarmnode.p2p.identity import from_key
 from swarmnode.policy.device import HEADROOM, probe
-from swarmnode.stages import transfer
+from swarmnode.stages.recovery import (
+    CHECKPOINTS,
+    decode_state,
+    find_checkpoints,
+    read_checkpoint,
+    stage_layouts,
+)
 from swarmnode.stages.trainer import cost_of
-from swarmnode.stages.transfer import FILE
-from swarmnode.stages.wire import StageSpec, stage_memory
+from swarmnode.stages.wire import stage_memory, stage_specs
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -83,12 +89,12 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
 def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
     """What a snapshot says of its node's crew, and of the stage that the node holds in it."""
     stages = told["stages"]
-    own = stages["own"] or {"phase": "", "step": 0, "rung": "", "probe_kl": None}
+    own = stages["own"] or {"phase": "", "step": 0, "source": "", "gate_kl": None}
     return {
         **own,
         **stages["crew"],
         "reason": stages["last_reason"],
-        "rungs": stages["rungs"],
+        "sources": stages["sources"],
         "streams": stages["streams"]["open"],
     }
 
@@ -154,22 +160,25 @@ def like_nodes(
     return nodes
 
 
-def journal_of(node: DemoNode) -> Path:
-    """Of its stage, in the lineage that it last wrote of; whether it is there yet or not."""
-    journals = node.directory / "trainer" / "stage"
-    return max(
-        journals.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, default=journals / FILE
-    )
+def checkpoint_of(node: DemoNode) -> Path | None:
+    """File of the newest checkpoint of its own stage."""
+    directory = node.directory / "trainer" / CHECKPOINTS
+    own = [directory / about.path for about in find_checkpoints(directory) if about.own]
+    return max(own, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
-    """Committed steps in the journal of each; nothing of one that has none."""
-    found = [transfer.read_about(journal_of(node)) for node in nodes]
-    return [about["step"] for about in found if about is not None] if None not in found else []
+def checkpoint_steps(nodes: Sequence[DemoNode]) -> list[int]:
+    """Committed steps in the newest own checkpoint of each; empty if a node has none."""
+    steps = []
+    for node in nodes:
+        path = checkpoint_of(node)
+        found = find_checkpoints(node.directory / "trainer" / CHECKPOINTS)
+        steps += [about.step for about in found if path is not None and path.match(str(about.path))]
+    return steps if len(steps) == len(nodes) else []
 
 
 def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
-    """The journals of all stages after exactly `step` committed steps. The head is stopped for
+    """The checkpoints of all stages after exactly `step` committed steps. The head is stopped for
     good, and with it the crew.
 
     Raises AssertionError where that step had passed before it was seen.
@@ -178,30 +187,36 @@ def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
     head = trainer_of(node)
     assert head is not None
     # it is not the first to take a step
-    until(lambda: max(journal_steps([node]), default=0) >= step, crew.story, seconds)
+    until(lambda: max(checkpoint_steps([node]), default=0) >= step, crew.story, seconds)
     head.suspend()
     until(
-        lambda: journal_steps(crew.nodes) == [step] * crew.stages,
-        lambda: journal_steps(crew.nodes),
+        lambda: checkpoint_steps(crew.nodes) == [step] * crew.stages,
+        lambda: checkpoint_steps(crew.nodes),
         10.0,
     )
-    return [journal_of(node) for node in crew.nodes]
+    return [path for node in crew.nodes if (path := checkpoint_of(node)) is not None]
 
 
-def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
-    """(committed step, trained tensors by their names in the whole model) from the journals of all
-    stages of one crew."""
+def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """(committed step, trained tensors by their names in the whole model) from the own checkpoints
+    of all stages of one crew."""
+    found = [read_checkpoint(path.parents[1], path.relative_to(path.parents[1])) for path in files]
+    about = found[0].about
+    assert len({(one.about.identity, one.about.step) for one in found}) == 1
+    assert sorted(one.about.stage for one in found) == list(range(len(about.layers)))
+    config = AutoConfig.from_pretrained(model)
+    specs = stage_specs(config, about.layers)
+    layouts = stage_layouts(config, specs)
     whole: dict[str, torch.Tensor] = {}
-    found = [transfer.load(path) for path in files]
-    specs = [StageSpec(**about["spec"]) for _, about in found]
-    assert len({(about["lineage"], about["step"]) for _, about in found}) == 1
-    assert sorted(spec.index for spec in specs) == list(range(specs[0].stages))
-    for spec, (tensors, _) in zip(specs, found, strict=True):
-        for name, tensor in tensors.items():
-            if name.startswith("weights."):
-                known = whole.setdefault(spec.whole(name.removeprefix("weights.")), tensor)
-                assert torch.equal(known, tensor), f"{name} is another one at the other end"
-    return int(found[0][1]["step"]), whole
+    for one in found:
+        stage = one.about.stage
+        state = decode_state(
+            one.body, layouts[stage], one.about.form, one.about.step, one.about.squared_norm
+        )
+        for name, tensor in state.weights.items():
+            known = whole.setdefault(specs[stage].whole(name), tensor)
+            assert torch.equal(known, tensor), f"{name} is another one at the other end"
+    return about.step, whole
 
 
 def is_like(crew: WholeCrew) -> bool:
@@ -211,21 +226,20 @@ def is_like(crew: WholeCrew) -> bool:
 
 
 @contextlib.contextmanager
-def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
-    """The crew while its head is stopped between two steps: all journals are of one step, and with
-    `shadows` all copies at neighbours."""
+def at_rest(crew: WholeCrew, neighbours: bool = False) -> Iterator[Seen]:
+    """The crew while its head is stopped between two steps: all own checkpoints are of one step,
+    and with `neighbours` also those at neighbours."""
     seen = until(lambda: crew.at(1), crew.story)
     head = trainer_of(seen[0][0])
     assert head is not None
 
     def steps() -> set[int]:
-        copies = [
-            transfer.read_about(path)
+        found = [
+            about
             for node in crew.nodes
-            for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")
+            for about in find_checkpoints(node.directory / "trainer" / CHECKPOINTS)
         ]
-        found = {about["step"] for about in copies if about is not None} if shadows else set()
-        return found | set(journal_steps(crew.nodes))
+        return {about.step for about in found if about.own or neighbours}
 
     for _ in range(100):
         head.suspend()
@@ -243,12 +257,18 @@ def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
         head.resume()
 
 
+RESTORED = re.compile(r"stage restored source=(\S+) step=(\d+) source_step=(\d+|None)")
+
+
 def restored(node: DemoNode) -> dict[str, Any]:
-    """What its log says of the last time that its stage came back: rung, step, source_step, …"""
-    lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
-    told = next(line for line in reversed(lines) if '"weights are back"' in line)
-    found: dict[str, Any] = json.loads(told)
-    return found
+    """What its log says of its stage's last restoration: source, step, source_step."""
+    log = (node.directory / "node.log").read_text(errors="replace")
+    source, step, of = RESTORED.findall(log)[-1]
+    return {
+        "source": source,
+        "step": int(step),
+        "source_step": None if of == "None" else int(of),
+    }
 
 
 def stop(nodes: Sequence[DemoNode]) -> None:
@@ -283,7 +303,7 @@ class WholeCrew:
 
     def story(self) -> list[tuple[Any, ...]]:
         return [
-            (stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"])
+            (stage, v["state"], v["phase"], v["step"], v["source"], v["reason"])
             for stage, (_, v) in sorted(self.seen().items())
         ]
 
