@@ -227,13 +227,16 @@ NODE: dict[str, list[Panel]] = {
         p("Steps", gauge("swarmnode_stage_step"), kind="stat", width=3),
         p(
             "Sources, last day",
-            (f"sum by (rung) (increase(swarmnode_stage_rungs_total{{{I}}}[1d]))", "{{rung}}"),
+            (
+                f"sum by (source) (increase(swarmnode_stage_sources_total{{{I}}}[1d]))",
+                "{{source}}",
+            ),
             kind="stat",
             width=7,
         ),
         p(
-            "Age of the newest peer snapshot, steps",
-            gauge("swarmnode_stage_shadow_age_steps"),
+            "Age of the newest checkpoint at a neighbour, steps",
+            gauge("swarmnode_stage_checkpoint_age_steps"),
             width=6,
         ),
         p(
@@ -241,8 +244,8 @@ NODE: dict[str, list[Panel]] = {
             gauge("swarmnode_stage_copy_age_steps"),
             width=6,
         ),
-        p("Restoring a stage", gauge("swarmnode_stage_rung_seconds"), unit="s", width=6),
-        p("KL over the last recovery", gauge("swarmnode_stage_probe_kl"), width=6),
+        p("Restoring a stage", gauge("swarmnode_stage_source_seconds"), unit="s", width=6),
+        p("KL over the last recovery", gauge("swarmnode_stage_gate_kl"), width=6),
         p(
             "Share of the time that is waited",
             (gauge("swarmnode_stage_bubble_share"), "for other stages, of a step"),

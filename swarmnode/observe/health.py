@@ -144,7 +144,7 @@ def policy_loaded(report: Report | None, stages: StagesStatistics) -> bool:
     """Whether a node whose trainer said this last has the policy, or its stage of it, in working
     order."""
     if stages.enabled:
-        return stages.own is not None and stages.own.phase in ("probation", "active")
+        return stages.own is not None and stages.own.phase == "active"
     return report is not None and report.phase != "loading"
 
 

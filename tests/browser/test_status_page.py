@@ -228,7 +228,7 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
     assert (
         f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6"
-        f" layers, step 250 Stage 2 Küche 2 {short(PEERS[1])} absent 6 layers, step 250 Stage 3 ·"
+        f" layers, step 250 Stage 2 Küche 2 {short(PEERS[1])} failed 6 layers, step 250 Stage 3 ·"
         f" tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250" in text
     )
     assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [
@@ -239,7 +239,7 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     ]
     for value in (
         "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
-        "R2, a neighbour's snapshot, in 2.1 s",
+        "a neighbour's checkpoint, in 2.1 s",
         "of step 240, 10 steps old",
         "a whole copy, 1 steps old, last refresh ",
         "6.4 s until it ran again",

@@ -16,7 +16,7 @@ from swarmnode.rollouts import admission, pull_gossip
 from swarmnode.rollouts.pace import LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages import service, wire
-from swarmnode.stages.wire import FACTOR, FENCE_REASONS, MEMBERS, STATE_REASONS, STEP_DOMAIN
+from swarmnode.stages.wire import FACTOR, FENCE_REASONS, MEMBERS, STATE_REASONS
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
@@ -67,8 +67,6 @@ def test_domain_strings_are_those_of_the_registry():
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
         "crew_record": wire.RECORD_DOMAIN,
-        "crew_member": wire.MEMBER_DOMAIN,
-        "crew_step": STEP_DOMAIN,
     }
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
 
@@ -176,7 +174,6 @@ def test_caps_are_those_of_the_registry():
         "stages": limits.STAGES,
         "crew_members": MEMBERS,
         "copies": wire.COPIES,
-        "crew_without": wire.WITHOUT,
         "layers": wire.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
@@ -245,7 +242,6 @@ def test_every_limit_is_in_the_registry():
         wire.HASH_BYTES,
         wire.HASH_BYTES,
         wire.COPIES,
-        wire.WITHOUT,
     ]
     ours += [wire.NONCE_BYTES, FACTOR, said.BLOCKS]
     ours += [wire.LAYERS, MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]

@@ -214,7 +214,7 @@ def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
 def test_a_node_is_ready_once_its_stage_or_policy_is_loaded() -> None:
     stages, alone = example().stages, StagesStatistics()
     assert policy_loaded(None, stages)  # only the head reports
-    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="probation")))
+    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="active")))
     assert not policy_loaded(
         Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading"))
     )
