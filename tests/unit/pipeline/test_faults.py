@@ -358,6 +358,34 @@ async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, po
         assert all(member.fault is None for member in crew.members)
 
 
+async def test_a_dropped_attempts_late_half_of_an_embedding_is_no_part_of_the_next(models, policy):
+    _, rows = grpo(policy("llama-tied"))
+    ends = []
+    for disturbed in (False, True):
+        async with crew_of(models["llama-tied"], [1, 2, 1]) as crew:
+            last, held = crew.members[2], []
+            original = last.links.send
+
+            def send(stage, frame, body=b"", held=held, original=original):
+                if isinstance(frame, wire.Embedding) and frame.attempt == 1:
+                    held.append((stage, frame, body))
+                else:
+                    original(stage, frame, body)
+
+            if disturbed:
+                last.links.send = send
+                with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+                    assert (await learn(crew.head, rows)).refused == "device"
+                await quiet()
+                for one in held:
+                    original(*one)
+                assert held
+            assert (await learn(crew.head, rows)).refused is None
+            assert all(member.fault is None for member in crew.members)
+            ends.append(weights(crew))
+    assert torch.equal(*ends)
+
+
 async def test_a_call_that_is_cancelled_leaves_the_crew_able_to_work(
     models, policy, autojump_clock
 ):
