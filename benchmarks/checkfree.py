@@ -38,7 +38,7 @@ from benchmarks.failures import (
     schedule,
     survive,
 )
-from benchmarks.forks import HEALED, METHODS, PLACES, Size, Trunk, compare, grow
+from benchmarks.forks import METHODS, PLACES, Size, Trunk, compare, grow
 from benchmarks.recoveries import Recovery
 from benchmarks.report import heading, signed, table, write_json
 from benchmarks.staged import STAGES, Corpus, Staged, build, language, tasks
@@ -98,9 +98,7 @@ def single(seed: int, size: Size) -> list[dict[str, Any]]:
         wanted = []
         for place in places:
             for method, recovery in methods.items():
-                wanted.append((method, PLACES[place], recovery, False))
-                if method in HEALED:
-                    wanted.append((f"{method}, healed", PLACES[place], recovery, True))
+                wanted.append((method, PLACES[place], recovery))
         where = {lost: place for place, lost in PLACES.items()}
         for row in compare(trunk, corpus, seed, first, marks, wanted):
             rows.append({"part": name, "place": where[tuple(row["lost"])]} | row)
@@ -302,13 +300,7 @@ def single_tables(rows: list[dict[str, Any]]) -> str:
 
 
 def methods_of(rows: list[dict[str, Any]]) -> list[str]:
-    """In their order; without the healed form of what is refused everywhere."""
-    done = {r["method"] for r in rows if "jump" in r}
-    return [
-        m
-        for m in dict.fromkeys(r["method"] for r in rows)
-        if m in done or not m.endswith(", healed")
-    ]
+    return list(dict.fromkeys(r["method"] for r in rows))
 
 
 def with_gate(done: list[dict[str, Any]]) -> str:

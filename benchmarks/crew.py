@@ -259,11 +259,6 @@ def main() -> None:
         help="int8 against bfloat16 between stages, see benchmarks.crew_codecs",
     )
     parser.add_argument(
-        "--restoring",
-        action="store_true",
-        help="a stage from several holders, see benchmarks.crew_restoring",
-    )
-    parser.add_argument(
         "--members",
         action="store_true",
         help="what members' samples bring, see benchmarks.crew_members",
@@ -317,11 +312,6 @@ def main() -> None:
         from benchmarks import crew_members
 
         crew_members.run(options.steps or 200, options.seeds)
-        return
-    if options.restoring:
-        from benchmarks import crew_restoring
-
-        crew_restoring.run(3)
         return
     if options.codecs:
         from benchmarks import crew_codecs

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import trio
-from swarmnode.stages.transfer import copied, decode_copy, encode_copy, install, layout_of, trained
 
 from benchmarks import report
 from benchmarks.simulator import Arm, Node, Swarm
@@ -42,6 +41,8 @@ from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.stages.model import LearnRow, StageRuntime
 from swarmnode.stages.pipeline import CrewSettings, Head
+from swarmnode.stages.policy_copy import copied, decode_copy, encode_copy, install
+from swarmnode.stages.recovery import layout_of, trained
 from swarmnode.stages.wire import ActivationCodec, FrameLimits
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import assemble, own_group

@@ -337,8 +337,7 @@ def seven_billion() -> list[list[str]]:
     rows_of_a_step = 8 * 256 + 64 * 1024  # a prompt is there once for its eight completions
     default = CrewSettings(bytes(32), StagesConfig().codec)
     forward, backward = (
-        activation_bytes(codec, rows_of_a_step, 4096)
-        for codec in (default.codec, "bfloat16")
+        activation_bytes(codec, rows_of_a_step, 4096) for codec in (default.codec, "bfloat16")
     )
     whole = 7e9 / STAGES
     things = [

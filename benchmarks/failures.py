@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from swarmnode.stages.transfer import Run
 
 from benchmarks import recoveries as ways
 from benchmarks.forks import Size
 from benchmarks.recoveries import SETTINGS, History, Recovery
 from benchmarks.staged import STAGES, Corpus, StageCopy, Staged, build
+from swarmnode.stages.recovery import Run
 
 RATES = {"5 %/h": 9e-4, "10 %/h": 2e-3, "16 %/h": 4e-3, "32 %/h": 8e-3}
 """Of a stage → probability per stage and iteration, as the authors configure their 500 M runs. The

@@ -12,14 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from swarmnode.stages.transfer import Method, Neighbour, RecoverySettings, Run, synthesise
 
-from benchmarks.staged import STAGES, WINDOW, StageCopy, Staged
+from benchmarks.staged import STAGES, StageCopy, Staged
 from swarmnode.errors import Refused
-from swarmnode.policy.logprobs import Batch
-from swarmnode.stages.model import StageRuntime, build_stage, packing
-from swarmnode.stages.recovery import Pair, heal
-from tests.support.split_models import whole_state
+from swarmnode.stages.recovery import (
+    LEARNING_RATE_FACTOR,
+    Method,
+    Neighbour,
+    RecoverySettings,
+    Run,
+    synthesise,
+)
 
 SETTINGS = RecoverySettings()
 """What the product does if nobody says otherwise."""
@@ -36,9 +39,6 @@ class History:
     """Every stage of what was published last."""
     probes: list[torch.Tensor]
     """The last micro-batches, newest last, (BATCH, WINDOW + 1) each: by them the gate judges."""
-    pairs: list[list[Pair]]
-    """Stage → what came to it and what it made of it in the micro-batches before the probes: its
-    neighbours have that."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def synthesis(method: Method, run: Run = Run(swapped=True)) -> Recovery:  # noqa
     ) -> Recovered:
         before, after = neighbours(staged, stage, lost)
         ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
-        made = synthesise(method, staged.specs[stage], before, after, run, ends=ends, paper=True)
-        return Recovered(StageCopy(made.state), made.learning_rate_factor, warmup=0)
+        made = synthesise(method, staged.specs[stage], before, after, run, ends=ends)
+        return Recovered(StageCopy(made), LEARNING_RATE_FACTOR, warmup=0)
 
     return recover
 
@@ -158,42 +158,3 @@ def zeroed(
     """Every weight zero, norms included: such a block has no gradient and stays so. The authors'
     code ends there for its baselines."""
     return {n: torch.zeros_like(p) for n, p in staged.trained[stage].items() if ".layers." in n}
-
-
-# ---- healing
-
-
-@torch.no_grad()
-def seen_by_neighbours(staged: Staged, batches: list[torch.Tensor]) -> list[list[Pair]]:
-    """Stage → pairs of the policy as it is now. Each window is a prompt of one character and a
-    completion of the rest."""
-    found: list[list[Pair]] = [[] for _ in range(STAGES)]
-    for tokens in batches:
-        rows, ones = len(tokens), torch.ones(len(tokens), WINDOW, dtype=torch.bool)
-        batch = Batch(tokens[:, :1], ones[:, :1].long(), torch.arange(rows), tokens[:, 1:], ones)
-        out = staged.model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=True)
-        packed = [packing(batch).pack(h[:, :1], h[:, 1:]) for h in out.hidden_states]
-        chosen = torch.log_softmax(out.logits, -1).gather(2, tokens[:, 1:, None])[..., 0]
-        for i in range(STAGES):
-            after = chosen[ones] if i == STAGES - 1 else packed[i + 1]
-            found[i].append(Pair(batch, packed[i] if i else None, after, 1.0))
-    return found
-
-
-def distil(staged: Staged, stage: int, lost: tuple[int, ...], history: History) -> None:
-    """The product's local distillation of a recovered stage. Raises Refused where the neighbours
-    that saw it are lost too."""
-    if set(lost) & {stage - 1, stage + 1}:
-        raise Refused("the neighbour that saw what the stage did is lost too")
-    spec, named = staged.specs[stage], staged.trained[stage]
-    model = build_stage(
-        staged.model.config, spec, lambda name: named[str(spec.local(name))].detach().clone()
-    )
-    heal(
-        StageRuntime(spec, model),
-        history.pairs[stage],
-        SETTINGS.healing_steps,
-        SETTINGS.healing_rate,
-    )
-    healed = {str(spec.local(name)): tensor for name, tensor in whole_state(spec, model).items()}
-    staged.put(stage, StageCopy(healed), warmup=SETTINGS.warmup_steps)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import threading
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 import trio
 from safetensors import SafetensorError, safe_open
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from swarmnode.config import StagesConfig
     from swarmnode.stages.trainer import CrewModel, Stage, StageAveraging
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger("swarmnode.crew")
 
 Tensors = Mapping[str, torch.Tensor]
 RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
@@ -195,9 +195,9 @@ def check_paper(mode: RecoveryMode, stages: int, run: Run) -> None:
         )
     if run.pretrained:
         log.warning(
-            "%s with a published base: the base's own stage is usually closer than its neighbours'"
-            " average; stages.recovery = copies restores it",
-            mode,
+            "a published base's own stage is usually closer than its neighbours' average",
+            recovery=mode,
+            remedy="set stages.recovery to copies",
         )
 
 
@@ -361,12 +361,12 @@ class StageRecovery:
         self.outer = restored.candidate.outer
         self._taken_anyway += not restored.passed
         for source, why in restored.tried:
-            log.info("source of the stage refused source=%s reason=%s", source, why)
+            log.info("source refused", source=source, reason=why)
         log.info(
-            "stage restored source=%s step=%d source_step=%s",
-            restored.source.name,
-            assigned.step,
-            restored.source.step,
+            "weights restored",
+            source=restored.source.name,
+            step=assigned.step,
+            source_step=restored.source.step,
         )
         return restored.source.name, None if restored.verdict is None else restored.verdict.kl
 
@@ -558,7 +558,7 @@ async def restore(
     if fallback is None:
         raise Refused(f"no source is left for this stage: {reasons}")
     source, candidate, verdict = fallback
-    log.warning("no source passed the gate, taking %s anyway: %s", source.name, reasons)
+    log.warning("no source passed the gate", taken=source.name, reason=reasons)
     await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
     stage.phase, stage.restored = "ready", candidate.state
     return Restored(source, verdict, False, tuple(tried), candidate)
@@ -1262,7 +1262,7 @@ class CheckpointStore:
     def write(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint of the same layers. Raises OSError; the old file is untouched."""
         about = msgspec.structs.replace(
-            checkpoint.about, root=root_of(memoryview(checkpoint.body.numpy())).hex()
+            checkpoint.about, root=root_of(checkpoint.body.numpy().data).hex()
         )
         path = self._directory / about.path
         tensors = {"body": checkpoint.body, **checkpoint.more}
@@ -1314,7 +1314,7 @@ class CheckpointStore:
             self.error = None
         except OSError as error:
             if str(error) != self.error:  # once, not after each step
-                log.warning("checkpoint of our stage not written: %s", error)
+                log.warning("own checkpoint not written", error=str(error))
             self.error = str(error)
         finally:
             self.coming = None
@@ -1335,7 +1335,7 @@ class CheckpointStore:
                 if directory.is_dir() and not any(directory.iterdir()):
                     directory.rmdir()
         except OSError as error:
-            log.warning("old checkpoints stay on disk: %s", error)
+            log.warning("old checkpoints not deleted", error=str(error))
 
 
 def find_checkpoints(directory: Path) -> list[CheckpointAbout]:
@@ -1353,7 +1353,7 @@ def read_checkpoint(directory: Path, path: Path) -> Checkpoint:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise StateError(f"{directory / path} is damaged: {error}") from None
     body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
-    if about.path != path or root_of(memoryview(body.numpy())).hex() != about.root:
+    if about.path != path or root_of(body.numpy().data).hex() != about.root:
         raise StateError(f"{directory / path} is damaged: another hash")
     return Checkpoint(about, body, tensors)
 
@@ -1366,7 +1366,7 @@ def _read_about(path: Path) -> CheckpointAbout | None:
     except FileNotFoundError:
         return None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        log.warning("checkpoint %s cannot be read: %s", path, error)
+        log.warning("checkpoint not readable", path=str(path), error=str(error))
         return None
 
 
@@ -1876,7 +1876,9 @@ class Channel:
         """Send a message without waiting."""
         self.spawn(partial(self._write, stage, wire.pack_state(message), trio.Event()))
 
-    async def send(self, stage: int, message: wire.AnyStateMessage, body: bytes = b"") -> None:
+    async def send(
+        self, stage: int, message: wire.AnyStateMessage, body: bytes | memoryview = b""
+    ) -> None:
         """Send a message. A caller that is cancelled leaves no half of it on the stream.
 
         Raises:
@@ -2222,16 +2224,12 @@ class Fetcher:
                 raise BadMessage("size", f"{have.size} bytes of a copy, which has {most}")
             return have.size
 
+        decoded = lambda body: self._channel.compute(lambda: decode_copy(spec, body, layout, base))
         if spec.index == self._stage.spec.index:
-            came, (step, body) = 0, await self._stage.copy(self._channel.compute)
-        else:
-            have, body = await self._want(spec.index, "copy", size)
-            came, step = have.size, have.step
-        return (
-            came,
-            step,
-            await self._channel.compute(lambda: decode_copy(spec, body, layout, base)),
-        )
+            step, ours = await self._stage.copy(self._channel.compute)
+            return 0, step, await decoded(ours)
+        have, theirs = await self._want(spec.index, "copy", size)
+        return have.size, have.step, await decoded(theirs)
 
     async def probes(self, holder: int) -> list[Probe]:
         """Return at most `settings.probes`, oldest first."""
@@ -2382,7 +2380,7 @@ class Server:
                 shared = recorder.shared
                 return Answer(shared.step, lambda: shared.body, shared.squared_norm)
             case "checkpoint" if of != spec.index and (stored := local.stored(of)) is not None:
-                read = lambda: memoryview(local.read_stored(of).body.numpy())
+                read = lambda: local.read_stored(of).body.numpy().data
                 return Answer(stored.step, read, stored.squared_norm)
             case "ends" if of in recorder.ends:
                 ends_step, tensors = recorder.ends[of]
@@ -2507,7 +2505,7 @@ class Sharing:
             except PeerError:
                 pass  # the next body will be announced as well
             except OSError as error:
-                log.warning("checkpoint of stage %d not stored: %s", stage, error)
+                log.warning("neighbour's checkpoint not stored", stage=stage, error=str(error))
                 self._channel.refused["failed"] += 1
             latest, self._news[key] = self._news[key], None
         del self._news[key]

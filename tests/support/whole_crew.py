@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import math
-import re
 import signal
 import time
 import urllib.request
@@ -160,21 +159,17 @@ def like_nodes(
     return nodes
 
 
-def checkpoint_of(node: DemoNode) -> Path | None:
-    """File of the newest checkpoint of its own stage."""
+def checkpoint_of(node: DemoNode) -> Path:
+    """The newest checkpoint of its own stage; a path without a file if there is none."""
     directory = node.directory / "trainer" / CHECKPOINTS
     own = [directory / about.path for about in find_checkpoints(directory) if about.own]
-    return max(own, key=lambda path: path.stat().st_mtime, default=None)
+    return max(own, key=lambda path: path.stat().st_mtime, default=directory / "none")
 
 
-def checkpoint_steps(nodes: Sequence[DemoNode]) -> list[int]:
-    """Committed steps in the newest own checkpoint of each; empty if a node has none."""
-    steps = []
-    for node in nodes:
-        path = checkpoint_of(node)
-        found = find_checkpoints(node.directory / "trainer" / CHECKPOINTS)
-        steps += [about.step for about in found if path is not None and path.match(str(about.path))]
-    return steps if len(steps) == len(nodes) else []
+def checkpoint_steps(nodes: Sequence[DemoNode], own: bool = True) -> list[int]:
+    """Committed steps in the checkpoints on these nodes' disks."""
+    found = [find_checkpoints(node.directory / "trainer" / CHECKPOINTS) for node in nodes]
+    return [about.step for abouts in found for about in abouts if about.own or not own]
 
 
 def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
@@ -194,29 +189,27 @@ def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
         lambda: checkpoint_steps(crew.nodes),
         10.0,
     )
-    return [path for node in crew.nodes if (path := checkpoint_of(node)) is not None]
+    return [checkpoint_of(node) for node in crew.nodes]
 
 
 def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """(committed step, trained tensors by their names in the whole model) from the own checkpoints
-    of all stages of one crew."""
-    found = [read_checkpoint(path.parents[1], path.relative_to(path.parents[1])) for path in files]
-    about = found[0].about
-    assert len({(one.about.identity, one.about.step) for one in found}) == 1
-    assert sorted(one.about.stage for one in found) == list(range(len(about.layers)))
-    config = AutoConfig.from_pretrained(model)
-    specs = stage_specs(config, about.layers)
-    layouts = stage_layouts(config, specs)
+    of all stages of one crew, whose base is the directory `model`."""
     whole: dict[str, torch.Tensor] = {}
-    for one in found:
-        stage = one.about.stage
-        state = decode_state(
-            one.body, layouts[stage], one.about.form, one.about.step, one.about.squared_norm
-        )
+    found = [read_checkpoint(path.parent.parent, Path(*path.parts[-2:])) for path in files]
+    abouts = [checkpoint.about for checkpoint in found]
+    assert len({(about.lineage, about.step) for about in abouts}) == 1
+    assert sorted(about.stage for about in abouts) == list(range(len(abouts[0].layers)))
+    config = AutoConfig.from_pretrained(model)
+    specs = stage_specs(config, abouts[0].layers)
+    layouts = stage_layouts(config, specs)
+    for checkpoint, about in zip(found, abouts, strict=True):
+        layout = layouts[about.stage]
+        state = decode_state(checkpoint.body, layout, about.form, about.step, 0.0)
         for name, tensor in state.weights.items():
-            known = whole.setdefault(specs[stage].whole(name), tensor)
+            known = whole.setdefault(specs[about.stage].whole(name), tensor)
             assert torch.equal(known, tensor), f"{name} is another one at the other end"
-    return about.step, whole
+    return abouts[0].step, whole
 
 
 def is_like(crew: WholeCrew) -> bool:
@@ -226,21 +219,13 @@ def is_like(crew: WholeCrew) -> bool:
 
 
 @contextlib.contextmanager
-def at_rest(crew: WholeCrew, neighbours: bool = False) -> Iterator[Seen]:
+def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
     """The crew while its head is stopped between two steps: all own checkpoints are of one step,
-    and with `neighbours` also those at neighbours."""
+    and with `copies` those at neighbours."""
     seen = until(lambda: crew.at(1), crew.story)
     head = trainer_of(seen[0][0])
     assert head is not None
-
-    def steps() -> set[int]:
-        found = [
-            about
-            for node in crew.nodes
-            for about in find_checkpoints(node.directory / "trainer" / CHECKPOINTS)
-        ]
-        return {about.step for about in found if about.own or neighbours}
-
+    steps = lambda: set(checkpoint_steps(crew.nodes, own=not copies))
     for _ in range(100):
         head.suspend()
         before = steps()
@@ -257,18 +242,12 @@ def at_rest(crew: WholeCrew, neighbours: bool = False) -> Iterator[Seen]:
         head.resume()
 
 
-RESTORED = re.compile(r"stage restored source=(\S+) step=(\d+) source_step=(\d+|None)")
-
-
 def restored(node: DemoNode) -> dict[str, Any]:
-    """What its log says of its stage's last restoration: source, step, source_step."""
-    log = (node.directory / "node.log").read_text(errors="replace")
-    source, step, of = RESTORED.findall(log)[-1]
-    return {
-        "source": source,
-        "step": int(step),
-        "source_step": None if of == "None" else int(of),
-    }
+    """What its log says of the last time that its stage was restored: source, step, source_step, …"""
+    lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
+    told = next(line for line in reversed(lines) if '"weights restored"' in line)
+    found: dict[str, Any] = json.loads(told)
+    return found
 
 
 def stop(nodes: Sequence[DemoNode]) -> None:

@@ -5,6 +5,8 @@ The same with trainers in one process is in tests/unit/trainer/test_crew_trainer
 of the suite has.
 """
 
+import shutil
+
 import pytest
 import torch
 
@@ -38,12 +40,12 @@ def lose(crew, step, stages, disk, source):
     """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back
     is what was there."""
     until(lambda: crew.at(step), crew.story)
-    with at_rest(crew, neighbours=True) as seen:
+    with at_rest(crew, copies=True) as seen:
         before = seen[0][1]["id"]
         lost = [seen[stage][0] for stage in stages]
         kill_trainers(lost)
         for node in lost if disk else ():
-            checkpoint_of(node).unlink()
+            shutil.rmtree(checkpoint_of(node).parent)
     until(lambda: crew.at(1, before), crew.story)
     for node in lost:
         told = restored(node)

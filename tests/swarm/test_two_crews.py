@@ -1,4 +1,4 @@
-"""Two crews of two real nodes each: the nodes that the first crew does not need form the second, and
+"""Two crews of two real nodes each: the nodes that the first one does not need form the second, and
 each stage is averaged with the same stage of the other crew."""
 
 import pytest

@@ -21,8 +21,6 @@ from benchmarks.failures import (
 )
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
-from swarmnode.stages.model import StageRuntime, build_stage
-from swarmnode.stages.recovery import heal
 
 SIZE = Size(rate=4e-3, marks=(0, 3))
 TRUNK = 52
@@ -49,10 +47,9 @@ def trunk(corpus):
     return grow(Staged(build(0), 4e-3), corpus, 0, 0, TRUNK)
 
 
-def rows_of(trunk, corpus, lost, *names, healed=False):
-    rows = compare(
-        trunk, corpus, 0, TRUNK, SIZE.marks, [(name, lost, METHODS[name], healed) for name in names]
-    )
+def rows_of(trunk, corpus, lost, *names):
+    wanted = [(name, lost, METHODS[name]) for name in names]
+    rows = compare(trunk, corpus, 0, TRUNK, SIZE.marks, wanted)
     return {row["method"]: row for row in rows}
 
 
@@ -89,34 +86,6 @@ def test_what_a_method_cannot_do_is_said_and_not_counted(trunk, corpus):
     )
     assert "refused" in shown
     assert "identity" in shown
-
-
-def test_what_neighbours_saw_is_what_the_stage_does(trunk):
-    """A stage that is as it was has nothing to learn from the pairs."""
-    trunk.staged.roll_back(trunk.checkpoint)
-    for stage in (0, 3, 7):
-        spec, named = trunk.staged.specs[stage], trunk.staged.trained[stage]
-        model = build_stage(
-            trunk.staged.model.config,
-            spec,
-            lambda name, spec=spec, named=named: named[spec.local(name)].detach(),
-        )
-        assert heal(StageRuntime(spec, model), trunk.history.pairs[stage][:1], 1, 0.0).before < 1e-6
-
-
-@pytest.mark.parametrize("lost", [(3,), (7,)])
-def test_healing_brings_a_stage_nearer_to_what_it_was(trunk, corpus, lost):
-    hurt, healed = (
-        rows_of(trunk, corpus, lost, "identity", healed=healed)["identity"]
-        for healed in (False, True)
-    )
-    assert healed["healings"] >= 1
-    assert healed["kl"] < 0.7 * hurt["kl"]
-
-
-def test_without_the_neighbour_that_saw_it_nothing_is_healed(trunk, corpus):
-    row = rows_of(trunk, corpus, (3, 4), "identity", healed=True)["identity"]
-    assert "saw what the stage did" in row["refused"]
 
 
 def test_a_lost_stage_is_gone(trunk, corpus):

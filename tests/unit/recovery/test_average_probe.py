@@ -13,8 +13,8 @@ from swarmnode.policy.logprobs import token_logprobs
 from swarmnode.stages import trainer
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import CrewSettings
-from swarmnode.stages.trainer import CrewProbe, _newest, _with
 from swarmnode.stages.recovery import RecoverySettings, run_one, trained, work_of
+from swarmnode.stages.trainer import CrewProbe, _newest, _with
 from tests.support.lost_stages import Fleet, quiet
 
 SETTINGS = CrewSettings(b"b" * 32, "float32")
