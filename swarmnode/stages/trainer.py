@@ -666,8 +666,8 @@ class StageRunner:
                     session.source, session.gate_kl = await self._recovery.restore(
                         stage, assigned, partial(self._update, session)
                     )
-                    stage.source = session.source
                 self._built(stage)
+                stage.source = session.source
             session.source_seconds = time.monotonic() - session.since
             log.info(
                 "stage ready",
@@ -1128,7 +1128,7 @@ class CrewPolicy:
             log.warning(
                 "sampling sends every token through all stages; a node with room can sample from a"
                 " copy of the policy",
-                token_seconds=round(token_seconds, 2),
+                latency_seconds=round(token_seconds, 2),
                 remedy='stages.policy_copy = "memory"',
             )
 
@@ -1396,8 +1396,8 @@ class Stage:
         self.meter = Meter()
         self.optimizer = StageOptimizer(runtime, settings.learning_rate)
         self.observers: list[Observer] = [self.meter]
-        self.source: str | None = None if assigned.step else ""
-        """One of `wire.SOURCES`; None until the weights are restored."""
+        self.source: str | None = None
+        """One of `wire.SOURCES`; None until the stage has its weights."""
         self._settings = settings
         self._limits = limits
         self._first_step = assigned.step

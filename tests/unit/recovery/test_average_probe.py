@@ -178,7 +178,7 @@ async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monke
 async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
-    monkeypatch.setattr(trainer, "SECONDS", (0.2, 3.0))
+    monkeypatch.setattr(trainer, "VERDICT_SECONDS", (0.2, 3.0))
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
