@@ -96,8 +96,7 @@ def grow(
 
 
 def fork(trunk: Trunk, lost: tuple[int, ...], recovery: Recovery) -> None:
-    """Go back to the fork without the stages `lost`, and recover them. Raises Refused as the recovery
-    does."""
+    """Go back to the fork, without the stages `lost`, and recover them. Raises Refused."""
     staged = trunk.staged
     staged.roll_back(trunk.checkpoint)
     for stage in lost:

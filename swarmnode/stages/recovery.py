@@ -243,7 +243,6 @@ class StageRecovery:
         self._more = more
         self._connect = connect
         self._owner = owner
-        self._identity: CheckpointIdentity | None = None
         self._layouts: tuple[Layout, ...] = ()
         self._arrivals: dict[int, Arrival] = {}
         self._recorder: Recorder | None = None
@@ -258,9 +257,9 @@ class StageRecovery:
         newest = sorted(found.values(), key=lambda about: -about.step)[: wire.COPIES - 1]
         return tuple(
             wire.Copy(
-                lineage=bytes.fromhex(about.lineage),
-                first=about.block[0],
-                last=about.block[1],
+                lineage=bytes.fromhex(about.identity.lineage),
+                first=about.identity.block(about.stage)[0],
+                last=about.identity.block(about.stage)[1],
                 step=about.step,
                 where="disk" if about.own else "neighbour",
             )
@@ -281,22 +280,20 @@ class StageRecovery:
                 for layout in layouts
             )
         identity = CheckpointIdentity(assigned.lineage.hex(), assigned.layers, self._owner)
-        if identity != self._identity or layouts != self._layouts:
+        if layouts != self._layouts:
             self._arrivals.clear()
-        self._identity, self._layouts = identity, layouts
+        self._layouts = layouts
         kept = kept_stages(assigned.stage, len(specs), self._settings)
         self._store.begin(identity, kept)
 
     def built(self, stage: Stage) -> None:
         """A stage with the base model's weights is in memory."""
-        assert self._identity is not None
         averaging = self._averaging()
         self.outer = {}
         self._recorder = Recorder(
             stage.runtime.spec,
             self._settings,
             self._layouts,
-            self._identity,
             self._store,
             averaging.tensors if averaging is not None else dict,
         )
@@ -317,7 +314,6 @@ class StageRecovery:
                 self._settings,
                 self._model.terms.codec,
                 self._recorder,
-                self._identity,
                 self._store,
                 base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
                 arrivals=self._arrivals,
@@ -1169,18 +1165,21 @@ class CheckpointIdentity:
     owner: str = ""
     """`trainer.state.owner` of the policy."""
 
+    def block(self, stage: int) -> tuple[int, int]:
+        """Return the first layer of `stage`, and the layer after its last."""
+        first = sum(self.layers[:stage])
+        return first, first + self.layers[stage]
+
     def path(self, stage: int) -> Path:
         """Return the file of `stage`, relative to the store's directory."""
-        first = sum(self.layers[:stage])
-        return Path(self.lineage, f"{first}-{first + self.layers[stage]}.safetensors")
+        first, last = self.block(stage)
+        return Path(self.lineage, f"{first}-{last}.safetensors")
 
 
 class CheckpointAbout(msgspec.Struct, frozen=True):
     """Metadata of a checkpoint."""
 
-    lineage: str
-    layers: tuple[int, ...]
-    owner: str
+    identity: CheckpointIdentity
     stage: int
     own: bool
     """This node trained it; otherwise its stage sent it."""
@@ -1192,18 +1191,8 @@ class CheckpointAbout(msgspec.Struct, frozen=True):
     """Hash of the body, hex."""
 
     @property
-    def identity(self) -> CheckpointIdentity:
-        return CheckpointIdentity(self.lineage, self.layers, self.owner)
-
-    @property
     def path(self) -> Path:
         return self.identity.path(self.stage)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """First layer, and the layer after the last."""
-        first = sum(self.layers[: self.stage])
-        return first, first + self.layers[self.stage]
 
 
 @dataclass(frozen=True)
@@ -1226,6 +1215,7 @@ class CheckpointStore:
         self.error: str | None = None
         """Why the last write of the own stage failed."""
         self._directory = directory
+        self._identity: CheckpointIdentity | None = None
         self._kept: dict[Path, CheckpointAbout | None] = {}
         """Files of the present crew."""
         self._lock = threading.Lock()
@@ -1234,8 +1224,9 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
 
     def begin(self, identity: CheckpointIdentity, stages: Iterable[int]) -> None:
-        """Keep checkpoints of these stages from now on."""
+        """Keep checkpoints of these stages of a crew from now on."""
         with self._lock:
+            self._identity = identity
             self._kept = {
                 path: _read_about(self._directory / path) for path in map(identity.path, stages)
             }
@@ -1244,12 +1235,15 @@ class CheckpointStore:
         """Return what can be read, of every lineage."""
         return find_checkpoints(self._directory)
 
-    def about(self, path: Path) -> CheckpointAbout | None:
-        """Return the metadata of a checkpoint that is kept here."""
-        return self._kept.get(path)
+    def about(self, stage: int) -> CheckpointAbout | None:
+        """Return the metadata of the checkpoint of `stage`; None if there is none."""
+        return None if self._identity is None else self._kept.get(self._identity.path(stage))
 
-    def read(self, path: Path) -> Checkpoint:
-        """Return a checkpoint. Raises StateError for a damaged file, which is deleted."""
+    def read(self, stage: int) -> Checkpoint:
+        """Return the checkpoint of `stage`. Raises StateError for a damaged file, which is
+        deleted."""
+        assert self._identity is not None
+        path = self._identity.path(stage)
         with self._lock:
             try:
                 return read_checkpoint(self._directory, path)
@@ -1258,6 +1252,17 @@ class CheckpointStore:
                 with contextlib.suppress(OSError):
                     (self._directory / path).unlink(missing_ok=True)
                 raise
+
+    def describe(
+        self, stage: int, form: Form, step: int, squared_norm: float, own: LrScale | None = None
+    ) -> CheckpointAbout:
+        """Return metadata for a checkpoint of the present crew; `own` of a stage that this node
+        trains."""
+        assert self._identity is not None
+        scale = LrScale() if own is None else replace(own)
+        return CheckpointAbout(
+            self._identity, stage, own is not None, form, step, squared_norm, scale
+        )
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint of the same layers. Raises OSError; the old file is untouched."""
@@ -1372,7 +1377,7 @@ def _read_about(path: Path) -> CheckpointAbout | None:
 
 def _decode_about(metadata: Mapping[str, str]) -> CheckpointAbout:
     about = msgspec.json.decode(metadata["about"], type=CheckpointAbout)
-    if not 0 <= about.stage < len(about.layers):
+    if not 0 <= about.stage < len(about.identity.layers):
         raise ValueError("no such stage")
     return about
 
@@ -1383,12 +1388,10 @@ def _decode_about(metadata: Mapping[str, str]) -> CheckpointAbout:
 
 @dataclass(frozen=True)
 class Edge:
-    """A committed micro-batch as it came to this stage; as it left where the stage is the first."""
+    """A committed micro-batch as it came to this stage."""
 
     micro_batch: int
     step: int
-    source: int
-    target: int
     rows: int
     about: bytes
     """`MicroBatch`."""
@@ -1401,7 +1404,6 @@ class PendingMicroBatch:
     """A micro-batch of the step that is under way."""
 
     about: bytes
-    sender: int
     body: bytes
     logprobs: bytes = b""
 
@@ -1429,7 +1431,6 @@ class Recorder(Observer):
         spec: StageSpec,
         settings: RecoverySettings,
         layouts: Sequence[Layout] = (),
-        identity: CheckpointIdentity | None = None,
         store: CheckpointStore | None = None,
         outer: Callable[[], Tensors] = dict,
     ) -> None:
@@ -1448,7 +1449,6 @@ class Recorder(Observer):
         self.sharing: Sharing | None = None
         """Set while there are state streams."""
         self._layout = layouts[spec.index] if layouts else ()
-        self._identity = identity
         self._store = store
         self._outer = outer
         self._every = checkpoint_interval(layouts)
@@ -1458,16 +1458,13 @@ class Recorder(Observer):
 
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
         if self._routes.of(micro_batch) == self._routes.of(0):
-            self._pending[micro_batch] = PendingMicroBatch(about, sender, body)
+            self._pending[micro_batch] = PendingMicroBatch(about, body)
             # a step may have a thousand micro-batches, and only the last are remembered
-            while len(self._pending) > self.settings.probes or self._size() > self._most():
+            size = lambda: sum(len(seen.body) for seen in self._pending.values())
+            while len(self._pending) > self.settings.probes or (
+                len(self._pending) > 1 and size() > self.settings.edge_bytes
+            ):
                 del self._pending[next(iter(self._pending))]
-
-    def _size(self) -> int:
-        return sum(len(seen.body) for seen in self._pending.values())
-
-    def _most(self) -> int:
-        return self.settings.edge_bytes if len(self._pending) > 1 else self._size()
 
     def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
         if micro_batch in self._pending:
@@ -1498,13 +1495,11 @@ class Recorder(Observer):
             self.sharing.announce("probes", self.probes[-1].step)
 
     def _remember(self, step: int) -> None:
-        own = self.spec.index
         for number, seen in sorted(self._pending.items()):
             rows = strict.decode(seen.about, MicroBatch).rows
             if seen.logprobs:
                 self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
-            source, target = (own, own + 1) if self.spec.has_embedding else (seen.sender, own)
-            self.edges.append(Edge(number, step, source, target, rows, seen.about, seen.body))
+            self.edges.append(Edge(number, step, rows, seen.about, seen.body))
         self._pending.clear()
         del self.probes[: -self.settings.probes]
         while sum(len(edge.body) for edge in self.edges) > self.settings.edge_bytes:
@@ -1512,28 +1507,15 @@ class Recorder(Observer):
 
     def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
         """Copy the stage if it is to be written or shared after this step."""
-        about, step = self._describe(worker), worker.participant.step
-        body = None
+        optimizer, step, body = worker.optimizer, worker.participant.step, None
+        about = store.describe(
+            self.spec.index, "exact", step, optimizer.squared_norm, optimizer.lr_scale
+        )
         self.unwritten = worker, about
         if step % self._every == 0 and not store.busy:
             body = self._write(worker, about, store)
         if self.settings.keeps_copies(self.spec) and step % self.settings.checkpoint_every == 0:
             self.share(worker, body)
-
-    def _describe(self, worker: StageWorker) -> CheckpointAbout:
-        assert self._identity is not None
-        optimizer, identity = worker.optimizer, self._identity
-        return CheckpointAbout(
-            identity.lineage,
-            identity.layers,
-            identity.owner,
-            self.spec.index,
-            own=True,
-            form="exact",
-            step=worker.participant.step,
-            squared_norm=optimizer.squared_norm,
-            lr_scale=replace(optimizer.lr_scale),
-        )
 
     def _write(
         self, worker: StageWorker, about: CheckpointAbout, store: CheckpointStore
@@ -1646,7 +1628,6 @@ class LocalStage:
     settings: RecoverySettings
     codec: ActivationCodec
     recorder: Recorder
-    identity: CheckpointIdentity | None = None
     store: CheckpointStore | None = None
     worker: StageWorker | None = None
     phase: wire.StatePhase = "starting"
@@ -1661,19 +1642,12 @@ class LocalStage:
 
     def stored(self, stage: int) -> CheckpointAbout | None:
         """Return the metadata of the checkpoint of `stage` on this disk."""
-        if self.store is None or self.identity is None:
-            return None
-        return self.store.about(self.identity.path(stage))
-
-    def read_stored(self, stage: int) -> Checkpoint:
-        """Read the checkpoint of `stage` on this disk. Raises StateError."""
-        if self.store is None or self.identity is None:
-            raise StateError("no checkpoints are kept here")
-        return self.store.read(self.identity.path(stage))
+        return None if self.store is None else self.store.about(stage)
 
     def read_checkpoint(self) -> Candidate:
         """Read the checkpoint of the own stage. Raises StateError, BadMessage."""
-        found = self.read_stored(self.spec.index)
+        assert self.store is not None
+        found = self.store.read(self.spec.index)
         about = found.about
         state = decode_state(found.body, self.layout, about.form, about.step, about.squared_norm)
         if not about.own:
@@ -1687,22 +1661,6 @@ class LocalStage:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
             raise StateError("the state of averaging in our checkpoint is not finite")
         return Candidate(state, about.lr_scale, outer, found.more.get("rng"))
-
-    def keep(self, stage: int, have: Have, body: torch.Tensor) -> None:
-        """Store the checkpoint of another stage. Raises OSError."""
-        assert self.store is not None
-        assert self.identity is not None
-        about = CheckpointAbout(
-            self.identity.lineage,
-            self.identity.layers,
-            self.identity.owner,
-            stage,
-            own=False,
-            form=form_of(self.layouts[stage], self.settings),
-            step=have.step,
-            squared_norm=have.squared_norm,
-        )
-        self.store.write(Checkpoint(about, body))
 
     def end(self, stage: int) -> StageSpec:
         """Return a spec that says which end `stage` is; its layers do not matter."""
@@ -2379,9 +2337,10 @@ class Server:
             case "checkpoint" if of == spec.index and recorder.shared is not None:
                 shared = recorder.shared
                 return Answer(shared.step, lambda: shared.body, shared.squared_norm)
-            case "checkpoint" if of != spec.index and (stored := local.stored(of)) is not None:
-                read = lambda: local.read_stored(of).body.numpy().data
-                return Answer(stored.step, read, stored.squared_norm)
+            case "checkpoint" if of != spec.index and (store := local.store) is not None:
+                if (stored := store.about(of)) is not None:
+                    read = lambda: store.read(of).body.numpy().data
+                    return Answer(stored.step, read, stored.squared_norm)
             case "ends" if of in recorder.ends:
                 ends_step, tensors = recorder.ends[of]
                 ends = ends_layout(local.end(of), local.layouts[of])
@@ -2534,8 +2493,11 @@ class Sharing:
                 ends = ends_layout(local.end(stage), layout)
                 recorder.ends[stage] = have.step, read_floats(body, ends)
             else:
-                check_state(as_tensor(body), layout, form_of(layout, local.settings))
-                local.keep(stage, have, as_tensor(body))
+                assert local.store is not None
+                form = form_of(layout, local.settings)
+                check_state(as_tensor(body), layout, form)
+                about = local.store.describe(stage, form, have.step, have.squared_norm)
+                local.store.write(Checkpoint(about, as_tensor(body)))
         except BadMessage as error:
             self._channel.refuse(stage, error)
             raise

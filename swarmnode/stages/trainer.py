@@ -1717,10 +1717,8 @@ async def _judge(
 
 
 def _newest(peer: StatePeer) -> list[Edge]:
-    """Return what arrived at this stage of each micro-batch; at the first stage, what it sent."""
-    own, first = peer.stage.spec.index, peer.stage.spec.has_embedding
-    edges = [e for e in peer.stage.recorder.edges if own == (e.source if first else e.target)]
-    return edges[-PROBE_MICRO_BATCHES:]
+    """Return the newest committed micro-batches as they came to this stage."""
+    return list(peer.stage.recorder.edges)[-PROBE_MICRO_BATCHES:]
 
 
 def _better(peer: StatePeer, edge: Edge) -> list[int]:

@@ -136,7 +136,7 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
 def adapter_of(
     crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Return (the adapter's tensors, each stage's committed steps). Raises as `read_stages` does."""
+    """Return (the adapter, each stage's committed steps). Raises as `read_stages` does."""
     weights: dict[str, torch.Tensor] = {}
     steps = []
     for _, tensors, step in read_stages(crew, base, adapter, shared_a):

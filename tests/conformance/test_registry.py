@@ -16,7 +16,7 @@ from swarmnode.rollouts import admission, pull_gossip
 from swarmnode.rollouts.pace import LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages import service, wire
-from swarmnode.stages.wire import FACTOR, FENCE_REASONS, MEMBERS, STATE_REASONS
+from swarmnode.stages.wire import FENCE_REASONS, MEMBERS, STATE_REASONS
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
@@ -185,7 +185,6 @@ def test_caps_are_those_of_the_registry():
         "logprob_slack": limits.LOGPROB_SLACK,
         "spread": limits.SPREAD,
         "groups_per_second": limits.GROUPS_PER_SECOND,
-        "crew_factor": FACTOR,
         "crew_amount": 1e30,
     }
     assert REGISTRY["seconds"] == {
@@ -243,7 +242,7 @@ def test_every_limit_is_in_the_registry():
         wire.HASH_BYTES,
         wire.COPIES,
     ]
-    ours += [wire.NONCE_BYTES, FACTOR, said.BLOCKS]
+    ours += [wire.NONCE_BYTES, said.BLOCKS]
     ours += [wire.LAYERS, MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 

@@ -98,7 +98,7 @@ class Fleet:
         settings = replace(self.settings, keep_policy=spec.index in self.keepers)
         store = CheckpointStore(directory / CHECKPOINTS)
         store.begin(self.identity, kept_stages(spec.index, spec.stages, settings))
-        watch = Recorder(spec, settings, self.layouts, self.identity, store)
+        watch = Recorder(spec, settings, self.layouts, store)
         return Station(spec, runtime, directory, store, watch)
 
     def kill(self, stage: int, disk: bool = False) -> Station:
@@ -123,7 +123,7 @@ class Fleet:
         path = self.identity.path(stage)
         (self.stations[at].directory / CHECKPOINTS / path).write_bytes(b"")
         with suppress(StateError):
-            self.stations[at].store.read(path)
+            self.stations[at].store.read(stage)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """(stage, name) → copy of every trained tensor."""
@@ -157,7 +157,6 @@ class Fleet:
                 station.watch.settings,
                 self.crew_settings.codec,
                 station.watch,
-                self.identity,
                 station.store,
             )
             self.peers.append(StatePeer(local, fence, streams[i], inline))
@@ -230,10 +229,7 @@ class Fleet:
 
 def checkpoints_in(fleet: Fleet, at: int) -> dict[int, int]:
     """Stage → committed steps in its checkpoint on the disk of the node of stage `at`."""
-    found = {
-        stage: fleet.stations[at].store.about(fleet.identity.path(stage))
-        for stage in range(len(fleet.layers))
-    }
+    found = {stage: fleet.stations[at].store.about(stage) for stage in range(len(fleet.layers))}
     return {stage: about.step for stage, about in found.items() if about is not None}
 
 

@@ -84,7 +84,7 @@ def copies_peak(case: dict[str, Any]) -> float:
     worker = StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
     for parameter in worker.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
-    worker.step(1.0, 1e-3)
+    worker.optimizer.step(1.0, 1e-3)
     worker.participant.step = 1
     go, save = threading.Event(), recovery.save_file
     recovery.save_file = lambda *given, **more: (go.wait(60), save(*given, **more))
@@ -95,7 +95,6 @@ def copies_peak(case: dict[str, Any]) -> float:
             spec,
             RecoverySettings(case["checkpoint_every"], exact_bytes=0),
             [layout_of(worker.runtime.model)] * 3,
-            identity,
             store,
         )
         gc.collect()

@@ -243,7 +243,7 @@ def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
 
 
 def restored(node: DemoNode) -> dict[str, Any]:
-    """What its log says of the last time that its stage was restored: source, step, source_step, …"""
+    """What its log says of the last time that its stage was restored: source, step, …"""
     lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
     told = next(line for line in reversed(lines) if '"weights restored"' in line)
     found: dict[str, Any] = json.loads(told)

@@ -1,6 +1,9 @@
 """Checkpoints as bytes and as files: exact, replaced whole or not at all, and never trusted."""
 
 import copy
+import json
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -41,9 +44,7 @@ def state_of(step, seed=1):
 def checkpoint(step, identity=OURS, stage=1, own=True, **more):
     body = encode_state(state_of(step, step), LAYOUT, "exact")
     about = CheckpointAbout(
-        identity.lineage,
-        identity.layers,
-        identity.owner,
+        identity,
         stage,
         own,
         "exact",
@@ -112,22 +113,22 @@ def test_what_is_written_is_read_again_with_everything_beside_it(store, tmp_path
     rng, phi = torch.get_rng_state(), torch.randn(4)
     written = checkpoint(3, rng=rng, **{"outer.phi.a": phi})
     store.write(written)
-    found = store.read(OURS.path(1))
+    found = store.read(1)
     assert msgspec.structs.replace(found.about, root="") == written.about
     assert torch.equal(found.body, written.body)
     assert same(found.more, {"rng": rng, "outer.phi.a": phi})
-    assert store.about(OURS.path(1)).step == 3
+    assert store.about(1).step == 3
     assert OURS.path(1).name == "1-3.safetensors"
     again = CheckpointStore(tmp_path)
     again.begin(OURS, (1,))
-    assert again.about(OURS.path(1)).step == 3
+    assert again.about(1).step == 3
     again.close()
 
 
 def test_a_new_checkpoint_replaces_the_old_one_also_of_an_earlier_step(store):
     store.write(checkpoint(9, stage=0, own=False))
     store.write(checkpoint(4, stage=0, own=False))
-    assert store.about(OURS.path(0)).step == 4
+    assert store.about(0).step == 4
     assert len(store.find()) == 1
 
 
@@ -135,7 +136,7 @@ def test_a_new_checkpoint_replaces_the_old_one_also_of_an_earlier_step(store):
 def test_a_damaged_file_is_no_checkpoint_and_is_deleted_when_it_is_read(store, tmp_path, damage):
     store.write(checkpoint(3))
     path = tmp_path / OURS.path(1)
-    data = bytearray(path.read_bytes())
+    data, stage = bytearray(path.read_bytes()), 1
     if damage == "empty":
         path.write_bytes(b"")
     elif damage == "bit":
@@ -145,11 +146,11 @@ def test_a_damaged_file_is_no_checkpoint_and_is_deleted_when_it_is_read(store, t
         path.write_bytes(bytes(data).replace(b"stage", b"stake"))
     else:
         (tmp_path / OURS.path(0)).write_bytes(bytes(data))
-        path = tmp_path / OURS.path(0)
+        path, stage = tmp_path / OURS.path(0), 0
     with pytest.raises(StateError, match="damaged"):
-        store.read(path.relative_to(tmp_path))
+        store.read(stage)
     assert not path.exists()
-    assert store.about(path.relative_to(tmp_path)) is None
+    assert store.about(stage) is None
     with pytest.raises(StateError):
         read_checkpoint(tmp_path, OURS.path(2))
 
@@ -169,12 +170,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_why(store, tmp_path, mon
     store.flush()
     assert "No space" in store.error
     assert [path.name for path in tmp_path.rglob("*.*")] == ["1-3.safetensors"]
-    assert store.read(OURS.path(1)).about.step == 3
+    assert store.read(1).about.step == 3
     monkeypatch.setattr(recovery, "save_file", save)
     store.write_soon(checkpoint(6))
     store.flush()
     assert store.error is None
-    assert store.about(OURS.path(1)).step == 6
+    assert store.about(1).step == 6
 
 
 def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypatch):
@@ -191,7 +192,7 @@ def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypat
     store.flush()
     assert not store.busy
     assert store.coming is None
-    assert store.about(OURS.path(1)).step == 1
+    assert store.about(1).step == 1
 
 
 def test_files_of_other_crews_go_once_this_crew_has_as_many_steps(store, tmp_path):
@@ -205,13 +206,13 @@ def test_files_of_other_crews_go_once_this_crew_has_as_many_steps(store, tmp_pat
     store.write(checkpoint(2, stage=0, own=False))  # a neighbour's says nothing about our steps
     assert len(find_checkpoints(tmp_path)) == 3
     store.write(checkpoint(4))
-    assert {(about.lineage, about.step) for about in find_checkpoints(tmp_path)} == {
+    assert {(about.identity.lineage, about.step) for about in find_checkpoints(tmp_path)} == {
         (OURS.lineage, 2),
         (OURS.lineage, 4),
         (THEIRS.lineage, 5),
     }
     store.write(checkpoint(5))
-    assert {about.lineage for about in find_checkpoints(tmp_path)} == {OURS.lineage}
+    assert {about.identity.lineage for about in find_checkpoints(tmp_path)} == {OURS.lineage}
     assert [path.name for path in tmp_path.iterdir()] == [OURS.lineage]
 
 
@@ -220,3 +221,15 @@ def test_large_stages_are_written_every_few_steps():
     assert checkpoint_interval([LAYOUT]) == 1
     assert checkpoint_interval([LAYOUT, large]) == 4
     assert checkpoint_interval([]) == 1
+
+
+def test_a_small_copy_beside_an_own_checkpoint_takes_two_bytes_of_each_weight():
+    """The disk stands still: 12 bytes of each weight are on their way to it."""
+    cases = [{"checkpoint_every": 100}, {"checkpoint_every": 1}]
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    done = subprocess.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, check=True, timeout=120
+    )
+    alone, both = json.loads(done.stdout)
+    assert 11.0 < alone < 13.5
+    assert 1.5 < both - alone < 3.5

@@ -54,7 +54,7 @@ class Member:
         for stage in (0, 2):
             self.ends[stage], far[stage] = memory_stream_pair()
         spec = self.runtimes[1].spec
-        self.recorder = Recorder(spec, settings, self.layouts, IDENTITY, self.store)
+        self.recorder = Recorder(spec, settings, self.layouts, self.store)
         self.stage = LocalStage(
             self.runtimes[1],
             spec,
@@ -63,7 +63,6 @@ class Member:
             settings,
             "float32",
             self.recorder,
-            IDENTITY,
             self.store,
             arrivals={} if arrivals is None else arrivals,
         )
@@ -146,7 +145,7 @@ async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member
     await member.give(0, want.request, "checkpoint", body)
     kept = await member.answer(0)
     assert (type(kept), kept.step) == (wire.Kept, 9)
-    assert member.store.about(IDENTITY.path(0)).step == 9
+    assert member.store.about(0).step == 9
     await member.send(0, wire.Ask(member.place(0), 3))
     holds = await member.answer(0)
     assert (holds.request, holds.phase, holds.checkpoint) == (3, "starting", 9)
@@ -173,7 +172,7 @@ async def test_a_liars_bytes_are_counted_and_not_stored(member, change, more, re
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0, change=change), **more)
     assert member.peer.channel.refused == {reason: 1}
-    assert member.store.about(IDENTITY.path(0)) is None
+    assert member.store.about(0) is None
     assert not member.peer.channel.gone
     # and the next one is taken
     await quiet()
@@ -264,7 +263,7 @@ async def test_a_transfer_is_resumed_in_the_next_crew_and_another_body_starts_ov
                     assert (want.at, want.root) == (half, root_of(body))
                     await one.give(0, want.request, "checkpoint", body, at=half)
                     assert isinstance(await one.answer(0), wire.Kept)
-                    assert one.store.read(IDENTITY.path(0)).body.numpy().tobytes() == body
+                    assert one.store.read(0).body.numpy().tobytes() == body
                     assert not arrivals
                     arrivals[0] = Arrival(bytes(32), bytearray(len(body)), half)
                 else:

@@ -71,7 +71,6 @@ class Node:
             recovery._settings,
             "float32",
             recovery._recorder,
-            recovery._identity,
             recovery._store,
         )
         return local.read_checkpoint()
