@@ -44,10 +44,10 @@ from swarmnode.trainer.evaluate import Evaluation
 from swarmnode.trainer.state import Counters
 from tests.support.whole_crew import (
     WholeCrew,
+    checkpoint_of,
+    checkpoint_steps,
     freeze,
     is_like,
-    journal_of,
-    journal_steps,
     kill_trainers,
     like_nodes,
     policy_of,
@@ -155,12 +155,12 @@ def train(
         assert is_like(nodes), "another node leads"
         due = FIRST_KILL
         for kind, stages in arm.kills:
-            until(lambda due=due: min(journal_steps(nodes.nodes), default=0) >= due, nodes.story)
+            until(lambda due=due: min(checkpoint_steps(nodes.nodes), default=0) >= due, nodes.story)
             time.sleep(moments.random() * STEP_SECONDS)
             run.kills.append(lose(nodes, kind, stages, arm.disks))
             due = run.kills[-1].at + KILL_EVERY
         files = freeze(nodes, steps)
-        run.step, weights = policy_of(files)
+        run.step, weights = policy_of(files, model)
         run.layout = sorted((stage, node.name) for stage, (node, _) in nodes.seen().items())
     return run, weights
 
@@ -188,10 +188,10 @@ def lose(crew: WholeCrew, kind: str, stages: Sequence[int], disks: bool) -> Kill
             lost[0].kill()
         else:
             kill_trainers(lost)
-        taken = min(journal_steps(crew.nodes))
+        taken = min(checkpoint_steps(crew.nodes))
         if not disks:
             for node in lost:
-                journal_of(node).unlink()
+                checkpoint_of(node).unlink()
         if kind == "node":
             lost[0].start(crew.address)
 

@@ -322,7 +322,7 @@ class StageRecovery:
             fence = Fence(place, len(assigned.layers))
             self.peer = peer = StatePeer(local, fence, streams, stage.meter)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(peer.run)
+                await nursery.start(peer.run)
                 if averaging is not None:
                     averaging.probe.open(peer)
                 yield
@@ -1805,12 +1805,18 @@ class Channel:
         place = self._fence.place
         return Place(place.crew, place.stage, self.step)
 
-    async def run(self, server: Server, sharing: Sharing) -> None:
+    async def run(
+        self,
+        server: Server,
+        sharing: Sharing,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 for stage in self.streams:
                     nursery.start_soon(self._read, stage, server, sharing)
+                task_status.started()
                 await trio.sleep_forever()  # answers come and go
         finally:
             self._nursery = None
@@ -2517,8 +2523,8 @@ class StatePeer:
         self.server = Server(self.channel, stage)
         stage.recorder.sharing = self.sharing
 
-    async def run(self) -> None:
-        await self.channel.run(self.server, self.sharing)
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self.channel.run(self.server, self.sharing, task_status)
 
     def attach(self, worker: StageWorker, step: int) -> None:
         """The stage has its weights, and `worker` runs it from `step` on."""

@@ -666,11 +666,11 @@ class StageRunner:
                     session.source, session.gate_kl = await self._recovery.restore(
                         stage, assigned, partial(self._update, session)
                     )
-                    stage.source = session.source
                 self._built(stage)
+                stage.source = session.source
             session.source_seconds = time.monotonic() - session.since
             log.info(
-                "stage restored",
+                "stage ready",
                 stage=stage.index,
                 source=session.source or "base",
                 seconds=round(session.source_seconds, 2),
@@ -713,6 +713,7 @@ class StageRunner:
     # ---- from other threads ----------------------------------------------------------------------
 
     def start(self) -> None:
+        """Start the thread; its program runs when this returns."""
         self._thread.start()
         self.wait(lambda: self._token is not None, math.inf)
 
@@ -781,8 +782,9 @@ class StageRunner:
     def leads(self) -> bytes | None:
         """Return the lineage whose first stage is ours or is being loaded; None otherwise."""
         session = self._session
-        leading = session is not None and session.assigned.stage == 0
-        return session.assigned.lineage if session is not None and leading else None
+        if session is None or session.assigned.stage != 0:
+            return None
+        return session.assigned.lineage
 
     def leads_no_more(self, lineage: bytes) -> bool:
         """Return True if there is a crew whose head for `lineage` is another node."""
@@ -909,9 +911,8 @@ class StageRunner:
                 self._progress("waiting for a crew")
             elif status.phase == "loading":
                 self._progress("loading a stage")
-            else:
-                if status.load == 0 or status.progress != shown:
-                    self._progress(f"stage {status.stage}")
+            elif status.load == 0 or status.progress != shown:
+                self._progress(f"stage {status.stage}")
             shown = status.progress if status is not None else -1
 
     def _fault(self, session: StageSession) -> tuple[int | None, str] | None:
@@ -1128,7 +1129,7 @@ class CrewPolicy:
             log.warning(
                 "sampling sends every token through all stages; a node with room can sample from a"
                 " copy of the policy",
-                token_seconds=round(token_seconds, 2),
+                latency_seconds=round(token_seconds, 2),
                 remedy='stages.policy_copy = "memory"',
             )
 
@@ -1396,8 +1397,8 @@ class Stage:
         self.meter = Meter()
         self.optimizer = StageOptimizer(runtime, settings.learning_rate)
         self.observers: list[Observer] = [self.meter]
-        self.source: str | None = None if assigned.step else ""
-        """One of `wire.SOURCES`; None until the weights are restored."""
+        self.source: str | None = None
+        """One of `wire.SOURCES`; None until the stage has its weights."""
         self._settings = settings
         self._limits = limits
         self._first_step = assigned.step

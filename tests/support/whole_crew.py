@@ -88,12 +88,12 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
 def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
     """What a snapshot says of its node's crew, and of the stage that the node holds in it."""
     stages = told["stages"]
-    own = stages["own"] or {"phase": "", "step": 0, "rung": "", "probe_kl": None}
+    own = stages["own"] or {"phase": "", "step": 0, "source": "", "gate_kl": None}
     return {
         **own,
         **stages["crew"],
         "reason": stages["last_reason"],
-        "rungs": stages["rungs"],
+        "sources": stages["sources"],
         "streams": stages["streams"]["open"],
     }
 
@@ -282,7 +282,7 @@ class WholeCrew:
 
     def story(self) -> list[tuple[Any, ...]]:
         return [
-            (stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"])
+            (stage, v["state"], v["phase"], v["step"], v["source"], v["reason"])
             for stage, (_, v) in sorted(self.seen().items())
         ]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
@@ -71,13 +72,12 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
-def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(
-    tmp_path, caplog, mode
-):
-    with opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
+def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(tmp_path, mode):
+    with capture_logs() as logs, opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
         assert model.pretrained
         assert model.settings().swapped == (mode == "checkfree+")
-    assert "the base's own stage is usually closer" in caplog.text
+    warnings = [line["remedy"] for line in logs if line["log_level"] == "warning"]
+    assert warnings == ["set stages.recovery to copies"]
 
 
 @pytest.mark.parametrize(

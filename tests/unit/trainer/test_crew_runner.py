@@ -11,7 +11,7 @@ import trio
 
 from swarmnode.errors import ConfigError, DeviceError, PeerError, Refused, StateError
 from swarmnode.stages import trainer
-from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, StageRunner
+from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, Stage, StageRunner
 from swarmnode.stages.wire import (
     Assigned,
     Capacity,
@@ -51,6 +51,7 @@ class FakeStage:
     def __init__(self, assigned, ends=trio.sleep_forever):
         self.assigned, self.step, self.source = assigned, assigned.step, None
         self.worker = Worker(ends)
+        self.worker.participant = SimpleNamespace(step=assigned.step)
         self.index, self.layers, self.lineage = assigned.stage, assigned.layers, assigned.lineage
         self.meter = SimpleNamespace(waited_share=0.25, tokens_per_second=10.0)
 
@@ -220,6 +221,27 @@ def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(n
         one.runner.run_soon(done.set)
         assert done.wait(10)
         assert one.runner.averages == averages
+
+
+def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node):
+    built, ready = [], []
+    one = node(lambda assigned: built.append(assigned) or RealFollow(assigned))
+    one.runner._built = ready.append
+    one.recovery.open = lambda assigned, stage: forever()
+    one.runner.receive(assigned_to())
+    one.until(lambda: one.runner.stage)
+    del one.recovery.open
+    one.runner.receive(assigned_to(crew=OTHER))
+    one.phase("active", OTHER)
+    assert (len(built), len(ready)) == (2, 1)
+    one.runner.receive(assigned_to(crew=b"e" * 32))
+    one.phase("active", b"e" * 32)
+    assert (len(built), len(ready)) == (2, 1)
+
+
+class RealFollow(FakeStage):
+    def follow(self, assigned):
+        return Stage.follow(self, assigned)
 
 
 def test_a_resumed_message_before_the_stage_is_active_counts(node):

@@ -53,7 +53,9 @@ def stage_at(model, step=0):
 
 @pytest.fixture
 def stage(model):
-    return stage_at(model)
+    stage = stage_at(model)
+    stage.source = ""
+    return stage
 
 
 def weights(stage):

@@ -293,11 +293,10 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
         assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
 
 
-async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(
+async def test_a_slow_stage_gets_small_pieces_first_and_the_deadline_grows_with_them(
     tmp_path, model, monkeypatch
 ):
-    """No deadline fires for ever on work that only takes long, and nobody loses his place for it:
-    the first pieces are small."""
+    """No deadline expires on work that only takes long."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.HEAD_SECONDS", 1.5)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
@@ -312,19 +311,18 @@ async def test_a_stage_too_slow_for_the_deadline_is_given_less_at_a_time(
 
         monkeypatch.setattr(slow, "forward", forward)
         sizes = []
-        for seed in range(4):
+        for seed in range(3):
             assert (await in_thread(engine.update, some_rows(policy, seed))).stepped
             sizes.append(engine.statistics().micro_batch_tokens)
+        assert sizes == [60, 120, 240], "what went well is doubled"
         assert engine.statistics().oom_retries == 0
-        assert sizes[0] == 60, "what went well is doubled"
-        assert max(sizes) <= 240, "until it takes too long"
-        assert not network.nodes[0].faults
+        assert not any(node.faults for node in network.nodes)
 
 
-async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(
+async def test_what_a_crew_can_compute_is_measured_again_with_another_member(
     tmp_path, model, monkeypatch
 ):
-    """A new member may be slower than all before it: it is not begun with what those could do."""
+    """A new member may be slower than the one before it."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
     policy = whole(model)
@@ -339,7 +337,7 @@ async def test_what_is_known_of_a_crew_s_memory_is_known_of_its_members(
         with monkeypatch.context() as other:
             other.setattr(runner, "members", lambda: (members[0], "somebody else"))
             assert engine.statistics().micro_batch_tokens == 30
-        assert engine.statistics().micro_batch_tokens == grown
+        assert engine.statistics().micro_batch_tokens == 30, "and neither are those from before"
 
 
 async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(
@@ -420,7 +418,8 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
             if source and step < 3:  # likewise while a checkpoint is on its way to a neighbour
                 await until(
                     lambda step=step: all(
-                        n.status.checkpoint_step == step + 1 for n in network.nodes
+                        sorted(t._recovery.peer.sharing.kept.values()) == [step + 1] * 2
+                        for t in trainers
                     ),
                     seconds=60,
                 )
