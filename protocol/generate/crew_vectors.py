@@ -141,7 +141,9 @@ def messages() -> Iterator[Vector]:
     yield rejected("oversize", "16,385 bytes of request", bytes(16_385), "crews_request")
     yield rejected("oversize", "16,385 bytes of answer", bytes(16_385), "crews_answer")
     yield bad("bounds", "a crew's id of 16 bytes", LEAVE, crew=CREW[:16])
-    yield bad("bounds", "an accepted crew of 31 bytes", ACCEPT, crew=CREW[1:], read_as="crews_answer")
+    yield bad(
+        "bounds", "an accepted crew of 31 bytes", ACCEPT, crew=CREW[1:], read_as="crews_answer"
+    )
     yield bad("bounds", "a model of 31 bytes", OFFER, model=MODEL[1:])
     yield bad("bounds", "less than no memory", OFFER, memory=-1.0)
     yield bad("bounds", "more speed than there is", OFFER, speed=1.1e30)
