@@ -19,6 +19,7 @@ import enum
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -832,8 +833,9 @@ def _printable(text: str) -> str:
 #     a step with lost blocks, as few as possible, at most half         after exact_seconds
 #     the base, although steps were taken                               after lost_seconds
 
-POINTS: Final = 4
-"""The newest steps of each peer that are considered."""
+CONSIDERED: Final = 8
+"""Lineages, and steps of a lineage, that a plan considers: those that most peers hold, and its
+own."""
 LEAST_SECONDS: Final = 0.001
 MOST_SECONDS: Final = 10.0
 """Distances below and above count as 0 and as this."""
@@ -897,9 +899,16 @@ def plan_crew(
         return None
     own = newest(able[me].copies)
     best: CrewPlan | None = None
-    steps = {copy.lineage for offer in able.values() for copy in offer.copies if copy.step > 0}
+    lineages = Counter(
+        lineage
+        for offer in able.values()
+        for lineage in {copy.lineage for copy in offer.copies if copy.step > 0}
+    )
+    considered = {lineage for lineage, _ in lineages.most_common(CONSIDERED)}
     plans = [
-        plan for lineage in sorted(steps) if (plan := _continue(me, able, cost, lineage, distances))
+        plan
+        for lineage in sorted(considered | ({own.lineage} if own is not None else set()))
+        if (plan := _continue(me, able, cost, lineage, distances))
     ]
     for plan, wait in ((plan, _wait(plan, able, me, settings)) for plan in plans):
         if waited >= wait and (best is None or _rank(plan, own) > _rank(best, own)):
@@ -907,7 +916,7 @@ def plan_crew(
     if best is not None and (me in peers_of(best.record) or waited < settings.lost_seconds):
         return best
     if waited < settings.lost_seconds:
-        if steps and (own is not None or plans):
+        if lineages and (own is not None or plans):
             return None  # soon there is something better than the base
         able = {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
     return _begin(me, able, cost, settings.stages, distances)
@@ -945,12 +954,12 @@ def _continue(
         for copy in offer.copies
         if copy.lineage == lineage and copy.step > 0 and copy.last <= len(cost.layers)
     ]
-    points: set[int] = set()
-    for peer in able:
-        own = {copy.step for of, copy in copies if of == peer and copy.where != "neighbour"}
-        points.update(sorted(own)[-POINTS:])
+    points = Counter(step for _, step in {(p, c.step) for p, c in copies if c.where != "neighbour"})
+    common = sorted(points, key=lambda step: (-points[step], -step))[:CONSIDERED]
+    mine = [c.step for p, c in copies if p == me and c.where != "neighbour"]
+    considered = {*common, *mine, *(step + 1 for step in mine if step + 1 in points)}
     best: CrewPlan | None = None
-    for step in sorted(points, reverse=True):
+    for step in sorted(considered, reverse=True):
         blocks = _blocks(step, copies, len(cost.layers))
         placed = _place(me, step, blocks, copies, able, cost, distances)
         if placed is None or 2 * len(placed[1]) > len(blocks):

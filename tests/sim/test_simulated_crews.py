@@ -60,11 +60,15 @@ def test_spares_take_the_stages_of_two_members(lose_disk):
     assert not world.lost
 
 
-def test_member_that_lost_its_disk_costs_one_stage():
+@pytest.mark.parametrize("disk", ["empty", "old"])
+def test_member_that_lost_steps_with_its_disk_costs_one_stage(disk):
     async def story(world):
         await stepping(world)
-        await world.crew()[2].kill(lose_disk=True)
-        node = next(node for node in world.nodes if node.network is None)
+        node = world.crew()[2]
+        old = dict(node.disk)
+        await stepping(world)
+        await node.kill(lose_disk=True)
+        node.disk.update(old if disk == "old" else {})
         await world.boot(node)
         assert await world.next_step(60.0) <= SPARE_SECONDS
         await stepping(world)
