@@ -399,7 +399,9 @@ async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_
             assert (await learn(crew.head, rows)).refused == "device"
 
         async def release():
-            await quiet(2000)
+            last = crew.members[2]
+            while not (last.runtime.sessions or last.micro_batches._early):
+                await trio.lowlevel.checkpoint()
             for one in held:
                 original(*one)
 
