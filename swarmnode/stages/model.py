@@ -9,9 +9,9 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from swarmnode.averaging.codecs import (
     to_bytes,
 )
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import BadMessage, DeviceError, Incompatible, Unavailable
+from swarmnode.errors import BadMessage, ConfigError, DeviceError, Incompatible, Unavailable
 from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.footprint import logits_tokens
 from swarmnode.policy.load import rename_checkpointing_flag
@@ -53,6 +53,8 @@ from swarmnode.stages.wire import (
     activation_bytes,
     int8_block,
     is_device_error,
+    model_cost,
+    stage_specs,
 )
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
@@ -568,8 +570,9 @@ class StageRuntime:
         )
         if part == "head":
             return prompts, later
-        if torch.is_grad_enabled() and needs_checkpointing(
-            self._base, self.dtype, self._lora_rank, batch
+        if torch.is_grad_enabled() and (
+            batch.recompute
+            or needs_checkpointing(self._base, self.dtype, self._lora_rank, batch)
         ):
             with checkpointed(self._base):
                 return self._one_by_one(batch, prompts, later, part)
@@ -748,14 +751,40 @@ def make_adam(runtime: StageRuntime) -> torch.optim.AdamW | None:
 # head has the identity in its place, so its `logits` are the hidden state for the next stage.
 
 
+def keep_layers(config: PretrainedConfig, indices: Sequence[int]) -> PretrainedConfig:
+    """Return a copy of the config with these layers only, in this order."""
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = len(indices)
+    for name in _layer_lists(config):
+        setattr(own, name, [getattr(config, name)[index] for index in indices])
+    return own
+
+
+def _layer_lists(config: PretrainedConfig) -> list[str]:
+    """Names of the config's lists with one value per layer, such as `layer_types`."""
+    return [
+        name
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
+    ]
+
+
 def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
     """The whole model's config with this stage's layers only."""
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = spec.layers
-    if getattr(config, "layer_types", None):  # which layers see a sliding window only
-        own.layer_types = list(config.layer_types[spec.first : spec.last])
+    own = keep_layers(config, range(spec.first, spec.last))
     own.tie_word_embeddings = spec.tied and spec.stages == 1
     return own
+
+
+def empty_stage(config: PretrainedConfig, spec: StageSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """The stage on the meta device: shapes, no memory."""
+    # the ends are cut off before anything is allocated: they would be the largest tensors
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            stage_config(config, spec), dtype=dtype, trust_remote_code=False
+        )
+    cut_ends(model, spec)
+    return model
 
 
 def build_stage(
@@ -771,16 +800,10 @@ def build_stage(
 
     Raises Incompatible when the weights do not have the shapes of `config`.
     """
-    own = stage_config(config, spec)
-    # shapes without memory: the ends that are cut off would be the largest tensors
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(own, dtype=dtype)
-    cut_ends(model, spec)
-    # buffers that no file holds
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=own).to(device)
+    model = empty_stage(config, spec, dtype)
     state = {}
     for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and own.tie_word_embeddings:
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         tensor = read(spec.whole(name))
         if tensor.shape != parameter.shape:
@@ -789,6 +812,15 @@ def build_stage(
             )
         state[name] = tensor.to(device=device, dtype=dtype)
     model.load_state_dict(state, strict=False, assign=True)
+    for module in model.modules():
+        # buffers that no file holds, such as the frequencies of rotary embeddings
+        buffers = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.empty_like(buffer, device=device))
+        if buffers:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            model._init_weights(module)
     model.tie_weights()
     return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
 
@@ -842,3 +874,290 @@ def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
 
     rename_checkpointing_flag(type(stage))
     return get_peft_model(stage, copy.deepcopy(settings)).eval()
+
+
+# The trial of a split: a chain of stages must compute what the whole model computes.
+
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that tests require to pass the trial; others may."""
+TRIAL_VOCABULARY: Final = 64
+TRIAL_WINDOW: Final = 5
+"""Sliding window in tokens, shorter than the trial's rows."""
+TRIAL_KINDS: Final = 8
+"""Most kinds of layers that a trial can mix."""
+TRIAL_ROWS: Final = [
+    ([5, 6, 7, 8, 9, 10, 63], [11, 12, 13, 0]),
+    ([5, 6, 7, 8, 9, 10, 63], [3]),
+    ([2, 4], [1, 20, 21, 22, 23, 5]),
+]
+"""(prompt ids, completion ids)."""
+COUNT_TOLERANCE: Final = 0.05
+"""Largest relative difference between a layer's parameters and those that `model_cost` plans
+for: room for biases and further norms."""
+
+TRIAL_TOLERANCE: Final = 1e-5
+"""Largest difference, relative to the largest value where that is above 1."""
+
+_refusals: dict[str, str] = {}
+"""Result of each config's trial in this process: why it cannot be split, or empty."""
+
+
+def check_split(config: PretrainedConfig) -> None:
+    """Check that stages of this model compute what the whole model computes. Reads no weights.
+
+    Two checks, both with the code that stages use:
+
+    * At real size, on the meta device: nothing but embedding, layers, norm and head. All layers
+      have the same parameters, as many as `model_cost` plans for, and no attribute of a layer
+      changes when a stage numbers it from 0.
+    * At tiny size, with random weights: logits to the bit, log-probabilities and gradients to
+      1e-5, and decoding with a cache, in chains of two and three stages. The tiny config keeps
+      every value but sizes, and each kind of layer is on both sides of the middle cut.
+
+    The trial cannot see what only appears in long rows (other rotary frequencies beyond the
+    trained length), in 16 bits, on another device, or in the forward pass of layers far beyond
+    the tiny depth without an attribute that shows it.
+
+    Raises:
+        ConfigError: the model cannot be trained in stages; the line says what differs.
+    """
+    key = config.to_json_string(use_diff=False)
+    if key not in _refusals:
+        _refusals[key] = _refusal(config)
+    if _refusals[key]:
+        raise ConfigError(
+            f"a {config.model_type!r} model cannot be trained in stages: {_refusals[key]}; set"
+            f" stages.mode to off, or choose a model of type {', '.join(FAMILIES)}"
+        )
+
+
+def _refusal(config: PretrainedConfig) -> str:
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            check_layers(config)
+            whole = _tiny_model(tiny_config(config))
+            depth = whole.config.num_hidden_layers
+            _compare(whole, (depth // 2, depth - depth // 2), ends_apart=False)
+            _compare(whole, (1, depth - 2, 1), ends_apart=True)
+    except Incompatible as error:
+        return str(error)
+    except Exception as error:  # a model's code may raise anything
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
+
+
+def check_layers(config: PretrainedConfig) -> None:
+    """Raise Incompatible unless the model, at real size, is a row of equal layers."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    parts = {name for name, _ in whole.named_children()}
+    inner = {name for name, _ in getattr(whole, "model", whole).named_children()}
+    if parts != {"model", "lm_head"} or inner != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        raise Incompatible(
+            "it does not consist of embed_tokens, layers, norm and lm_head, but of"
+            f" {', '.join(sorted(parts - {'model'} | inner))}"
+        )
+    layers = whole.model.layers
+    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise Incompatible(f"layer {number} has other parameters than layer 0")
+    count = sum(p.numel() for p in layers[0].parameters())
+    cost = model_cost(config, batch_tokens=1, cached_tokens=0, weight_bytes=1, trained_bytes=0)
+    planned = int(cost.layers[0].memory)
+    if abs(count - planned) > COUNT_TOLERANCE * planned:
+        raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
+    if len(layers) == 1:
+        return
+    spec = StageSpec(1, 2, 1, len(layers), bool(config.tie_word_embeddings))
+    stage = empty_stage(config, spec, torch.float32).model.layers
+    for number, (mine, its) in enumerate(zip(stage, layers[1:], strict=True), 1):
+        for part, twin in zip(mine.modules(), its.modules(), strict=True):
+            have, want = _attributes(part), _attributes(twin)
+            for name in have.keys() | want.keys():
+                if have.get(name) != want.get(name):
+                    raise Incompatible(
+                        f"{name} of layer {number} depends on the layer's number"
+                        f" ({want.get(name)}, and {have.get(name)} in a stage)"
+                    )
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """What a module was made with, but for its number."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {
+        "class": type(module),
+        **{
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, plain) and name != "layer_idx" and not name.startswith("_")
+        },
+    }
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with tiny sizes and few layers of each kind; every other value is kept.
+
+    The size of a head is kept, since rotary settings refer to it.
+    """
+    lists = [getattr(config, name) for name in _layer_lists(config)]
+    kinds: dict[str, int] = {}
+    for number in range(config.num_hidden_layers):
+        kinds.setdefault(repr([values[number] for values in lists]), number)
+    if len(kinds) > TRIAL_KINDS:
+        raise Incompatible(f"its layers are of {len(kinds)} kinds, and a trial has {TRIAL_KINDS}")
+    firsts = list(kinds.values())
+    # mirrored, so that each kind is on both sides of the middle, and no stage begins as the model
+    tiny = keep_layers(config, [*firsts, *reversed(firsts)] * (2 if len(firsts) == 1 else 1))
+    heads, width = config.num_attention_heads, config.hidden_size
+    head = getattr(config, "head_dim", None) or width // heads
+    tiny.num_attention_heads = 2
+    tiny.num_key_value_heads = 2 if config.num_key_value_heads == heads else 1
+    tiny.hidden_size = 2 * head if width == heads * head else head
+    tiny.intermediate_size = 40
+    tiny.vocab_size = TRIAL_VOCABULARY
+    if isinstance(tiny.pad_token_id, int):
+        tiny.pad_token_id %= TRIAL_VOCABULARY
+    if getattr(tiny, "sliding_window", None):
+        tiny.sliding_window = TRIAL_WINDOW
+    return tiny
+
+
+@torch.no_grad()
+def _tiny_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A whole model with random weights, norms and biases included."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim < 2:
+            parameter.add_(0.3 * noise)
+        else:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def _compare(whole: PreTrainedModel, layers: tuple[int, ...], *, ends_apart: bool) -> None:
+    """Raise Incompatible unless a chain of stages with so many layers equals `whole`.
+
+    ends_apart: train as a swapped run does, with embedding and head by themselves, and recompute
+        layers in the backward pass, as large models do.
+    """
+    tensors = whole.state_dict()
+    chain = [
+        StageRuntime(spec, build_stage(whole.config, spec, tensors.__getitem__))
+        for spec in stage_specs(whole.config, layers)
+    ]
+    where = f"in {len(layers)} stages"
+    batch = replace(collate(TRIAL_ROWS, 0), recompute=ends_apart)
+    _compare_logits(whole, chain, batch, where)
+    _compare_gradients(whole, chain, batch, where, ends_apart)
+    _compare_decoding(whole, chain, batch, where)
+
+
+@torch.no_grad()
+def _compare_logits(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str
+) -> None:
+    ids, mask = batch.prompt_ids, batch.prompt_mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = whole(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    have = ids
+    for stage in chain:
+        have = stage.run(have, mask, positions)
+    if not torch.equal(have, want):
+        raise Incompatible(f"{where} logits differ by {_distance(have, want):.2g}")
+
+
+def _compare_gradients(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str, ends_apart: bool
+) -> None:
+    """Log-probabilities and gradients of their weighted sum, against each row by itself."""
+    temperature = 0.8
+    weight = torch.linspace(-1.0, 1.5, batch.completion_ids.numel()).view(
+        batch.completion_ids.shape
+    )
+    want = torch.zeros(weight.shape)
+    whole.zero_grad()
+    for row, (prompt, completion) in enumerate(TRIAL_ROWS):
+        logits = whole(input_ids=torch.tensor([prompt + completion])).logits[0]
+        chosen = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        chosen = chosen.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        (chosen * weight[row, : len(completion)]).sum().backward()
+        want[row, : len(completion)] = chosen.detach()
+
+    # (stage, part) in the order of the forward pass; the last one makes the loss
+    hops: list[tuple[StageRuntime, StagePart]] = [(stage, "all") for stage in chain]
+    if ends_apart:
+        first, *middle, last = chain
+        hops = [
+            (first, "embed"),
+            (first, "layers"),
+            *((stage, "all") for stage in middle),  # type: ignore[misc]
+            (last, "layers"),
+            (last, "head"),
+        ]
+    inputs: list[torch.Tensor | None] = [None]
+    for stage, part in hops[:-1]:
+        inputs.append(stage.forward(batch, inputs[-1], part))
+    seen: list[torch.Tensor] = []
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        seen.append(logprobs.detach())
+        return (logprobs * weight).sum()
+
+    stage, part = hops[-1]
+    gradient = stage.learn(batch, inputs[-1], temperature, loss, part)
+    for (stage, part), x in zip(reversed(hops[:-1]), reversed(inputs[:-1]), strict=True):
+        assert gradient is not None
+        gradient = stage.backward(batch, x, gradient, part)
+    gap = _distance(seen[0], want)
+    if not gap <= TRIAL_TOLERANCE:
+        raise Incompatible(f"{where} log-probabilities differ by {gap:.2g}")
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in chain:
+        for name, parameter in stage.model.named_parameters():
+            if parameter.grad is not None:
+                name = stage.spec.whole(name)
+                # both ends of a tied embedding have a part of its gradient
+                gradients[name] = gradients.get(name, torch.zeros(())) + parameter.grad
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is None or name not in gradients:
+            raise Incompatible(f"{where} {name} has no gradient")
+        gap = _distance(gradients[name], parameter.grad)
+        if not gap <= TRIAL_TOLERANCE * max(1.0, float(parameter.grad.abs().max())):
+            raise Incompatible(f"{where} the gradient of {name} differs by {gap:.2g}")
+
+
+@torch.no_grad()
+def _compare_decoding(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str
+) -> None:
+    """Token by token with caches, against the whole model without a cache."""
+    tokens = torch.tensor([[14, 3, 60, 7], [8, 8, 2, 31]])  # (Q, 4)
+    prompts = Prompts(batch.prompt_ids, batch.prompt_mask, num_generations=1)
+    mask = torch.cat([prompts.mask, torch.ones_like(tokens)], 1)
+    want = whole(
+        input_ids=torch.cat([prompts.ids, tokens], 1),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+    ).logits[:, prompts.ids.shape[1] - 1 : -1]
+    x = None
+    for stage in chain:
+        x = stage.prefill(b"", b"", prompts, x)
+    assert x is not None
+    have = [x]
+    for column in range(tokens.shape[1] - 1):
+        x = tokens[:, column]
+        for stage in chain:
+            x = stage.decode(b"", b"", list(range(len(tokens))), x)
+        have.append(x)
+    gap = _distance(torch.stack(have, 1), want)
+    if not gap <= TRIAL_TOLERANCE * max(1.0, float(want.abs().max())):
+        raise Incompatible(f"{where} decoding with a cache differs by {gap:.2g}")
+
+
+def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
+    if have.shape != want.shape:
+        raise Incompatible(f"shapes {tuple(have.shape)} and {tuple(want.shape)} differ")
+    return float((have - want).abs().max())

@@ -111,6 +111,7 @@ from swarmnode.stages.model import (
     StageOptimizer,
     StageRuntime,
     adapt,
+    check_split,
     load_stage,
     tensors_of,
 )
@@ -165,7 +166,6 @@ from swarmnode.stages.wire import (
     StageStatus,
     Where,
     activation_bytes,
-    check_model_type,
     is_device_error,
     model_cost,
     stage_memory,
@@ -840,7 +840,7 @@ def fits_whole(
     mode = stages.mode
     hf = offline(policy, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
     if mode == "always":
-        check_model_type(hf)
+        check_split(hf)
         return False
     room = capacity(stages.capacity, placement)
     need = whole_bytes(policy, hf, placement)
@@ -858,7 +858,7 @@ def fits_whole(
         f" {placement.device} has {room / 2**30:.1f} GiB"
     )
     try:
-        check_model_type(hf)
+        check_split(hf)
     except ConfigError as error:
         raise DeviceError(f"{reason}, and {error}") from None
     layer = least(cost_of(training, policy.lora, weights, hf, placement)) * HEADROOM
@@ -925,7 +925,7 @@ def open_model(
     set_up(placement.device)
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
-        check_model_type(hf)
+        check_split(hf)
         pretrained = not is_untrained(directory)
         check_paper(terms.paper_mode, stages.stages, run_of(terms, pretrained))
         tokenizer = offline(
