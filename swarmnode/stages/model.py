@@ -62,285 +62,414 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-# Activations and gradients as bytes: float32, bfloat16, or int8 with a scale per 64 values of a
-# token. A crew uses one activation codec in generation and training, because rounding is part of
-# the policy. Error per hop: bfloat16 2⁻⁹ of the value; int8 1/254 of the largest value of its
-# block.
+# The split: the model's own transformers class with a shorter configuration. A stage without the
+# head has the identity in its place, so its `logits` are the hidden state for the next stage.
 
 
-def encode(rows: torch.Tensor, codec: ActivationCodec) -> bytes:
-    """(R, H) float32, any device. Raises ValueError when a value is not finite: then our own stage
-    is broken."""
-    if not bool(torch.isfinite(rows).all()):
-        raise ValueError("an activation is not finite")
-    if codec == "float32":
-        return to_bytes(rows, "<f4")
-    if codec == "bfloat16":
-        return to_bytes(bfloat16_bits(rows), "<i2")
-    return int8_to_bytes(rows.reshape(-1), int8_block(rows.shape[1]))
+def keep_layers(config: PretrainedConfig, indices: Sequence[int]) -> PretrainedConfig:
+    """Return a copy of the config with these layers only, in this order."""
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = len(indices)
+    for name in _layer_lists(config):
+        setattr(own, name, [getattr(config, name)[index] for index in indices])
+    return own
 
 
-def decode(
-    body: bytes | memoryview, rows: int, hidden: int, codec: ActivationCodec
-) -> torch.Tensor:
-    """(rows, hidden) float32 on the host. Raises BadMessage: size, bounds, not_finite."""
-    if len(body) != activation_bytes(codec, rows, hidden):
-        raise BadMessage("size", f"{len(body)} bytes of {codec} for {rows} × {hidden}")
-    if codec == "float32":
-        flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
-    elif codec == "bfloat16":
-        flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
-    else:
-        flat = int8_from_bytes(body, rows * hidden, int8_block(hidden))
-    if not bool(torch.isfinite(flat).all()):
-        raise BadMessage("not_finite", "activations")
-    return flat.view(rows, hidden)
-
-
-# Keys and values of the waves in generation, by (session, policy fingerprint). A session belongs to
-# one version of the policy; a dropped session starts again from token ids.
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Q prompts padded on the left, each to be answered `num_generations` times."""
-
-    ids: torch.Tensor
-    """(Q, P)."""
-    mask: torch.Tensor
-    """(Q, P) 1 on tokens."""
-    num_generations: int
-    names: tuple[int, ...] = ()
-    """(Q · num_generations,) what the completions are called; empty: 0, 1, …"""
-
-
-@dataclass
-class Session:
-    fingerprint: bytes
-    cache: DynamicCache
-    rows: list[int]
-    """(n,) which of the N completions are still being generated; ascending."""
-    mask: torch.Tensor
-    """(n, tokens so far)."""
-    position: torch.Tensor
-    """(n, 1) of the latest token."""
-
-
-class Sessions:
-    def __init__(self) -> None:
-        self._sessions: dict[bytes, Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def open(
-        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
-    ) -> None:
-        """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open
-        under this name is replaced."""
-        cache.batch_repeat_interleave(prompts.num_generations)
-        mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
-        position = mask.sum(1, keepdim=True) - 1
-        self._sessions[session] = Session(
-            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
-        )
-
-    def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
-        """The session, one token further, with `rows` only. Raises BadMessage: session (not open),
-        fingerprint (another policy), rows."""
-        kept = self._sessions.get(session)
-        if kept is None:
-            raise BadMessage("session", "not open here")
-        if kept.fingerprint != fingerprint:
-            raise BadMessage("fingerprint", "the session belongs to another policy")
-        if rows != kept.rows:
-            where = {row: i for i, row in enumerate(kept.rows)}
-            if not rows or sorted(set(rows)) != rows or not where.keys() >= set(rows):
-                raise BadMessage("rows", "not a rising choice of the rows that are left")
-            index = torch.tensor([where[row] for row in rows])
-            kept.cache.batch_select_indices(index)
-            kept.mask, kept.position, kept.rows = kept.mask[index], kept.position[index], rows
-        kept.mask = torch.cat([kept.mask, torch.ones_like(kept.position)], 1)
-        kept.position = kept.position + 1
-        return kept
-
-    def drop(self, session: bytes) -> None:
-        self._sessions.pop(session, None)
-
-    def clear(self) -> None:
-        """When the weights move, or the crew pauses."""
-        self._sessions.clear()
-
-
-# The tail's share of a step: from log-probabilities to the loss and the head's sums.
-
-
-@dataclass(frozen=True)
-class LearnRow:
-    """One completion to learn from."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    old_logprobs: list[float]
-    advantage: float
-    weight: float = 1.0
-    group: int = 0
-    """Completions of one group go into one micro-batch where it can hold them, and share its
-    prompt."""
-    sampled: bool = False
-    """`old_logprobs` are of what sampled it, and corrected for."""
-
-
-def describe(
-    rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None
-) -> MicroBatch:
-    """(prompt ids, completion ids) as a frame carries them; equal prompts become one, in
-    `policy.logprobs.collate`'s order."""
-    prompts: dict[tuple[int, ...], int] = {}
-    owner = tuple(prompts.setdefault(tuple(prompt), len(prompts)) for prompt, _ in rows)
-    return MicroBatch(
-        prompt_lengths=tuple(map(len, prompts)),
-        prompt_ids=pack_ids([i for prompt in prompts for i in prompt]),
-        prompt_of=owner,
-        completion_lengths=tuple(len(c) for _, c in rows),
-        completion_ids=pack_ids([i for _, c in rows for i in c]),
-        temperature=float(temperature),
-        loss=loss,
-    )
-
-
-def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
-    objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
-    return Loss(
-        old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
-        advantages=pack_logprobs([row.advantage for row in rows]),
-        weights=pack_logprobs([row.weight for row in rows]),
-        normalizer=float(normalizer),
-        loss_type=cfg.loss_type,
-        epsilon=objective.epsilon,
-        epsilon_high=objective.epsilon_high,
-        delta=objective.delta,
-        sampled=tuple(row.sampled for row in rows),
-        correction=correction,
-        level=level,
-    )
-
-
-def batch_of(work: MicroBatch, device: torch.device) -> Batch:
-    """The padded batch that `work`, checked, describes. Padding is token 0: masked everywhere."""
-    prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
-    completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
-    return collate(
-        [(prompts[owner], ids) for owner, ids in zip(work.prompt_of, completions, strict=True)],
-        0,
-        device,
-    )
-
-
-def prompts_of(questions: Questions, device: torch.device) -> Prompts:
-    prompts = _ragged(unpack_ids(questions.ids).tolist(), questions.lengths)
-    width = max(questions.lengths)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return Prompts(ids, mask, questions.num_generations, questions.names)
-
-
-def loss_of(
-    work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
-) -> tuple[torch.Tensor, list[float]]:
-    """Loss to go backward from, and the sums of `Learnt`. logprobs, entropy (N, T)."""
-    loss = work.loss
-    assert loss is not None
-    mask = batch.completion_mask
-    per_token = lambda data: (
-        torch.zeros(mask.shape)
-        .masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data)))
-        .to(logprobs.device)
-    )
-    per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
-    objective = Objective(
-        loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta
-    )
-    sampled = torch.tensor(loss.sampled, device=logprobs.device)
-    old, weights = against_sampler(
-        logprobs,
-        per_token(loss.old_logprobs),
-        sampled,
-        per_row(loss.weights),
-        mask,
-        loss.correction,
-        loss.level,
-    )
-    out = policy_loss(
-        logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer, weights=weights
-    )
-    tokens = out.tokens.detach()
-    sums = [
-        out.loss,
-        out.clip_fraction * tokens,
-        (entropy * mask).sum(),
-        tokens,
-        weights.sum(),
-        weights.square().sum(),
+def _layer_lists(config: PretrainedConfig) -> list[str]:
+    """Names of the config's lists with one value per layer, such as `layer_types`."""
+    return [
+        name
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
     ]
-    return out.loss, [float(x.detach()) for x in sums]
 
 
-def _ragged(flat: list, lengths: Sequence[int]) -> list[list]:
-    out, start = [], 0
-    for length in lengths:
-        out.append(flat[start : start + length])
-        start += length
-    return out
+def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
+    """The whole model's config with this stage's layers only."""
+    own = keep_layers(config, range(spec.first, spec.last))
+    own.tie_word_embeddings = spec.tied and spec.stages == 1
+    return own
 
 
-# Packed rows of a micro-batch: one row per real token that has a successor, without padding.
-#
-#     padded here                                   packed on the wire, R rows
-#     prompts      (Q, P)      padded on the left    tokens, one prompt after another
-#     completions  (N, T − 1)  padded on the right   tokens but the last, one after another
-#
-# Each prompt runs once for its G completions, as in `policy.logprobs`. One row is one token, so
-# quantisation does not depend on the batch.
+def empty_stage(config: PretrainedConfig, spec: StageSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """The stage on the meta device: shapes, no memory."""
+    # the ends are cut off before anything is allocated: they would be the largest tensors
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            stage_config(config, spec), dtype=dtype, trust_remote_code=False
+        )
+    cut_ends(model, spec)
+    return model
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Where the rows of a batch are."""
+def build_stage(
+    config: PretrainedConfig,
+    spec: StageSpec,
+    read: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors
+    only.
 
-    prompts: tuple[torch.Tensor, ...]
-    """(row, column) of each prompt token."""
-    completions: tuple[torch.Tensor, ...]
-    """(row, column) of each completion token that has a successor."""
-    shape: tuple[int, int, int, int]
-    """Q, P, N, T."""
+    Raises Incompatible when the weights do not have the shapes of `config`.
+    """
+    model = empty_stage(config, spec, dtype)
+    state = {}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        tensor = read(spec.whole(name))
+        if tensor.shape != parameter.shape:
+            raise Incompatible(
+                f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+            )
+        state[name] = tensor.to(device=device, dtype=dtype)
+    model.load_state_dict(state, strict=False, assign=True)
+    # its frequencies are in no file
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise Incompatible(f"the value of {name} is in no weights file")
+    model.tie_weights()
+    return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
 
-    @property
-    def rows(self) -> int:
-        return len(self.prompts[0]) + len(self.completions[0])
 
-    def pack(self, prompts: torch.Tensor, completions: torch.Tensor | None) -> torch.Tensor:
-        """(Q, P, H) and (N, T − 1, H), None where T is 1 → (R, H)."""
-        head = prompts[self.prompts]
-        return head if completions is None else torch.cat([head, completions[self.completions]])
+def cut_ends(model: PreTrainedModel, spec: StageSpec) -> None:
+    """Whatever of embedding, norm and head is not this stage's is replaced by nothing."""
+    if not spec.has_embedding:
+        model.model.embed_tokens = nn.Identity()
+    if not spec.has_head:
+        model.model.norm = nn.Identity()
+        model.lm_head = nn.Identity()
 
-    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The inverse; zeros on padding."""
-        questions, width, count, longest = self.shape
-        head, tail = rows.split([len(self.prompts[0]), len(self.completions[0])])
-        prompts = rows.new_zeros(questions, width, rows.shape[1]).index_put(self.prompts, head)
-        if longest == 1:
-            return prompts, None
-        return prompts, rows.new_zeros(count, longest - 1, rows.shape[1]).index_put(
-            self.completions, tail
+
+def load_stage(
+    directory: Path,
+    spec: StageSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """The stage from a model's directory; only its own tensors are read.
+
+    Raises Unavailable when a tensor is not there or a file is damaged.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return build_stage(config, spec, tensors_of(directory), dtype=dtype, device=device)
+
+
+def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
+    """What reads one tensor of a model's directory, by its name. Raises Unavailable, then or now,
+    where it is not there or damaged."""
+    try:
+        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
+        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
+    except SafetensorError as error:
+        raise Unavailable(f"{directory} is damaged: {error}") from None
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = where[name].get_tensor(name)
+        except (SafetensorError, KeyError) as error:
+            raise Unavailable(f"{directory}: no weights {name} ({error})") from None
+        return tensor
+
+    return read
+
+
+def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
+    """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
+    from peft import get_peft_model
+
+    rename_checkpointing_flag(type(stage))
+    return get_peft_model(stage, copy.deepcopy(settings)).eval()
+
+
+# The trial of a split: a chain of stages must compute what the whole model computes.
+
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that tests require to pass the trial; others may."""
+TRIAL_VOCABULARY: Final = 64
+TRIAL_WINDOW: Final = 5
+"""Sliding window in tokens, shorter than the trial's rows."""
+TRIAL_KINDS: Final = 8
+"""Most kinds of layers that a trial can mix."""
+TRIAL_ROWS: Final = [
+    ([5, 6, 7, 8, 9, 10, 63], [11, 12, 13, 0]),
+    ([5, 6, 7, 8, 9, 10, 63], [3]),
+    ([2, 4], [1, 20, 21, 22, 23, 5]),
+]
+"""(prompt ids, completion ids)."""
+COUNT_TOLERANCE: Final = 0.05
+"""Largest relative difference between a layer's parameters and those that `model_cost` plans
+for: room for biases and further norms."""
+
+TRIAL_TOLERANCE: Final = 1e-5
+"""Largest difference, relative to the largest value where that is above 1."""
+
+_refusals: dict[str, str] = {}
+"""Result of each config's trial in this process: why it cannot be split, or empty."""
+
+
+def check_split(config: PretrainedConfig) -> None:
+    """Check that stages of this model compute what the whole model computes. Reads no weights.
+
+    Two checks, both with the code that stages use:
+
+    * At real size, on the meta device: nothing but embedding, layers, norm and head. All layers
+      have the same parameters, as many as `model_cost` plans for, and no attribute of a layer
+      changes when a stage numbers it from 0.
+    * At tiny size, with random weights: logits to the bit, log-probabilities and gradients to
+      1e-5, and decoding with a cache, in chains of two and three stages. The tiny config keeps
+      every value but sizes, and each kind of layer is on both sides of the middle cut.
+
+    The trial cannot see what only appears in long rows (other rotary frequencies beyond the
+    trained length), in 16 bits, on another device, or in the forward pass of layers far beyond
+    the tiny depth without an attribute that shows it.
+
+    Raises:
+        ConfigError: the model cannot be trained in stages; the line says what differs.
+    """
+    key = config.to_json_string(use_diff=False)
+    if key not in _refusals:
+        _refusals[key] = _refusal(config)
+    if _refusals[key]:
+        raise ConfigError(
+            f"a {config.model_type!r} model cannot be trained in stages: {_refusals[key]}; set"
+            f" stages.mode to off, or choose a model of type {', '.join(FAMILIES)}"
         )
 
 
-def packing(batch: Batch) -> Packing:
-    prompts = batch.prompt_mask.nonzero(as_tuple=True)
-    completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)
-    (questions, width), (count, longest) = batch.prompt_ids.shape, batch.completion_ids.shape
-    return Packing(prompts, completions, (questions, width, count, longest))
+def _refusal(config: PretrainedConfig) -> str:
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            check_layers(config)
+            whole = _tiny_model(tiny_config(config))
+            depth = whole.config.num_hidden_layers
+            _compare(whole, (depth // 2, depth - depth // 2), ends_apart=False)
+            _compare(whole, (1, depth - 2, 1), ends_apart=True)
+    except Incompatible as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 (a model's code may raise anything)
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
+
+
+def check_layers(config: PretrainedConfig) -> None:
+    """Raise Incompatible unless the model, at real size, is a row of equal layers."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    parts = {name for name, _ in whole.named_children()}
+    inner = {name for name, _ in getattr(whole, "model", whole).named_children()}
+    if parts != {"model", "lm_head"} or inner != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        raise Incompatible(
+            "it does not consist of embed_tokens, layers, norm and lm_head, but of"
+            f" {', '.join(sorted(parts - {'model'} | inner))}"
+        )
+    layers = whole.model.layers
+    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise Incompatible(f"layer {number} has other parameters than layer 0")
+    count = sum(p.numel() for p in layers[0].parameters())
+    cost = model_cost(config, batch_tokens=1, cached_tokens=0, weight_bytes=1, trained_bytes=0)
+    planned = int(cost.layers[0].memory)
+    if abs(count - planned) > COUNT_TOLERANCE * planned:
+        raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
+    if len(layers) == 1:
+        return
+    spec = StageSpec(1, 2, 1, len(layers), bool(config.tie_word_embeddings))
+    stage = empty_stage(config, spec, torch.float32).model.layers
+    for number, (mine, its) in enumerate(zip(stage, layers[1:], strict=True), 1):
+        for part, twin in zip(mine.modules(), its.modules(), strict=True):
+            have, want = _attributes(part), _attributes(twin)
+            for name in have.keys() | want.keys():
+                if have.get(name) != want.get(name):
+                    raise Incompatible(
+                        f"{name} of layer {number} depends on the layer's number"
+                        f" ({want.get(name)}, and {have.get(name)} in a stage)"
+                    )
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """What a module was made with, but for its number."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {
+        "class": type(module),
+        **{
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, plain) and name != "layer_idx" and not name.startswith("_")
+        },
+    }
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with tiny sizes and few layers of each kind; every other value is kept.
+
+    The size of a head is kept, since rotary settings refer to it.
+    """
+    lists = [getattr(config, name) for name in _layer_lists(config)]
+    kinds: dict[str, int] = {}
+    for number in range(config.num_hidden_layers):
+        kinds.setdefault(repr([values[number] for values in lists]), number)
+    if len(kinds) > TRIAL_KINDS:
+        raise Incompatible(f"its layers are of {len(kinds)} kinds, and a trial has {TRIAL_KINDS}")
+    firsts = list(kinds.values())
+    # mirrored, so that each kind is on both sides of the middle, and no stage begins as the model
+    tiny = keep_layers(config, [*firsts, *reversed(firsts)] * (2 if len(firsts) == 1 else 1))
+    heads, width = config.num_attention_heads, config.hidden_size
+    head = getattr(config, "head_dim", None) or width // heads
+    tiny.num_attention_heads = 2
+    tiny.num_key_value_heads = 2 if config.num_key_value_heads == heads else 1
+    tiny.hidden_size = 2 * head if width == heads * head else head
+    tiny.intermediate_size = 40
+    tiny.vocab_size = TRIAL_VOCABULARY
+    if isinstance(tiny.pad_token_id, int):
+        tiny.pad_token_id %= TRIAL_VOCABULARY
+    if getattr(tiny, "sliding_window", None):
+        tiny.sliding_window = TRIAL_WINDOW
+    return tiny
+
+
+@torch.no_grad()
+def _tiny_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A whole model with random weights, norms and biases included."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim < 2:
+            parameter.add_(0.3 * noise)
+        else:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def _compare(whole: PreTrainedModel, layers: tuple[int, ...], *, ends_apart: bool) -> None:
+    """Raise Incompatible unless a chain of stages with so many layers equals `whole`.
+
+    ends_apart: train as a swapped run does, with embedding and head by themselves, and recompute
+        layers in the backward pass, as large models do.
+    """
+    tensors = whole.state_dict()
+    chain = [
+        StageRuntime(spec, build_stage(whole.config, spec, tensors.__getitem__))
+        for spec in stage_specs(whole.config, layers)
+    ]
+    where = f"in {len(layers)} stages"
+    batch = replace(collate(TRIAL_ROWS, 0), recompute=ends_apart)
+    _compare_logits(whole, chain, batch, where)
+    _compare_gradients(whole, chain, batch, where, ends_apart)
+    _compare_decoding(whole, chain, batch, where)
+
+
+@torch.no_grad()
+def _compare_logits(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str
+) -> None:
+    ids, mask = batch.prompt_ids, batch.prompt_mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = whole(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    have = ids
+    for stage in chain:
+        have = stage.run(have, mask, positions)
+    if not torch.equal(have, want):
+        raise Incompatible(f"{where} logits differ by {_distance(have, want):.2g}")
+
+
+def _compare_gradients(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str, ends_apart: bool
+) -> None:
+    """Log-probabilities and gradients of their weighted mean, against each row by itself."""
+    temperature, shape = 0.8, batch.completion_ids.shape
+    weight = torch.linspace(-1.0, 1.5, shape.numel()).view(shape) / shape.numel()
+    want = torch.zeros(weight.shape)
+    whole.zero_grad()
+    for row, (prompt, completion) in enumerate(TRIAL_ROWS):
+        logits = whole(input_ids=torch.tensor([prompt + completion])).logits[0]
+        chosen = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        chosen = chosen.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        (chosen * weight[row, : len(completion)]).sum().backward()
+        want[row, : len(completion)] = chosen.detach()
+
+    # (stage, part) in the order of the forward pass; the last one makes the loss
+    hops: list[tuple[StageRuntime, StagePart]] = [(stage, "all") for stage in chain]
+    if ends_apart:
+        first, *middle, last = chain
+        hops = [
+            (first, "embed"),
+            (first, "layers"),
+            *((stage, "all") for stage in middle),  # type: ignore[misc]
+            (last, "layers"),
+            (last, "head"),
+        ]
+    inputs: list[torch.Tensor | None] = [None]
+    for stage, part in hops[:-1]:
+        inputs.append(stage.forward(batch, inputs[-1], part))
+    seen: list[torch.Tensor] = []
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        seen.append(logprobs.detach())
+        return (logprobs * weight).sum()
+
+    stage, part = hops[-1]
+    gradient = stage.learn(batch, inputs[-1], temperature, loss, part)
+    for (stage, part), x in zip(reversed(hops[:-1]), reversed(inputs[:-1]), strict=True):
+        assert gradient is not None
+        gradient = stage.backward(batch, x, gradient, part)
+    gap = _distance(seen[0], want)
+    if not gap <= TRIAL_TOLERANCE:
+        raise Incompatible(f"{where} log-probabilities differ by {gap:.2g}")
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in chain:
+        for name, parameter in stage.model.named_parameters():
+            if parameter.grad is not None:
+                name = stage.spec.whole(name)
+                # both ends of a tied embedding have a part of its gradient
+                gradients[name] = gradients.get(name, torch.zeros(())) + parameter.grad
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is None or name not in gradients:
+            raise Incompatible(f"{where} {name} has no gradient")
+        gap = _distance(gradients[name], parameter.grad)
+        if not gap <= TRIAL_TOLERANCE * max(1.0, float(parameter.grad.abs().max())):
+            raise Incompatible(f"{where} the gradient of {name} differs by {gap:.2g}")
+
+
+@torch.no_grad()
+def _compare_decoding(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str
+) -> None:
+    """Token by token with caches, against the whole model without a cache."""
+    tokens = torch.tensor([[14, 3, 60, 7], [8, 8, 2, 31]])  # (Q, 4)
+    prompts = Prompts(batch.prompt_ids, batch.prompt_mask, num_generations=1)
+    mask = torch.cat([prompts.mask, torch.ones_like(tokens)], 1)
+    want = whole(
+        input_ids=torch.cat([prompts.ids, tokens], 1),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+    ).logits[:, prompts.ids.shape[1] - 1 : -1]
+    x = None
+    for stage in chain:
+        x = stage.prefill(b"", b"", prompts, x)
+    assert x is not None
+    have = [x]
+    for column in range(tokens.shape[1] - 1):
+        x = tokens[:, column]
+        for stage in chain:
+            x = stage.decode(b"", b"", list(range(len(tokens))), x)
+        have.append(x)
+    gap = _distance(torch.stack(have, 1), want)
+    if not gap <= TRIAL_TOLERANCE * max(1.0, float(want.abs().max())):
+        raise Incompatible(f"{where} decoding with a cache differs by {gap:.2g}")
+
+
+def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
+    if have.shape != want.shape:
+        raise Incompatible(f"shapes {tuple(have.shape)} and {tuple(want.shape)} differ")
+    return float((have - want).abs().max())
 
 
 # The stage's computation: forward, backward by recomputation, cached steps of generation.
@@ -571,8 +700,7 @@ class StageRuntime:
         if part == "head":
             return prompts, later
         if torch.is_grad_enabled() and (
-            batch.recompute
-            or needs_checkpointing(self._base, self.dtype, self._lora_rank, batch)
+            batch.recompute or needs_checkpointing(self._base, self.dtype, self._lora_rank, batch)
         ):
             with checkpointed(self._base):
                 return self._one_by_one(batch, prompts, later, part)
@@ -747,417 +875,282 @@ def make_adam(runtime: StageRuntime) -> torch.optim.AdamW | None:
     return torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY) if groups else None
 
 
-# The split: the model's own transformers class with a shorter configuration. A stage without the
-# head has the identity in its place, so its `logits` are the hidden state for the next stage.
+# The tail's share of a step: from log-probabilities to the loss and the head's sums.
 
 
-def keep_layers(config: PretrainedConfig, indices: Sequence[int]) -> PretrainedConfig:
-    """Return a copy of the config with these layers only, in this order."""
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = len(indices)
-    for name in _layer_lists(config):
-        setattr(own, name, [getattr(config, name)[index] for index in indices])
-    return own
+@dataclass(frozen=True)
+class LearnRow:
+    """One completion to learn from."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    old_logprobs: list[float]
+    advantage: float
+    weight: float = 1.0
+    group: int = 0
+    """Completions of one group go into one micro-batch where it can hold them, and share its
+    prompt."""
+    sampled: bool = False
+    """`old_logprobs` are of what sampled it, and corrected for."""
 
 
-def _layer_lists(config: PretrainedConfig) -> list[str]:
-    """Names of the config's lists with one value per layer, such as `layer_types`."""
-    return [
-        name
-        for name, value in vars(config).items()
-        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
-    ]
-
-
-def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
-    """The whole model's config with this stage's layers only."""
-    own = keep_layers(config, range(spec.first, spec.last))
-    own.tie_word_embeddings = spec.tied and spec.stages == 1
-    return own
-
-
-def empty_stage(config: PretrainedConfig, spec: StageSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """The stage on the meta device: shapes, no memory."""
-    # the ends are cut off before anything is allocated: they would be the largest tensors
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            stage_config(config, spec), dtype=dtype, trust_remote_code=False
-        )
-    cut_ends(model, spec)
-    return model
-
-
-def build_stage(
-    config: PretrainedConfig,
-    spec: StageSpec,
-    read: Callable[[str], torch.Tensor],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> PreTrainedModel:
-    """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors
-    only.
-
-    Raises Incompatible when the weights do not have the shapes of `config`.
-    """
-    model = empty_stage(config, spec, dtype)
-    state = {}
-    for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        tensor = read(spec.whole(name))
-        if tensor.shape != parameter.shape:
-            raise Incompatible(
-                f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
-            )
-        state[name] = tensor.to(device=device, dtype=dtype)
-    model.load_state_dict(state, strict=False, assign=True)
-    for module in model.modules():
-        # buffers that no file holds, such as the frequencies of rotary embeddings
-        buffers = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
-        for name, buffer in buffers.items():
-            setattr(module, name, torch.empty_like(buffer, device=device))
-        if buffers:
-            for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            model._init_weights(module)
-    model.tie_weights()
-    return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
-
-
-def cut_ends(model: PreTrainedModel, spec: StageSpec) -> None:
-    """Whatever of embedding, norm and head is not this stage's is replaced by nothing."""
-    if not spec.has_embedding:
-        model.model.embed_tokens = nn.Identity()
-    if not spec.has_head:
-        model.model.norm = nn.Identity()
-        model.lm_head = nn.Identity()
-
-
-def load_stage(
-    directory: Path,
-    spec: StageSpec,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> PreTrainedModel:
-    """The stage from a model's directory; only its own tensors are read.
-
-    Raises Unavailable when a tensor is not there or a file is damaged.
-    """
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return build_stage(config, spec, tensors_of(directory), dtype=dtype, device=device)
-
-
-def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
-    """What reads one tensor of a model's directory, by its name. Raises Unavailable, then or now,
-    where it is not there or damaged."""
-    try:
-        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
-        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
-    except SafetensorError as error:
-        raise Unavailable(f"{directory} is damaged: {error}") from None
-
-    def read(name: str) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = where[name].get_tensor(name)
-        except (SafetensorError, KeyError) as error:
-            raise Unavailable(f"{directory}: no weights {name} ({error})") from None
-        return tensor
-
-    return read
-
-
-def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
-    """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
-    from peft import get_peft_model
-
-    rename_checkpointing_flag(type(stage))
-    return get_peft_model(stage, copy.deepcopy(settings)).eval()
-
-
-# The trial of a split: a chain of stages must compute what the whole model computes.
-
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that tests require to pass the trial; others may."""
-TRIAL_VOCABULARY: Final = 64
-TRIAL_WINDOW: Final = 5
-"""Sliding window in tokens, shorter than the trial's rows."""
-TRIAL_KINDS: Final = 8
-"""Most kinds of layers that a trial can mix."""
-TRIAL_ROWS: Final = [
-    ([5, 6, 7, 8, 9, 10, 63], [11, 12, 13, 0]),
-    ([5, 6, 7, 8, 9, 10, 63], [3]),
-    ([2, 4], [1, 20, 21, 22, 23, 5]),
-]
-"""(prompt ids, completion ids)."""
-COUNT_TOLERANCE: Final = 0.05
-"""Largest relative difference between a layer's parameters and those that `model_cost` plans
-for: room for biases and further norms."""
-
-TRIAL_TOLERANCE: Final = 1e-5
-"""Largest difference, relative to the largest value where that is above 1."""
-
-_refusals: dict[str, str] = {}
-"""Result of each config's trial in this process: why it cannot be split, or empty."""
-
-
-def check_split(config: PretrainedConfig) -> None:
-    """Check that stages of this model compute what the whole model computes. Reads no weights.
-
-    Two checks, both with the code that stages use:
-
-    * At real size, on the meta device: nothing but embedding, layers, norm and head. All layers
-      have the same parameters, as many as `model_cost` plans for, and no attribute of a layer
-      changes when a stage numbers it from 0.
-    * At tiny size, with random weights: logits to the bit, log-probabilities and gradients to
-      1e-5, and decoding with a cache, in chains of two and three stages. The tiny config keeps
-      every value but sizes, and each kind of layer is on both sides of the middle cut.
-
-    The trial cannot see what only appears in long rows (other rotary frequencies beyond the
-    trained length), in 16 bits, on another device, or in the forward pass of layers far beyond
-    the tiny depth without an attribute that shows it.
-
-    Raises:
-        ConfigError: the model cannot be trained in stages; the line says what differs.
-    """
-    key = config.to_json_string(use_diff=False)
-    if key not in _refusals:
-        _refusals[key] = _refusal(config)
-    if _refusals[key]:
-        raise ConfigError(
-            f"a {config.model_type!r} model cannot be trained in stages: {_refusals[key]}; set"
-            f" stages.mode to off, or choose a model of type {', '.join(FAMILIES)}"
-        )
-
-
-def _refusal(config: PretrainedConfig) -> str:
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            check_layers(config)
-            whole = _tiny_model(tiny_config(config))
-            depth = whole.config.num_hidden_layers
-            _compare(whole, (depth // 2, depth - depth // 2), ends_apart=False)
-            _compare(whole, (1, depth - 2, 1), ends_apart=True)
-    except Incompatible as error:
-        return str(error)
-    except Exception as error:  # a model's code may raise anything
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return ""
-
-
-def check_layers(config: PretrainedConfig) -> None:
-    """Raise Incompatible unless the model, at real size, is a row of equal layers."""
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    parts = {name for name, _ in whole.named_children()}
-    inner = {name for name, _ in getattr(whole, "model", whole).named_children()}
-    if parts != {"model", "lm_head"} or inner != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        raise Incompatible(
-            "it does not consist of embed_tokens, layers, norm and lm_head, but of"
-            f" {', '.join(sorted(parts - {'model'} | inner))}"
-        )
-    layers = whole.model.layers
-    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
-    for number, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            raise Incompatible(f"layer {number} has other parameters than layer 0")
-    count = sum(p.numel() for p in layers[0].parameters())
-    cost = model_cost(config, batch_tokens=1, cached_tokens=0, weight_bytes=1, trained_bytes=0)
-    planned = int(cost.layers[0].memory)
-    if abs(count - planned) > COUNT_TOLERANCE * planned:
-        raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
-    if len(layers) == 1:
-        return
-    spec = StageSpec(1, 2, 1, len(layers), bool(config.tie_word_embeddings))
-    stage = empty_stage(config, spec, torch.float32).model.layers
-    for number, (mine, its) in enumerate(zip(stage, layers[1:], strict=True), 1):
-        for part, twin in zip(mine.modules(), its.modules(), strict=True):
-            have, want = _attributes(part), _attributes(twin)
-            for name in have.keys() | want.keys():
-                if have.get(name) != want.get(name):
-                    raise Incompatible(
-                        f"{name} of layer {number} depends on the layer's number"
-                        f" ({want.get(name)}, and {have.get(name)} in a stage)"
-                    )
-
-
-def _attributes(module: nn.Module) -> dict[str, object]:
-    """What a module was made with, but for its number."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return {
-        "class": type(module),
-        **{
-            name: value
-            for name, value in vars(module).items()
-            if isinstance(value, plain) and name != "layer_idx" and not name.startswith("_")
-        },
-    }
-
-
-def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config with tiny sizes and few layers of each kind; every other value is kept.
-
-    The size of a head is kept, since rotary settings refer to it.
-    """
-    lists = [getattr(config, name) for name in _layer_lists(config)]
-    kinds: dict[str, int] = {}
-    for number in range(config.num_hidden_layers):
-        kinds.setdefault(repr([values[number] for values in lists]), number)
-    if len(kinds) > TRIAL_KINDS:
-        raise Incompatible(f"its layers are of {len(kinds)} kinds, and a trial has {TRIAL_KINDS}")
-    firsts = list(kinds.values())
-    # mirrored, so that each kind is on both sides of the middle, and no stage begins as the model
-    tiny = keep_layers(config, [*firsts, *reversed(firsts)] * (2 if len(firsts) == 1 else 1))
-    heads, width = config.num_attention_heads, config.hidden_size
-    head = getattr(config, "head_dim", None) or width // heads
-    tiny.num_attention_heads = 2
-    tiny.num_key_value_heads = 2 if config.num_key_value_heads == heads else 1
-    tiny.hidden_size = 2 * head if width == heads * head else head
-    tiny.intermediate_size = 40
-    tiny.vocab_size = TRIAL_VOCABULARY
-    if isinstance(tiny.pad_token_id, int):
-        tiny.pad_token_id %= TRIAL_VOCABULARY
-    if getattr(tiny, "sliding_window", None):
-        tiny.sliding_window = TRIAL_WINDOW
-    return tiny
-
-
-@torch.no_grad()
-def _tiny_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A whole model with random weights, norms and biases included."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim < 2:
-            parameter.add_(0.3 * noise)
-        else:
-            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    return model.eval()
-
-
-def _compare(whole: PreTrainedModel, layers: tuple[int, ...], *, ends_apart: bool) -> None:
-    """Raise Incompatible unless a chain of stages with so many layers equals `whole`.
-
-    ends_apart: train as a swapped run does, with embedding and head by themselves, and recompute
-        layers in the backward pass, as large models do.
-    """
-    tensors = whole.state_dict()
-    chain = [
-        StageRuntime(spec, build_stage(whole.config, spec, tensors.__getitem__))
-        for spec in stage_specs(whole.config, layers)
-    ]
-    where = f"in {len(layers)} stages"
-    batch = replace(collate(TRIAL_ROWS, 0), recompute=ends_apart)
-    _compare_logits(whole, chain, batch, where)
-    _compare_gradients(whole, chain, batch, where, ends_apart)
-    _compare_decoding(whole, chain, batch, where)
-
-
-@torch.no_grad()
-def _compare_logits(
-    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str
-) -> None:
-    ids, mask = batch.prompt_ids, batch.prompt_mask
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    want = whole(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-    have = ids
-    for stage in chain:
-        have = stage.run(have, mask, positions)
-    if not torch.equal(have, want):
-        raise Incompatible(f"{where} logits differ by {_distance(have, want):.2g}")
-
-
-def _compare_gradients(
-    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str, ends_apart: bool
-) -> None:
-    """Log-probabilities and gradients of their weighted sum, against each row by itself."""
-    temperature = 0.8
-    weight = torch.linspace(-1.0, 1.5, batch.completion_ids.numel()).view(
-        batch.completion_ids.shape
+def describe(
+    rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None
+) -> MicroBatch:
+    """(prompt ids, completion ids) as a frame carries them; equal prompts become one, in
+    `policy.logprobs.collate`'s order."""
+    prompts: dict[tuple[int, ...], int] = {}
+    owner = tuple(prompts.setdefault(tuple(prompt), len(prompts)) for prompt, _ in rows)
+    return MicroBatch(
+        prompt_lengths=tuple(map(len, prompts)),
+        prompt_ids=pack_ids([i for prompt in prompts for i in prompt]),
+        prompt_of=owner,
+        completion_lengths=tuple(len(c) for _, c in rows),
+        completion_ids=pack_ids([i for _, c in rows for i in c]),
+        temperature=float(temperature),
+        loss=loss,
     )
-    want = torch.zeros(weight.shape)
-    whole.zero_grad()
-    for row, (prompt, completion) in enumerate(TRIAL_ROWS):
-        logits = whole(input_ids=torch.tensor([prompt + completion])).logits[0]
-        chosen = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-        chosen = chosen.gather(1, torch.tensor(completion)[:, None])[:, 0]
-        (chosen * weight[row, : len(completion)]).sum().backward()
-        want[row, : len(completion)] = chosen.detach()
-
-    # (stage, part) in the order of the forward pass; the last one makes the loss
-    hops: list[tuple[StageRuntime, StagePart]] = [(stage, "all") for stage in chain]
-    if ends_apart:
-        first, *middle, last = chain
-        hops = [
-            (first, "embed"),
-            (first, "layers"),
-            *((stage, "all") for stage in middle),  # type: ignore[misc]
-            (last, "layers"),
-            (last, "head"),
-        ]
-    inputs: list[torch.Tensor | None] = [None]
-    for stage, part in hops[:-1]:
-        inputs.append(stage.forward(batch, inputs[-1], part))
-    seen: list[torch.Tensor] = []
-
-    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        seen.append(logprobs.detach())
-        return (logprobs * weight).sum()
-
-    stage, part = hops[-1]
-    gradient = stage.learn(batch, inputs[-1], temperature, loss, part)
-    for (stage, part), x in zip(reversed(hops[:-1]), reversed(inputs[:-1]), strict=True):
-        assert gradient is not None
-        gradient = stage.backward(batch, x, gradient, part)
-    gap = _distance(seen[0], want)
-    if not gap <= TRIAL_TOLERANCE:
-        raise Incompatible(f"{where} log-probabilities differ by {gap:.2g}")
-    gradients: dict[str, torch.Tensor] = {}
-    for stage in chain:
-        for name, parameter in stage.model.named_parameters():
-            if parameter.grad is not None:
-                name = stage.spec.whole(name)
-                # both ends of a tied embedding have a part of its gradient
-                gradients[name] = gradients.get(name, torch.zeros(())) + parameter.grad
-    for name, parameter in whole.named_parameters():
-        if parameter.grad is None or name not in gradients:
-            raise Incompatible(f"{where} {name} has no gradient")
-        gap = _distance(gradients[name], parameter.grad)
-        if not gap <= TRIAL_TOLERANCE * max(1.0, float(parameter.grad.abs().max())):
-            raise Incompatible(f"{where} the gradient of {name} differs by {gap:.2g}")
 
 
-@torch.no_grad()
-def _compare_decoding(
-    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, where: str
-) -> None:
-    """Token by token with caches, against the whole model without a cache."""
-    tokens = torch.tensor([[14, 3, 60, 7], [8, 8, 2, 31]])  # (Q, 4)
-    prompts = Prompts(batch.prompt_ids, batch.prompt_mask, num_generations=1)
-    mask = torch.cat([prompts.mask, torch.ones_like(tokens)], 1)
-    want = whole(
-        input_ids=torch.cat([prompts.ids, tokens], 1),
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-    ).logits[:, prompts.ids.shape[1] - 1 : -1]
-    x = None
-    for stage in chain:
-        x = stage.prefill(b"", b"", prompts, x)
-    assert x is not None
-    have = [x]
-    for column in range(tokens.shape[1] - 1):
-        x = tokens[:, column]
-        for stage in chain:
-            x = stage.decode(b"", b"", list(range(len(tokens))), x)
-        have.append(x)
-    gap = _distance(torch.stack(have, 1), want)
-    if not gap <= TRIAL_TOLERANCE * max(1.0, float(want.abs().max())):
-        raise Incompatible(f"{where} decoding with a cache differs by {gap:.2g}")
+def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
+    objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
+    return Loss(
+        old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
+        advantages=pack_logprobs([row.advantage for row in rows]),
+        weights=pack_logprobs([row.weight for row in rows]),
+        normalizer=float(normalizer),
+        loss_type=cfg.loss_type,
+        epsilon=objective.epsilon,
+        epsilon_high=objective.epsilon_high,
+        delta=objective.delta,
+        sampled=tuple(row.sampled for row in rows),
+        correction=correction,
+        level=level,
+    )
 
 
-def _distance(have: torch.Tensor, want: torch.Tensor) -> float:
-    if have.shape != want.shape:
-        raise Incompatible(f"shapes {tuple(have.shape)} and {tuple(want.shape)} differ")
-    return float((have - want).abs().max())
+def batch_of(work: MicroBatch, device: torch.device) -> Batch:
+    """The padded batch that `work`, checked, describes. Padding is token 0: masked everywhere."""
+    prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
+    completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
+    return collate(
+        [(prompts[owner], ids) for owner, ids in zip(work.prompt_of, completions, strict=True)],
+        0,
+        device,
+    )
+
+
+def prompts_of(questions: Questions, device: torch.device) -> Prompts:
+    prompts = _ragged(unpack_ids(questions.ids).tolist(), questions.lengths)
+    width = max(questions.lengths)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return Prompts(ids, mask, questions.num_generations, questions.names)
+
+
+def loss_of(
+    work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, list[float]]:
+    """Loss to go backward from, and the sums of `Learnt`. logprobs, entropy (N, T)."""
+    loss = work.loss
+    assert loss is not None
+    mask = batch.completion_mask
+    per_token = lambda data: (
+        torch.zeros(mask.shape)
+        .masked_scatter(mask.cpu(), torch.tensor(unpack_logprobs(data)))
+        .to(logprobs.device)
+    )
+    per_row = lambda data: torch.tensor(unpack_logprobs(data), device=logprobs.device)
+    objective = Objective(
+        loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta
+    )
+    sampled = torch.tensor(loss.sampled, device=logprobs.device)
+    old, weights = against_sampler(
+        logprobs,
+        per_token(loss.old_logprobs),
+        sampled,
+        per_row(loss.weights),
+        mask,
+        loss.correction,
+        loss.level,
+    )
+    out = policy_loss(
+        logprobs, old, per_row(loss.advantages), mask, objective, loss.normalizer, weights=weights
+    )
+    tokens = out.tokens.detach()
+    sums = [
+        out.loss,
+        out.clip_fraction * tokens,
+        (entropy * mask).sum(),
+        tokens,
+        weights.sum(),
+        weights.square().sum(),
+    ]
+    return out.loss, [float(x.detach()) for x in sums]
+
+
+def _ragged(flat: list, lengths: Sequence[int]) -> list[list]:
+    out, start = [], 0
+    for length in lengths:
+        out.append(flat[start : start + length])
+        start += length
+    return out
+
+
+# Packed rows of a micro-batch: one row per real token that has a successor, without padding.
+#
+#     padded here                                   packed on the wire, R rows
+#     prompts      (Q, P)      padded on the left    tokens, one prompt after another
+#     completions  (N, T − 1)  padded on the right   tokens but the last, one after another
+#
+# Each prompt runs once for its G completions, as in `policy.logprobs`. One row is one token, so
+# quantisation does not depend on the batch.
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the rows of a batch are."""
+
+    prompts: tuple[torch.Tensor, ...]
+    """(row, column) of each prompt token."""
+    completions: tuple[torch.Tensor, ...]
+    """(row, column) of each completion token that has a successor."""
+    shape: tuple[int, int, int, int]
+    """Q, P, N, T."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.prompts[0]) + len(self.completions[0])
+
+    def pack(self, prompts: torch.Tensor, completions: torch.Tensor | None) -> torch.Tensor:
+        """(Q, P, H) and (N, T − 1, H), None where T is 1 → (R, H)."""
+        head = prompts[self.prompts]
+        return head if completions is None else torch.cat([head, completions[self.completions]])
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The inverse; zeros on padding."""
+        questions, width, count, longest = self.shape
+        head, tail = rows.split([len(self.prompts[0]), len(self.completions[0])])
+        prompts = rows.new_zeros(questions, width, rows.shape[1]).index_put(self.prompts, head)
+        if longest == 1:
+            return prompts, None
+        return prompts, rows.new_zeros(count, longest - 1, rows.shape[1]).index_put(
+            self.completions, tail
+        )
+
+
+def packing(batch: Batch) -> Packing:
+    prompts = batch.prompt_mask.nonzero(as_tuple=True)
+    completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)
+    (questions, width), (count, longest) = batch.prompt_ids.shape, batch.completion_ids.shape
+    return Packing(prompts, completions, (questions, width, count, longest))
+
+
+# Keys and values of the waves in generation, by (session, policy fingerprint). A session belongs to
+# one version of the policy; a dropped session starts again from token ids.
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Q prompts padded on the left, each to be answered `num_generations` times."""
+
+    ids: torch.Tensor
+    """(Q, P)."""
+    mask: torch.Tensor
+    """(Q, P) 1 on tokens."""
+    num_generations: int
+    names: tuple[int, ...] = ()
+    """(Q · num_generations,) what the completions are called; empty: 0, 1, …"""
+
+
+@dataclass
+class Session:
+    fingerprint: bytes
+    cache: DynamicCache
+    rows: list[int]
+    """(n,) which of the N completions are still being generated; ascending."""
+    mask: torch.Tensor
+    """(n, tokens so far)."""
+    position: torch.Tensor
+    """(n, 1) of the latest token."""
+
+
+class Sessions:
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(
+        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
+    ) -> None:
+        """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open
+        under this name is replaced."""
+        cache.batch_repeat_interleave(prompts.num_generations)
+        mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
+        position = mask.sum(1, keepdim=True) - 1
+        self._sessions[session] = Session(
+            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
+        )
+
+    def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
+        """The session, one token further, with `rows` only. Raises BadMessage: session (not open),
+        fingerprint (another policy), rows."""
+        kept = self._sessions.get(session)
+        if kept is None:
+            raise BadMessage("session", "not open here")
+        if kept.fingerprint != fingerprint:
+            raise BadMessage("fingerprint", "the session belongs to another policy")
+        if rows != kept.rows:
+            where = {row: i for i, row in enumerate(kept.rows)}
+            if not rows or sorted(set(rows)) != rows or not where.keys() >= set(rows):
+                raise BadMessage("rows", "not a rising choice of the rows that are left")
+            index = torch.tensor([where[row] for row in rows])
+            kept.cache.batch_select_indices(index)
+            kept.mask, kept.position, kept.rows = kept.mask[index], kept.position[index], rows
+        kept.mask = torch.cat([kept.mask, torch.ones_like(kept.position)], 1)
+        kept.position = kept.position + 1
+        return kept
+
+    def drop(self, session: bytes) -> None:
+        self._sessions.pop(session, None)
+
+    def clear(self) -> None:
+        """When the weights move, or the crew pauses."""
+        self._sessions.clear()
+
+
+# Activations and gradients as bytes: float32, bfloat16, or int8 with a scale per 64 values of a
+# token. A crew uses one activation codec in generation and training, because rounding is part of
+# the policy. Error per hop: bfloat16 2⁻⁹ of the value; int8 1/254 of the largest value of its
+# block.
+
+
+def encode(rows: torch.Tensor, codec: ActivationCodec) -> bytes:
+    """(R, H) float32, any device. Raises ValueError when a value is not finite: then our own stage
+    is broken."""
+    if not bool(torch.isfinite(rows).all()):
+        raise ValueError("an activation is not finite")
+    if codec == "float32":
+        return to_bytes(rows, "<f4")
+    if codec == "bfloat16":
+        return to_bytes(bfloat16_bits(rows), "<i2")
+    return int8_to_bytes(rows.reshape(-1), int8_block(rows.shape[1]))
+
+
+def decode(
+    body: bytes | memoryview, rows: int, hidden: int, codec: ActivationCodec
+) -> torch.Tensor:
+    """(rows, hidden) float32 on the host. Raises BadMessage: size, bounds, not_finite."""
+    if len(body) != activation_bytes(codec, rows, hidden):
+        raise BadMessage("size", f"{len(body)} bytes of {codec} for {rows} × {hidden}")
+    if codec == "float32":
+        flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
+    elif codec == "bfloat16":
+        flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
+    else:
+        flat = int8_from_bytes(body, rows * hidden, int8_block(hidden))
+    if not bool(torch.isfinite(flat).all()):
+        raise BadMessage("not_finite", "activations")
+    return flat.view(rows, hidden)

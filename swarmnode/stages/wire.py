@@ -747,6 +747,7 @@ def returning(route: Route, sender: int, stage: int) -> int | None:
 
 # The layers, embedding, norm and head of each stage, and their tensor names in the whole model.
 
+
 class ModelShape(Protocol):
     """What is needed of transformers' configuration of a model."""
 

@@ -22,7 +22,6 @@ from swarmnode.stages.wire import (
 )
 
 CONFIG = SimpleNamespace(
-    model_type="qwen2",
     num_hidden_layers=4,
     tie_word_embeddings=True,
     hidden_size=8,
@@ -64,11 +63,6 @@ def test_a_tied_embedding_is_at_both_ends_and_an_untied_one_is_not():
 def test_layers_that_are_not_the_models_are_refused(layers):
     with pytest.raises(ConfigError, match="layers"):
         stage_specs(CONFIG, layers)
-
-
-def test_an_architecture_that_scales_its_embedding_is_refused():
-    with pytest.raises(ConfigError, match="gemma"):
-        stage_specs(SimpleNamespace(**{**vars(CONFIG), "model_type": "gemma"}), [2, 2])
 
 
 part = st.builds(Part, memory=st.integers(0, 6).map(float), work=st.integers(0, 6).map(float))
