@@ -206,7 +206,11 @@ def test_a_layer_that_asks_for_its_number_while_it_computes_is_seen(monkeypatch)
 
 @pytest.mark.parametrize(
     ("method", "what"),
-    [("learn", "log-probabilities"), ("backward", "the gradient of"), ("decode", "decoding")],
+    [
+        ("learn", "log-probabilities"),
+        ("backward", "gradients of"),
+        ("decode", "logits from caches"),
+    ],
 )
 def test_each_thing_that_a_stage_does_is_compared(monkeypatch, method, what):
     right = getattr(stages.StageRuntime, method)
