@@ -714,14 +714,10 @@ class StageRuntime:
                 padding = out.new_zeros(len(real) - len(asked), out.shape[1])
                 first[owner] = torch.cat([padding, out[: len(asked)]])
             if later is not None:
-                rest.append(
-                    torch.cat(
-                        [out[len(asked) :], out.new_zeros(later.shape[1] - count, out.shape[1])]
-                    )
-                )
-        return torch.stack([first[owner] for owner in range(len(prompts))]), torch.stack(
-            rest
-        ) if rest else None
+                padding = out.new_zeros(later.shape[1] - count, out.shape[1])
+                rest.append(torch.cat([out[len(asked) :], padding]))
+        shared = torch.stack([first[owner] for owner in range(len(prompts))])
+        return shared, torch.stack(rest) if rest else None
 
     def _prompts_once(
         self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
@@ -908,6 +904,7 @@ def describe(
 
 
 def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
+    """Return the arguments of the loss as a frame carries them."""
     objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
     return Loss(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
@@ -1035,6 +1032,7 @@ class Packing:
 
 
 def packing(batch: Batch) -> Packing:
+    """Return where the rows of `batch` are."""
     prompts = batch.prompt_mask.nonzero(as_tuple=True)
     completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)
     (questions, width), (count, longest) = batch.prompt_ids.shape, batch.completion_ids.shape
@@ -1060,6 +1058,8 @@ class Prompts:
 
 @dataclass
 class Session:
+    """Cache of one wave of completions."""
+
     fingerprint: bytes
     cache: DynamicCache
     rows: list[int]

@@ -1,13 +1,21 @@
-"""What a crew can be of a model, known before any stage of it is built."""
+"""What is known of a model in stages before any stage is built: whether it can be split, what it
+costs, what is refused."""
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
-from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.errors import Refused
+from swarmnode.config import (
+    Config,
+    LoraSettings,
+    PolicyConfig,
+    StagesConfig,
+    TrainingConfig,
+    WeightsConfig,
+)
+from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
@@ -19,6 +27,7 @@ from swarmnode.stages.trainer import (
     cached_tokens,
     check_trainable,
     cost_of,
+    fits_whole,
     is_untrained,
     kept_bytes,
     on_host,
@@ -56,7 +65,36 @@ def stage_of(model, cut, index) -> Stage:
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
-def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
+@pytest.mark.parametrize(
+    ("stages", "error", "line"),
+    [
+        ({"mode": "always"}, ConfigError, "^a 'granite' model cannot be trained in stages: "),
+        (
+            {"mode": "auto", "capacity": 2**20},
+            DeviceError,
+            r"need about .* GiB to train, cpu has .* GiB, and a 'granite' model cannot be trained",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, stages, error, line):
+    shape = GraniteConfig(
+        vocab_size=5000,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=8.0,
+    )
+    shape.save_pretrained(tmp_path)
+    policy = PolicyConfig(device="cpu")
+    given = StagesConfig.model_validate(stages)
+    with pytest.raises(error, match=line) as refused:
+        fits_whole(policy, given, TrainingConfig(), WeightsConfig(), tmp_path, probe(policy))
+    assert "set stages.mode to off" in str(refused.value)
+
+
+def test_a_model_is_untrained_until_a_step_is_taken(tmp_path):
     config = LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -120,7 +158,7 @@ def _copy_untrained(directory, target):
     AutoTokenizer.from_pretrained(directory).save_pretrained(target)
 
 
-def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
+def test_settings_that_need_a_whole_policy_are_refused_with_the_remedy():
     check_trainable(
         PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"])
     )
@@ -136,9 +174,9 @@ def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
         )
 
 
-def assert_it_says_that_it_goes_on(runtime):
-    """After every layer, forward and backward: a piece of work takes minutes where a real model is
-    on a CPU."""
+def assert_progress_is_counted(runtime):
+    """Progress is counted after every layer, forward and backward: on a CPU a piece of work of a
+    real model takes minutes."""
     batch = collate([([5, 6], [7, 8, 9])], 0)
     x = (
         None
@@ -156,9 +194,7 @@ def assert_it_says_that_it_goes_on(runtime):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(
-    tmp_path, rank
-):
+def test_a_block_of_a_stage_equals_that_of_the_whole_policy(tmp_path, rank):
     path = write_deep_model(tmp_path / "model", layers=4)
     policy = {"model": str(path), "device": "cpu", "lora": {"r": rank}}
     config = Config.model_validate(
@@ -180,7 +216,7 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
             for index in range(len(cut)):
                 stage = stage_of(model, cut, index)
                 mine = averaged(stage)
-                assert_it_says_that_it_goes_on(stage.runtime)
+                assert_progress_is_counted(stage.runtime)
                 blocks = {block_of(name) for name in mine}
                 assert not held & blocks
                 held |= blocks
@@ -198,8 +234,7 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, rank):
-    """A stage's memory is asked for before anything is computed: what its layers and its head take
-    of one row is in it, not ten times."""
+    """The planned memory is between one and two times what layers and head take for a row."""
     shape = LlamaConfig(
         vocab_size=5000,
         hidden_size=64,
@@ -241,9 +276,9 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     assert alive.peak < planned < 2 * alive.peak, (alive.peak, planned)
 
 
-def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trained_on(monkeypatch):
-    """A journal copies weights and moments after each step; slow weights, momentum and base lie
-    beside them, and three snapshots. Who has no room is killed."""
+def test_saving_and_averaging_need_host_memory(monkeypatch):
+    """Copies of weights and moments, slow weights, momentum, base and three snapshots are on the
+    host, also where the stage trains on a GPU."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
     assert (kept_bytes(averaged), kept_bytes(saved)) == (30, 18)
     shape = LlamaConfig(
@@ -265,7 +300,7 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
     monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
     assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
-        "a billion weights, which 30 GB keep"
+        "a billion weights, whose copies fill 30 GB"
     )
     assert (
         on_host(80e9, LoraSettings(r=16), averaged, gpu)
