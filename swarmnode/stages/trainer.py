@@ -108,6 +108,7 @@ from swarmnode.stages.model import (
     StageOptimizer,
     StageRuntime,
     adapt,
+    check_split,
     load_stage,
 )
 from swarmnode.stages.pipeline import (
@@ -150,7 +151,6 @@ from swarmnode.stages.wire import (
     StageFault,
     StageStatus,
     activation_bytes,
-    check_model_type,
     is_device_error,
     model_cost,
     stage_memory,
@@ -1916,7 +1916,7 @@ def open_model(
     set_up(placement.device)
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
-        check_model_type(hf)
+        check_split(hf)
         pretrained = not is_untrained(directory)
         check_paper(terms.recovery, config.stages.stages, run_of(terms, pretrained))
         tokenizer = offline(
@@ -2017,7 +2017,7 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
     policy, stages = config.policy, config.stages
     hf = offline(policy, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
     if stages.mode == "always":
-        check_model_type(hf)
+        check_split(hf)
         return False
     room = capacity(stages.capacity, placement)
     need = whole_bytes(policy, hf, placement)
@@ -2035,7 +2035,7 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
         f" {placement.device} has {room / 2**30:.1f} GiB"
     )
     try:
-        check_model_type(hf)
+        check_split(hf)
     except ConfigError as error:
         raise DeviceError(f"{reason}, and {error}") from None
     layer = smallest_stage(cost_of(config.training, policy.lora, config.weights, hf, placement))

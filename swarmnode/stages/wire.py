@@ -519,17 +519,9 @@ def returning(route: Route, sender: int, stage: int) -> int | None:
 
 # The layers, embedding, norm and head of each stage, and their tensor names in the whole model.
 
-MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures that are nothing but embedding → equal layers → norm → head. Others that look so
-scale the embedding between its module and the first layer, or let a layer's number decide what it
-is: cut in two they would compute something else."""
-
 
 class ModelShape(Protocol):
     """What is needed of transformers' configuration of a model."""
-
-    @property
-    def model_type(self) -> str: ...
 
     num_hidden_layers: int
     hidden_size: int
@@ -611,10 +603,9 @@ def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, .
     """The stages of a model with transformers config `config`, stage i with `layers[i]` of its
     layers.
 
-    Raises ConfigError for an architecture outside MODEL_TYPES, an empty stage, or layers that are
-    not the model's.
+    Raises ConfigError for an empty stage, or layers that are not the model's. That the model can be
+    split is for `model.check_split` to say.
     """
-    check_model_type(config)
     if not layers or min(layers) < 1 or sum(layers) != config.num_hidden_layers:
         raise ConfigError(
             f"stages of {list(layers)} layers do not make the model's {config.num_hidden_layers}"
@@ -625,14 +616,6 @@ def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, .
         StageSpec(i, len(layers), end - count, end, tied)
         for i, (count, end) in enumerate(zip(layers, ends, strict=True))
     )
-
-
-def check_model_type(config: ModelShape) -> None:
-    """Raises ConfigError for an architecture that cannot be split."""
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can"
-        )
 
 
 # The description that travels with activations: token ids, lengths, and at the tail the loss's
@@ -975,7 +958,6 @@ def model_cost(
     value); `trained_bytes` per weight for gradient and optimizer, 0 for a frozen base. Forward,
     recomputed forward and backward are 8 operations per weight and token.
     """
-    check_model_type(config)
     width, head = (
         config.hidden_size,
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

@@ -50,6 +50,8 @@ def normalizer(rows, cfg):
         ("qwen3", [4], "dapo", 64, ["sequence_mis"]),
         ("llama", [2, 2], "gspo", 64, ["sequence_icepop"]),
         ("llama", [1, 3], "cispo", 4096, ["tis", "effective_rate"]),
+        ("phi3", [1, 2, 1], "dapo", 64, ["mis"]),
+        ("smollm3", [1, 3], "dapo", 64, ["mis"]),
     ],
 )
 async def test_two_grpo_steps_are_those_of_the_unsplit_trainer(
@@ -151,7 +153,7 @@ async def sampled(model, layers, settings=EXACT, **keys):
         return await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3", "smollm3"])
 async def test_a_sampled_token_does_not_depend_on_who_computes_beside(models, kind):
     """The first of two stages draws what one of two other splits draws; waves of the same prompts
     have the same seeds."""

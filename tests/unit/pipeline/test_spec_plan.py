@@ -8,7 +8,6 @@ from swarmnode.errors import ConfigError
 from swarmnode.stages.wire import stage_specs
 
 CONFIG = SimpleNamespace(
-    model_type="qwen2",
     num_hidden_layers=4,
     tie_word_embeddings=True,
     hidden_size=8,
@@ -50,8 +49,3 @@ def test_a_tied_embedding_is_at_both_ends_and_an_untied_one_is_not():
 def test_layers_that_are_not_the_models_are_refused(layers):
     with pytest.raises(ConfigError, match="layers"):
         stage_specs(CONFIG, layers)
-
-
-def test_an_architecture_that_scales_its_embedding_is_refused():
-    with pytest.raises(ConfigError, match="gemma"):
-        stage_specs(SimpleNamespace(**{**vars(CONFIG), "model_type": "gemma"}), [2, 2])

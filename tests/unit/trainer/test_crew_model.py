@@ -4,11 +4,11 @@ import pytest
 import torch
 from peft import LoraConfig
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.errors import Refused
+from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
@@ -20,6 +20,7 @@ from swarmnode.stages.trainer import (
     cached_tokens,
     check_trainable,
     cost_of,
+    fits_whole,
     is_untrained,
     kept_bytes,
     recovery_settings,
@@ -51,6 +52,34 @@ def config_of(tmp_path, **stages) -> Config:
 def stage_of(model, cut, index) -> Stage:
     assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "line"),
+    [
+        ({"mode": "always"}, ConfigError, "^a 'granite' model cannot be trained in stages: "),
+        (
+            {"mode": "auto", "capacity": 2**20},
+            DeviceError,
+            r"need about .* GiB to train, cpu has .* GiB, and a 'granite' model cannot be trained",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, stages, error, line):
+    shape = GraniteConfig(
+        vocab_size=5000,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=8.0,
+    )
+    shape.save_pretrained(tmp_path)
+    config = Config.model_validate({"policy": {"device": "cpu"}, "stages": stages})
+    with pytest.raises(error, match=line) as refused:
+        fits_whole(config, tmp_path, probe(config.policy))
+    assert "set stages.mode to off" in str(refused.value)
 
 
 def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
