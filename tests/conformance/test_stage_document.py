@@ -13,6 +13,7 @@ import torch
 
 from swarmnode.policy.quantised import quantise
 from swarmnode.rl.corrections import importance_weights
+from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages import crew, recovery
 from swarmnode.stages.wire import Copy, Member, Participant, Record, Settings
 
@@ -162,6 +163,30 @@ def test_strikes_exclude_for_twice_as_long_each_time(document):
     seconds = [document["excluded_seconds"](count) for count in range(12)]
     assert seconds[:4] == [0, 20, 40, 80]
     assert seconds[-1] == crew.LONGEST_STRIKE_SECONDS
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "gspo", "cispo", "dr_grpo"])
+@pytest.mark.parametrize("delta", [None, 2.0])
+def test_the_loss_is_that_of_the_trainer(document, kind, delta):
+    logprobs = -torch.rand(2, 5, generator=torch.Generator().manual_seed(1)) * 2
+    old = -torch.rand(2, 5, generator=torch.Generator().manual_seed(2)) * 2
+    weights = torch.tensor([[0.5, 1.0, 2.0, 1.0, 0.25], [1.0] * 5])
+    advantages = torch.tensor([0.7, -1.3])
+    objective = Objective(kind, epsilon=0.2, epsilon_high=0.3, delta=delta)
+    mask = torch.ones(2, 5)
+    ours = policy_loss(logprobs, old, advantages, mask, objective, 1.0, weights=weights).loss
+    given = {"loss_type": kind, "epsilon": 0.2, "epsilon_high": 0.3, "delta": delta}
+    got = sum(
+        document["completion_loss"](given, *row)
+        for row in zip(
+            advantages.tolist(),
+            (logprobs - old).exp().tolist(),
+            logprobs.tolist(),
+            weights.tolist(),
+            strict=True,
+        )
+    )
+    assert got == pytest.approx(float(ours), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
