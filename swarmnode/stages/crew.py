@@ -1029,7 +1029,8 @@ def _place(
         if _is_exact(copy, step) and able[peer].memory >= needs[copy.layers]:
             where = _WHERE[copy.where]
             exact[copy.layers][peer] = min(where, exact[copy.layers].get(peer, where))
-        older[peer, copy.layers] = max(copy.step, older.get((peer, copy.layers), 0))
+        if copy.step <= step:
+            older[peer, copy.layers] = max(copy.step, older.get((peer, copy.layers), 0))
     choices = {peer: sum(peer in holders for holders in exact.values()) for peer in able}
     worth = {
         peer: (rough(distances.get(peer, 0.0)), -offer.memory * offer.speed, peer)

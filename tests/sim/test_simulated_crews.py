@@ -129,6 +129,21 @@ def test_silent_machine_is_left_out_and_comes_back_as_a_spare():
     assert not run(6, 5, story).lost
 
 
+def test_struck_member_is_admitted_at_once_where_there_is_no_spare():
+    async def story(world):
+        await stepping(world)
+        machine = str(world.crew()[1].address)
+        world.wires.still.add(machine)
+        await trio.sleep(16.0)
+        world.wires.still.discard(machine)
+        world.wires.changed()
+        assert await world.next_step(90.0) <= QUICK_SECONDS
+        await stepping(world)
+
+    world = run(8, 4, story)
+    assert (world.inexact, world.lost) == (0, [])
+
+
 def test_slow_member_slows_the_crew_and_ends_nothing():
     async def story(world):
         await stepping(world)
@@ -147,11 +162,11 @@ def test_liar_costs_bounded_time(stage):
     async def story(world):
         await stepping(world)
         world.crew()[stage].liar = True
-        await trio.sleep(900.0)
+        await trio.sleep(300.0)
 
     world = run(stage, 5, story)
-    late = [at for at in world.steps_at if at > 600.0]
-    assert len(late) > 0.6 * 300.0 / STEP_SECONDS, "the crew works most of the time"
+    late = [at for at in world.steps_at if 120.0 < at < 300.0]
+    assert len(late) > 0.85 * 180.0 / STEP_SECONDS, "the crew works without it"
 
 
 @pytest.mark.parametrize("seed", range(5))
