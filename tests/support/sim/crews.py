@@ -79,7 +79,8 @@ class Trainer:
         copies = (*memory, *self.node.disk.values())
         if self.node.liar:
             lineage = copies[0].lineage if copies else b"x" * 32
-            copies = tuple(Copy(lineage, n, n + 1, 10**12, "disk") for n in range(4))
+            claims = (Copy(lineage, number, number + 1, 10**12, "disk") for number in range(4))
+            copies = (*copies, *claims)
         cost = self.node.world.cost
         self.node.service.receive(wire.Offering(bytes(32), Capacity(1.0, 1.0), cost, copies))
 
