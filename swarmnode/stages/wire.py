@@ -349,29 +349,6 @@ def _check_frame(frame: Frame, limits: FrameLimits) -> None:
 # The head begins nothing new before every stage is done. Attempts number the proposals of one crew.
 
 HASH_BYTES: Final = 32
-NO_HASH: Final = bytes(HASH_BYTES)
-"""The step hash of the base: no step was taken."""
-STEP_DOMAIN: Final = b"swarmnode/crew-step/1"
-
-
-class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the last step was taken: what a stage that has prepared for it needs to take it too."""
-
-    attempt: int = 0
-    clip: float = 1.0
-    learning_rate: float = 0.0
-
-
-def step_hash(
-    before: bytes, crew: bytes, step: int, attempt: int, micro_batches: Iterable[int]
-) -> bytes:
-    """32 bytes: what the weights are after `step` steps, the last of which took these micro-batches
-    in this attempt of this crew.
-
-    `crew`: 16 bytes, as in `Place`. `before`: the hash one step earlier.
-    """
-    numbers = b"".join(n.to_bytes(8, "big") for n in (step, attempt, *sorted(micro_batches)))
-    return hashlib.blake2b(STEP_DOMAIN + before + crew + numbers, digest_size=HASH_BYTES).digest()
 
 
 class Participant:
