@@ -8,7 +8,7 @@ snapshot (R2) and not from the own disk (R0); of two neighbours' trainers at onc
 that a node runs, which is started again at once, as systemd would. (Base, CheckFree:
 `benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten times a second: seconds
 from the kill to the next step that every stage has taken, the steps that were taken and are gone,
-and the rung that brought the stage back.
+and the source that brought the stage back.
 
 The same nodes before the first kill, and one node that holds the same policy whole, say what the
 split costs.
@@ -55,7 +55,7 @@ class Recovery:
     RETURN_SECONDS."""
     lost: int
     """Steps that had been taken and are not any more, of the stages that are held."""
-    rungs: tuple[str, ...]
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Crew:
             tuple(stages),
             seconds,
             max(0, before - after),
-            tuple(node.view.rung for node in holders),
+            tuple(node.view.source for node in holders),
         )
 
     def speed(self, arm: str) -> Speed:
@@ -212,9 +212,9 @@ def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
         if not mine:
             continue
         seconds = [r.seconds if r.seconds is not None else float("inf") for r in mine]
-        rungs = sorted({rung for r in mine for rung in r.rungs})
+        sources = sorted({source for r in mine for source in r.sources})
         counted = ", ".join(
-            f"{rung or 'none'} {sum(r.rungs.count(rung) for r in mine)}" for rung in rungs
+            f"{source or 'none'} {sum(r.sources.count(source) for r in mine)}" for source in sources
         )
         p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
         out.append(
@@ -326,7 +326,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:
         speeds, recoveries = measure(Path(directory), options.rounds, options.quick)
     print(report.heading("crew: a lost stage, and what being split costs"))
-    headers = ["killed", "times", "s, p50", "s, p95", "s, most", "steps lost, most", "rungs taken"]
+    headers = [
+        "killed",
+        "times",
+        "s, p50",
+        "s, p95",
+        "s, most",
+        "steps lost, most",
+        "sources taken",
+    ]
     print(report.table(headers, rows(recoveries)))
     print()
     base = speeds[0].step_seconds

@@ -7,7 +7,7 @@ milliseconds later, and so do its answers (`swarmnode.demo.distance.join`). Meas
 ten times a second: seconds between steps that every stage has taken; then, stage after stage, the
 trainer is killed -9 with its own journal gone, so that its state comes over the lines: seconds from
 the kill to the next step, and of these from its assignment to its weights being there
-(`rung_seconds`).
+(`source_seconds`).
 
 This policy's state is small. What a 7 B policy would take is computed below it, from the product's
 own sizes of what travels.
@@ -285,7 +285,7 @@ def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Apar
             lost = crew.lose("disk", (stage % STAGES,))
             recoveries.append(lost)
             with contextlib.suppress(LookupError):
-                restored.append(crew.holder(stage % STAGES).view.rung_seconds or float("nan"))
+                restored.append(crew.holder(stage % STAGES).view.source_seconds or float("nan"))
             print(milliseconds, lost, restored[-1:], flush=True)
         return Apart(milliseconds, formed, times, tuple(recoveries), tuple(restored), measured)
 
@@ -299,7 +299,7 @@ def rows(found: Sequence[Apart]) -> list[list[str]]:
     out = []
     for one in found:
         seconds = [r.seconds if r.seconds is not None else float("inf") for r in one.recoveries]
-        rungs = sorted({rung for r in one.recoveries for rung in r.rungs})
+        sources = sorted({source for r in one.recoveries for source in r.sources})
         rate = f"{SAMPLES / statistics.median(one.steps):.1f}" if one.steps else "–"
         out.append(
             [
@@ -310,8 +310,8 @@ def rows(found: Sequence[Apart]) -> list[list[str]]:
                 some(one.restored),
                 some(seconds),
                 ", ".join(
-                    f"{rung or 'none'} {sum(r.rungs.count(rung) for r in one.recoveries)}"
-                    for rung in rungs
+                    f"{source or 'none'} {sum(r.sources.count(source) for r in one.recoveries)}"
+                    for source in sources
                 ),
                 some([1000 * s for s in one.measured], ".0f"),
             ]

@@ -110,7 +110,7 @@ class Kill:
     """Of these, steps that the crew had to take again."""
     ages: tuple[int | None, ...]
     """Steps that each stage's weights lacked when it was back; None where that cannot be said."""
-    rungs: tuple[str, ...]
+    sources: tuple[str, ...]
     seconds: float
 
 
@@ -209,7 +209,7 @@ def lose(crew: WholeCrew, kind: str, stages: Sequence[int], disks: bool) -> Kill
         taken,
         max(0, taken - goes_on),
         ages,
-        tuple(t["rung"] for t in told),
+        tuple(t["source"] for t in told),
         seconds,
     )
 
@@ -283,13 +283,14 @@ def rows(runs: Sequence[Run], arms: Sequence[Arm]) -> list[list[str]]:
         mine = [run for run in runs if run.arm == name]
         nats = [run.nats - paired[run.seed].nats for run in mine]
         kills = [kill for run in mine for kill in run.kills]
-        rungs = [rung for kill in kills for rung in kill.rungs]
+        sources = [source for kill in kills for source in kill.sources]
         ages = [age for kill in kills for age in kill.ages if age is not None]
         out.append(
             [
                 name,
                 str(len(mine)),
-                ", ".join(f"{rung} {rungs.count(rung)}" for rung in sorted(set(rungs))) or "–",
+                ", ".join(f"{source} {sources.count(source)}" for source in sorted(set(sources)))
+                or "–",
                 str(max(kill.lost for kill in kills)) if kills else "–",
                 f"{min(ages)} to {max(ages)}" if ages else "–",
                 report.spread([run.nats for run in mine], 4),
@@ -325,7 +326,7 @@ def main() -> None:
     headers = [
         "run",
         "runs",
-        "rungs",
+        "sources",
         "steps lost",
         "a stage lacked",
         "nats per token",
