@@ -64,7 +64,7 @@ ARMS = (
     Arm("checkpoint every 10", checkpoint=10, rates=PAPER),
     Arm("checkpoint every 50", checkpoint=50, rates=PAPER),
     Arm("checkpoint every 100", checkpoint=100, rates=PAPER),
-    Arm("shadows every 20", shadow=SETTINGS.snapshot_every),
+    Arm("shadows every 20", shadow=SETTINGS.checkpoint_every),
     Arm("CheckFree", inner=ways.synthesis("checkfree", Run())),
     Arm("CheckFree+", inner=ways.synthesis("checkfree"), ends=ways.synthesis("copy"), swapped=True),
     Arm("uniform average", inner=ways.synthesis("uniform", Run()), rates=BASELINE),
