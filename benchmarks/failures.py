@@ -160,7 +160,7 @@ def restore(arm: Arm, staged: Staged, stage: int, kept: Any, seed: int) -> None:
     recovery = arm.ends if stage in (0, STAGES - 1) else arm.inner
     assert recovery is not None
     # of which only this stage's true embedding, norm or head is looked at
-    history = History([now] * STAGES, {}, [], [], [])
+    history = History([now] * STAGES, {}, [], [])
     recovered = recovery(staged, stage, (stage,), history, torch.Generator().manual_seed(seed))
     staged.put(stage, recovered.copy, factor=recovered.factor, warmup=recovered.warmup)
 
