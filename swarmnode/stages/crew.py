@@ -5,12 +5,14 @@ or torch.
       ▲                                                                            │ all active
       └── a member left, was silent, lost a stream or missed a deadline ─── RUNNING ⇄ PAUSED
 
-Free nodes send offers: memory, speed, the layers and steps that they hold. The candidate with the
-newest step plans and proposes first, the next candidate `turn_seconds` later. A member accepts on
-its authenticated connection and proves it by heartbeats with the crew's id. Any lost member, lost
-stream or expired deadline ends the crew for all its members; they keep their state in memory and
-are free. A deadline that a peer missed is a strike: plans leave the peer out for a while, unless no
-crew is possible without it. Strikes are this node's own observations and are sent to nobody.
+Free nodes send offers: memory, speed, the layers and steps that they hold. Each plans the crew that
+is possible with these offers. The member with the newest step proposes first, the next member
+`turn_seconds` later. A member accepts on its authenticated connection and proves it by heartbeats
+with the crew's id. A lost member, a lost stream or an expired deadline ends the crew for all its
+members. They keep their state in memory and are free again.
+
+A peer that misses a deadline or sends garbage gets a strike. Plans exclude it for a while, unless
+no crew is possible without it. Each node counts strikes from its own observation only.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ from __future__ import annotations
 import enum
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
@@ -41,6 +42,7 @@ from swarmnode.stages.wire import (
     Member,
     ModelCost,
     Offer,
+    Part,
     Record,
     Settings,
     Status,
@@ -50,35 +52,23 @@ from swarmnode.stages.wire import (
     stage_parts,
 )
 
-LONGEST_STRIKE_SECONDS: Final = 3600.0
-MOST_STRIKES: Final = 32
-CLEARING_STEPS: Final = 10
-"""Committed steps together that clear a peer's strikes."""
-FAILURES: Final = 5
-"""Crews in a row that a peer refused or ended before their first step: a strike."""
-GRACE_SECONDS: Final = 2.0
-"""A member waits so much longer for a crew to form than its proposer, who may be about to leave."""
-HEARD_SECONDS: Final = 60.0
-"""Other bytes of a member count as signs of life for so long after its last heartbeat: tensors on a
-full line delay heartbeats."""
-LAG_DECAY: Final = 0.7
-"""The share of the process's lag that is left after a punctual tick."""
-RETRY_SECONDS: Final = 1.0
-"""Wait after the first failed proposal; it doubles, up to sixteen times this."""
-SLOWER_THAN_PLANNED: Final = 10.0
-SLOWER_THAN_MEASURED: Final = 4.0
-STEP_TIMES: Final = 20
-"""Measured steps whose median counts."""
-HEAD_DEADLINES: Final = 3.0
-"""Step deadlines without a step after which the head itself has failed."""
-FARTHER: Final = 1 / 32
-"""Weight of a slower answer than the fastest in a peer's distance."""
+
+def advance(
+    state: State, event: wire.Event, now: float, means: Means
+) -> tuple[State, list[wire.Action]]:
+    """Return the state after `event`, and the actions, in order."""
+    transition = _Transition(state, now, means)
+    transition.handle(event)
+    return transition.state, transition.actions
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
 LONG_AGO: Final = -1e18
-LOADING: Final = Status()
 
 
 class Phase(enum.Enum):
-    FREE = "free"
+    FREE = "none"
     FORMING = "forming"
     PREPARING = "preparing"
     RUNNING = "running"
@@ -98,13 +88,11 @@ class Means:
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A peer outside any crew."""
+    """Another node, in or outside our crew."""
 
     connected: bool = False
     offer: Offer | None = None
     offered_at: float = LONG_AGO
-    foreign_until: float = LONG_AGO
-    """It does not speak this protocol."""
     seconds: float | None = None
     """One-way time of a message: half of the fastest answer."""
     strikes: int = 0
@@ -118,94 +106,112 @@ class Peer(msgspec.Struct, frozen=True):
 class MemberState(msgspec.Struct, frozen=True):
     """Another member of our crew."""
 
-    status: Status
     heard_at: float
     """Its last heartbeat, or answer to ours."""
-    status_since: float
-    """When phase or progress last changed."""
+    moved_at: float
+    """When its phase or progress last changed."""
+    status: Status = Status()
     joined_at: float | None = None
     """Its first heartbeat with this crew's id."""
-    bytes_at: float = -math.inf
-    """When bytes of any kind last came."""
     suspected: bool = False
-
-    def silent_seconds(self, now: float, lag: float) -> float:
-        """Seconds since the last sign of life, by this process's own slow clock."""
-        last = max(self.heard_at, min(self.bytes_at, self.heard_at + HEARD_SECONDS))
-        return (now - last) / lag
 
 
 class Crew(msgspec.Struct, frozen=True):
+    """The crew of this node, founded or forming."""
+
     record: Record
     id: bytes
     stage: int
-    """Ours."""
+    """Held by this node."""
     proposer: str
     since: float
     waited: float
     """Seconds that this node was free before."""
+    step_seconds: float
+    """Deadline of a step."""
     members: Mapping[str, MemberState]
     """Without this node."""
-    own: Status = LOADING
-    founded: bool = False
-    """Every member has sent a heartbeat."""
+    own: Status = Status()
+    phase: Phase = Phase.FORMING
     stepped_at: float = 0.0
-    """When we last took a step, or began to run."""
+    """When this node last took a step, or started to run."""
     stepped: bool = False
-    """It has taken a step."""
-    step_seconds: float = math.inf
+    """Whether the crew has taken a step."""
+
+    @property
+    def founded(self) -> bool:
+        """Whether every member has sent a heartbeat."""
+        return self.phase != Phase.FORMING
 
 
 class State(msgspec.Struct, frozen=True):
     """Everything that one node knows of crews. `me`: its peer id."""
 
     me: str
-    phase: Phase = Phase.FREE
     offering: wire.Offering | None = None
-    """Our trainer's offer, while it could work in a crew; None otherwise."""
-    draining: str = ""
+    """The last offer of our trainer; None while it cannot work in a crew."""
+    draining: bool = False
     peers: Mapping[str, Peer] = {}
     crew: Crew | None = None
-    free_since: float | None = None
-    """The moment since which it has been in no crew, less the time in crews that took no step; None
-    before the first event."""
+    free_since: float = math.inf
+    """The start of the time without a crew, less the time in crews that took no step."""
     new_offer_at: float = 0.0
     """When an offer that changes plans last came."""
     plan_since: float = math.inf
-    """The moment since which there has always been a crew to propose; infinite without one."""
+    """The moment since which this node has always had a crew to propose; infinite without one."""
     retry_at: float = 0.0
     lapses: int = 0
-    """Proposals of ours in a row that failed."""
+    """Own proposals in a row that failed."""
     offered_at: float = LONG_AGO
-    hop_offered: float = 0.0
-    """`hop_seconds` of our last offer."""
     beat_at: float = LONG_AGO
     last_tick: float | None = None
     lag: float = 1.0
-    """How many times longer than they should our ticks take; our timeouts are multiplied by it."""
+    """How many times longer than planned our ticks take; multiplies our timeouts."""
     stood_since: float | None = None
-    """The moment since which a crew that ran does not."""
+    """When the last running crew paused or ended; None while one runs."""
     recovery_seconds: float | None = None
     """From the last pause or end of a running crew to one that runs."""
     former: tuple[str, ...] = ()
     """Other members of the last crew that took a step."""
-    timed: bytes = b""
-    """The lineage of `step_times`."""
     step_times: tuple[float, ...] = ()
     """Seconds of the last committed steps."""
 
-
-def advance(
-    state: State, event: wire.Event, now: float, means: Means
-) -> tuple[State, list[wire.Action]]:
-    """Return the state after `event`, and the actions, in order."""
-    turn = _Turn(state, now, means)
-    turn.handle(event)
-    return turn.state, turn.actions
+    @property
+    def phase(self) -> Phase:
+        return Phase.FREE if self.crew is None else self.crew.phase
 
 
-class _Turn:
-    """One call of `advance`: the state as it becomes, and the actions so far."""
+# ---- transitions ---------------------------------------------------------------------------------
+
+GRACE_SECONDS: Final = 2.0
+"""A member waits this much longer than the proposer for a crew to form: the proposer leaves
+first."""
+HEARD_SECONDS: Final = 60.0
+"""Other bytes of a member are signs of life for this time after its last heartbeat: tensors on a
+full line delay heartbeats."""
+LAG_DECAY: Final = 0.7
+"""The share of the process's lag that is left after a punctual tick."""
+RETRY_SECONDS: Final = 1.0
+"""Wait after the first failed proposal; doubles up to 16 times this."""
+SLOWER_THAN_PLANNED: Final = 10.0
+SLOWER_THAN_MEASURED: Final = 4.0
+STEP_TIMES: Final = 20
+"""Measured steps whose median counts."""
+HEAD_DEADLINES: Final = 3.0
+"""Step deadlines without a step after which the head itself has failed."""
+SECONDS_DECAY: Final = 1 / 32
+"""Weight of a slower answer than the fastest in a peer's distance."""
+LONGEST_STRIKE_SECONDS: Final = 3600.0
+MOST_STRIKES: Final = 32
+CLEARING_STEPS: Final = 10
+"""Committed steps together that clear a peer's strikes."""
+FAILURES: Final = 5
+"""Crews in a row that a peer refused or ended before their first step: a strike. A node that runs
+out of memory whenever it loads its stage would block its crew without bound."""
+
+
+class _Transition:
+    """One call of `advance`."""
 
     def __init__(self, state: State, now: float, means: Means) -> None:
         self.state, self.now, self.means, self.settings = state, now, means, means.settings
@@ -213,32 +219,35 @@ class _Turn:
 
     def handle(self, event: wire.Event) -> None:
         crew = self.state.crew
-        if self.state.free_since is None:
+        if math.isinf(self.state.free_since):
             self._set(free_since=self.now, new_offer_at=self.now)
         match event:
             case wire.Tick():
                 self._tick(event.heard)
             case wire.Received():
-                self._do(wire.SendAnswer(self._received(event.peer, event.message)))
+                self.actions.append(wire.SendAnswer(self._answer(event.peer, event.message)))
             case wire.Answered():
-                self._answered(event)
-            case wire.Garbage():
-                if crew is not None and event.peer in crew.members:
-                    self._strike(event.peer, "sent garbage")
-                    self._end("sent garbage", event.peer)
+                self._take_answer(event)
             case wire.Offering():
                 if crew is None or not crew.founded:  # else sent before it was in this crew
                     self._set(offering=event)
                     self._send_offers()
                     self._consider()
             case wire.StageStatus():
-                self._trainer_status(event)
+                self._take_own_status(event)
             case wire.StageFault():
-                self._fault(event)
+                self._take_fault(event)
             case wire.TrainerLeft():
                 self._set(offering=None)
                 self._end("its trainer is gone")
                 self._send_offers()
+            case wire.Drain():
+                self._set(draining=True)
+                self._end(event.reason)
+                self._send_offers()
+            case wire.Garbage():
+                if crew is not None and event.peer in crew.members:
+                    self._fail(event.peer, "sent garbage")
             case wire.StreamLost():
                 if crew is not None and event.crew == crew.id and event.peer in crew.members:
                     self._end("lost a stream to it", event.peer)
@@ -251,14 +260,18 @@ class _Turn:
                 if self._has_room(event.peer):
                     self._set_peer(event.peer, connected=True)
                     if self._offers_itself:
-                        self._send_offer(event.peer)
-            case wire.Drain():
-                self._set(draining=event.reason)
-                self._end(event.reason)
-                self._send_offers()
+                        self._send(event.peer, self._own_offer())
 
     def _set(self, **changes: Any) -> None:  # noqa: ANN401
         self.state = replace(self.state, **changes)
+
+    def _set_crew(self, **changes: Any) -> None:  # noqa: ANN401
+        assert self.state.crew is not None
+        self._set(crew=replace(self.state.crew, **changes))
+
+    def _set_member(self, peer: str, member: MemberState) -> None:
+        assert self.state.crew is not None
+        self._set_crew(members={**self.state.crew.members, peer: member})
 
     def _set_peer(self, peer: str, **changes: Any) -> None:  # noqa: ANN401
         self._set(peers={**self.state.peers, peer: replace(self._peer(peer), **changes)})
@@ -266,395 +279,99 @@ class _Turn:
     def _peer(self, peer: str) -> Peer:
         return self.state.peers.get(peer, Peer())
 
-    def _do(self, action: wire.Action) -> None:
-        self.actions.append(action)
-
-    def _note(self, what: str, detail: str = "") -> None:
-        self._do(wire.Note(what, detail))
-
-    @property
-    def _waited(self) -> float:
-        """Seconds without a crew."""
-        return self.now - (self.now if self.state.free_since is None else self.state.free_since)
-
-    # ---- time ------------------------------------------------------------------------------------
-
-    def _tick(self, heard: Mapping[str, float]) -> None:
-        state, settings = self.state, self.settings
-        late = (self.now - state.last_tick) / settings.tick_seconds if state.last_tick else 1.0
-        self._set(lag=max(1.0, late, state.lag * LAG_DECAY), last_tick=self.now)
-        if state.crew is not None:
-            self._watch(state.crew, heard)
-        slack = 0.25 * settings.tick_seconds
-        if self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
-            self._send_heartbeats()
-        hop, offered = self._hop_seconds(), self.state.hop_offered
-        moved = self._offers_itself and abs(hop - offered) > 0.5 * max(hop, offered, LEAST_SECONDS)
-        if moved or self.now - self.state.offered_at >= settings.offer_seconds - slack:
-            self._send_offers()
-        self._consider()
-
-    def _watch(self, crew: Crew, heard: Mapping[str, float]) -> None:
-        """End the crew when a deadline has expired; pause it while a member is suspected."""
-        lag, settings = self.state.lag, self.settings
-        if not crew.founded:
-            grace = 0.0 if crew.proposer == self.state.me else GRACE_SECONDS
-            if self.now - crew.since >= (settings.join_seconds + grace) * lag:
-                missing = [p for p, member in crew.members.items() if member.joined_at is None]
-                # a proposer that is alive has left by now, or has not proposed it to all
-                for peer in dict.fromkeys([*missing, *([crew.proposer] if grace else [])]):
-                    self._strike(peer, "did not join the crew")
-                self._end("did not join the crew", missing[0])
-            return
-        members = dict(crew.members)
-        for peer, member in crew.members.items():
-            member = replace(member, bytes_at=max(member.bytes_at, heard.get(peer, -math.inf)))
-            silent = member.silent_seconds(self.now, lag)
-            if silent >= settings.gone_seconds:
-                self._strike(peer, f"was silent for {silent:.0f} s")
-                self._end("was silent", peer)
-                return
-            suspected = silent >= settings.suspect_seconds
-            if suspected != member.suspected:
-                self._note("suspected" if suspected else "refuted", peer)
-            members[peer] = replace(member, suspected=suspected)
-        crew = replace(crew, members=members)
-        self._set(crew=crew)
-        if self.state.phase == Phase.PREPARING:
-            self._watch_preparing(crew)
-        elif self.now - crew.stepped_at >= HEAD_DEADLINES * crew.step_seconds:
-            self._step_overdue(crew, "has taken no step")
-        self._run_or_pause()
-
-    def _watch_preparing(self, crew: Crew) -> None:
-        """A stage may take long without progress, and its memory's time in all, whatever progress
-        it reports."""
-        sizes, offering = [member.layers for member in crew.record.members], self.state.offering
-        for stage, peer in enumerate(peers_of(crew.record)):
-            memory = stage_memory(offering.cost, sizes, stage) if offering is not None else 0.0
-            most = self.settings.prepare_seconds + memory / self.settings.restore_bytes_per_second
-            member = crew.members.get(peer)
-            phase, since = (
-                (crew.own.phase, crew.since)
-                if member is None
-                else (member.status.phase, member.status_since)
-            )
-            idle = member is not None and self.now - since >= self.settings.prepare_seconds
-            if phase != "active" and (idle or self.now - crew.since >= most):
-                if member is not None:
-                    self._strike(peer, "did not restore its stage")
-                self._end("did not restore its stage", peer)
-                return
-
-    # ---- strikes ---------------------------------------------------------------------------------
-
-    def _strike(self, peer: str, reason: str) -> None:
-        known = self._peer(peer)
-        if peer == self.state.me:
-            return
-        strikes = min(known.strikes + 1, MOST_STRIKES)
-        seconds = min(LONGEST_STRIKE_SECONDS, self.settings.strike_seconds * 2.0**strikes)
-        self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, failures=0)
-        self._note("struck", f"{peer}: {reason}; left out of plans for {seconds:.0f} s")
-
-    def _stepped_with(self, peer: str) -> None:
-        """A committed step together."""
-        known = self._peer(peer)
-        if known.strikes or known.failures:
-            steps = known.steps + 1
-            strikes = known.strikes if steps < CLEARING_STEPS else 0
-            self._set_peer(peer, steps=steps, strikes=strikes, failures=0)
-
-    def _is_struck(self, peer: str) -> bool:
-        known = self._peer(peer)
-        return known.strikes > 0 and self.now < known.struck_until
-
-    # ---- the own trainer -------------------------------------------------------------------------
-
-    def _trainer_status(self, status: wire.StageStatus) -> None:
-        crew = self.state.crew
-        if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
-            if crew is None:  # its connection was down when the crew ended
-                self._do(wire.Released("that crew is over"))
-            return
-        before = crew.own
-        own = Status(status.phase, status.step, status.progress, status.load)
-        if own.phase == "active" and own.step > max(before.step, crew.record.step):
-            for peer in crew.members:
-                self._stepped_with(peer)
-            times = (*self.state.step_times, self.now - crew.stepped_at)[-STEP_TIMES:]
-            self._set(step_times=times, former=tuple(crew.members))
-            crew = replace(crew, stepped_at=self.now, stepped=True)
-        self._set(crew=replace(crew, own=own))
-        if own.phase == "failed":
-            self._end(status.reason or "its stage failed")
-            return
-        self._run_or_pause()
-        if own.phase != before.phase:
-            self._send_heartbeats()
-
-    def _fault(self, fault: wire.StageFault) -> None:
-        crew = self.state.crew
-        if crew is None or fault.crew != crew.id:
-            return
-        peers = peers_of(crew.record)
-        if fault.stage is None and crew.stage == 0:
-            self._step_overdue(crew, fault.reason)
-        elif fault.stage is None or not 0 <= fault.stage < len(peers) or fault.stage == crew.stage:
-            self._end(fault.reason)
-        else:
-            self._strike(peers[fault.stage], fault.reason)
-            self._end(fault.reason, peers[fault.stage])
-
-    def _step_overdue(self, crew: Crew, reason: str) -> None:
-        """A deadline of the head expired. The head strikes the members that report work in hand,
-        all where none does; the other members strike the head."""
-        peers = [peers_of(crew.record)[0]]
-        if crew.stage == 0:
-            loaded = [peer for peer, member in crew.members.items() if member.status.load > 0]
-            peers = loaded or list(crew.members)
-        for peer in peers:
-            self._strike(peer, reason)
-        self._end(reason, peers[0] if peers else "")
-
-    # ---- peers -----------------------------------------------------------------------------------
-
     def _has_room(self, peer: str) -> bool:
         """Return True if `peer` is known, or may be: beyond `most_peers` a peer that is neither
         connected nor struck is forgotten."""
-        if peer in self.state.peers or len(self.state.peers) < self.settings.most_peers:
+        peers = self.state.peers
+        if peer in peers or len(peers) < self.settings.most_peers:
             return True
-        for other, known in self.state.peers.items():
-            if not known.connected and not self._is_struck(other):
-                self._set(peers={p: one for p, one in self.state.peers.items() if p != other})
-                return True
-        return False
+        idle = (p for p, one in peers.items() if not one.connected and not self._is_struck(p))
+        forgotten = next(idle, None)
+        self._set(peers={p: one for p, one in peers.items() if p != forgotten})
+        return forgotten is not None
 
-    def _received(self, peer: str, message: wire.Request) -> wire.CrewAnswer:
-        crew = self.state.crew
-        match message:
-            case wire.Heartbeat():
-                if crew is None or message.crew != crew.id or peer not in crew.members:
-                    return wire.Refuse("crew", message.crew)
-                self._heard(peer, message.status)
-                return wire.Alive(message.crew, (self.state.crew or crew).own)
-            case wire.Propose():
-                return self._accept(peer, message.record)
-            case wire.Leave():
-                if crew is not None and message.crew == crew.id and peer in crew.members:
-                    self._end(f"left: {message.reason}", peer)
-            case Offer():
-                self._take_offer(peer, message)
-        return wire.Noted()
+    def _send(self, peer: str, message: wire.Request) -> None:
+        self.actions.append(wire.Send(peer, message))
 
-    def _answered(self, event: wire.Answered) -> None:
-        peer, request, answer, crew = event.peer, event.request, event.answer, self.state.crew
-        if answer is not None and peer in self.state.peers:
-            took, known = event.seconds / 2, self._peer(peer).seconds
-            before = took if known is None else known
-            self._set_peer(peer, seconds=min(took, before + FARTHER * (took - before)))
-        if event.foreign and peer in self.state.peers:
-            self._set_peer(peer, foreign_until=self.now + self.settings.foreign_seconds)
-        if crew is None or peer not in crew.members:
-            return
-        if isinstance(answer, wire.Alive) and answer.crew == crew.id:
-            self._heard(peer, answer.status)
-        elif isinstance(answer, wire.Refuse) and answer.crew == crew.id:
-            joined, sent_at = crew.members[peer].joined_at, self.now - event.seconds
-            if isinstance(request, wire.Propose):
-                if answer.reason == "busy":
-                    self._set_peer(peer, offer=None)  # until it offers again
-                self._end(f"refused the crew: {answer.reason}", peer)
-            elif joined is not None and sent_at > joined:  # else it had not accepted yet
-                self._end("is not in this crew any more", peer)
+    def _note(self, what: str, detail: str = "") -> None:
+        self.actions.append(wire.Note(what, detail))
 
-    # ---- heartbeats ------------------------------------------------------------------------------
-
-    def _send_heartbeats(self) -> None:
-        crew = self.state.crew
-        if crew is not None:
-            self._set(beat_at=self.now)
-            for peer in crew.members:
-                self._do(wire.Send(peer, wire.Heartbeat(crew.id, crew.own)))
-
-    def _heard(self, peer: str, status: Status) -> None:
-        """A sign of life of a member of our crew."""
-        crew = self.state.crew
-        assert crew is not None
-        member = crew.members[peer]
-        if member.suspected:
-            self._note("refuted", peer)
-        if member.status.phase == "active" and status.phase == "loading":
-            status = member.status  # each message has its own stream: sent before, received later
-        moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
-        member = replace(
-            member,
-            status=status,
-            heard_at=self.now,
-            status_since=self.now if moved else member.status_since,
-            joined_at=self.now if member.joined_at is None else member.joined_at,
-            suspected=False,
-        )
-        self._set(crew=replace(crew, members={**crew.members, peer: member}))
-        if status.phase == "failed":
-            self._end("its stage failed", peer)
-        elif not crew.founded:
-            self._found()
-        else:
-            self._run_or_pause()
-
-    def _run_or_pause(self) -> None:
-        crew, phase = self.state.crew, self.state.phase
-        if crew is None or not crew.founded:
-            return
-        calm = not any(member.suspected for member in crew.members.values())
-        active = crew.own.phase == "active" and all(
-            member.status.phase == "active" for member in crew.members.values()
-        )
-        if calm and active and phase != Phase.RUNNING:
-            stood = self.state.stood_since
-            recovered = None if stood is None else self.now - stood
-            if phase == Phase.PREPARING:  # a pause moves no deadline
-                self._set(crew=replace(crew, stepped_at=self.now))
-            self._set(
-                phase=Phase.RUNNING,
-                stood_since=None,
-                recovery_seconds=self.state.recovery_seconds if recovered is None else recovered,
-            )
-            self._note("running", "" if recovered is None else f"{recovered:.3f}")
-            self._do(wire.Resumed(crew.id))
-        elif not calm and phase == Phase.RUNNING:
-            self._set(phase=Phase.PAUSED, stood_since=self.now)
-            self._note("paused")
-            self._do(wire.Suspended("a member is suspected"))
-
-    def _end(self, why: str, peer: str = "") -> None:
-        """Leave the crew, if there is one: founded or forming. `peer`: the cause, if it is another
-        member."""
-        crew = self.state.crew
-        if crew is None:
-            return
-        cause = f"{peer} {why}" if peer else why
-        for other in crew.members:
-            self._do(wire.Send(other, wire.Leave(crew.id, _printable(cause))))
-        if peer in crew.members and not crew.stepped:
-            failures = self._peer(peer).failures + 1
-            self._set_peer(peer, failures=failures)
-            if failures >= FAILURES:
-                self._strike(peer, f"{FAILURES} crews without a step: {why}")
-        running = self.state.phase == Phase.RUNNING
-        self._set(
-            phase=Phase.FREE,
-            crew=None,
-            free_since=self.now - (0.0 if crew.stepped else crew.waited),
-            stood_since=self.now if running else self.state.stood_since,
-            plan_since=math.inf,
-        )
-        if crew.founded:
-            self._set(offering=None)  # the trainer offers anew when it has stopped
-            self._note("broken", cause)
-            self._do(wire.Released(cause))
-        else:
-            if crew.proposer == self.state.me:
-                pause = RETRY_SECONDS * 2.0 ** min(self.state.lapses, 4)
-                retry_at = self.now + pause * self.means.rng.uniform(0.5, 1.5)
-                self._set(retry_at=retry_at, lapses=self.state.lapses + 1)
-            self._note("refused", cause)
-            self._send_offers()
-
-    # ---- offers ----------------------------------------------------------------------------------
+    # ---- offers: what free nodes know of each other ----------------------------------------------
 
     @property
     def _offers_itself(self) -> bool:
-        state = self.state
-        return state.crew is None and state.offering is not None and not state.draining
+        return (
+            self.state.crew is None and self.state.offering is not None and not self.state.draining
+        )
 
     def _own_offer(self) -> Offer:
         offering = self.state.offering
-        if offering is None or self.state.draining:
+        if offering is None or not self._offers_itself:
             return Offer(bytes(HASH_BYTES), 0.0, 0.0, 0.0)
         capacity, hop = offering.capacity, self._hop_seconds()
         return Offer(offering.model, capacity.memory, capacity.speed, hop, offering.copies)
 
     def _hop_seconds(self) -> float:
-        """Seconds of one micro-batch on our line and to the usual peer."""
+        """Return the seconds of one micro-batch on our line and to the usual peer."""
         offering = self.state.offering
         line = offering.cost.batch_bytes / self.means.uplink() if offering is not None else 0.0
         return min(MOST_SECONDS, line + usual_seconds(self.state))
 
     def _send_offers(self) -> None:
         """Send our offer to all connected peers; its withdrawal once."""
-        if not self._offers_itself and self.state.offered_at == LONG_AGO:
-            return
-        offered_at = self.now if self._offers_itself else LONG_AGO
-        self._set(offered_at=offered_at, hop_offered=self._hop_seconds())
-        for peer, known in self.state.peers.items():
-            if known.connected:
-                self._send_offer(peer)
-
-    def _send_offer(self, peer: str) -> None:
-        if self.now >= self._peer(peer).foreign_until:
-            own = self._own_offer()
-            self._do(wire.Send(peer, own if self._offers_itself else replace(own, memory=0.0)))
+        offers = self._offers_itself
+        if offers or self.state.offered_at != LONG_AGO:
+            self._set(offered_at=self.now if offers else LONG_AGO)
+            for peer, known in self.state.peers.items():
+                if known.connected:
+                    self._send(peer, self._own_offer())
 
     def _take_offer(self, peer: str, offer: Offer) -> None:
         if not self._has_room(peer):
             return
-        known, own = self._peer(peer), self.state.offering
-        same = known.offer is not None and (known.offer.model, known.offer.copies) == (
-            offer.model,
-            offer.copies,
-        )
-        recent = known.offer is not None and (
-            self.now - known.offered_at < self.settings.gather_seconds
-        )
-        was_foreign = self.now < known.foreign_until
-        self._set_peer(peer, offer=offer, offered_at=self.now, foreign_until=LONG_AGO)
-        if was_foreign and self._offers_itself:
-            self._send_offer(peer)
-        useful = offer.memory > 0 and (own is None or offer.model == own.model)
-        if useful and not same and not recent:  # a peer that changes all the time delays nobody
+        known, own = self._peer(peer).offer, self.state.offering
+        is_new = known is None or (known.model, known.copies) != (offer.model, offer.copies)
+        self._set_peer(peer, offer=offer, offered_at=self.now)
+        if is_new and offer.memory > 0 and (own is None or offer.model == own.model):
             self._set(new_offer_at=self.now)
             self._consider()
 
-    # ---- forming ---------------------------------------------------------------------------------
+    # ---- forming a crew --------------------------------------------------------------------------
+
+    @property
+    def _waited(self) -> float:
+        """Seconds without a crew."""
+        return self.now - self.state.free_since
 
     def _consider(self) -> None:
         """Propose a crew when one is possible and it is this node's turn."""
         state, settings = self.state, self.settings
         if not self._offers_itself or self.now < state.retry_at:
             return
-        plan = self._plan(self._usable(), self._waited)
+        offers = self._usable_offers()
+        plan = self._plan(offers, self._waited)
         if plan is None or state.me not in peers_of(plan.record):
             self._set(plan_since=math.inf)
             return
         since = min(state.plan_since, self.now)
         self._set(plan_since=since)
-        gathered = min(
-            max(state.new_offer_at, state.free_since or 0.0) + settings.gather_seconds,
-            since + 3 * settings.gather_seconds,
-        )
+        last_change = max(state.new_offer_at, state.free_since)
+        gathered = min(last_change + settings.gather_seconds, since + 3 * settings.gather_seconds)
         if plan.record.step == 0 and self.now < gathered:
             return
-        candidates = sorted(peers_of(plan.record), key=self._precedence)
-        if self.now - since >= candidates.index(state.me) * settings.turn_seconds:
+        turns = sorted(peers_of(plan.record), key=lambda peer: _turn(peer, offers[peer]))
+        if self.now - since >= turns.index(state.me) * settings.turn_seconds:
             self._propose(plan)
 
-    def _precedence(self, peer: str) -> tuple[int, str]:
-        """Candidates propose in this order: the newest step first."""
-        offer = self._own_offer() if peer == self.state.me else self._peer(peer).offer
-        own = newest(offer.copies) if offer is not None else None
-        return (-own.step if own is not None else 0, peer)
-
     def _offers(self) -> dict[str, Offer]:
-        """Our offer and those of the peers that the operator trusts."""
+        """Return our offer and those of the peers that the operator trusts."""
         others = current_offers(self.state, self.now, self.settings)
         trusted = {peer: offer for peer, offer in others.items() if self.means.trusts(peer)}
         return {self.state.me: self._own_offer(), **trusted}
 
-    def _usable(self) -> dict[str, Offer]:
-        """The offers to plan with: without struck peers, unless no crew is possible without
-        them."""
+    def _usable_offers(self) -> dict[str, Offer]:
+        """Return the offers to plan with: struck peers only where no crew is possible without
+        them, first those whose strike ends soonest."""
         offers = self._offers()
         struck = [peer for peer in offers if self._is_struck(peer)]
         struck.sort(key=lambda peer: self._peer(peer).struck_until)
@@ -663,35 +380,32 @@ class _Turn:
         return {peer: offer for peer, offer in offers.items() if peer not in struck}
 
     def _is_possible_without(self, peers: Collection[str], offers: Mapping[str, Offer]) -> bool:
-        """Return True if a crew without `peers` is possible, sooner or later: one that begins with
+        """Return True if a crew without `peers` is possible, sooner or later: one that starts from
         the base only where no steps would be discarded."""
         plan = self._plan({p: offer for p, offer in offers.items() if p not in peers}, math.inf)
         stepped = any(newest(offer.copies) for offer in offers.values())
         return plan is not None and (plan.record.step > 0 or not stepped)
 
     def _plan(self, offers: Mapping[str, Offer], waited: float) -> CrewPlan | None:
-        offering = self.state.offering
-        assert offering is not None
+        assert self.state.offering is not None
+        cost = self.state.offering.cost
         near = {p: known.seconds for p, known in self.state.peers.items() if known.seconds}
-        return plan_crew(self.state.me, offers, offering.cost, self.settings, waited, near)
+        return plan_crew(self.state.me, offers, cost, self.settings, waited, near)
 
     def _propose(self, plan: CrewPlan) -> None:
-        record, rng = plan.record, self.means.rng
-        record = replace(
-            record,
-            lineage=record.lineage if record.step else rng.randbytes(HASH_BYTES),
-            nonce=rng.randbytes(NONCE_BYTES),
-        )
+        rng, record = self.means.rng, plan.record
+        lineage = record.lineage if record.step else rng.randbytes(HASH_BYTES)
+        record = replace(record, lineage=lineage, nonce=rng.randbytes(NONCE_BYTES))
         lost = ", ".join(f"{first} to {last - 1}" for first, last in plan.lost)
         self._note(
             "proposed",
             f"step {record.step}, {len(record.members)} stages"
-            + (f", nobody has layers {lost}" if lost and record.step else ""),
+            + (f", nobody has layers {lost}" if lost else ""),
         )
         self._form(self.state.me, record)
         for peer in peers_of(record):
             if peer != self.state.me:
-                self._do(wire.Send(peer, wire.Propose(record)))
+                self._send(peer, wire.Propose(record))
         self._found()
 
     def _accept(self, proposer: str, record: Record) -> wire.CrewAnswer:
@@ -702,7 +416,6 @@ class _Turn:
         if why is not None:
             self._note("refused", f"a crew of {proposer}: {why}")
             return wire.Refuse(why, crew)
-        self._end(f"{proposer} proposes too")
         self._form(proposer, record)
         self._send_heartbeats()
         return wire.Accept(crew)
@@ -712,14 +425,7 @@ class _Turn:
         state, offering, peers = self.state, self.state.offering, peers_of(record)
         if state.me not in peers or proposer not in peers or proposer == state.me:
             return "record"
-        if offering is None or state.draining:
-            return "busy"
-        if state.crew is not None and not (
-            # of two that propose to each other, the candidate that comes first
-            state.crew.proposer == state.me
-            and not state.crew.founded
-            and self._precedence(proposer) < self._precedence(state.me)
-        ):
+        if offering is None or not self._offers_itself:
             return "busy"
         sizes = [member.layers for member in record.members]
         if record.model != offering.model or sum(sizes) != len(offering.cost.layers):
@@ -738,11 +444,7 @@ class _Turn:
     def _form(self, proposer: str, record: Record) -> None:
         """Be a member: heartbeats carry this crew's id from now on."""
         peers = peers_of(record)
-        members = {
-            peer: MemberState(LOADING, heard_at=self.now, status_since=self.now)
-            for peer in peers
-            if peer != self.state.me
-        }
+        member = MemberState(heard_at=self.now, moved_at=self.now)
         crew = Crew(
             record,
             crew_id(record),
@@ -750,40 +452,47 @@ class _Turn:
             proposer,
             since=self.now,
             waited=self._waited,
-            members=members,
             step_seconds=self._step_seconds(record),
+            members={peer: member for peer in peers if peer != self.state.me},
         )
-        self._set(phase=Phase.FORMING, crew=crew, plan_since=math.inf)
+        self._set(crew=crew, plan_since=math.inf)
+
+    def _step_seconds(self, record: Record) -> float:
+        """Return the deadline of a step. Measured steps extend it at most fourfold: slow steps must
+        not extend their own deadline without bound."""
+        assert self.state.offering is not None
+        cost, own = self.state.offering.cost, self.state.offering.capacity.speed
+        sizes, offers = [member.layers for member in record.members], self._offers()
+        speeds = [offers[peer].speed if peer in offers else own for peer in peers_of(record)]
+        slowest = max(
+            sum(part.work for part in stage_parts(cost, sizes, stage)) / similar(speed, speeds)
+            for stage, speed in enumerate(speeds)
+        )
+        way = 2 * len(sizes) * self._hop_seconds()
+        planned = cost.batches * (slowest + (1 + cost.crossings) * way)
+        least = max(self.settings.step_seconds, SLOWER_THAN_PLANNED * planned)
+        measured = median(self.state.step_times) if self.state.step_times else 0.0
+        return max(least, SLOWER_THAN_MEASURED * min(measured, least))
 
     def _found(self) -> None:
-        """Begin, once every member has sent a heartbeat."""
-        crew, state = self.state.crew, self.state
+        """Assign the stage to our trainer, once every member has sent a heartbeat."""
+        crew = self.state.crew
         assert crew is not None
         if any(member.joined_at is None for member in crew.members.values()):
             return
-        record = crew.record
-        for peer in state.former:
+        for peer in self.state.former:
             if peer not in crew.members:
                 self._note("behind", f"{peer}: {self._why_behind(peer)}")
-        if state.timed != record.lineage:
-            self._set(timed=record.lineage, step_times=())
-        crew = replace(crew, founded=True)
-        self._set(phase=Phase.PREPARING, crew=crew, lapses=0, former=())
+        self._set_crew(phase=Phase.PREPARING)
+        self._set(lapses=0, former=())
         self._send_offers()  # withdraws ours
+        record = crew.record
         self._note("founded", f"step {record.step}, stage {crew.stage} of {len(record.members)}")
-        layers = tuple(member.layers for member in record.members)
-        self._do(
-            wire.Assigned(
-                crew.id,
-                record.lineage,
-                crew.stage,
-                layers,
-                peers_of(record),
-                record.step,
-                "",
-                crew.step_seconds,
-            )
+        layers, peers = tuple(member.layers for member in record.members), peers_of(record)
+        assigned = wire.Assigned(
+            crew.id, record.lineage, crew.stage, layers, peers, record.step, "", crew.step_seconds
         )
+        self.actions.append(assigned)
 
     def _why_behind(self, peer: str) -> str:
         """Return why a former member is not in the next crew, for the log."""
@@ -796,27 +505,262 @@ class _Turn:
             return f"{known.strikes} strikes, for {known.struck_until - self.now:.0f} s more"
         return "offers no stage" if known.offer is None else "another node holds its stage"
 
-    def _step_seconds(self, record: Record) -> float:
-        """Return the deadline of a step. Measured steps extend it at most fourfold: slow steps must
-        not extend their own deadline without bound."""
-        offering = self.state.offering
-        assert offering is not None
-        cost, sizes = offering.cost, [member.layers for member in record.members]
-        offers = self._offers()
-        speeds = [
-            offers[peer].speed if peer in offers else offering.capacity.speed
-            for peer in peers_of(record)
-        ]
-        slowest = max(
-            sum(part.work for part in stage_parts(cost, sizes, stage)) / similar(speed, speeds)
-            for stage, speed in enumerate(speeds)
+    # ---- messages of peers -----------------------------------------------------------------------
+
+    def _answer(self, peer: str, message: wire.Request) -> wire.CrewAnswer:
+        crew = self.state.crew
+        match message:
+            case wire.Heartbeat():
+                if crew is None or message.crew != crew.id or peer not in crew.members:
+                    return wire.Refuse("crew", message.crew)
+                self._hear(peer, message.status)
+                return wire.Alive(message.crew, (self.state.crew or crew).own)
+            case wire.Propose():
+                return self._accept(peer, message.record)
+            case wire.Leave():
+                if crew is not None and message.crew == crew.id and peer in crew.members:
+                    self._end(f"left: {message.reason}", peer)
+            case Offer():
+                self._take_offer(peer, message)
+        return wire.Noted()
+
+    def _take_answer(self, event: wire.Answered) -> None:
+        peer, answer, crew = event.peer, event.answer, self.state.crew
+        if answer is not None and peer in self.state.peers:
+            took = event.seconds / 2
+            before = self._peer(peer).seconds or took
+            self._set_peer(peer, seconds=min(took, before + SECONDS_DECAY * (took - before)))
+        if crew is None or peer not in crew.members:
+            return
+        if isinstance(answer, wire.Alive) and answer.crew == crew.id:
+            self._hear(peer, answer.status)
+        elif isinstance(answer, wire.Refuse) and answer.crew == crew.id:
+            joined, sent_at = crew.members[peer].joined_at, self.now - event.seconds
+            if isinstance(event.request, wire.Propose):
+                if answer.reason == "busy":
+                    self._set_peer(peer, offer=None)  # until it offers again
+                self._end(f"refused the crew: {answer.reason}", peer)
+            elif joined is not None and sent_at > joined:  # else it had not accepted yet
+                self._end("is not in this crew any more", peer)
+
+    def _hear(self, peer: str, status: Status) -> None:
+        """Handle a sign of life of a member of our crew."""
+        crew = self.state.crew
+        assert crew is not None
+        member = crew.members[peer]
+        if member.suspected:
+            self._note("refuted", peer)
+        if member.status.phase == "active" and status.phase == "loading":
+            status = member.status  # each message has its own stream: sent before, received later
+        moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
+        member = MemberState(
+            heard_at=self.now,
+            moved_at=self.now if moved else member.moved_at,
+            status=status,
+            joined_at=self.now if member.joined_at is None else member.joined_at,
         )
-        way = 2 * len(sizes) * self._hop_seconds()
-        planned = cost.batches * (slowest + (1 + cost.crossings) * way)
-        least = max(self.settings.step_seconds, SLOWER_THAN_PLANNED * planned)
-        times = self.state.step_times if self.state.timed == record.lineage else ()
-        measured = SLOWER_THAN_MEASURED * median(times) if times else 0.0
-        return min(max(least, measured), SLOWER_THAN_MEASURED * least)
+        self._set_member(peer, member)
+        if status.phase == "failed":
+            self._end("its stage failed", peer)
+        elif not crew.founded:
+            self._found()
+        else:
+            self._run_or_pause()
+
+    def _send_heartbeats(self) -> None:
+        crew = self.state.crew
+        if crew is not None:
+            self._set(beat_at=self.now)
+            for peer in crew.members:
+                self._send(peer, wire.Heartbeat(crew.id, crew.own))
+
+    # ---- messages of our trainer -----------------------------------------------------------------
+
+    def _take_own_status(self, status: wire.StageStatus) -> None:
+        crew = self.state.crew
+        if crew is None:  # its connection was down when the crew ended
+            self.actions.append(wire.Released("that crew is over"))
+        if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
+            return
+        before, own = crew.own, Status(status.phase, status.step, status.progress, status.load)
+        self._set_crew(own=own)
+        if own.phase == "active" and own.step > max(before.step, crew.record.step):
+            times = (*self.state.step_times, self.now - crew.stepped_at)[-STEP_TIMES:]
+            self._set(step_times=times, former=tuple(crew.members))
+            self._set_crew(stepped_at=self.now, stepped=True)
+            for peer in crew.members:
+                self._clear_strikes(peer)
+        if own.phase == "failed":
+            self._end(status.reason or "its stage failed")
+            return
+        self._run_or_pause()
+        if own.phase != before.phase:
+            self._send_heartbeats()
+
+    def _take_fault(self, fault: wire.StageFault) -> None:
+        crew = self.state.crew
+        if crew is None or fault.crew != crew.id:
+            return
+        peers = dict(enumerate(peers_of(crew.record)))
+        if fault.stage is None and crew.stage == 0:
+            self._miss_step(crew, fault.reason)
+        elif fault.stage is None or fault.stage == crew.stage or fault.stage not in peers:
+            self._end(fault.reason)
+        else:
+            self._fail(peers[fault.stage], fault.reason)
+
+    # ---- time ------------------------------------------------------------------------------------
+
+    def _tick(self, heard: Mapping[str, float]) -> None:
+        state, settings = self.state, self.settings
+        late = (self.now - state.last_tick) / settings.tick_seconds if state.last_tick else 1.0
+        self._set(lag=max(1.0, late, state.lag * LAG_DECAY), last_tick=self.now)
+        if state.crew is not None and state.crew.founded:
+            self._watch_members(state.crew, heard)
+            self._run_or_pause()
+        elif state.crew is not None:
+            self._watch_forming(state.crew)
+        slack = 0.25 * settings.tick_seconds
+        if self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
+            self._send_heartbeats()
+        if self.now - self.state.offered_at >= settings.offer_seconds - slack:
+            self._send_offers()
+        self._consider()
+
+    def _watch_forming(self, crew: Crew) -> None:
+        grace = 0.0 if crew.proposer == self.state.me else GRACE_SECONDS
+        if self.now - crew.since < (self.settings.join_seconds + grace) * self.state.lag:
+            return
+        missing = [p for p, member in crew.members.items() if member.joined_at is None]
+        # a proposer that is alive has left by now, or has not proposed the crew to all
+        for peer in dict.fromkeys([*missing, *([crew.proposer] if grace else [])]):
+            self._strike(peer, "did not join the crew")
+        self._end("did not join the crew", missing[0])
+
+    def _watch_members(self, crew: Crew, heard: Mapping[str, float]) -> None:
+        """End the crew when a deadline has expired; suspect silent members."""
+        settings = self.settings
+        for peer, member in crew.members.items():
+            last = min(heard.get(peer, -math.inf), member.heard_at + HEARD_SECONDS)
+            silent = (self.now - max(member.heard_at, last)) / self.state.lag
+            if silent >= settings.gone_seconds:
+                self._fail(peer, f"was silent for {silent:.0f} s")
+                return
+            suspected = silent >= settings.suspect_seconds
+            if suspected != member.suspected:
+                self._note("suspected" if suspected else "refuted", peer)
+                self._set_member(peer, replace(member, suspected=suspected))
+        if crew.phase != Phase.PREPARING:
+            if self.now - crew.stepped_at >= HEAD_DEADLINES * crew.step_seconds:
+                self._miss_step(crew, "has taken no step")
+            return
+        assert self.state.offering is not None
+        cost, sizes = self.state.offering.cost, [member.layers for member in crew.record.members]
+        for stage, peer in enumerate(peers_of(crew.record)):
+            found = crew.members.get(peer)
+            if found is None or found.status.phase == "active":
+                continue
+            restoring = stage_memory(cost, sizes, stage) / settings.restore_bytes_per_second
+            if (
+                self.now - found.moved_at >= settings.prepare_seconds
+                or self.now - crew.since >= settings.prepare_seconds + restoring
+            ):
+                self._fail(peer, "did not restore its stage")
+                return
+
+    def _run_or_pause(self) -> None:
+        crew = self.state.crew
+        if crew is None or not crew.founded:
+            return
+        members = crew.members.values()
+        calm = not any(member.suspected for member in members)
+        phases = {crew.own.phase, *(member.status.phase for member in members)}
+        if calm and phases == {"active"} and crew.phase != Phase.RUNNING:
+            if crew.phase == Phase.PREPARING:  # a pause moves no deadline
+                self._set_crew(stepped_at=self.now)
+            stood = self.state.stood_since
+            if stood is not None:
+                self._set(recovery_seconds=self.now - stood, stood_since=None)
+            self._set_crew(phase=Phase.RUNNING)
+            self._note("running", "" if stood is None else f"{self.now - stood:.3f}")
+            self.actions.append(wire.Resumed(crew.id))
+        elif not calm and crew.phase == Phase.RUNNING:
+            self._set_crew(phase=Phase.PAUSED)
+            self._set(stood_since=self.now)
+            self._note("paused")
+            self.actions.append(wire.Suspended("a member is suspected"))
+
+    # ---- the end of a crew, and strikes ----------------------------------------------------------
+
+    def _end(self, why: str, peer: str = "") -> None:
+        """Leave the crew, if there is one: founded or forming. `peer`: the cause, if it is another
+        member."""
+        crew = self.state.crew
+        if crew is None:
+            return
+        cause = f"{peer} {why}" if peer else why
+        for other in crew.members:
+            self._send(other, wire.Leave(crew.id, _printable(cause)))
+        if peer in crew.members and not crew.stepped:
+            failures = self._peer(peer).failures + 1
+            self._set_peer(peer, failures=failures)
+            if failures >= FAILURES:
+                self._strike(peer, f"{FAILURES} crews without a step: {why}")
+        if crew.phase == Phase.RUNNING:
+            self._set(stood_since=self.now)
+        waited = 0.0 if crew.stepped else crew.waited
+        self._set(crew=None, free_since=self.now - waited, plan_since=math.inf)
+        if crew.founded:
+            self._set(offering=None)  # the trainer offers again when it has stopped
+            self._note("broken", cause)
+            self.actions.append(wire.Released(cause))
+            return
+        if crew.proposer == self.state.me:
+            pause = RETRY_SECONDS * 2.0 ** min(self.state.lapses, 4)
+            retry_at = self.now + pause * self.means.rng.uniform(0.5, 1.5)
+            self._set(retry_at=retry_at, lapses=self.state.lapses + 1)
+        self._note("refused", cause)
+        self._send_offers()
+
+    def _fail(self, peer: str, reason: str) -> None:
+        """Strike a member, and end the crew."""
+        self._strike(peer, reason)
+        self._end(reason, peer)
+
+    def _miss_step(self, crew: Crew, reason: str) -> None:
+        """Strike for an expired deadline of a step: the head strikes the members that report work
+        in hand, all where none does; the other members strike the head."""
+        peers = [peers_of(crew.record)[0]]
+        if crew.stage == 0:
+            loaded = [peer for peer, member in crew.members.items() if member.status.load > 0]
+            peers = loaded or list(crew.members)
+        for peer in peers:
+            self._strike(peer, reason)
+        self._end(reason, peers[0] if peers else "")
+
+    def _strike(self, peer: str, reason: str) -> None:
+        strikes = min(self._peer(peer).strikes + 1, MOST_STRIKES)
+        seconds = min(LONGEST_STRIKE_SECONDS, self.settings.strike_seconds * 2.0**strikes)
+        self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, failures=0)
+        self._note("struck", f"{peer}: {reason}; left out of plans for {seconds:.0f} s")
+
+    def _clear_strikes(self, peer: str) -> None:
+        """Count a committed step together."""
+        known = self._peer(peer)
+        if known.strikes or known.failures:
+            steps = known.steps + 1
+            strikes = known.strikes if steps < CLEARING_STEPS else 0
+            self._set_peer(peer, steps=steps, strikes=strikes, failures=0)
+
+    def _is_struck(self, peer: str) -> bool:
+        known = self._peer(peer)
+        return known.strikes > 0 and self.now < known.struck_until
+
+
+def _turn(peer: str, offer: Offer) -> tuple[int, str]:
+    """Return the key of the order in which members propose: the newest step first."""
+    own = newest(offer.copies)
+    return (-own.step if own is not None else 0, peer)
 
 
 def _printable(text: str) -> str:
@@ -824,28 +768,28 @@ def _printable(text: str) -> str:
     return shown[: wire.REASON_BYTES]
 
 
-# The plan of a crew from offers. A crew continues at step n of a lineage where each block of layers
-# has a copy in memory or an own checkpoint of step n or n − 1. A block without one is lost: its
-# holder restores a neighbour's checkpoint of any age, or the base.
+# ---- the plan of a crew from offers --------------------------------------------------------------
 #
-#     the newest exact step, if no offer is more than one step newer    at once
-#     an older exact step                                               after exact_seconds
-#     a step with lost blocks, as few as possible, at most half         after exact_seconds
-#     the base, although steps were taken                               after lost_seconds
+# A crew continues at step n of a lineage. A node holds a block of layers exactly if it has it in
+# memory or in its own checkpoint at step n or n − 1. A block that no node holds exactly is lost:
+# its new holder restores a neighbour's checkpoint of any age, or the base.
+#
+#     the newest step without lost blocks, if no offer is more than one step newer    at once
+#     an older step without lost blocks                                               exact_seconds
+#     a step with lost blocks, as few as possible, at most half                       exact_seconds
+#     the base, although steps were taken                                             lost_seconds
 
-CONSIDERED: Final = 8
-"""Lineages, and steps of a lineage, that a plan considers: those that most peers hold, and its
-own."""
+CONSIDERED: Final = 16
+"""Steps of all lineages that a plan considers: those that most peers have, and its own."""
 LEAST_SECONDS: Final = 0.001
 MOST_SECONDS: Final = 10.0
 """Distances below and above count as 0 and as this."""
 SPREAD: Final = 8.0
-"""A claimed speed counts as at most so many times the median, and as at least its inverse."""
+"""A claimed speed counts as at most this many times the median, and as at least its inverse."""
 SLOW_LINE: Final = 4.0
 USUAL_SECONDS: Final = 0.01
-"""A node gets a smaller block for its line if that takes SLOW_LINE times what the usual line does,
-or this. All others are planned alike: crews with the same blocks can average."""
-_WHERE: Final = {"memory": 0, "disk": 1}
+"""A node gets a smaller block for its line if a transfer takes SLOW_LINE times the median, or times
+this. All others are planned alike: crews with the same blocks can average."""
 
 Block = tuple[int, int]
 """(first, last) layer, the last one not included."""
@@ -854,24 +798,8 @@ Block = tuple[int, int]
 @dataclass(frozen=True)
 class CrewPlan:
     record: Record
-    """Its nonce is all zero, and so is its lineage where training begins."""
-    lost: tuple[Block, ...]
-
-
-def newest(copies: Collection[Copy]) -> Copy | None:
-    """Return the newest copy of a node's own training; None for an untrained node."""
-    own = [copy for copy in copies if copy.where != "neighbour" and copy.step > 0]
-    return max(own, key=lambda copy: copy.step, default=None)
-
-
-def discard_seconds(copies: Collection[Copy], record: Record, settings: Settings) -> float:
-    """Return how long a node without a crew keeps `copies` rather than join `record`."""
-    own = newest(copies)
-    if own is None:
-        return 0.0
-    if record.lineage == own.lineage and record.step > 0:
-        return 0.0 if abs(record.step - own.step) <= 1 else settings.exact_seconds
-    return settings.exact_seconds if record.step > own.step else settings.lost_seconds
+    """Its nonce is all zero, and so is its lineage where training starts from the base."""
+    lost: tuple[Block, ...] = ()
 
 
 def plan_crew(
@@ -898,45 +826,58 @@ def plan_crew(
     if me not in able:
         return None
     own = newest(able[me].copies)
-    best: CrewPlan | None = None
-    lineages = Counter(
-        lineage
-        for offer in able.values()
-        for lineage in {copy.lineage for copy in offer.copies if copy.step > 0}
-    )
-    considered = {lineage for lineage, _ in lineages.most_common(CONSIDERED)}
+    copies = [(peer, copy) for peer, offer in able.items() for copy in offer.copies if copy.step]
+    points = {(peer, (copy.lineage, copy.step)) for peer, copy in copies if is_own(copy)}
+    peers_at = Counter(point for _, point in points)
+    common = sorted(peers_at, key=lambda point: (-peers_at[point], -point[1], point))[:CONSIDERED]
+    ours = {point for peer, point in points if peer == me}
     plans = [
         plan
-        for lineage in sorted(considered | ({own.lineage} if own is not None else set()))
-        if (plan := _continue(me, able, cost, lineage, distances))
+        for lineage, step in sorted(ours.union(common))
+        if (plan := _continue(me, able, cost, lineage, step, copies, distances))
     ]
-    for plan, wait in ((plan, _wait(plan, able, me, settings)) for plan in plans):
-        if waited >= wait and (best is None or _rank(plan, own) > _rank(best, own)):
-            best = plan
+
+    def wait(plan: CrewPlan) -> float:
+        at = plan.record
+        ahead = any(lineage == at.lineage and step > at.step + 1 for lineage, step in peers_at)
+        seconds = settings.exact_seconds if plan.lost or ahead else 0.0
+        return max(seconds, discard_seconds(able[me].copies, at, settings))
+
+    def rank(plan: CrewPlan) -> tuple[bool, int, int, bytes]:
+        is_ours = own is not None and own.lineage == plan.record.lineage
+        return is_ours, -len(plan.lost), plan.record.step, plan.record.lineage
+
+    best = max((plan for plan in plans if waited >= wait(plan)), key=rank, default=None)
     if best is not None and (me in peers_of(best.record) or waited < settings.lost_seconds):
         return best
     if waited < settings.lost_seconds:
-        if lineages and (own is not None or plans):
+        if own is not None or plans:
             return None  # soon there is something better than the base
         able = {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
     return _begin(me, able, cost, settings.stages, distances)
 
 
-def _rank(plan: CrewPlan, own: Copy | None) -> tuple[bool, int, int, bytes]:
-    same = own is not None and own.lineage == plan.record.lineage
-    return same, -len(plan.lost), plan.record.step, plan.record.lineage
+def is_own(copy: Copy) -> bool:
+    return copy.where != "neighbour" and copy.step > 0
 
 
-def _wait(plan: CrewPlan, able: Mapping[str, Offer], me: str, settings: Settings) -> float:
-    """Seconds without a crew after which this node proposes `plan`."""
-    record = plan.record
-    ahead = any(
-        copy.lineage == record.lineage and copy.step > record.step + 1 and copy.where != "neighbour"
-        for offer in able.values()
-        for copy in offer.copies
-    )
-    wait = settings.exact_seconds if plan.lost or ahead else 0.0
-    return max(wait, discard_seconds(able[me].copies, record, settings))
+def is_exact(copy: Copy, step: int) -> bool:
+    return copy.where != "neighbour" and step - 1 <= copy.step <= step
+
+
+def newest(copies: Collection[Copy]) -> Copy | None:
+    """Return the newest copy of a node's own training; None for an untrained node."""
+    return max(filter(is_own, copies), key=lambda copy: copy.step, default=None)
+
+
+def discard_seconds(copies: Collection[Copy], record: Record, settings: Settings) -> float:
+    """Return how long a node without a crew keeps `copies` rather than join `record`."""
+    own = newest(copies)
+    if own is None:
+        return 0.0
+    if record.lineage == own.lineage and record.step > 0:
+        return 0.0 if abs(record.step - own.step) <= 1 else settings.exact_seconds
+    return settings.exact_seconds if record.step > own.step else settings.lost_seconds
 
 
 def _continue(
@@ -944,116 +885,69 @@ def _continue(
     able: Mapping[str, Offer],
     cost: ModelCost,
     lineage: bytes,
+    step: int,
+    all_copies: Sequence[tuple[str, Copy]],
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
-    """Plan a crew that continues `lineage`: at its newest exact step, else with as few lost blocks
-    as possible."""
+    """Plan a crew that continues `lineage` at `step`. An exact holder of a block keeps it. Lost
+    blocks go to the spares that fit, first to those with an older copy of the block."""
     copies = [
         (peer, copy)
-        for peer, offer in able.items()
-        for copy in offer.copies
-        if copy.lineage == lineage and copy.step > 0 and copy.last <= len(cost.layers)
+        for peer, copy in all_copies
+        if copy.lineage == lineage and copy.last <= len(cost.layers)
     ]
-    points = Counter(step for _, step in {(p, c.step) for p, c in copies if c.where != "neighbour"})
-    common = sorted(points, key=lambda step: (-points[step], -step))[:CONSIDERED]
-    mine = [c.step for p, c in copies if p == me and c.where != "neighbour"]
-    considered = {*common, *mine, *(step + 1 for step in mine if step + 1 in points)}
-    best: CrewPlan | None = None
-    for step in sorted(considered, reverse=True):
-        blocks = _blocks(step, copies, len(cost.layers))
-        placed = _place(me, step, blocks, copies, able, cost, distances)
-        if placed is None or 2 * len(placed[1]) > len(blocks):
-            continue  # too little is left to continue from
-        holders, lost = placed
-        if len(blocks) == 1 and holders[0] != me:
-            continue  # a node that would hold all layers alone needs nobody's proposal
-        members = tuple(
-            Member(peer, last - first) for peer, (first, last) in zip(holders, blocks, strict=True)
-        )
-        record = Record(lineage, able[me].model, step, members, bytes(NONCE_BYTES))
-        if not lost:
-            return CrewPlan(record, ())
-        if best is None or len(lost) < len(best.lost):
-            best = CrewPlan(record, lost)
-    return best
-
-
-def _is_exact(copy: Copy, step: int) -> bool:
-    return copy.where != "neighbour" and step - 1 <= copy.step <= step
-
-
-def _blocks(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> tuple[Block, ...]:
-    """Cut the model as it was cut: consecutive blocks of which there are copies, with as few lost
-    layers as possible. Layers of which nobody has a copy are cut into blocks of at most the largest
-    known size."""
-    known: dict[Block, int] = {}
-    for _, copy in copies:
-        lost = 0 if _is_exact(copy, step) else copy.last - copy.first
-        known[copy.layers] = min(lost, known.get(copy.layers, lost))
-    edges = sorted({0, layers, *(edge for block in known for edge in block)})
-    largest = max(last - first for first, last in known)
-    edges = sorted({cut for a, b in pairwise(edges) for cut in (*range(a, b, largest), b)})
-    # first layer → (lost layers, blocks) of the best way to it
-    ways: dict[int, tuple[int, int, tuple[Block, ...]]] = {0: (0, 0, ())}
-    for start, following in pairwise(edges):
-        if start not in ways:
-            continue
-        lost, _, blocks = ways[start]
-        options = {block: cost for block, cost in known.items() if block[0] == start}
-        for block, cost in (options or {(start, following): following - start}).items():
-            way = (lost + cost, len(blocks) + 1, (*blocks, block))
-            if len(way[2]) <= MEMBERS and way < ways.get(block[1], (layers + 1, 0, ())):
-                ways[block[1]] = way
-    return ways[layers][2] if layers in ways else ((0, layers),)
-
-
-def _place(
-    me: str,
-    step: int,
-    blocks: Sequence[Block],
-    copies: Sequence[tuple[str, Copy]],
-    able: Mapping[str, Offer],
-    cost: ModelCost,
-    distances: Mapping[str, float],
-) -> tuple[tuple[str, ...], tuple[Block, ...]] | None:
-    """Return a holder for each block, and the blocks that are lost: a peer that has a block keeps
-    it, the other blocks go to the spares that fit, first to those with an older copy of it. None
-    where a block has no holder."""
+    blocks = _cut(step, copies, len(cost.layers))
     sizes = [last - first for first, last in blocks]
     needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
-    exact: dict[Block, dict[str, int]] = {block: {} for block in blocks}
-    older: dict[tuple[str, Block], int] = {}
+    exact: dict[Block, set[str]] = {block: set() for block in blocks}
+    in_memory, older = set[tuple[str, Block]](), Counter[tuple[str, Block]]()
     for peer, copy in copies:
-        if copy.layers not in needs:
-            continue
-        if _is_exact(copy, step) and able[peer].memory >= needs[copy.layers]:
-            where = _WHERE[copy.where]
-            exact[copy.layers][peer] = min(where, exact[copy.layers].get(peer, where))
+        block = copy.layers
+        if block in needs and is_exact(copy, step) and able[peer].memory >= needs[block]:
+            exact[block].add(peer)
+            if copy.where == "memory":
+                in_memory.add((peer, block))
         if copy.step <= step:
-            older[peer, copy.layers] = max(copy.step, older.get((peer, copy.layers), 0))
-    choices = {peer: sum(peer in holders for holders in exact.values()) for peer in able}
-    worth = {
-        peer: (rough(distances.get(peer, 0.0)), -offer.memory * offer.speed, peer)
-        for peer, offer in able.items()
-    }
+            older[peer, block] = max(copy.step, older[peer, block])
+
+    def worth(peer: str) -> tuple[float, float, str]:
+        offer = able[peer]
+        return rough(distances.get(peer, 0.0)), -offer.memory * offer.speed, peer
+
     chosen: dict[Block, str] = {}
     for block in sorted(blocks, key=lambda block: (len(exact[block]), block)):
-        free = {peer: where for peer, where in exact[block].items() if peer not in chosen.values()}
-        if free:
-            chosen[block] = min(
-                free, key=lambda peer: (peer != me, choices[peer], free[peer], worth[peer])
-            )
+        if free := exact[block].difference(chosen.values()):
+            memory = in_memory
+            chosen[block] = min(free, key=lambda p: (p != me, (p, block) not in memory, worth(p)))
     lost = tuple(block for block in blocks if block not in chosen)
     for block in sorted(lost, key=lambda block: -needs[block]):
-        spares = [
-            peer
-            for peer, offer in able.items()
-            if peer not in chosen.values() and offer.memory >= needs[block]
-        ]
+        spares = [p for p in able if p not in chosen.values() and able[p].memory >= needs[block]]
         if not spares:
             return None
-        chosen[block] = min(spares, key=lambda peer: (-older.get((peer, block), 0), worth[peer]))
-    return tuple(chosen[block] for block in blocks), lost
+        chosen[block] = min(spares, key=lambda p: (-older[p, block], worth(p)))
+    if len(blocks) > MEMBERS or 2 * len(lost) > len(blocks):
+        return None  # a mixture of mostly base weights is worse than the base
+    if len(blocks) == 1 and chosen[blocks[0]] != me:
+        return None  # a node that would hold all layers alone needs nobody's proposal
+    members = tuple(Member(chosen[block], block[1] - block[0]) for block in blocks)
+    return CrewPlan(Record(lineage, able[me].model, step, members, bytes(NONCE_BYTES)), lost)
+
+
+def _cut(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> list[Block]:
+    """Cut the model as it was cut: at each layer follows the block that most peers hold exactly.
+    Layers of which nobody has a copy are cut into blocks of at most the largest known size."""
+    held = {(peer, copy.layers) for peer, copy in copies}
+    known = Counter(block for _, block in held)
+    exact = Counter(copy.layers for _, copy in copies if is_exact(copy, step))
+    largest = max((last - first for first, last in known), default=layers)
+    blocks, start = list[Block](), 0
+    while start < layers:
+        here = [block for block in known if block[0] == start]
+        next_known = min((first for first, _ in known if first > start), default=layers)
+        gap = start, min(start + largest, next_known)
+        blocks.append(max(here, key=lambda b: (exact[b], known[b], b), default=gap))
+        start = blocks[-1][1]
+    return blocks
 
 
 def _begin(
@@ -1063,7 +957,7 @@ def _begin(
     stages: int,
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
-    """Plan a crew that begins with the base, of the nearest nodes or of the largest."""
+    """Plan a crew that starts from the base, of the nearest nodes or of the largest."""
     near = {peer: 0.0 if peer == me else rough(distances.get(peer, 0.0)) for peer in able}
     size = {peer: able[peer].memory * able[peer].speed for peer in able}
     # this node's own plan has this node in it
@@ -1073,32 +967,25 @@ def _begin(
     )
     best: tuple[float, tuple[Member, ...]] | None = None
     for peers in orders:
-        speeds = [able[peer].speed for peer in peers]
-        usual = max(USUAL_SECONDS, median(able[peer].hop_seconds for peer in peers))
+        speeds, hops = [[able[p].speed for p in peers], [able[p].hop_seconds for p in peers]]
+        slow = SLOW_LINE * max(USUAL_SECONDS, median(hops))
         capacities = tuple(
             Capacity(
                 able[peer].memory,
-                similar(able[peer].speed, speeds),
-                min(hop, MOST_SECONDS) if hop > SLOW_LINE * usual else 0.0,
+                similar(speed, speeds),
+                min(hop, MOST_SECONDS) if hop > slow else 0,
             )
-            for peer, hop in ((peer, able[peer].hop_seconds) for peer in peers)
+            for peer, speed, hop in zip(peers, speeds, hops, strict=True)
         )
-        apart = tuple(
-            tuple(_apart(near[a], near[b], me in (a, b)) if a != b else 0.0 for b in peers)
-            for a in peers
-        )
-        found = make_plan(cost, capacities, apart, stages)
-        if found is not None and (best is None or found.seconds < best[0]):
-            members = zip(found.members, found.layers, strict=True)
-            best = found.seconds, tuple(Member(peers[index], count) for index, count in members)
+        # other nodes' distances are not known; from each other they count as from us
+        apart = tuple(tuple(max(near[a], near[b]) * (a != b) for b in peers) for a in peers)
+        plan = make_plan(cost, capacities, apart, stages)
+        if plan is not None and (best is None or plan.seconds < best[0]):
+            held = zip(plan.members, plan.layers, strict=True)
+            best = plan.seconds, tuple(Member(peers[index], count) for index, count in held)
     if best is None:
         return None
-    # a node that would hold all layers alone may do so; the others do not wait for it
-    if len(best[1]) == 1 and (alone := best[1][0].peer) != me:
-        rest = {peer: offer for peer, offer in able.items() if peer != alone}
-        return _begin(me, rest, cost, stages, distances)
-    record = Record(bytes(HASH_BYTES), able[me].model, 0, best[1], bytes(NONCE_BYTES))
-    return CrewPlan(record, ())
+    return CrewPlan(Record(bytes(HASH_BYTES), able[me].model, 0, best[1], bytes(NONCE_BYTES)))
 
 
 def rough(seconds: float) -> float:
@@ -1110,16 +997,6 @@ def similar(speed: float, speeds: Collection[float]) -> float:
     """Round a claimed speed to the median times a power of two, at most SPREAD from it."""
     usual = median(speeds)
     return usual * min(SPREAD, max(1 / SPREAD, 2.0 ** round(math.log2(speed / usual))))
-
-
-def _apart(one: float, other: float, exact: bool) -> float:
-    """Estimate the seconds between two nodes from our own distances to them: between their
-    difference and their sum, closer to the difference, since equally far nodes are often in one
-    place. `exact`: one of the two is this node."""
-    return max(one, other) if exact else 0.75 * abs(one - other) + 0.25 * (one + other)
-
-
-# ---- blocks of layers for members ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1142,87 +1019,55 @@ def make_plan(
     """Plan the fastest crew of the first one, two, … of `members`; the smaller crew where the
     larger one is no faster. None where no crew can hold the model.
 
-    A further stage makes the slowest stage faster and the way through all stages longer. Stages are
-    ordered from each possible first stage by always going to the nearest member.
+    A further stage makes the slowest stage faster and the way through all stages longer.
 
     Args:
         apart: one-way seconds between each two members.
-        stages: exactly so many; 0 for as many as is fastest.
+        stages: exactly this many; 0 for as many as is fastest.
     """
     best: LayerPlan | None = None
-    for count in range(stages or 1, (stages or len(members)) + 1):
-        for order in _orders(members, count, apart):
-            split = _split(model, [members[index] for index in order])
-            if split is None:
-                continue
-            layers, slowest = split
+    for count in range(stages or 1, min(stages or len(members), len(members)) + 1):
+        # from the first member always to the nearest; or the largest at both ends, which also hold
+        # embedding and head
+        nearest, left = [0], set(range(1, count))
+        while left:
+            nearest.append(min(left, key=lambda index: (apart[nearest[-1]][index], index)))
+            left.remove(nearest[-1])
+        largest = sorted(range(count), key=lambda index: -members[index].memory)
+        for order in (nearest, [*largest[:1], *largest[2:], *largest[1:2]]):
+            layers, slowest = _split(model, [members[index] for index in order])
             way = sum(apart[a][b] for a, b in pairwise((*order, order[0])))
             seconds = slowest + model.crossings * way
-            if best is None or seconds < best.seconds * (1 - 1e-6):
-                best = LayerPlan(order, layers, seconds)
+            if seconds < (best.seconds * (1 - 1e-6) if best is not None else math.inf):
+                best = LayerPlan(tuple(order), layers, seconds)
     return best
 
 
-def _orders(
-    members: Sequence[Capacity], count: int, apart: Sequence[Sequence[float]]
-) -> list[tuple[int, ...]]:
-    """Orders of the first `count` members to try."""
-    if count > len(members):
-        return []
-    orders = []
-    for first in range(count):
-        order, left = [first], [index for index in range(count) if index != first]
-        while left:
-            order.append(min(left, key=lambda index: (apart[order[-1]][index], index)))
-            left.remove(order[-1])
-        orders.append(tuple(order))
-    # the ends also hold embedding and head
-    largest = sorted(range(count), key=lambda index: -members[index].memory)
-    return [*orders, (*largest[:1], *largest[2:], *largest[1:2])]
+def _split(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ...], float]:
+    """Give each of `members` a layer; then each further layer to the member that is the fastest
+    with it. All layers count as the largest.
 
+    Returns:
+        Layers of each member, and the seconds of the slowest; infinite where no room is left.
+    """
+    layer = Part(max(p.memory for p in model.layers), max(p.work for p in model.layers))
+    ends = [[model.embedding] * (member is members[0]) for member in members]
+    ends[-1].append(model.head)
+    sizes = [0] * len(members)
 
-def _split(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ...], float] | None:
-    """Cut the layers into a block for each of `members`, in this order, such that the slowest stage
-    is as fast as their memory allows: its time is found by halving. Returns (layers, seconds)."""
-    count = len(model.layers)
-    memory = [0.0, *accumulate(part.memory for part in model.layers)]
-    work = [0.0, *accumulate(part.work for part in model.layers)]
-
-    def seconds(index: int, start: int, end: int) -> float:
-        """Infinite where layers [start, end) do not fit."""
-        member, is_last = members[index], index == len(members) - 1
-        ends = [model.embedding] * (index == 0) + [model.head] * is_last
-        need = model.stage + memory[end] - memory[start] + sum(part.memory for part in ends)
-        if need > member.memory:
+    def seconds(stage: int, size: int) -> float:
+        member, parts = members[stage], [layer] * size + ends[stage]
+        if model.stage + sum(part.memory for part in parts) > member.memory:
             return math.inf
-        took = (work[end] - work[start] + sum(part.work for part in ends)) / member.speed
-        return took + (0.0 if is_last else member.hop_seconds)
+        hop = member.hop_seconds if stage < len(members) - 1 else 0.0
+        return sum(part.work for part in parts) / member.speed + hop
 
-    def fill(bound: float) -> tuple[tuple[int, ...], float] | None:
-        """Each member takes layers while it stays within `bound` and leaves one for each later
-        member."""
-        layers, start, slowest = [], 0, 0.0
-        for index in range(len(members)):
-            later = len(members) - 1 - index
-            end = start + 1 if later else count
-            while later and end < count - later and seconds(index, start, end + 1) <= bound:
-                end += 1
-            took = seconds(index, start, end) if start < end <= count - later else math.inf
-            if took > bound:
-                return None
-            layers.append(end - start)
-            start, slowest = end, max(slowest, took)
-        return tuple(layers), slowest
-
-    best = fill(sys.float_info.max)
-    low = 0.0
-    while best is not None and best[1] - low > 1e-6 * best[1]:
-        middle = (low + best[1]) / 2
-        if (better := fill(middle)) is not None:
-            best = better
-        else:
-            low = middle
-    return best
+    for _ in model.layers:
+        quickest = min(range(len(members)), key=lambda n: (sizes[n] > 0, seconds(n, sizes[n] + 1)))
+        sizes[quickest] += 1
+    if 0 in sizes:
+        return tuple(sizes), math.inf
+    return tuple(sizes), max(seconds(stage, size) for stage, size in enumerate(sizes))
 
 
 # ---- what a node shows of its crew ---------------------------------------------------------------
@@ -1251,10 +1096,10 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     id: str = ""
     """Hex; empty outside a crew."""
     stage: int | None = None
-    """Held by us."""
+    """Held by this node."""
     slots: tuple[SlotStatistics, ...] = ()
     offers: int = 0
-    """Other nodes that would hold a stage."""
+    """Other nodes that offer to hold a stage."""
     standing_seconds: float | None = None
     """Seconds since a crew of ours last ran; 0 while it does, or where none ever did. None outside
     a crew."""
@@ -1267,20 +1112,19 @@ class CrewStatistics(msgspec.Struct, frozen=True):
 def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
     crew = state.crew
     shown = CrewStatistics(
-        state="none" if crew is None else cast("CrewState", state.phase.value),
+        state=cast("CrewState", state.phase.value),
         offers=len(current_offers(state, now, settings)),
         recovery_seconds=state.recovery_seconds,
         peer_seconds=usual_seconds(state),
     )
     if crew is None or not crew.founded:
         return shown
+    own = MemberState(now, now, crew.own)
     slots = []
     for stage, (peer, layers) in enumerate((one.peer, one.layers) for one in crew.record.members):
-        member = crew.members.get(peer)
-        status = crew.own if member is None else member.status
-        suspected = member is not None and member.suspected
-        slot = "suspect" if suspected else status.phase
-        slots.append(SlotStatistics(stage, peer, cast("SlotState", slot), status.step, layers))
+        member = crew.members.get(peer, own)
+        slot = cast("SlotState", "suspect" if member.suspected else member.status.phase)
+        slots.append(SlotStatistics(stage, peer, slot, member.status.step, layers))
     return replace(
         shown,
         id=crew.id.hex(),
@@ -1301,11 +1145,6 @@ def current_offers(state: State, now: float, settings: Settings) -> dict[str, Of
 
 
 def usual_seconds(state: State) -> float:
-    """Return the median one-way time to connected peers: a few that answer early or late do not
-    move it far."""
-    near = [
-        known.seconds
-        for known in state.peers.values()
-        if known.connected and known.seconds is not None
-    ]
+    """Return the median one-way time to connected peers."""
+    near = [one.seconds for one in state.peers.values() if one.connected and one.seconds]
     return min(MOST_SECONDS, median(near)) if near else 0.0

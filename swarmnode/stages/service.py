@@ -27,7 +27,7 @@ import msgspec
 import trio
 
 from swarmnode.config import StagesConfig
-from swarmnode.errors import BadMessage, Incompatible, PeerError
+from swarmnode.errors import BadMessage, PeerError
 from swarmnode.files import listening, write_atomically
 from swarmnode.p2p.api import Network, PeerStream, Streams
 from swarmnode.stages import wire
@@ -817,7 +817,6 @@ class StageService:
     async def _send(self, peer: str, message: wire.Request) -> None:
         began = _now()
         answer: wire.CrewAnswer | None = None
-        foreign = False
         try:
             wire.check_message(message)
         except BadMessage as error:
@@ -839,14 +838,13 @@ class StageService:
             self._garbage(peer)
             log.info("%s answered with no message: %s", peer, error)
         except PeerError as error:
-            foreign = isinstance(error, Incompatible)
             log.debug("%s: %s", peer, error)
         seconds = _now() - began
         if answer is None:
             self._counts.unanswered[type(message).__name__.lower()] += 1
         elif isinstance(message, wire.Heartbeat):
             self._counts.heartbeat_seconds = seconds
-        self._handle(wire.Answered(peer, message, answer, foreign, seconds))
+        self._handle(wire.Answered(peer, message, answer, seconds))
 
     def _garbage(self, peer: str) -> None:
         self._network.rejected(peer, "stages_malformed")

@@ -1367,8 +1367,6 @@ class Settings(msgspec.Struct, frozen=True):
     offer_seconds: float = 10.0
     """Between two offers to the same peer where nothing has changed; an offer expires after three
     times as long."""
-    foreign_seconds: float = 300.0
-    """No offer to a peer that does not speak of crews, for so long."""
     gather_seconds: float = 3.0
     """A crew that begins with the base is proposed when no new offer came for so long, or after
     three times that."""
@@ -1414,8 +1412,6 @@ class Answered(msgspec.Struct, frozen=True):
     peer: str
     request: Request
     answer: CrewAnswer | None
-    foreign: bool = False
-    """It does not speak this protocol at all."""
     seconds: float = 0.0
     """From the request to its outcome."""
 

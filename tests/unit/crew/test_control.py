@@ -176,17 +176,17 @@ def test_second_proposal_is_refused_as_busy():
     assert node.answers("c", wire.Propose(record("c", "b"))).reason == "busy"
 
 
-def test_of_two_proposals_the_first_candidate_s_is_accepted():
-    node = Node(copy(1))
+def test_nodes_that_propose_to_each_other_refuse_and_try_again():
+    node = Node(copy(1, 41))
     node.offered("a", copy(0))
-    node.waits(SETTINGS.turn_seconds)
-    assert node.state.crew.proposer == "b"
+    [(_, ours)] = node.sent(wire.Propose)
     theirs = record("a", "b", nonce=b"o" * 8)
-    assert isinstance(node.answers("a", wire.Propose(theirs)), wire.Accept)
-    late = Node(copy(1, 41))
-    late.offered("a", copy(0, 40))
-    assert late.state.crew.proposer == "b"
-    assert late.answers("a", wire.Propose(theirs)).reason == "busy", "`b` comes first"
+    assert node.answers("a", wire.Propose(theirs)).reason == "busy"
+    node.does(wire.Answered("a", ours, wire.Refuse("busy", node.state.crew.id)))
+    assert node.state.phase == Phase.FREE
+    node.offered("a", copy(0))
+    node.waits(3.0)
+    assert len(node.sent(wire.Propose)) == 2
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_step_deadline_grows_with_plan_and_measured_steps_and_is_bounded():
         node = Node(copy(1))
         cost = replace(node.offering, cost=ModelCost(Part(0, 0), (Part(1, work),) * 2, Part(0, 0)))
         node.does(cost)
-        node.state = replace(node.state, timed=LINEAGE, step_times=(step_seconds,) * 3)
+        node.state = replace(node.state, step_times=(step_seconds,) * 3)
         node.answers("a", wire.Propose(record("a", "b")))
         return node.state.crew.step_seconds
 
@@ -493,14 +493,6 @@ def test_offer_is_sent_to_connected_peers_and_withdrawn_in_a_crew():
     node.done.clear()
     node.waits(3 * SETTINGS.offer_seconds, alive=["a"])
     assert not node.sent(wire.Offer), "once"
-
-
-def test_peer_without_this_protocol_gets_no_offer_for_a_while():
-    node = Node(copy(1))
-    node.does(wire.Answered("c", wire.Offer(MODEL, 1.0, 1.0, 0.0), None, foreign=True))
-    node.done.clear()
-    node.waits(2 * SETTINGS.offer_seconds)
-    assert {peer for peer, _ in node.sent(wire.Offer)} == {"a", "d"}
 
 
 def test_peers_beyond_the_bound_are_forgotten():
