@@ -201,7 +201,6 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
         step = target.trainer.step
         await made.running(above=step + 3)
         assert bytes.fromhex(target.crew) == crew_id
-        assert target.service.statistics().malformed == 1
         rejected = target.network.reputation.statistics(trio.current_time()).rejected
         assert "stages_malformed" in rejected
 
