@@ -8,7 +8,6 @@ size to allocate.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections import Counter
@@ -347,8 +346,6 @@ def _check_frame(frame: Frame, limits: FrameLimits) -> None:
 #     stage:   optimizer step, Done ──▶ head         Abort: gradients are dropped, weights stay
 #
 # The head begins nothing new before every stage is done. Attempts number the proposals of one crew.
-
-HASH_BYTES: Final = 32
 
 
 class Participant:
@@ -962,12 +959,14 @@ def model_cost(
 #     step         (lineage, number): steps that were committed since the base
 #     copy         a node has layers first … last − 1 of (lineage, step)
 
+HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
 LAYERS: Final = 1024
 COPIES: Final = 4 * MEMBERS
-"""In one offer, at most."""
+"""The most copies in one offer."""
 RECORD_DOMAIN: Final = b"swarmnode/crew-record/3"
-NO_CREW: Final = bytes(HASH_BYTES)
+AMOUNT: Final = 1e30
+"""The largest memory or speed that a peer may claim."""
 
 Where = Literal["memory", "disk", "neighbour"]
 """Where a copy is: in the trainer's memory, in this node's own checkpoint, or in a checkpoint that
@@ -987,14 +986,14 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lineage: bytes
     """32 bytes."""
     model: bytes
-    """32 bytes: the base weights, and what members must have alike, codecs included
-    (`trainer.crew.model.crew_terms`)."""
+    """32 bytes: the base weights, and the settings that members must have alike
+    (`trainer.crew_terms`)."""
     step: int
     """Committed steps that the crew continues from; 0 is the base."""
     members: tuple[Member, ...]
-    """The members by stage: their blocks of layers follow each other."""
+    """By stage; their blocks of layers follow each other."""
     nonce: bytes
-    """8 random bytes of the proposer: the same members may form another crew at the same step."""
+    """8 random bytes: the same members may form another crew at the same step."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1022,32 +1021,6 @@ def peers_of(record: Record) -> tuple[str, ...]:
     return tuple(member.peer for member in record.members)
 
 
-_RECORD_LENGTHS: Final = {"lineage": HASH_BYTES, "model": HASH_BYTES, "nonce": NONCE_BYTES}
-_RECORD_RANGES: Final = {"step": ANY_COUNTER, "first": (0, LAYERS - 1), "last": (1, LAYERS)}
-AMOUNT: Final = 1e30
-"""The largest memory or speed that a peer may claim."""
-
-
-def check_record(record: Record) -> None:
-    """Raises BadMessage("bounds")."""
-    check_fields(record, _RECORD_LENGTHS, _RECORD_RANGES)
-    check_between("members", len(record.members), 1, MEMBERS)
-    for member in record.members:
-        check_name("peer", member.peer, PEER_ID_BYTES)
-        check_between("layers", member.layers, 1, LAYERS)
-    if len(set(peers_of(record))) != len(record.members):
-        raise BadMessage("bounds", "a peer twice")
-
-
-def check_copies(copies: tuple[Copy, ...]) -> None:
-    """Raises BadMessage("bounds")."""
-    check_between("copies", len(copies), 0, COPIES)
-    for copy in copies:
-        check_fields(copy, _RECORD_LENGTHS, _RECORD_RANGES)
-        if copy.first >= copy.last:
-            raise BadMessage("bounds", "a copy of no layers")
-
-
 # Messages between trainer and network process:
 #
 #     trainer                                        network process
@@ -1068,39 +1041,29 @@ SOURCES: Final = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", 
 """Where a stage's weights came from; empty until it has them."""
 
 
-def socket_file(data_dir: Path) -> Path:
-    """Return the Unix socket that `service.StreamProxy` listens on."""
-    return data_dir / "run" / "stages.sock"
-
-
-# ---- trainer → network ---------------------------------------------------------------------------
-
-
 class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
     """Sent by a trainer that works in no crew: at every connection, once it has stopped after
     Released, and whenever a number changes."""
 
     model: bytes
-    """32 bytes: which weights, and what a crew that trains them must have alike
-    (`trainer.crew.model.crew_terms`)."""
+    """32 bytes, as in `Record`."""
     capacity: Capacity
     cost: ModelCost
-    """What the model's parts cost: every node can plan a crew."""
+    """Of the whole model: every node can plan a crew."""
     copies: tuple[Copy, ...] = ()
 
 
 class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
-    """At every change, and each second while there is a stage. None means not measured (yet)."""
+    """Sent at every change, and each second while there is a stage. None means not measured."""
 
     crew: bytes
-    """32 bytes."""
     stage: int
     phase: StagePhase
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Counts anything that was done: frames handled, micro-batches, steps. A trainer with work in
-    hand and a constant progress hangs."""
+    """Grows with each frame, micro-batch and step. A trainer with work in hand and a constant
+    progress hangs."""
     source: str = ""
     """One of SOURCES."""
     source_seconds: float | None = None
@@ -1111,8 +1074,7 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """Steps of this stage that are lost with its node: all of them while no neighbour has a
     checkpoint. None in a crew of one."""
     copy_age_steps: int | None = None
-    """Steps by which the whole copy that this node samples from is behind its crew; None where
-    there is none."""
+    """Steps by which the whole copy that this node samples from is behind its crew."""
     copy_bytes: int | None = None
     """Bytes received for its last refresh."""
     gate_kl: float | None = None
@@ -1125,7 +1087,7 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     load: int = 0
     """Pieces of work in hand."""
     dropped: dict[str, int] = {}
-    """Frames that were dropped, by FENCE_REASONS and FRAME_REASONS; of this trainer process."""
+    """Dropped frames by FENCE_REASONS and FRAME_REASONS; of this trainer process."""
     state_refused: dict[str, int] = {}
     """Bad messages and refused requests on state streams, by reason; in this crew."""
 
@@ -1134,27 +1096,21 @@ class StageFault(msgspec.Struct, frozen=True, tag="stages_fault"):
     """This crew cannot continue. Every trainer sends it from its own observation."""
 
     crew: bytes
-    """32 bytes."""
     stage: int | None
-    """The stage that failed; None where a deadline of the head expired and the head does not know
-    for whom."""
+    """The stage that failed. None where a deadline of the head expired and the head does not know
+    which stage missed it."""
     reason: str
 
 
-# ---- network → trainer ---------------------------------------------------------------------------
-
-
 class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
-    """A crew with this node in it: hold this stage. A later one replaces an earlier one, and its
-    streams are others."""
+    """A crew with this node in it: hold this stage. Replaces the assignment before."""
 
     crew: bytes
     """32 bytes. Frames carry the first 16."""
     lineage: bytes
-    """32 bytes."""
     stage: int
     layers: tuple[int, ...]
-    """The layers of every stage: what `stage_specs` wants."""
+    """The layers of every stage: the input of `stage_specs`."""
     members: tuple[str, ...]
     """The peer id of each stage's holder."""
     step: int
@@ -1166,7 +1122,7 @@ class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
 
 
 class Suspended(msgspec.Struct, frozen=True, tag="stages_suspended"):
-    """Pause: begin nothing. Weights, optimizer and streams stay."""
+    """Pause: start nothing. Weights, optimizer and streams stay."""
 
     reason: str
 
@@ -1176,27 +1132,9 @@ class Resumed(msgspec.Struct, frozen=True, tag="stages_resumed"):
 
 
 class Released(msgspec.Struct, frozen=True, tag="stages_released"):
-    """The crew is over. What is in memory and on disk stays, for the next one."""
+    """The crew is over. Memory and disk stay, for the next one."""
 
     reason: str
-
-
-# ---- over the Unix socket of `service.StreamProxy` -----------------------------------------------
-
-Kind = Literal["frames", "state"]
-"""What a stream is for."""
-
-
-class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer → network, the first and only message of a connection: `u32be length ‖ msgpack`. What
-    follows is the stream itself, both ways, to the trainer of `stage`; until that has opened its
-    own end, what is written waits. The network process closes the connection when the stream is
-    lost, when there is a newer crew, and when somebody opens the same again."""
-
-    crew: bytes
-    stage: int
-    """The other one's."""
-    kind: Kind
 
 
 FromTrainer = Offering | StageStatus | StageFault
@@ -1218,11 +1156,11 @@ MESSAGE_BYTES: Final = 16 * 1024
 REASON_BYTES: Final = 128
 
 Refusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
-"""`busy`: the sender is in a crew or accepted another proposal. `crew`: the sender is not in that
-crew. `model`: it trains another. `room`: the stage does not fit its memory. `newer`: the record
-would discard its steps, and it has not waited long enough. `trust`: its operator excludes a member.
-`struck`: a member has a strike, and a crew is possible without that member. `record`: the record
-does not name the receiver, or not the proposer."""
+"""`busy`: the sender is in a crew, or forms one. `crew`: it is not in that crew. `model`: it trains
+another. `room`: the stage does not fit its memory. `newer`: the record would discard its steps, and
+it has not waited long enough. `trust`: its operator excludes a member. `struck`: a member has a
+strike, and a crew is possible without that member. `record`: the record does not name the receiver,
+or not the proposer."""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1232,7 +1170,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Grows with each piece of work done."""
+    """Grows with each piece of work."""
     load: int = 0
     """Pieces of work in hand."""
 
@@ -1242,8 +1180,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
 
     model: bytes
     memory: float
-    """Bytes that a stage may take; 0 withdraws the offer: the sender is in a crew, or has no
-    trainer."""
+    """Bytes for a stage; 0 withdraws the offer: the sender is in a crew, or has no trainer."""
     speed: float
     """Work per second, see `Capacity`."""
     hop_seconds: float
@@ -1262,7 +1199,7 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accep
 
 class Refuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
     reason: Refusal
-    crew: bytes = NO_CREW
+    crew: bytes = bytes(HASH_BYTES)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
@@ -1278,7 +1215,7 @@ class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="alive"
 
 
 class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
-    """The sender holds nothing of this crew from now on."""
+    """The sender has left this crew."""
 
     crew: bytes
     reason: str = ""
@@ -1311,22 +1248,37 @@ def decode_answer(data: bytes) -> CrewAnswer:
     return message
 
 
-_MESSAGE_LENGTHS: Final = {"crew": HASH_BYTES, "model": HASH_BYTES}
+_MESSAGE_LENGTHS: Final = {
+    **dict.fromkeys(("crew", "model", "lineage"), HASH_BYTES),
+    "nonce": NONCE_BYTES,
+}
 _MESSAGE_RANGES: Final = {
     **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
     **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, AMOUNT)),
+    "first": (0, LAYERS - 1),
+    "last": (1, LAYERS),
 }
 
 
 def check_message(message: CrewMessage) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed; also
-    for our own, before they are sent."""
+    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed."""
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
         case Offer():
-            check_copies(message.copies)
+            check_between("copies", len(message.copies), 0, COPIES)
+            for copy in message.copies:
+                check_fields(copy, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
+                if copy.first >= copy.last:
+                    raise BadMessage("bounds", "a copy of no layers")
         case Propose():
-            check_record(message.record)
+            record = message.record
+            check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
+            check_between("members", len(record.members), 1, MEMBERS)
+            for member in record.members:
+                check_name("peer", member.peer, PEER_ID_BYTES)
+                check_between("layers", member.layers, 1, LAYERS)
+            if len(set(peers_of(record))) != len(record.members):
+                raise BadMessage("bounds", "a peer twice")
         case Heartbeat() | Alive():
             check_fields(message.status, {}, _MESSAGE_RANGES)
         case Leave():
@@ -1335,68 +1287,51 @@ def check_message(message: CrewMessage) -> None:
                 raise BadMessage("bounds", "reason")
 
 
-# Events and actions of crew control. Each Received gets exactly one SendAnswer. Actions run in
-# order. The service sends a Tick every `tick_seconds`; its lateness measures the lag of this
-# process.
-
-NOTES = (
-    "proposed",
-    "founded",
-    "running",
-    "paused",
-    "suspected",
-    "refuted",
-    "broken",
-    "refused",
-    "struck",
-    "behind",
-)
-"""`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal came to nothing.
-`struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
+# Settings, events and actions of crew control (`crew.py`). Each Received gets exactly one
+# SendAnswer. Actions run in order.
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Seconds, unless it says otherwise."""
+    """Seconds, where the name has no other unit."""
 
     stages: int = 0
-    """The number of stages of a crew that begins with the base; 0 is as many as is fastest."""
+    """The number of stages of a crew that starts from the base; 0 is as many as is fastest."""
     lost_seconds: float = 120.0
-    """A node that has taken steps begins from the base after so long without a crew."""
+    """A node that has taken steps starts from the base after this time without a crew."""
     tick_seconds: float = 0.5
     heartbeat_seconds: float = 1.0
     offer_seconds: float = 10.0
-    """Between two offers to the same peer where nothing has changed; an offer expires after three
-    times as long."""
+    """Between two equal offers to a peer; an offer expires after three times this."""
     gather_seconds: float = 3.0
-    """A crew that begins with the base is proposed when no new offer came for so long, or after
-    three times that."""
+    """A crew that starts from the base is proposed this time after the last new offer, at most
+    three times this after it became possible."""
     turn_seconds: float = 3.0
-    """The candidate of rank r proposes after r times this."""
+    """The member of rank r proposes after r times this."""
     exact_seconds: float = 12.0
-    """A crew that discards steps is formed after so long: their holder may be restarting."""
+    """A crew that discards steps is proposed after this time: their holder may be restarting."""
     join_seconds: float = 6.0
-    """All members of a crew that forms have sent a heartbeat by then."""
+    """Deadline for the first heartbeat of every member of a crew that forms."""
     suspect_seconds: float = 6.0
-    """The crew pauses when a member was silent for so long."""
+    """Silence of a member that pauses the crew."""
     gone_seconds: float = 13.0
-    """The crew ends when a member was silent for so long."""
+    """Silence of a member that ends the crew."""
     prepare_seconds: float = 300.0
-    """A stage that is being restored, and shows no progress, has failed after so long."""
+    """Deadline for progress of a stage that is being restored."""
     restore_bytes_per_second: float = 1e6
-    """A stage may take prepare_seconds and its memory by this rate in all."""
+    """The deadline of the whole restoration is prepare_seconds and its memory at this rate."""
     step_seconds: float = 120.0
     """The least deadline of a step."""
     strike_seconds: float = 10.0
-    """A peer with n strikes is left out of plans for this times 2^n, at most an hour."""
+    """Plans exclude a peer with n strikes for this times 2^n, at most an hour."""
     most_peers: int = 64
     """Peers whose offers are stored."""
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
+    """Sent every `tick_seconds`; its lateness measures the lag of this process."""
 
     heard: Mapping[str, float] = {}
-    """Member → when bytes of whatever kind last came from it."""
+    """Member → when bytes of any kind last came from it."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -1423,8 +1358,7 @@ class Garbage(msgspec.Struct, frozen=True):
 
 
 class StreamLost(msgspec.Struct, frozen=True):
-    """A stage stream to `peer` in this crew broke or was reset. Not for those that the end of the
-    crew or a newer one ended."""
+    """A stage stream to `peer` in this crew broke or was reset, but not by us."""
 
     peer: str
     crew: bytes
@@ -1443,28 +1377,18 @@ class PeerBack(msgspec.Struct, frozen=True):
 
 
 class TrainerLeft(msgspec.Struct, frozen=True):
-    """The trainer's connection ended, or its process did."""
+    """The trainer's connection ended."""
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This node stops politely: it holds nothing more and offers nothing more."""
+    """This node stops in order: it holds and offers nothing more."""
 
     reason: str
 
 
-Event = (
-    Tick
-    | Received
-    | Answered
-    | Garbage
-    | StreamLost
-    | PeerGone
-    | PeerBack
-    | FromTrainer
-    | TrainerLeft
-    | Drain
-)
-"""A message of our trainer is an event as it is."""
+TrainerEvent = FromTrainer | TrainerLeft
+PeerEvent = Received | Answered | Garbage | StreamLost | PeerGone | PeerBack
+Event = Tick | PeerEvent | TrainerEvent | Drain
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
@@ -1487,25 +1411,52 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+NOTES = (
+    "proposed",
+    "founded",
+    "running",
+    "paused",
+    "suspected",
+    "refuted",
+    "broken",
+    "refused",
+    "struck",
+    "behind",
+)
+"""`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal failed.
+`struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
+
 Action = SendAnswer | Send | ToTrainer | Note
-"""A message to our trainer is an action as it is. From an Assigned on (its `socket` is empty, the
-owner of the socket fills it in) stage streams of this crew and of no other are accepted; after a
-Released, none."""
+"""Stage streams belong to the crew of the last Assigned (its `socket` is empty, the service fills
+it in); after Released there are none."""
 
 
 # The first messages of a stage stream, each `u32be length ‖ canonical msgpack`. The rest of the
 # stream belongs to the trainers.
 
 OPEN_BYTES: Final = 512
-"""Open, StreamOpen, StreamReady: encoded, at most."""
+"""The most bytes of an encoded Open, StreamOpen or StreamReady."""
 REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
 """Why an incoming stream is reset."""
+Kind = Literal["frames", "state"]
+"""What a stream is for."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
+class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Trainer → network on the Unix socket, the only message of a connection. The stream to the
+    trainer of `stage` follows, both ways. The network process closes the connection when the stream
+    is lost, when the crew ends, and when the trainer opens the same again."""
+
+    crew: bytes
+    stage: int
+    """The other stage."""
+    kind: Kind
+
+
 class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dialler → acceptor, the first message of a stream: u32be length ‖ canonical msgpack."""
+    """Dialler → acceptor, the first message of a stream."""
 
     crew: bytes
     from_stage: int
@@ -1514,12 +1465,12 @@ class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Acceptor → dialler: the trainer is there. What follows, both ways, is theirs."""
+    """Acceptor → dialler: its trainer is there."""
 
     crew: bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StreamPeers:
     """A crew as far as streams are concerned, seen from one of its stages."""
 
@@ -1530,8 +1481,13 @@ class StreamPeers:
     """Peer id by stage."""
 
 
+def socket_file(data_dir: Path) -> Path:
+    """Return the Unix socket that `service.StreamProxy` listens on."""
+    return data_dir / "run" / "stages.sock"
+
+
 def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
-    """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
+    """Return why a stream that `peer` opened is refused, of REFUSALS; empty if it is taken."""
     if peers is None or opened.crew != peers.crew:
         return "crew"
     if opened.to_stage != peers.stage or not 0 <= opened.from_stage < peers.stage:
@@ -1540,35 +1496,31 @@ def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
 
 
 async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
-    """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
+    """Return the first message on a stream; what follows it stays there. Raises BadMessage,
+    PeerError."""
     data = b""
-    while (end := _end(data)) is None or len(data) < end:
+    end = 4
+    while len(data) < end or end == 4:
         more = await stream.receive()
         if not more:
             raise PeerError("the stream ended before its first message")
         data += more
+        if end == 4 and len(data) >= 4:
+            length = int.from_bytes(data[:4], "big")
+            if not 0 < length <= OPEN_BYTES:
+                raise BadMessage("oversize", f"a first message of {length} bytes")
+            end = 4 + length
     stream.unread(data[end:])
     message: StructT = strict.decode(data[4:end], kind)
     return message
 
 
 async def read_open(unix: trio.SocketStream) -> Open | None:
-    """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
+    """Return None when the trainer sent nothing. Raises BadMessage, and what the socket raises."""
     opened: Open | None = await headed.read_header(
         unix, lambda data: strict.decode(data, Open), OPEN_BYTES
     )
     return opened
-
-
-def _end(data: bytes) -> int | None:
-    """Where the message at the start of `data` ends; None where its length is not there yet. Raises
-    BadMessage("oversize")."""
-    if len(data) < 4:
-        return None
-    length = int.from_bytes(data[:4], "big")
-    if not 0 < length <= OPEN_BYTES:
-        raise BadMessage("oversize", f"a first message of {length} bytes")
-    return 4 + length
 
 
 # State messages between trainers:
