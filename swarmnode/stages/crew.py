@@ -900,31 +900,33 @@ def _continue(
     sizes = [last - first for first, last in blocks]
     needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
     exact: dict[Block, set[str]] = {block: set() for block in blocks}
-    in_memory, older = set[tuple[str, Block]](), Counter[tuple[str, Block]]()
+    held = Counter[tuple[str, Block]]()  # the newest copy up to `step`; memory before disk
     for peer, copy in copies:
-        block = copy.layers
-        if block in needs and is_exact(copy, step) and able[peer].memory >= needs[block]:
-            exact[block].add(peer)
-            if copy.where == "memory":
-                in_memory.add((peer, block))
+        if copy.layers in exact and is_exact(copy, step):
+            exact[copy.layers].add(peer)
         if copy.step <= step:
-            older[peer, block] = max(copy.step, older[peer, block])
-
-    def worth(peer: str) -> tuple[float, float, str]:
-        offer = able[peer]
-        return rough(distances.get(peer, 0.0)), -offer.memory * offer.speed, peer
-
+            age = 2 * copy.step + (copy.where == "memory")
+            held[peer, copy.layers] = max(age, held[peer, copy.layers])
     chosen: dict[Block, str] = {}
+
+    def pick(block: Block, peers: Collection[str]) -> str | None:
+        free = set(peers).difference(chosen.values())
+        near = {peer: rough(distances.get(peer, 0.0)) for peer in free}
+        size = {peer: able[peer].memory * able[peer].speed for peer in free}
+        return min(
+            (peer for peer in free if able[peer].memory >= needs[block]),
+            key=lambda peer: (-held[peer, block], near[peer], -size[peer], peer),
+            default=None,
+        )
+
     for block in sorted(blocks, key=lambda block: (len(exact[block]), block)):
-        if free := exact[block].difference(chosen.values()):
-            memory = in_memory
-            chosen[block] = min(free, key=lambda p: (p != me, (p, block) not in memory, worth(p)))
+        if (holder := pick(block, exact[block])) is not None:
+            chosen[block] = holder
     lost = tuple(block for block in blocks if block not in chosen)
     for block in sorted(lost, key=lambda block: -needs[block]):
-        spares = [p for p in able if p not in chosen.values() and able[p].memory >= needs[block]]
-        if not spares:
+        if (spare := pick(block, able)) is None:
             return None
-        chosen[block] = min(spares, key=lambda p: (-older[p, block], worth(p)))
+        chosen[block] = spare
     if len(blocks) > MEMBERS or 2 * len(lost) > len(blocks):
         return None  # a mixture of mostly base weights is worse than the base
     if len(blocks) == 1 and chosen[blocks[0]] != me:
@@ -957,35 +959,31 @@ def _begin(
     stages: int,
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
-    """Plan a crew that starts from the base, of the nearest nodes or of the largest."""
+    """Plan a crew that starts from the base, with this node in it: of the nearest nodes, or of the
+    largest where those cannot hold the model."""
     near = {peer: 0.0 if peer == me else rough(distances.get(peer, 0.0)) for peer in able}
     size = {peer: able[peer].memory * able[peer].speed for peer in able}
-    # this node's own plan has this node in it
-    orders = (
+    for peers in (
         sorted(able, key=lambda peer: (peer != me, near[peer], -size[peer], peer))[:MEMBERS],
         sorted(able, key=lambda peer: (peer != me, -able[peer].memory, peer))[:MEMBERS],
-    )
-    best: tuple[float, tuple[Member, ...]] | None = None
-    for peers in orders:
-        speeds, hops = [[able[p].speed for p in peers], [able[p].hop_seconds for p in peers]]
+    ):
+        speeds, hops = [able[p].speed for p in peers], [able[p].hop_seconds for p in peers]
         slow = SLOW_LINE * max(USUAL_SECONDS, median(hops))
         capacities = tuple(
             Capacity(
-                able[peer].memory,
-                similar(speed, speeds),
-                min(hop, MOST_SECONDS) if hop > slow else 0,
+                able[peer].memory, similar(speed, speeds), min(hop, MOST_SECONDS) * (hop > slow)
             )
             for peer, speed, hop in zip(peers, speeds, hops, strict=True)
         )
         # other nodes' distances are not known; from each other they count as from us
         apart = tuple(tuple(max(near[a], near[b]) * (a != b) for b in peers) for a in peers)
         plan = make_plan(cost, capacities, apart, stages)
-        if plan is not None and (best is None or plan.seconds < best[0]):
+        if plan is not None:
             held = zip(plan.members, plan.layers, strict=True)
-            best = plan.seconds, tuple(Member(peers[index], count) for index, count in held)
-    if best is None:
-        return None
-    return CrewPlan(Record(bytes(HASH_BYTES), able[me].model, 0, best[1], bytes(NONCE_BYTES)))
+            members = tuple(Member(peers[index], count) for index, count in held)
+            record = Record(bytes(HASH_BYTES), able[me].model, 0, members, bytes(NONCE_BYTES))
+            return CrewPlan(record)
+    return None
 
 
 def rough(seconds: float) -> float:
