@@ -218,7 +218,6 @@ class _Transition:
         self.actions: list[wire.Action] = []
 
     def handle(self, event: wire.Event) -> None:
-        crew = self.state.crew
         if math.isinf(self.state.free_since):
             self._set(free_since=self.now, new_offer_at=self.now)
         match event:
@@ -228,11 +227,10 @@ class _Transition:
                 self.actions.append(wire.SendAnswer(self._answer(event.peer, event.message)))
             case wire.Answered():
                 self._take_answer(event)
-            case wire.Offering():
-                if crew is None or not crew.founded:  # else sent before it was in this crew
-                    self._set(offering=event)
-                    self._send_offers()
-                    self._consider()
+            case wire.Offering() if self.state.phase in (Phase.FREE, Phase.FORMING):
+                self._set(offering=event)  # in a founded crew it was sent before
+                self._send_offers()
+                self._consider()
             case wire.StageStatus():
                 self._take_own_status(event)
             case wire.StageFault():
@@ -245,22 +243,19 @@ class _Transition:
                 self._set(draining=True)
                 self._end(event.reason)
                 self._send_offers()
-            case wire.Garbage():
-                if crew is not None and event.peer in crew.members:
-                    self._fail(event.peer, "sent garbage")
-            case wire.StreamLost():
-                if crew is not None and event.crew == crew.id and event.peer in crew.members:
-                    self._end("lost a stream to it", event.peer)
+            case wire.Garbage() if self._is_member(event.peer):
+                self._fail(event.peer, "sent garbage")
+            case wire.StreamLost() if self._is_member(event.peer, event.crew):
+                self._end("lost a stream to it", event.peer)
             case wire.PeerGone():
                 if event.peer in self.state.peers:
                     self._set_peer(event.peer, connected=False, offer=None)
-                if crew is not None and event.peer in crew.members:
+                if self._is_member(event.peer):
                     self._end("lost its connection", event.peer)
-            case wire.PeerBack():
-                if self._has_room(event.peer):
-                    self._set_peer(event.peer, connected=True)
-                    if self._offers_itself:
-                        self._send(event.peer, self._own_offer())
+            case wire.PeerBack() if self._has_room(event.peer):
+                self._set_peer(event.peer, connected=True)
+                if self._offers_itself:
+                    self._send(event.peer, self._own_offer())
 
     def _set(self, **changes: Any) -> None:  # noqa: ANN401
         self.state = replace(self.state, **changes)
@@ -278,6 +273,11 @@ class _Transition:
 
     def _peer(self, peer: str) -> Peer:
         return self.state.peers.get(peer, Peer())
+
+    def _is_member(self, peer: str, crew: bytes | None = None) -> bool:
+        """Return True if `peer` is another member of our crew, and `crew` is the crew's id."""
+        ours = self.state.crew
+        return ours is not None and peer in ours.members and crew in (None, ours.id)
 
     def _has_room(self, peer: str) -> bool:
         """Return True if `peer` is known, or may be: beyond `most_peers` a peer that is neither
@@ -517,9 +517,8 @@ class _Transition:
                 return wire.Alive(message.crew, (self.state.crew or crew).own)
             case wire.Propose():
                 return self._accept(peer, message.record)
-            case wire.Leave():
-                if crew is not None and message.crew == crew.id and peer in crew.members:
-                    self._end(f"left: {message.reason}", peer)
+            case wire.Leave() if self._is_member(peer, message.crew):
+                self._end(f"left: {message.reason}", peer)
             case Offer():
                 self._take_offer(peer, message)
         return wire.Noted()
@@ -601,13 +600,13 @@ class _Transition:
         crew = self.state.crew
         if crew is None or fault.crew != crew.id:
             return
-        peers = dict(enumerate(peers_of(crew.record)))
+        others = {n: p for n, p in enumerate(peers_of(crew.record)) if n != crew.stage}
         if fault.stage is None and crew.stage == 0:
             self._miss_step(crew, fault.reason)
-        elif fault.stage is None or fault.stage == crew.stage or fault.stage not in peers:
-            self._end(fault.reason)
+        elif fault.stage in others:
+            self._fail(others[fault.stage], fault.reason)
         else:
-            self._fail(peers[fault.stage], fault.reason)
+            self._end(fault.reason)
 
     # ---- time ------------------------------------------------------------------------------------
 
