@@ -855,22 +855,20 @@ def is_device_error(error: BaseException) -> bool:
     )
 
 
-# What the parts of a model cost and what a member can do: the input of the plan in `crew.py`.
+# Cost of a model's parts and capacity of members: the input of the plan in `crew.py`.
 
 MEMBERS: Final = 8
-"""Members of one crew, at most."""
+"""The most members of one crew."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one layer, the embedding or the head costs its holder."""
+    """Cost of one layer, the embedding or the head for its holder."""
 
     memory: float
-    """Bytes: weights, gradients, optimizer, the cache of its share of the waves in flight, and what
-    a micro-batch leaves in it."""
+    """Bytes: weights, gradients, optimizer, activations, and the cache of the waves in flight."""
     work: float
-    """What a micro-batch takes, forward and backward; in units of which a member does `speed` per
-    second."""
+    """Of a micro-batch, forward and backward, in the unit of `Capacity.speed`."""
 
 
 @dataclass(frozen=True)
@@ -880,29 +878,26 @@ class ModelCost:
     head: Part
     """Norm and head; with tied embeddings it holds the embedding a second time."""
     batch_bytes: float = 0.0
-    """What a stage sends of a micro-batch: activations to the next stage, gradients to the stage
-    before."""
+    """Bytes that a stage sends of a micro-batch: activations and gradients."""
     stage: float = 0.0
-    """Bytes that any stage needs besides, however many layers it holds: while one of them is
-    computed."""
+    """Further bytes that any stage needs, for the layer that is being computed."""
     batches: float = 1.0
     """Micro-batches of a step."""
     crossings: float = 0.0
-    """How often, for each micro-batch of a step, all stages wait for the way through all of them
-    and back: once for each token that is sampled, and while the pipeline fills and drains."""
+    """Times per micro-batch that all stages wait for the way through all of them and back: once for
+    each sampled token, and while the pipeline fills and drains."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a member can do."""
+    """Memory and speed of a member."""
 
     memory: float
-    """Bytes it can give."""
+    """Bytes."""
     speed: float
     """Work per second, > 0."""
     hop_seconds: float = 0.0
-    """What it takes to send one micro-batch's activations on, where work does not hide it; measured
-    by the network process."""
+    """Time to send one micro-batch's activations, measured by the network process."""
 
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
