@@ -631,8 +631,7 @@ class _Transition:
         if self.now - crew.since < (self.settings.join_seconds + grace) * self.state.lag:
             return
         missing = [p for p, member in crew.members.items() if member.joined_at is None]
-        # a proposer that is alive has left by now, or has not proposed the crew to all
-        for peer in dict.fromkeys([*missing, *([crew.proposer] if grace else [])]):
+        for peer in missing:
             self._strike(peer, "did not join the crew")
         self._end("did not join the crew", missing[0])
 
@@ -935,11 +934,12 @@ def _continue(
 
 
 def _cut(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> list[Block]:
-    """Cut the model as it was cut: at each layer follows the block that most peers hold exactly.
-    Layers of which nobody has a copy are cut into blocks of at most the largest known size."""
-    held = {(peer, copy.layers) for peer, copy in copies}
-    known = Counter(block for _, block in held)
-    exact = Counter(copy.layers for _, copy in copies if is_exact(copy, step))
+    """Cut the model as it was cut: of the blocks that start at a layer, take the one that most
+    peers hold exactly. Layers of which nobody has a copy are cut into blocks of at most the
+    largest known size."""
+    exact_holders = {(peer, copy.layers) for peer, copy in copies if is_exact(copy, step)}
+    exact = Counter(block for _, block in exact_holders)
+    known = Counter(block for _, block in {(peer, copy.layers) for peer, copy in copies})
     largest = max((last - first for first, last in known), default=layers)
     blocks, start = list[Block](), 0
     while start < layers:
