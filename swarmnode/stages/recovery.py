@@ -19,7 +19,15 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -624,18 +632,23 @@ async def _load(
     if source.name in ("checkpoint", "neighbour"):
         if source.holder is None:
             return await peer.channel.compute(stage.read_checkpoint)
-        state = await peer.fetch.checkpoint(source.holder)
+        state = await peer.fetch.state(source.holder, "checkpoint", spec.index)
         return Candidate(state, LrScale() if state.counts else fresh)
     if source.name == "base":
         assert base is not None
         return Candidate(StageState(0, await peer.channel.compute(base)), fresh)
-    before = None if spec.has_embedding else await peer.fetch.layers(spec.index - 1)
-    after = None if spec.has_head else await peer.fetch.layers(spec.index + 1)
+
+    async def neighbour(stage: int) -> Neighbour:
+        layers = await peer.fetch.state(stage, "layers", stage)
+        return Neighbour(layers.weights, layers.squared_norm)
+
+    before = None if spec.has_embedding else await neighbour(spec.index - 1)
+    after = None if spec.has_head else await neighbour(spec.index + 1)
     method: Method = "checkfree"
     ends = None
     if before is None or after is None:
         _, holder = max((held.ends, near) for near, held in holds.items() if held.ends is not None)
-        method, ends = "copy", await peer.fetch.ends(holder)
+        method, ends = "copy", (await peer.fetch.state(holder, "ends", spec.index)).weights
     run = Run(swapped=settings.mode == "checkfree+")
     made = await peer.channel.compute(
         lambda: synthesise(method, spec, before, after, run, ends=ends)
@@ -647,10 +660,10 @@ async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]
     """Return the candidate with the other end's embedding and its moments: a tied embedding is one
     tensor with one optimizer. If both ends are lost, it is that of stage 0."""
     stage, spec = peer.stage, peer.stage.spec
-    other = holds.get(spec.stages - 1 if spec.has_embedding else 0)
-    if spec.has_embedding and (other is None or other.phase != "ready"):
+    other = spec.stages - 1 if spec.has_embedding else 0
+    if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
         return candidate
-    theirs, state = await peer.fetch.tied(), candidate.state
+    theirs, state = await peer.fetch.state(other, "tied", other), candidate.state
     (name,) = theirs.weights
     merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
     state = replace(
@@ -668,7 +681,7 @@ async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]
 async def _newest_probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
     """Return the probes of the newest committed step that a member has, the tail first."""
     own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
-    found = {own: list(peer.stage.recorder.probes)}
+    found = {own: peer.stage.recorder.probes}
     for holder, there in holds.items():
         if there.probes is not None:
             with contextlib.suppress(PeerError):
@@ -702,7 +715,6 @@ def base_adapter(runtime: StageRuntime) -> BaseWeights:
 # batches count: later learning would look like damage. A damaged policy earns equal rewards
 # everywhere, so training cannot repair it.
 
-PROBES_AT_ONCE: Final = 2
 LEAST_PROBES, PROBE_ROWS = 2, 2048
 """Probes, and rows of them, that are enough: r of a restored stage has a spread of hundredths, so
 its mean square is known to a tenth. More would take minutes of a home's line at 7 B."""
@@ -742,28 +754,13 @@ async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
         PeerError: A stage is gone, or is not restored in time.
         RuntimeError: As `is_device_error` knows.
     """
-    shifts: list[np.ndarray] = []
-    errors: list[Exception] = []
-    limiter = trio.CapacityLimiter(PROBES_AT_ONCE)
-
-    async def one(probe: Probe) -> None:
-        async with limiter:
-            if errors:
-                return
-            try:
-                shifts.append(await _shift(peer, probe))
-            except (PeerError, ValueError, RuntimeError, MemoryError) as error:
-                if not isinstance(error, PeerError | ValueError) and not is_device_error(error):
-                    raise
-                errors.append(error)
-
-    async with trio.open_nursery() as nursery:
-        for probe in enough(probes):
-            nursery.start_soon(one, probe)
-    for error in errors:
-        if not isinstance(error, Incompatible | ValueError):
-            raise error
-    return verdict_of(np.concatenate(shifts)) if not errors else Verdict(math.inf, math.inf, 0)
+    shifts = []
+    for probe in enough(probes):
+        try:
+            shifts.append(await _shift(peer, probe))
+        except (Incompatible, ValueError):  # a number is not finite
+            return Verdict(math.inf, math.inf, 0)
+    return verdict_of(np.concatenate(shifts))
 
 
 def enough(probes: Sequence[Probe]) -> list[Probe]:
@@ -973,6 +970,7 @@ def check(method: Method, spec: StageSpec, run: Run) -> None:
 #
 #     exact    weights ‖ first moments ‖ second moments ‖ counts, float32: 12 bytes/parameter
 #     small    weights, bfloat16: 2 bytes/parameter, relative error 2⁻⁹; a new optimizer
+#     plain    weights, float32: parts of a stage that travel for CheckFree
 #
 # Under LoRA that is the adapter, otherwise every tensor of the stage.
 
@@ -1083,7 +1081,7 @@ def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
     body = bytearray(state_bytes(layout, form))
     if not body:
         return body
-    flat = torch.frombuffer(body, dtype=torch.float32 if form == "exact" else torch.bfloat16)
+    flat = as_tensor(body).view(torch.bfloat16 if form == "small" else torch.float32)
     at = 0
     for tensors in (state.weights, state.first, state.second)[: 3 if form == "exact" else 1]:
         for spec in layout:
@@ -1103,7 +1101,7 @@ def check_state(body: torch.Tensor, layout: Layout, form: Form) -> None:
     """
     if len(body) != state_bytes(layout, form):
         raise BadMessage("size", f"{len(body)} bytes of a state of {state_bytes(layout, form)}")
-    values = body.view(torch.float32 if form == "exact" else torch.bfloat16)
+    values = body.view(torch.bfloat16 if form == "small" else torch.float32)
     weights = elements(layout)
     for start in range(0, len(values), BLOCK_VALUES):
         block = values[start : start + BLOCK_VALUES]
@@ -1118,10 +1116,10 @@ def decode_state(
 ) -> StageState:
     """Return the state that `body` (bytes,) encodes. Raises BadMessage as `check_state` does."""
     check_state(body, layout, form)
-    if form == "small":
-        weights = _by_name(body.view(torch.bfloat16).float(), layout)
-        return StageState(step, weights, squared_norm=squared_norm)
-    flat, size = body.view(torch.float32), elements(layout)
+    flat = body.view(torch.bfloat16).float() if form == "small" else body.view(torch.float32)
+    size = elements(layout)
+    if form != "exact":
+        return StageState(step, _by_name(flat, layout), squared_norm=squared_norm)
     weights, first, second = (_by_name(flat[i * size : (i + 1) * size], layout) for i in range(3))
     counts = {
         spec.name: steps
@@ -1552,45 +1550,11 @@ def work_of(item: Probe | Edge, limits: FrameLimits) -> MicroBatch:
     return read_micro_batch(item.about, item.rows, limits, "learn")
 
 
-# Bodies of state streams: which tensors, in which order.
+# The local stage, as the exchange below reads and fills it.
 
-
-def layers_layout(layout: Layout) -> Layout:
-    """Return what CheckFree takes from a neighbour."""
-    return tuple(spec for spec in layout if ".layers." in spec.name)
-
-
-def ends_layout(spec: StageSpec, layout: Layout) -> Layout:
-    """Return the embedding, or norm and head."""
-    names = set(end_names(spec))
-    return tuple(tensor for tensor in layout if tensor.name in names)
-
-
-def tied_layout(spec: StageSpec, layout: Layout) -> Layout:
-    """Return the tied embedding under this end's name; empty where it is not trained."""
-    name = "model.embed_tokens.weight" if spec.has_embedding else "lm_head.weight"
-    return tuple(tensor for tensor in layout if tensor.name == name)
-
-
-@torch.no_grad()
-def pack_floats(tensors: Tensors, layout: Layout) -> bytearray:
-    body, at = bytearray(4 * elements(layout)), 0
-    flat = torch.frombuffer(body, dtype=torch.float32)
-    for spec in layout:
-        flat[at : at + spec.elements].copy_(tensors[spec.name].reshape(-1))
-        at += spec.elements
-    return body
-
-
-def read_floats(body: bytearray, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return float32 tensors of a body whose length was checked. Raises BadMessage: not_finite."""
-    flat = torch.frombuffer(body, dtype=torch.float32)
-    if not bool(torch.isfinite(flat).all()):
-        raise BadMessage("not_finite", "weights")
-    return _by_name(flat, layout)
-
-
-# The local stage as its state streams see it.
+Part = Literal["checkpoint", "layers", "ends", "tied"]
+"""Bodies that are states of a stage or of a part of it: all that is trained; the layers alone; the
+embedding, or norm and head; the tied embedding with its moments."""
 
 
 @dataclass
@@ -1636,10 +1600,6 @@ class LocalStage:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     _encoding: trio.Lock = field(default_factory=trio.Lock)
 
-    @property
-    def layout(self) -> Layout:
-        return self.layouts[self.spec.index]
-
     def stored(self, stage: int) -> CheckpointAbout | None:
         """Return the metadata of the checkpoint of `stage` on this disk."""
         return None if self.store is None else self.store.about(stage)
@@ -1648,8 +1608,8 @@ class LocalStage:
         """Read the checkpoint of the own stage. Raises StateError, BadMessage."""
         assert self.store is not None
         found = self.store.read(self.spec.index)
-        about = found.about
-        state = decode_state(found.body, self.layout, about.form, about.step, about.squared_norm)
+        about, layout = found.about, self.layouts[self.spec.index]
+        state = decode_state(found.body, layout, about.form, about.step, about.squared_norm)
         if not about.own:
             warmup = 0 if state.counts else self.settings.warmup_steps
             return Candidate(state, LrScale(warmup=warmup))
@@ -1662,20 +1622,41 @@ class LocalStage:
             raise StateError("the state of averaging in our checkpoint is not finite")
         return Candidate(state, about.lr_scale, outer, found.more.get("rng"))
 
-    def end(self, stage: int) -> StageSpec:
+    def spec_of(self, stage: int) -> StageSpec:
         """Return a spec that says which end `stage` is; its layers do not matter."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
+    def shape(self, what: Part, of: int) -> tuple[Layout, Form]:
+        """Return the tensors and the form of a body about stage `of`. A tied embedding has this
+        end's name, whichever end sent it."""
+        layout = self.layouts[of]
+        if what == "checkpoint":
+            return layout, form_of(layout, self.settings)
+        if what == "layers":
+            return tuple(spec for spec in layout if ".layers." in spec.name), "plain"
+        if what == "ends":
+            names = end_names(self.spec_of(of))
+            return tuple(spec for spec in layout if spec.name in names), "plain"
+        name = "model.embed_tokens.weight" if self.spec.has_embedding else "lm_head.weight"
+        return tuple(s for s in self.layouts[self.spec.index] if s.name == name), "exact"
+
     def size(self, of: int, have: Have) -> int:
-        """Return the length of a body that members keep of stage `of`. Raises BadMessage."""
-        if have.what == "checkpoint":
-            layout = self.layouts[of]
-            return state_bytes(layout, form_of(layout, self.settings))
-        if have.what == "ends":
-            return 4 * elements(ends_layout(self.end(of), self.layouts[of]))
-        each = ABOUT_ITEM_BYTES * (self.limits.tokens + 16) + 4 * self.limits.tokens + 256
-        most = self.settings.probes * each + 16
-        if have.size > most:
+        """Return the length that a body about stage `of` must have. Raises BadMessage."""
+        least = 0
+        match have.what:
+            case "probes":
+                tokens = self.limits.tokens
+                each = ABOUT_ITEM_BYTES * (tokens + 16) + 4 * tokens + 256
+                most = self.settings.probes * each + 16
+            case "copy":
+                layout = copied(self.spec_of(of), self.layouts[of])
+                most = copy_bytes(layout, adapter=self.base is None)
+                least = most if self.base is None else 0
+            case "output":
+                raise BadMessage("schema", "an output that is part of a stage")
+            case what:
+                return state_bytes(*self.shape(what, of))
+        if not least <= have.size <= most:
             raise BadMessage("size", f"{have.size} bytes of {have.what}, at most {most}")
         return have.size
 
@@ -1698,7 +1679,8 @@ class LocalStage:
         """
         if self.worker is None:
             raise StateError("nothing is trained here yet")
-        layout, participant = copied(self.spec, self.layout), self.worker.participant
+        layout = copied(self.spec, self.layouts[self.spec.index])
+        participant = self.worker.participant
         async with self._encoding:
             async with self.worker.optimizer.moving:  # never in the middle of a step
                 step = participant.step
@@ -1713,11 +1695,12 @@ class LocalStage:
             return self.recorder.copy
 
 
-# Requests and bodies over state streams: one duplex stream to each other member.
+# The exchange between trainers: one duplex stream to each other member, with a reader and a writer.
 #
-# Chunks of several bodies take turns on a stream; background bodies pause after each chunk. A
-# request fails when nothing arrives for `seconds`. Refused input is counted; after MISBEHAVED
-# refusals the stream closes. A stream that is lost ends the crew, so nothing is dialled again.
+# `StatePeer` is one member. `Fetcher` asks, `Server` answers, `Sharing` follows what other members
+# announce, and `Channel` has the streams. Answers go to the coroutine that asked. Messages and
+# chunks of several bodies take turns. A request fails when nothing arrives for `seconds`. Refused
+# input is counted; after MISBEHAVED refusals the stream closes, and a closed stream ends the crew.
 
 SERVED_AT_ONCE: Final = 5
 """Requests of one peer."""
@@ -1725,377 +1708,59 @@ SERVED_PER_STEP: Final = 64
 """Bodies of one kind for one peer between two steps. A stage that is restored asks for a few."""
 MISBEHAVED: Final = 16
 BACKGROUND_PAUSE: Final = (7.0, 30.0)
-"""After a chunk for later, nothing of that body is sent for this multiple of what the chunk took,
-and at most so many seconds: two neighbours together take a quarter of a line."""
-SIZE_LIMITS = Callable[[Have], int]
-"""Returns the length that a body must have. Raises BadMessage for another body."""
+"""After a chunk of a checkpoint to keep, the sender pauses for this multiple of the time that the
+chunk took, at most so many seconds: two neighbours together take a quarter of a line."""
+WRITE_BYTES: Final = 2 * CHUNK_BYTES
+"""Bytes that a stream must take within `seconds`."""
+NO_FAULT: Final = ("closed", "truncated", "does not read", "the crew is over")
+"""Ends of a stream for which nobody gets a strike."""
+
+Incoming = tuple[wire.AnyStateMessage, bytes]
+Handler = Callable[[int, wire.AnyStateMessage, bytes], None]
 
 
-class StageLoading(PeerError):
-    """Raised when the stage that was asked is still being restored."""
-
-
-@dataclass(eq=False)
-class Call:
-    """A request that waits for its answer."""
-
-    what: wire.What | None
-    """Kind of body; None where none was asked for."""
-    size: SIZE_LIMITS
-    arrival: Arrival
-    seconds: float
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    done: trio.Event = field(default_factory=trio.Event)
-    have: Have | None = None
-    answer: Holds | Have | Exception | None = None
-
-    def extend(self) -> None:
-        self.scope.deadline = trio.current_time() + self.seconds
-
-    def finish(self, answer: Holds | Have | Exception) -> None:
-        if not self.done.is_set():
-            self.answer = answer
-            self.done.set()
-
-
-class Channel:
-    """The state streams of one member in one crew. `run` it in a nursery.
-
-    Args:
-        step: Returns the committed steps.
-    """
+class StatePeer:
+    """This member's end of the state streams in one crew."""
 
     def __init__(
         self,
+        stage: LocalStage,
         fence: Fence,
         streams: Mapping[int, trio.abc.Stream],
-        limits: FrameLimits,
-        seconds: float,
-        compute: Compute,
-        step: Callable[[], int],
+        compute: Compute = in_thread,
     ) -> None:
-        self.compute = compute
-        self.streams = dict(streams)
-        self.gone: dict[int, str] = {}
-        """Stage → why its stream ended."""
-        self.refused: Counter[str] = Counter()
-        """By `wire.STATE_REFUSALS`."""
-        self.fault: tuple[int, str] | None = None
-        """Stage that sent garbage, and the reason."""
-        self.progress = 0
-        """Grows with each part of a body that arrives."""
-        self._fence = fence
-        self._limits = limits
-        self._seconds = seconds
-        self._step = step
-        self._turns = {stage: trio.Lock() for stage in streams}
-        self._readers = {stage: trio.CancelScope() for stage in streams}
-        self._calls: dict[tuple[int, int], Call] = {}
-        self._last_request = 0
-        self._serving: Counter[int] = Counter()
-        self._bad: Counter[int] = Counter()
-        self._nursery: trio.Nursery | None = None
-
-    @property
-    def step(self) -> int:
-        return self._step()
-
-    @property
-    def place(self) -> Place:
-        place = self._fence.place
-        return Place(place.crew, place.stage, self.step)
-
-    async def run(
-        self,
-        server: Server,
-        sharing: Sharing,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                for stage in self.streams:
-                    nursery.start_soon(self._read, stage, server, sharing)
-                task_status.started()
-                await trio.sleep_forever()  # answers come and go
-        finally:
-            self._nursery = None
-
-    def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Start `work` in the background. Return False if `run` is over or has not begun."""
-        if self._nursery is None:
-            return False
-        self._nursery.start_soon(work)
-        return True
-
-    # Sending.
-
-    def post(self, stage: int, message: wire.AnyStateMessage) -> None:
-        """Send a message without waiting."""
-        self.spawn(partial(self._write, stage, wire.pack_state(message), trio.Event()))
-
-    async def send(
-        self, stage: int, message: wire.AnyStateMessage, body: bytes | memoryview = b""
-    ) -> None:
-        """Send a message. A caller that is cancelled leaves no half of it on the stream.
-
-        Raises:
-            PeerError: The stage is gone.
-        """
-        written = trio.Event()
-        if not self.spawn(partial(self._write, stage, wire.pack_state(message, body), written)):
-            raise PeerError("the crew is over")
-        await written.wait()
-        self._check(stage)
-
-    async def _write(self, stage: int, data: bytes, written: trio.Event) -> None:
-        try:
-            async with self._turns[stage]:
-                for at in range(0, len(data), 2 * CHUNK_BYTES):
-                    if stage in self.gone:
-                        return
-                    with trio.fail_after(self._seconds):
-                        await self.streams[stage].send_all(data[at : at + 2 * CHUNK_BYTES])
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._lose(stage, "closed")
-        except trio.TooSlowError:
-            self._lose(stage, "does not read")
-        finally:
-            written.set()
-
-    async def send_body(
-        self, stage: int, have: Have, body: memoryview, at: int = 0, background: bool = False
-    ) -> None:
-        """Send a body from byte `at` on, in chunks. Raises PeerError."""
-        await self.send(stage, have)
-        pause, most = BACKGROUND_PAUSE
-        for start in range(at, len(body), CHUNK_BYTES):
-            began, part = trio.current_time(), body[start : start + CHUNK_BYTES]
-            await self.send(stage, wire.Chunk(self.place, have.request, start, len(part)), part)
-            if background:
-                await trio.sleep(min(most, pause * (trio.current_time() - began)))
-
-    # Asking.
-
-    async def ask(self, stage: int, seconds: float) -> Holds:
-        """Return what `stage` has of ours. Raises PeerError."""
-        answer = await self._call(
-            stage, wire.Ask(self.place, 0), lambda have: 0, Arrival(), seconds
+        step = lambda: (
+            stage.worker.participant.step if stage.worker is not None else fence.place.step
         )
-        if not isinstance(answer, Holds):
-            raise BadMessage("schema", "an answer to another question")
-        return answer
+        self.stage = stage
+        self.channel = Channel(fence, streams, stage.limits, stage.settings.seconds, compute, step)
+        self.fetch = Fetcher(self.channel, stage)
+        self.sharing = Sharing(self.channel, stage, self.fetch)
+        self._server = Server(self.channel, stage)
+        stage.recorder.sharing = self.sharing
 
-    async def fetch(
-        self,
-        stage: int,
-        message: wire.Want | wire.Run,
-        size: SIZE_LIMITS,
-        body: bytes = b"",
-        arrival: Arrival | None = None,
-    ) -> tuple[Have, bytearray]:
-        """Return a body with the hash that was promised.
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self.channel.run(self._received, task_status)
 
-        Raises:
-            PeerError: BadMessage for a body that is not what it has to be, PeerTimeout,
-                StageLoading, Incompatible if the peer could not compute it.
-        """
-        arrival = arrival or Arrival()
-        if isinstance(message, wire.Want) and arrival.at:
-            # if all have arrived, the last byte is sent again
-            arrival.at = max(0, min(arrival.at, len(arrival.body) - 1))
-            root = arrival.root if arrival.at else b""
-            message = msgspec.structs.replace(message, at=arrival.at, root=root)
-        have = await self._call(stage, message, size, arrival, self._seconds, body)
-        if not isinstance(have, Have):
-            raise BadMessage("schema", "an answer to another question")
-        return have, arrival.body
+    def attach(self, worker: StageWorker, step: int) -> None:
+        """The stage has its weights, and `worker` runs it from `step` on."""
+        self.stage.worker, self.stage.restored = worker, None
+        self.stage.phase = "ready"
+        self.sharing.begin(step)
 
-    async def _call(
-        self,
-        stage: int,
-        message: wire.Ask | wire.Want | wire.Run,
-        size: SIZE_LIMITS,
-        arrival: Arrival,
-        seconds: float,
-        body: bytes = b"",
-    ) -> Holds | Have:
-        self._check(stage)
-        self._last_request += 1
-        message = msgspec.structs.replace(message, request=self._last_request)
-        what: wire.What | None = (
-            message.what
-            if isinstance(message, wire.Want)
-            else "output"
-            if isinstance(message, wire.Run)
-            else None
-        )
-        call = self._calls[stage, message.request] = Call(what, size, arrival, seconds)
-        try:
-            await self.send(stage, message, body)
-            call.extend()
-            with call.scope:  # around waiting only
-                await call.done.wait()
-        finally:
-            del self._calls[stage, message.request]
-        if call.answer is None:
-            raise PeerTimeout(f"stage {stage} sent nothing for {seconds:.0f} s")
-        if isinstance(call.answer, BadMessage):
-            self.refuse(stage, call.answer)
-        if isinstance(call.answer, Exception):
-            raise call.answer
-        return call.answer
-
-    def _check(self, stage: int) -> None:
-        if stage in self.gone or stage not in self.streams:
-            raise PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")
-
-    # Receiving.
-
-    async def _read(self, stage: int, server: Server, sharing: Sharing) -> None:
-        reason, stream = "closed", self.streams[stage]
-        try:
-            with self._readers[stage]:
-                while (got := await wire.read_state(stream, self._limits)) is not None:
-                    message, body = got
-                    if self._fence.check(message.place, stage, None):
-                        continue
-                    self._arrived(stage, message, body, server, sharing)
-        except BadMessage as error:
-            reason = error.reason
-            self.refused[reason] += 1
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
-        self._lose(stage, reason)
-        await trio.aclose_forcefully(stream)
-
-    def refuse(self, stage: int, error: BadMessage) -> None:
-        """Count what `stage` sent and should not have."""
-        self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
-        self._bad[stage] += 1
-        if self._bad[stage] >= MISBEHAVED:
-            self._lose(stage, "misbehaved")
-
-    def _lose(self, stage: int, reason: str) -> None:
-        if stage in self.gone:
-            return
-        self.gone[stage] = reason
-        if reason not in ("closed", "truncated", "does not read"):
-            self.fault = self.fault or (stage, reason)
-        for (of, _), call in self._calls.items():
-            if of == stage:
-                call.finish(PeerError(f"stage {stage} is gone: {reason}"))
-        self._readers[stage].cancel()
-
-    def _arrived(
-        self,
-        stage: int,
-        message: wire.AnyStateMessage,
-        body: bytes,
-        server: Server,
-        sharing: Sharing,
-    ) -> None:
+    def _received(self, stage: int, message: wire.AnyStateMessage, body: bytes) -> None:
         match message:
-            case wire.Ask() | wire.Want() | wire.Run():
-                self._serve(stage, message, body, server)
             case wire.Made():
-                sharing.made(stage, message)
+                self.sharing.made(stage, message)
             case wire.Kept():
-                sharing.kept[stage] = message.step
-            case _:
-                call = self._calls.get((stage, message.request))
-                if call is not None and not call.done.is_set():
-                    self._answer(stage, call, message, body)
-
-    def _answer(self, stage: int, call: Call, message: wire.AnyStateMessage, body: bytes) -> None:
-        call.extend()
-        match message:
-            case Holds():
-                call.finish(message)
-            case wire.Lack():
-                call.finish(_lack_error(stage, message.reason))
-            case Have() if call.have is None:
-                try:
-                    if message.what != call.what:
-                        raise BadMessage("schema", f"{message.what} is not {call.what}")
-                    size = call.size(message)
-                    if message.size != size or size < 1:
-                        raise BadMessage("size", f"{message.size} bytes of {message.what}")
-                except BadMessage as error:
-                    call.finish(error)
-                    return
-                call.have = message
-                call.arrival.begin(message.root, size)
-            case wire.Chunk() if call.have is not None:
-                self._chunk(stage, call, call.have, message, body)
-
-    def _chunk(self, stage: int, call: Call, have: Have, chunk: wire.Chunk, data: bytes) -> None:
-        arrival = call.arrival
-        if chunk.at != arrival.at or chunk.length != min(CHUNK_BYTES, have.size - arrival.at):
-            call.finish(BadMessage("size", "a chunk out of place"))
-            return
-        arrival.body[arrival.at : arrival.at + chunk.length] = data
-        arrival.at += chunk.length
-        self.progress += 1
-        if arrival.at == have.size:
-            self.spawn(partial(self._complete, stage, call, have))
-
-    async def _complete(self, stage: int, call: Call, have: Have) -> None:
-        """Compare the hash of the whole body."""
-        arrival = call.arrival
-        if await self.compute(lambda: root_of(arrival.body)) == have.root:
-            call.finish(have)
-        else:
-            arrival.begin(b"", 0)
-            call.finish(BadMessage("hash", f"{have.what} from stage {stage}"))
-
-    # Serving.
-
-    def _serve(
-        self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes, server: Server
-    ) -> None:
-        if self._serving[stage] >= SERVED_AT_ONCE:
-            self.refused["busy"] += 1
-            self.post(stage, wire.Lack(self.place, message.request, "busy"))
-            return
-        self._serving[stage] += 1
-        self.spawn(partial(self._guarded, stage, message, body, server))
-
-    async def _guarded(
-        self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes, server: Server
-    ) -> None:
-        """Serve a request; what fails is counted and answered."""
-        reason: wire.LackReason = "failed"
-        try:
-            await server.serve(stage, message, body)
-            return
-        except BadMessage as error:
-            self.refuse(stage, error)
-            reason = "refused"
-        except PeerError:
-            return  # the stage is gone
-        except (StateError, Unavailable, OSError, ValueError):
-            self.refused["failed"] += 1
-        except (RuntimeError, MemoryError) as error:
-            if not is_device_error(error):
-                raise
-            self.refused["failed"] += 1
-        finally:
-            self._serving[stage] -= 1
-        self.post(stage, wire.Lack(self.place, message.request, reason))
-
-
-def _lack_error(stage: int, reason: wire.LackReason) -> PeerError:
-    why = f"stage {stage}: {reason}"
-    if reason == "loading":
-        return StageLoading(why)
-    return Incompatible(why) if reason == "failed" else PeerError(why)
-
-
-# What a member asks of others. Every method raises PeerError as `Channel.fetch` does.
+                self.sharing.kept[stage] = message.step
+            case wire.Ask() | wire.Want() | wire.Run():
+                self._server.serve(stage, message, body)
 
 
 class Fetcher:
+    """Asks other members. Every method raises PeerError as `Channel.fetch` does."""
+
     def __init__(self, channel: Channel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
@@ -2119,80 +1784,51 @@ class Fetcher:
                 return found
             await trio.sleep(RETRY_SECONDS[0])
 
-    async def checkpoint(self, holder: int) -> StageState:
-        """Return our stage from the checkpoint that `holder` keeps."""
-        own, stage = self._stage.spec.index, self._stage
-        have, body = await self.kept(holder, "checkpoint", own)
-        form = form_of(stage.layout, stage.settings)
-        return await self._channel.compute(
-            lambda: decode_state(as_tensor(body), stage.layout, form, have.step, have.squared_norm)
-        )
-
-    async def kept(self, holder: int, what: wire.Given, of: int) -> tuple[Have, bytearray]:
-        """Return what `holder` keeps of stage `of`, which is ours or its own."""
-        arrival = None
-        if what == "checkpoint":
-            arrival = self._stage.arrivals.setdefault(of, Arrival())
+    async def body(self, holder: int, what: wire.Wanted, of: int) -> tuple[Have, bytearray]:
+        """Return a body about stage `of` from the member of stage `holder`."""
 
         def size(have: Have) -> int:
             if have.step > self._channel.step + 1:  # stages are at most one step apart
                 raise BadMessage("bounds", f"{have.what} of step {have.step}, which is to come")
             return self._stage.size(of, have)
 
-        found = await self._want(holder, what, size, of, arrival)
-        self._stage.arrivals.pop(of, None)
+        arrivals = self._stage.arrivals
+        arrival = arrivals.setdefault(of, Arrival()) if what == "checkpoint" else Arrival()
+        want = wire.Want(self._channel.place, 0, what, of, 0, b"")
+        found = await self._channel.fetch(holder, want, size, arrival=arrival)
+        if what == "checkpoint":
+            arrivals.pop(of, None)
         return found
 
-    async def layers(self, stage: int) -> Neighbour:
-        """Return a neighbour's layers as they are now, and ω."""
-        layout = layers_layout(self._stage.layouts[stage])
-        have, body = await self._want(stage, "layers", lambda have: 4 * elements(layout))
-        layers = await self._channel.compute(lambda: read_floats(body, layout))
-        return Neighbour(layers, have.squared_norm)
+    async def state(self, holder: int, what: Part, of: int) -> StageState:
+        """Return stage `of`, or a part of it, as `holder` has it. Waits for a tied embedding of a
+        stage that is being restored."""
+        ask = lambda: self.body(holder, what, of)
+        have, body = await (self._patiently(holder, ask) if what == "tied" else ask())
+        layout, form = self._stage.shape(what, of)
+        decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
+        with self._channel.counting(holder):
+            return await self._channel.compute(decode)
 
-    async def ends(self, holder: int) -> dict[str, torch.Tensor]:
-        """Return true copies of our embedding, or of norm and head."""
-        own = self._stage.spec.index
-        _, body = await self.kept(holder, "ends", own)
-        layout = ends_layout(self._stage.end(own), self._stage.layout)
-        return await self._channel.compute(lambda: read_floats(body, layout))
-
-    async def tied(self) -> StageState:
-        """Return the tied embedding of the other end with its moments, under our name. Waits for an
-        end that is being restored."""
-        spec = self._stage.spec
-        other = spec.stages - 1 if spec.has_embedding else 0
-        layout = tied_layout(spec, self._stage.layout)
-        size = state_bytes(layout, "exact")
-        have, body = await self._patiently(
-            other, lambda: self._want(other, "tied", lambda have: size)
-        )
-        return await self._channel.compute(
-            lambda: decode_state(as_tensor(body), layout, "exact", have.step, 0.0)
-        )
+    async def probes(self, holder: int) -> list[Probe]:
+        """Return at most `settings.probes`, oldest first."""
+        _, body = await self.body(holder, "probes", holder)
+        with self._channel.counting(holder):
+            return self._stage.read_probes(body)
 
     async def copy(self, spec: StageSpec) -> tuple[int, int, Parts]:
         """Return (bytes that came, step, weights) of a stage as it is now. Ours takes the same way
         without a stream, and raises as `LocalStage.copy` does."""
         layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
-
-        def size(have: Have) -> int:
-            most = copy_bytes(layout, adapter=base is None)
-            if have.size > most or (base is None and have.size != most):
-                raise BadMessage("size", f"{have.size} bytes of a copy, which has {most}")
-            return have.size
-
-        decoded = lambda body: self._channel.compute(lambda: decode_copy(spec, body, layout, base))
+        body: bytes | bytearray
         if spec.index == self._stage.spec.index:
-            step, ours = await self._stage.copy(self._channel.compute)
-            return 0, step, await decoded(ours)
-        have, theirs = await self._want(spec.index, "copy", size)
-        return have.size, have.step, await decoded(theirs)
-
-    async def probes(self, holder: int) -> list[Probe]:
-        """Return at most `settings.probes`, oldest first."""
-        _, body = await self.kept(holder, "probes", holder)
-        return self._stage.read_probes(body)
+            came, (step, body) = 0, await self._stage.copy(self._channel.compute)
+        else:
+            have, body = await self.body(spec.index, "copy", spec.index)
+            came, step = have.size, have.step
+        with self._channel.counting(spec.index):
+            parts = await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
+        return came, step, parts
 
     async def run_at(self, stage: int, edge: Probe | Edge, tokens: int, x: bytes) -> bytes:
         """Run one micro-batch through `stage` as it is now, as `run_one` does. Waits for a stage
@@ -2216,17 +1852,6 @@ class Fetcher:
         _, body = await self._patiently(stage, ask)
         return bytes(body)
 
-    async def _want(
-        self,
-        stage: int,
-        what: wire.Wanted,
-        size: SIZE_LIMITS,
-        of: int | None = None,
-        arrival: Arrival | None = None,
-    ) -> tuple[Have, bytearray]:
-        want = wire.Want(self._channel.place, 0, what, stage if of is None else of, 0, b"")
-        return await self._channel.fetch(stage, want, size, arrival=arrival)
-
     async def _patiently(
         self, stage: int, ask: Callable[[], Awaitable[tuple[Have, bytearray]]]
     ) -> tuple[Have, bytearray]:
@@ -2243,9 +1868,6 @@ class Fetcher:
             pause = min(2 * pause, most)
 
 
-# What a member answers.
-
-
 @dataclass(frozen=True)
 class Answer:
     """A body that is there: what reads it, and its fields of `Have`."""
@@ -2256,25 +1878,51 @@ class Answer:
 
 
 class Server:
+    """Answers other members."""
+
     def __init__(self, channel: Channel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
+        self._serving: Counter[int] = Counter()
         self._served: Counter[tuple[int, str]] = Counter()
         """(stage, kind) → bodies since the last step."""
         self._served_step = -1
 
-    async def serve(
+    def serve(self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes) -> None:
+        """Answer one request in the background."""
+        if self._serving[stage] >= SERVED_AT_ONCE:
+            self._channel.refused["busy"] += 1
+            self._channel.post(stage, wire.Lack(self._channel.place, message.request, "busy"))
+            return
+        self._serving[stage] += 1
+        self._channel.spawn(partial(self._serve, stage, message, body))
+
+    async def _serve(
         self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes
     ) -> None:
-        """Answer one request. Raises BadMessage, StateError, Unavailable, OSError, ValueError and
-        what `is_device_error` knows, which the channel answers."""
-        match message:
-            case wire.Ask():
+        """Answer one request. A failure is counted and answered."""
+        lack: wire.LackReason | None = "failed"
+        try:
+            if isinstance(message, wire.Ask):
                 await self._channel.send(stage, self._holds(stage, message.request))
-            case wire.Want():
-                await self._give(stage, message)
-            case wire.Run():
-                await self._run(stage, message, body)
+                lack = None
+            else:
+                lack = await self._give(stage, message, body)
+        except BadMessage as error:
+            self._channel.refuse(stage, error)
+            lack = "refused"
+        except PeerError:
+            return  # the stage is gone
+        except (StateError, Unavailable, OSError, ValueError):
+            self._channel.refused["failed"] += 1
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            self._channel.refused["failed"] += 1
+        finally:
+            self._serving[stage] -= 1
+        if lack is not None:
+            self._channel.post(stage, wire.Lack(self._channel.place, message.request, lack))
 
     def _holds(self, stage: int, request: int) -> Holds:
         checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
@@ -2288,37 +1936,33 @@ class Server:
             probes[-1].step if probes else None,
         )
 
-    async def _give(self, stage: int, want: wire.Want) -> None:
-        own = self._stage.spec.index
-        if want.what in ("layers", "tied", "copy") and self._stage.phase != "ready":
-            await self._lack(stage, want.request, "loading")
-            return
-        found = await self._find(stage, want) if want.of in (stage, own) else None
+    async def _give(
+        self, stage: int, asked: wire.Want | wire.Run, body: bytes
+    ) -> wire.LackReason | None:
+        """Send a body; return a reason where there is none to send."""
+        what: wire.What = asked.what if isinstance(asked, wire.Want) else "output"
+        phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
+        if what in ("layers", "tied", "copy") and phase != "ready":
+            return "loading"
+        if what == "output" and phase in ("starting", "restoring"):
+            return "loading"
+        found = await self._find(stage, asked, body)
         if found is None:
-            await self._lack(stage, want.request, "none")
-            return
-        if self._too_often(stage, want.what):
-            await self._lack(stage, want.request, "refused")
-            return
-        body = memoryview(await self._channel.compute(found.read))
-        root = await self._channel.compute(lambda: root_of(body))
+            return "none"
+        if self._too_often(stage, what):
+            return "refused"
+        data = memoryview(await channel.compute(found.read))
+        root = await channel.compute(lambda: root_of(data))
         have = Have(
-            self._channel.place,
-            want.request,
-            want.what,
-            found.step,
-            len(body),
-            root,
-            found.squared_norm,
+            channel.place, asked.request, what, found.step, len(data), root, found.squared_norm
         )
-        at = want.at if want.root == root else 0
-        if at >= len(body):
-            raise BadMessage("bounds", f"byte {at} of {len(body)}")
-        background = want.what == "checkpoint" and want.of == own
-        await self._channel.send_body(stage, have, body, at, background)
-
-    async def _lack(self, stage: int, request: int, reason: wire.LackReason) -> None:
-        await self._channel.send(stage, wire.Lack(self._channel.place, request, reason))
+        resumed = isinstance(asked, wire.Want) and asked.root == root
+        at = asked.at if isinstance(asked, wire.Want) and resumed else 0
+        if at >= len(data):
+            raise BadMessage("bounds", f"byte {at} of {len(data)}")
+        to_keep = what == "checkpoint" and isinstance(asked, wire.Want) and asked.of == own
+        await channel.send_body(stage, have, data, at, background=to_keep)
+        return None
 
     def _too_often(self, stage: int, what: str) -> bool:
         if self._served_step != self._channel.step:
@@ -2329,11 +1973,20 @@ class Server:
         self._channel.refused["repeated"] += repeated
         return repeated
 
-    async def _find(self, stage: int, want: wire.Want) -> Answer | None:
-        """Return what `stage` wants; None where it is not here."""
+    async def _find(self, stage: int, asked: wire.Want | wire.Run, body: bytes) -> Answer | None:
+        """Return what `stage` asks for; None where it is not here. Raises BadMessage."""
         local, recorder, step = self._stage, self._stage.recorder, self._channel.step
-        of, spec, layout = want.of, local.spec, local.layout
-        match want.what:
+        spec, worker = local.spec, local.worker
+        if isinstance(asked, wire.Run):
+            if asked.codec != (None if spec.has_embedding else local.codec):
+                raise BadMessage("schema", "not activations of this crew")
+            work = read_micro_batch(body[: asked.about], asked.rows, local.limits, "learn")
+            x = body[asked.about :]
+            return Answer(step, lambda: run_one(local.runtime, work, x, local.codec))
+        of = asked.of
+        if of not in (stage, spec.index):
+            return None
+        match asked.what:
             case "checkpoint" if of == spec.index and recorder.shared is not None:
                 shared = recorder.shared
                 return Answer(shared.step, lambda: shared.body, shared.squared_norm)
@@ -2343,65 +1996,45 @@ class Server:
                     return Answer(stored.step, read, stored.squared_norm)
             case "ends" if of in recorder.ends:
                 ends_step, tensors = recorder.ends[of]
-                ends = ends_layout(local.end(of), local.layouts[of])
-                return Answer(ends_step, lambda: pack_floats(tensors, ends))
+                state = StageState(ends_step, tensors)
+                return Answer(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
             case "probes" if recorder.probes:
                 probes = list(recorder.probes)
                 return Answer(probes[-1].step, lambda: strict.encode(probes))
             case "copy":
-                copy_step, body = await local.copy(self._channel.compute)
-                return Answer(copy_step, lambda: body)
+                copy_step, copy = await local.copy(self._channel.compute)
+                return Answer(copy_step, lambda: copy)
             case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "copies":
-                layers, worker = layers_layout(layout), local.worker
                 norm = 0.0 if worker is None else worker.optimizer.squared_norm
-                return Answer(step, lambda: pack_floats(trained(local.runtime), layers), norm)
+                return Answer(step, lambda: self._encode_now("layers"), norm)
             case "tied" if stage in (0, spec.stages - 1) and spec.shares_embedding:
-                if tied := tied_layout(spec, layout):
-                    return Answer(step, lambda: self._tied(tied))
+                if local.shape("tied", of)[0]:
+                    return Answer(step, lambda: self._encode_now("tied"))
         return None
 
-    def _tied(self, layout: Layout) -> bytearray:
+    def _encode_now(self, what: Part) -> bytearray:
+        """Encode a part of our stage as it is."""
         local = self._stage
         if local.worker is not None:
             state = live_state(local.worker)
         else:
-            restored = local.restored or StageState(self._channel.step, {})
-            state = replace(restored, weights=trained(local.runtime))
-        return encode_state(state, layout, "exact")
-
-    async def _run(self, stage: int, asked: wire.Run, body: bytes) -> None:
-        """Run a micro-batch through our stage as it is."""
-        local = self._stage
-        if asked.codec != (None if local.spec.has_embedding else local.codec):
-            raise BadMessage("schema", "not activations of this crew")
-        if local.phase in ("starting", "restoring"):
-            await self._lack(stage, asked.request, "loading")
-            return
-        work = read_micro_batch(body[: asked.about], asked.rows, local.limits, "learn")
-        if self._too_often(stage, "output"):
-            await self._lack(stage, asked.request, "refused")
-            return
-        out = await self._channel.compute(
-            lambda: run_one(local.runtime, work, body[asked.about :], local.codec)
-        )
-        place = self._channel.place
-        have = Have(place, asked.request, "output", place.step, len(out), root_of(out))
-        await self._channel.send_body(stage, have, memoryview(out))
-
-
-# What members keep of each other. A stage announces a new body; its keepers fetch it, one of each
-# stage and kind at a time. A body that is superseded meanwhile is skipped.
+            state = local.restored or StageState(self._channel.step, {})
+            state = replace(state, weights=trained(local.runtime))
+        return encode_state(state, *local.shape(what, local.spec.index))
 
 
 class Sharing:
+    """What members keep of each other: a stage announces a new body, and its keepers fetch it, one
+    of each stage and kind at a time. A body that is superseded meanwhile is skipped."""
+
     def __init__(self, channel: Channel, stage: LocalStage, fetch: Fetcher) -> None:
         self.kept: dict[int, int] = {}
         """Stage → committed steps in our checkpoint on its disk."""
         self._channel = channel
         self._stage = stage
         self._fetch = fetch
-        self._news: dict[tuple[int, wire.Given], wire.Made | None] = {}
-        """(stage, kind) that is being fetched → a newer announcement."""
+        self._newest: dict[tuple[int, wire.Given], wire.Made] = {}
+        """(stage, kind) that is being fetched → its newest announcement."""
         self._room = trio.Lock()
         """There is memory for one checkpoint at a time."""
 
@@ -2437,97 +2070,317 @@ class Sharing:
 
     def made(self, stage: int, made: wire.Made) -> None:
         """Another member has a new body: fetch it if it belongs here."""
-        key = stage, made.what
-        if not self._keeps(*key):
-            return
-        if key in self._news:
-            self._news[key] = made
-            return
-        self._news[key] = None
-        self._channel.spawn(partial(self._follow, stage, made))
-
-    def _keeps(self, stage: int, what: wire.Given) -> bool:
         own, stages = self._stage.spec.index, self._stage.spec.stages
-        if what == "checkpoint":
+        if made.what == "checkpoint":
             kept = kept_stages(own, stages, self._stage.settings)
-            return self._stage.store is not None and stage in kept
-        if what == "ends":
-            return (stage, own) in ((0, 1), (stages - 1, stages - 2))
-        return stage == stages - 1 and stage in ring(own, stages)
+            is_kept = self._stage.store is not None and stage in kept
+        elif made.what == "ends":
+            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
+        else:
+            is_kept = stage == stages - 1 and stage in ring(own, stages)
+        if not is_kept:
+            return
+        is_fetching = (stage, made.what) in self._newest
+        self._newest[stage, made.what] = made
+        if not is_fetching:
+            self._channel.spawn(partial(self._follow, stage, made.what))
 
-    async def _follow(self, stage: int, made: wire.Made) -> None:
-        latest: wire.Made | None = made
-        key = stage, made.what
-        while latest is not None:
+    async def _follow(self, stage: int, what: wire.Given) -> None:
+        """Fetch and keep bodies of one kind until the newest that was announced is here."""
+        tried: wire.Made | None = None
+        while (made := self._newest[stage, what]) is not tried:
+            tried = made
             try:
-                await self._take(stage, latest)
+                async with self._room if what == "checkpoint" else contextlib.nullcontext():
+                    step = await self._take(stage, made)
+                if what == "checkpoint":
+                    self._channel.post(stage, wire.Kept(self._channel.place, 0, step))
             except PeerError:
                 pass  # the next body will be announced as well
             except OSError as error:
                 log.warning("neighbour's checkpoint not stored", stage=stage, error=str(error))
                 self._channel.refused["failed"] += 1
-            latest, self._news[key] = self._news[key], None
-        del self._news[key]
+        del self._newest[stage, what]
 
-    async def _take(self, stage: int, made: wire.Made) -> None:
-        step = made.step
-        if made.what == "checkpoint":
-            async with self._room:
-                stored = self._stage.stored(stage)
-                if stored is None or stored.own or stored.step != step:
-                    have, body = await self._fetch.kept(stage, "checkpoint", stage)
-                    await self._channel.compute(lambda: self._keep(stage, have, body))
-                    step = have.step
-            self._channel.post(stage, wire.Kept(self._channel.place, 0, step))
-        else:
-            have, body = await self._fetch.kept(stage, made.what, stage)
+    async def _take(self, stage: int, made: wire.Made) -> int:
+        """Have the body that was announced, or a later one; return its step."""
+        stored = self._stage.stored(stage) if made.what == "checkpoint" else None
+        if stored is not None and not stored.own and stored.step == made.step:
+            return made.step
+        have, body = await self._fetch.body(stage, made.what, stage)
+        with self._channel.counting(stage):
             await self._channel.compute(lambda: self._keep(stage, have, body))
+        return have.step
 
     def _keep(self, stage: int, have: Have, body: bytearray) -> None:
-        """Keep a body of `stage`. Raises BadMessage, which is counted, and OSError."""
-        local, recorder, layout = self._stage, self._stage.recorder, self._stage.layouts[stage]
-        try:
-            if have.what == "probes":
-                recorder.probes[:] = local.read_probes(body)
-            elif have.what == "ends":
-                ends = ends_layout(local.end(stage), layout)
-                recorder.ends[stage] = have.step, read_floats(body, ends)
-            else:
-                assert local.store is not None
-                form = form_of(layout, local.settings)
-                check_state(as_tensor(body), layout, form)
-                about = local.store.describe(stage, form, have.step, have.squared_norm)
-                local.store.write(Checkpoint(about, as_tensor(body)))
-        except BadMessage as error:
-            self._channel.refuse(stage, error)
-            raise
+        """Keep a body of `stage`. Raises BadMessage, OSError."""
+        local, recorder = self._stage, self._stage.recorder
+        if have.what == "probes":
+            recorder.probes[:] = local.read_probes(body)
+        elif have.what == "ends":
+            state = decode_state(as_tensor(body), *local.shape("ends", stage), have.step, 0.0)
+            recorder.ends[stage] = have.step, dict(state.weights)
+        else:
+            assert local.store is not None
+            layout, form = local.shape("checkpoint", stage)
+            check_state(as_tensor(body), layout, form)
+            about = local.store.describe(stage, form, have.step, have.squared_norm)
+            local.store.write(Checkpoint(about, as_tensor(body)))
 
 
-class StatePeer:
-    """This member's end of the state streams in one crew."""
+class StageLoading(PeerError):
+    """Raised when the stage that was asked is still being restored."""
+
+
+class Channel:
+    """The state streams of one member in one crew: messages, requests and bodies.
+
+    Args:
+        step: Returns the committed steps.
+    """
 
     def __init__(
         self,
-        stage: LocalStage,
         fence: Fence,
         streams: Mapping[int, trio.abc.Stream],
-        compute: Compute = in_thread,
+        limits: FrameLimits,
+        seconds: float,
+        compute: Compute,
+        step: Callable[[], int],
     ) -> None:
-        step = lambda: (
-            stage.worker.participant.step if stage.worker is not None else fence.place.step
-        )
-        self.stage = stage
-        self.channel = Channel(fence, streams, stage.limits, stage.settings.seconds, compute, step)
-        self.fetch = Fetcher(self.channel, stage)
-        self.sharing = Sharing(self.channel, stage, self.fetch)
-        self.server = Server(self.channel, stage)
-        stage.recorder.sharing = self.sharing
+        self.compute = compute
+        self.streams = dict(streams)
+        self.gone: dict[int, str] = {}
+        """Stage → why its stream ended."""
+        self.refused: Counter[str] = Counter()
+        """By `wire.STATE_REFUSALS`."""
+        self.fault: tuple[int, str] | None = None
+        """Stage that sent garbage, and the reason."""
+        self.progress = 0
+        """Grows with each part of a body that arrives."""
+        self._fence = fence
+        self._limits = limits
+        self._seconds = seconds
+        self._step = step
+        self._outboxes = {stage: trio.open_memory_channel[bytes](0) for stage in streams}
+        self._readers = {stage: trio.CancelScope() for stage in streams}
+        self._requests: dict[tuple[int, int], trio.MemorySendChannel[Incoming]] = {}
+        """(stage, number) → where its answers go."""
+        self._last_request = 0
+        self._bad: Counter[int] = Counter()
+        self._nursery: trio.Nursery | None = None
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self.channel.run(self.server, self.sharing, task_status)
+    @property
+    def step(self) -> int:
+        return self._step()
 
-    def attach(self, worker: StageWorker, step: int) -> None:
-        """The stage has its weights, and `worker` runs it from `step` on."""
-        self.stage.worker, self.stage.restored = worker, None
-        self.stage.phase = "ready"
-        self.sharing.begin(step)
+    @property
+    def place(self) -> Place:
+        return Place(self._fence.place.crew, self._fence.place.stage, self.step)
+
+    async def run(
+        self, handle: Handler, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Read and write the streams. `handle` gets what is no answer."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for stage in self.streams:
+                    nursery.start_soon(self._read, stage, handle)
+                    nursery.start_soon(self._write, stage)
+                task_status.started()
+                await trio.sleep_forever()  # answers come and go
+        finally:
+            self._nursery = None
+            for stage in self.streams:
+                self._lose(stage, "the crew is over")
+
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Start `work` in the background. Return False if `run` is over or has not begun."""
+        if self._nursery is None:
+            return False
+        self._nursery.start_soon(work)
+        return True
+
+    async def ask(self, stage: int, seconds: float) -> Holds:
+        """Return what `stage` has of ours. Raises PeerError."""
+        with self.counting(stage), self._request(stage) as (number, answers):
+            await self.send(stage, wire.Ask(self.place, number))
+            answer, _ = await self._receive(stage, answers, seconds)
+            if not isinstance(answer, Holds):
+                raise BadMessage("schema", "an answer to another question")
+            return answer
+
+    async def fetch(
+        self,
+        stage: int,
+        message: wire.Want | wire.Run,
+        size: Callable[[Have], int],
+        body: bytes = b"",
+        arrival: Arrival | None = None,
+    ) -> tuple[Have, bytearray]:
+        """Return a body with the hash that was promised.
+
+        Args:
+            size: Returns the length that the body must have. Raises BadMessage for another body.
+            arrival: What has arrived already; the rest is asked for.
+
+        Raises:
+            PeerError: BadMessage for a body that is not what it has to be, PeerTimeout,
+                StageLoading, Incompatible if the peer could not compute it.
+        """
+        arrival = arrival or Arrival()
+        if isinstance(message, wire.Want) and arrival.at:
+            # if all have arrived, the last byte is sent again
+            arrival.at = min(arrival.at, len(arrival.body) - 1)
+            message = msgspec.structs.replace(message, at=arrival.at, root=arrival.root)
+        what = message.what if isinstance(message, wire.Want) else "output"
+        with self.counting(stage):
+            with self._request(stage) as (number, answers):
+                message = msgspec.structs.replace(message, request=number)
+                await self.send(stage, message, body)
+                have, _ = await self._receive(stage, answers, self._seconds)
+                if not isinstance(have, Have) or have.what != what:
+                    raise BadMessage("schema", f"no {what}")
+                if have.size < 1 or have.size != size(have):
+                    raise BadMessage("size", f"{have.size} bytes of {what}")
+                arrival.begin(have.root, have.size)
+                while arrival.at < have.size:
+                    chunk, data = await self._receive(stage, answers, self._seconds)
+                    length = min(CHUNK_BYTES, have.size - arrival.at)
+                    if not isinstance(chunk, wire.Chunk) or (
+                        (chunk.at, chunk.length) != (arrival.at, length)
+                    ):
+                        raise BadMessage("size", "a chunk out of place")
+                    arrival.body[arrival.at : arrival.at + length] = data
+                    arrival.at += length
+                    self.progress += 1
+            if await self.compute(lambda: root_of(arrival.body)) != have.root:
+                arrival.begin(b"", 0)
+                raise BadMessage("hash", f"{what} from stage {stage}")
+        return have, arrival.body
+
+    @contextlib.contextmanager
+    def _request(self, stage: int) -> Iterator[tuple[int, trio.MemoryReceiveChannel[Incoming]]]:
+        """Number a request, and receive its answers while the context is open."""
+        self._last_request += 1
+        key = stage, self._last_request
+        self._requests[key], answers = trio.open_memory_channel[Incoming](0)
+        try:
+            yield key[1], answers
+        finally:
+            del self._requests[key]
+            answers.close()
+
+    async def _receive(
+        self, stage: int, answers: trio.MemoryReceiveChannel[Incoming], seconds: float
+    ) -> Incoming:
+        """Return the next message for a request. Raises PeerError where there is none."""
+        try:
+            with trio.fail_after(seconds):
+                message, body = await answers.receive()
+        except trio.TooSlowError:
+            raise PeerTimeout(f"stage {stage} sent nothing for {seconds:.0f} s") from None
+        except trio.EndOfChannel:
+            raise self._lost(stage) from None
+        if isinstance(message, wire.Lack):
+            kind = {"loading": StageLoading, "failed": Incompatible}.get(message.reason, PeerError)
+            raise kind(f"stage {stage}: {message.reason}")
+        return message, body
+
+    def post(self, stage: int, message: wire.AnyStateMessage) -> None:
+        """Send a message without waiting."""
+
+        async def send() -> None:
+            with contextlib.suppress(PeerError):
+                await self.send(stage, message)
+
+        self.spawn(send)
+
+    async def send(
+        self, stage: int, message: wire.AnyStateMessage, body: bytes | memoryview = b""
+    ) -> None:
+        """Wait for the stream's turn and send. Raises PeerError."""
+        if stage in self.gone or stage not in self.streams:
+            raise self._lost(stage)
+        try:
+            await self._outboxes[stage][0].send(wire.pack_state(message, body))
+        except trio.BrokenResourceError:
+            raise self._lost(stage) from None
+
+    async def send_body(
+        self, stage: int, have: Have, body: memoryview, at: int, background: bool
+    ) -> None:
+        """Send a body from byte `at` on, in chunks. Raises PeerError."""
+        await self.send(stage, have)
+        pause, most = BACKGROUND_PAUSE
+        for start in range(at, len(body), CHUNK_BYTES):
+            began, part = trio.current_time(), body[start : start + CHUNK_BYTES]
+            await self.send(stage, wire.Chunk(self.place, have.request, start, len(part)), part)
+            if background:
+                await trio.sleep(min(most, pause * (trio.current_time() - began)))
+
+    async def _write(self, stage: int) -> None:
+        stream, outbox = self.streams[stage], self._outboxes[stage][1]
+        try:
+            async for data in outbox:
+                for at in range(0, len(data), WRITE_BYTES):
+                    with trio.fail_after(self._seconds):
+                        await stream.send_all(data[at : at + WRITE_BYTES])
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._lose(stage, "closed")
+        except trio.TooSlowError:
+            self._lose(stage, "does not read")
+
+    async def _read(self, stage: int, handle: Handler) -> None:
+        reason, stream = "closed", self.streams[stage]
+        try:
+            with self._readers[stage]:
+                while (got := await wire.read_state(stream, self._limits)) is not None:
+                    message, body = got
+                    if self._fence.check(message.place, stage, None):
+                        continue
+                    if not isinstance(message, wire.StateAnswer):
+                        handle(stage, message, body)
+                    elif (asked := self._requests.get((stage, message.request))) is not None:
+                        with contextlib.suppress(trio.BrokenResourceError):  # it has ended
+                            await asked.send(got)
+        except BadMessage as error:
+            reason = error.reason
+            self.refused[reason] += 1
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        self._lose(stage, reason)
+        await trio.aclose_forcefully(stream)
+
+    @contextlib.contextmanager
+    def counting(self, stage: int) -> Iterator[None]:
+        """Count a BadMessage that `stage` is to blame for."""
+        try:
+            yield
+        except BadMessage as error:
+            self.refuse(stage, error)
+            raise
+
+    def refuse(self, stage: int, error: BadMessage) -> None:
+        """Count what `stage` sent and should not have."""
+        self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
+        self._bad[stage] += 1
+        if self._bad[stage] >= MISBEHAVED:
+            self._lose(stage, "misbehaved")
+
+    def _lose(self, stage: int, reason: str) -> None:
+        """End the stream of `stage` and all requests to it."""
+        if stage in self.gone or stage not in self.streams:
+            return
+        self.gone[stage] = reason
+        if reason not in NO_FAULT:
+            self.fault = self.fault or (stage, reason)
+        self._readers[stage].cancel()
+        self._outboxes[stage][1].close()
+        for (of, _), answers in self._requests.items():
+            if of == stage:
+                answers.close()
+
+    def _lost(self, stage: int) -> PeerError:
+        return PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")

@@ -1548,8 +1548,8 @@ STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
 disk or device could not do what was asked; `repeated`, one body too often; `gate`, our stage was
 restored from a source that failed the gate, because no source passed."""
 ROOT_BYTES: Final = 32
-Form = Literal["exact", "small"]
-"""A checkpoint is float32 with AdamW's moments and counts, or bfloat16 without."""
+Form = Literal["exact", "small", "plain"]
+"""exact: float32 with AdamW's moments and counts. small: bfloat16 weights. plain: float32 weights."""
 StatePhase = Literal["starting", "restoring", "candidate", "ready"]
 """starting: not known yet whether the stage has its weights. restoring: it has none. candidate: its
 weights are being judged, and it runs micro-batches with them. ready: its weights are in order."""
@@ -1640,7 +1640,8 @@ class Kept(StateMessage, frozen=True, tag="kept"):
     step: int
 
 
-AnyStateMessage = Ask | Holds | Want | Run | Have | Chunk | Lack | Made | Kept
+StateAnswer = Holds | Have | Chunk | Lack
+AnyStateMessage = Ask | Want | Run | Made | Kept | StateAnswer
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -1661,12 +1662,9 @@ def root_of(body: bytes | bytearray | memoryview) -> bytes:
 
 
 def state_bytes(layout: Layout, form: Form) -> int:
-    """Return the length of a checkpoint.
-
-    exact: weights, first and second moments (float32) and a count for each tensor. small: weights
-    in bfloat16.
-    """
-    return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
+    """Return the length of a state. The exact form has a float32 count for each tensor."""
+    per_value = {"exact": 12, "small": 2, "plain": 4}[form]
+    return per_value * elements(layout) + (4 * len(layout) if form == "exact" else 0)
 
 
 def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:

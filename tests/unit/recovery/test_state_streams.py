@@ -323,8 +323,10 @@ async def test_layers_are_given_to_neighbours_in_the_papers_modes_only(models, t
         await one.send(0, one.want(0, "layers", 1))
         have, body = await one.whole(0)
         assert have.squared_norm == 2.25
-        layers = recovery.read_floats(bytearray(body), recovery.layers_layout(one.layouts[1]))
-        assert all(torch.equal(t, trained(one.runtimes[1])[n]) for n, t in layers.items())
+        layout, form = one.stage.shape("layers", 1)
+        layers = recovery.decode_state(recovery.as_tensor(bytearray(body)), layout, form, 9, 2.25)
+        assert layers.weights
+        assert all(torch.equal(t, trained(one.runtimes[1])[n]) for n, t in layers.weights.items())
         nursery.cancel_scope.cancel()
     one.store.close()
 
@@ -415,7 +417,7 @@ async def test_what_a_member_cannot_give_is_an_error_of_that_source(member, reas
 
         async def ask():
             with pytest.raises(error):
-                await member.peer.fetch.checkpoint(0)
+                await member.peer.fetch.state(0, "checkpoint", 1)
 
         nursery.start_soon(ask)
         want = await member.answer(0)
