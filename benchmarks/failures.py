@@ -20,7 +20,6 @@ from benchmarks import recoveries as ways
 from benchmarks.forks import Size
 from benchmarks.recoveries import SETTINGS, History, Recovery
 from benchmarks.staged import STAGES, Corpus, StageCopy, Staged, build
-from swarmnode.stages.recovery import Run
 
 RATES = {"5 %/h": 9e-4, "10 %/h": 2e-3, "16 %/h": 4e-3, "32 %/h": 8e-3}
 """Of a stage → probability per stage and iteration, as the authors configure their 500 M runs. The
@@ -65,10 +64,10 @@ ARMS = (
     Arm("checkpoint every 50", checkpoint=50, rates=PAPER),
     Arm("checkpoint every 100", checkpoint=100, rates=PAPER),
     Arm("shadows every 20", shadow=SETTINGS.checkpoint_every),
-    Arm("CheckFree", inner=ways.synthesis("checkfree", Run())),
+    Arm("CheckFree", inner=ways.synthesis("checkfree")),
     Arm("CheckFree+", inner=ways.synthesis("checkfree"), ends=ways.synthesis("copy"), swapped=True),
-    Arm("uniform average", inner=ways.synthesis("uniform", Run()), rates=BASELINE),
-    Arm("identity", inner=ways.synthesis("identity", Run()), rates=BASELINE),
+    Arm("uniform average", inner=ways.synthesis("uniform"), rates=BASELINE),
+    Arm("identity", inner=ways.synthesis("identity"), rates=BASELINE),
     Arm("copy of a neighbour", inner=ways.with_true_ends(ways.copied), rates=BASELINE),
     Arm("random", inner=ways.with_true_ends(ways.random_again), rates=BASELINE),
     Arm("zeros", inner=ways.with_true_ends(ways.zeroed), rates=BASELINE),

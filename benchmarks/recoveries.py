@@ -1,15 +1,14 @@
 """Every way to get a lost stage back that `benchmarks.checkfree` compares.
 
-What the product refuses is forced here, to measure what refusing saves.
-
 A recovery is (staged, stage, all lost stages, history, generator) → what to put there. It may look
 at any stage that is not lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -17,10 +16,9 @@ from benchmarks.staged import STAGES, StageCopy, Staged
 from swarmnode.errors import Refused
 from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
-    Method,
     Neighbour,
     RecoverySettings,
-    Run,
+    layers_of,
     synthesise,
 )
 
@@ -97,23 +95,40 @@ def neighbours(
     return neighbour(stage - 1), neighbour(stage + 1)
 
 
-def synthesis(method: Method, run: Run = Run(swapped=True)) -> Recovery:  # noqa: B008  (frozen)
+def synthesis(method: Literal["checkfree", "copy", "uniform", "identity"]) -> Recovery:
     """The product's, in paper mode: fresh optimizer, learning rate × 1.1, no warm-up. Embedding,
     norm and head are true copies.
 
-    The default `run` claims to be trained with swapped stages, so that copies at the ends can be
-    measured where they are refused.
+        checkfree, copy   of an inner stage, and of an end
+        uniform           checkfree with equal weights
+        identity          the residual branches end in zero: the stage passes its input on
     """
 
     def recover(
         staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
     ) -> Recovered:
-        before, after = neighbours(staged, stage, lost)
+        (before, after), spec = neighbours(staged, stage, lost), staged.specs[stage]
         ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
-        made = synthesise(method, staged.specs[stage], before, after, run, ends=ends)
+        if method == "identity":
+            layers = layers_of(before if before is not None else after, spec)
+            return Recovered(StageCopy(pass_on(layers) | ends), LEARNING_RATE_FACTOR, warmup=0)
+        if (method == "copy") != (spec.has_embedding or spec.has_head):
+            raise Refused(f"{method} is not for stage {stage} of {STAGES}")
+        if method == "uniform":
+            before, after = (near and replace(near, squared_norm=1.0) for near in (before, after))
+        made = synthesise(spec, before, after, ends=ends)
         return Recovered(StageCopy(made), LEARNING_RATE_FACTOR, warmup=0)
 
     return recover
+
+
+def pass_on(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return layers whose residual branches end in zero."""
+    branch_ends = ("self_attn.o_proj.", "mlp.down_proj.")
+    return {
+        name: torch.zeros_like(t) if any(end in name for end in branch_ends) else t.clone()
+        for name, t in layers.items()
+    }
 
 
 def with_true_ends(

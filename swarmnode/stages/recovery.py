@@ -1,13 +1,20 @@
 """Checkpoints of stages, and how a lost stage comes back. Torch.
 
-    own checkpoint         written after a step; used if it has the crew's step or the one before
-    neighbour's checkpoint every `checkpoint_every` steps, on both ring neighbours' disks
-    base                   the weights that training began with; with LoRA the untrained adapter
-    checkfree, checkfree+  the papers' average or copy of the neighbours, in place of a checkpoint
+Sources, in order; the first that passes the gate is taken:
 
-`StageRecovery` is what the trainer calls. `restore` tries the sources in order, and `judge` is the
-gate: the last committed micro-batches run again through all stages. `StatePeer` is this member's
-end of the state streams, over which checkpoints and probes travel.
+    own checkpoint          of the crew's step or the one before
+    copies of any age       own or a neighbour's checkpoint, the newest first; neighbours keep one
+                            every `checkpoint_every` steps
+    base                    the weights that training began with; with LoRA the untrained adapter
+
+`checkfree` and `checkfree+` make the stage of its neighbours, in place of a copy.
+
+The gate runs the last committed micro-batches again through all stages and bounds the KL.
+
+The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
+CheckFree, and `StageRecovery` is what the trainer calls. Then follow a stage's state as bytes,
+checkpoints on disk, the recorder that fills them, and the exchange between trainers, which begins
+at `StatePeer`.
 """
 
 from __future__ import annotations
@@ -162,7 +169,7 @@ class RecoverySettings:
 
 @dataclass(frozen=True)
 class Run:
-    """What decides whether a synthesis would harm."""
+    """What decides whether a crew may restore its stages as the papers do."""
 
     swapped: bool = False
     """Half of the micro-batches run in `swapped_order` from the start, so the second and the last
@@ -207,249 +214,6 @@ def check_paper(mode: RecoveryMode, stages: int, run: Run) -> None:
             recovery=mode,
             remedy="set stages.recovery to copies",
         )
-
-
-# The trainer's view of recovery, across crews.
-
-CHECKPOINTS: Final = "stages"
-"""Directory of checkpoints below the trainer's."""
-STEP_BYTES: Final = 2 * 10**9
-"""Mean bytes that own checkpoints may write per step: 1.4 TB a day at a step in two minutes. A disk
-is made for about 600 TB."""
-
-
-class StageRecovery:
-    """Keeps this node's checkpoints and restores its stage.
-
-    Args:
-        directory: The trainer's.
-        averaging: Returns the averaging of the stage that is held now.
-        more: Returns other fields of `facts` for a step of the crew.
-        connect: Opens a state stream to each other stage; raises PeerError.
-        owner: `trainer.state.owner` of the policy, for exports.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        settings: RecoverySettings,
-        model: CrewModel,
-        averaging: Callable[[], StageAveraging | None] = lambda: None,
-        more: Callable[[int], dict[str, int]] = lambda step: {},
-        *,
-        connect: Callable[[wire.Assigned], Awaitable[dict[int, trio.abc.Stream]]],
-        owner: str,
-    ) -> None:
-        self.outer: Tensors = {}
-        """State of averaging that came with the own checkpoint; empty from any other source."""
-        self.peer: StatePeer | None = None
-        """Our end of the state streams, while there is a crew."""
-        self._store = CheckpointStore(directory / CHECKPOINTS)
-        self._settings = settings
-        self._model = model
-        self._averaging = averaging
-        self._more = more
-        self._connect = connect
-        self._owner = owner
-        self._layouts: tuple[Layout, ...] = ()
-        self._arrivals: dict[int, Arrival] = {}
-        self._recorder: Recorder | None = None
-        self._taken_anyway = 0
-
-    def copies(self) -> tuple[wire.Copy, ...]:
-        """Return the newest checkpoints on this node's disk. In a thread."""
-        coming = self._store.coming  # read before the files, since it may become one meanwhile
-        found = {about.path: about for about in self._store.find()}
-        if coming is not None:
-            found[coming.path] = coming
-        newest = sorted(found.values(), key=lambda about: -about.step)[: wire.COPIES - 1]
-        return tuple(
-            wire.Copy(
-                lineage=bytes.fromhex(about.identity.lineage),
-                first=about.identity.block(about.stage)[0],
-                last=about.identity.block(about.stage)[1],
-                step=about.step,
-                where="disk" if about.own else "neighbour",
-            )
-            for about in newest
-        )
-
-    def prepare(self, assigned: wire.Assigned) -> None:
-        """Open what this node has on disk for the assigned stage. In a thread."""
-        self._recorder = None  # it holds a checkpoint of the stage before
-        self._store.flush()
-        model = self._model
-        lora = lora_settings(model.policy) if model.terms.lora.r else None
-        specs = wire.stage_specs(model.config, assigned.layers)
-        layouts = stage_layouts(model.config, specs, lora)
-        if model.terms.frozen_a:  # every node derives the same A
-            layouts = tuple(
-                tuple(tensor for tensor in layout if A_MARK not in tensor.name)
-                for layout in layouts
-            )
-        identity = CheckpointIdentity(assigned.lineage.hex(), assigned.layers, self._owner)
-        if layouts != self._layouts:
-            self._arrivals.clear()
-        self._layouts = layouts
-        kept = kept_stages(assigned.stage, len(specs), self._settings)
-        self._store.begin(identity, kept)
-
-    def built(self, stage: Stage) -> None:
-        """A stage with the base model's weights is in memory."""
-        averaging = self._averaging()
-        self.outer = {}
-        self._recorder = Recorder(
-            stage.runtime.spec,
-            self._settings,
-            self._layouts,
-            self._store,
-            averaging.tensors if averaging is not None else dict,
-        )
-        stage.observers.append(self._recorder)
-
-    @contextlib.asynccontextmanager
-    async def open(self, assigned: wire.Assigned, stage: Stage) -> AsyncIterator[None]:
-        """Ask and answer the other members while the context is open. Raises PeerError."""
-        assert self._recorder is not None
-        averaging = self._averaging()
-        streams = await self._connect(assigned)
-        try:
-            local = LocalStage(
-                stage.runtime,
-                stage.runtime.spec,
-                self._model.limits(),
-                self._layouts,
-                self._settings,
-                self._model.terms.codec,
-                self._recorder,
-                self._store,
-                base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
-                arrivals=self._arrivals,
-            )
-            place = Place(assigned.crew[: wire.CREW_BYTES], assigned.stage, assigned.step)
-            fence = Fence(place, len(assigned.layers))
-            self.peer = peer = StatePeer(local, fence, streams, stage.meter)
-            async with trio.open_nursery() as nursery:
-                await nursery.start(peer.run)
-                if averaging is not None:
-                    averaging.probe.open(peer)
-                yield
-                nursery.cancel_scope.cancel()
-        finally:
-            self.peer = self._recorder.sharing = None
-            if averaging is not None:
-                averaging.probe.close()
-            with trio.CancelScope(shield=True):
-                for stream in streams.values():
-                    await trio.aclose_forcefully(stream)
-
-    async def restore(
-        self, stage: Stage, assigned: wire.Assigned, notify: Notify
-    ) -> tuple[str, float | None]:
-        """Fill `stage` and return (source, KL of the gate).
-
-        Raises:
-            Refused: No source is left.
-            PeerError: A member that is needed is gone.
-        """
-        assert self.peer is not None
-        restored = await restore(
-            self.peer,
-            step=assigned.step,
-            run=self._model.run,
-            base=self._base(stage),
-            notify=lambda source: notify("loading", source),
-        )
-        self._arrivals.pop(assigned.stage, None)
-        restored.install(stage.worker)
-        self.outer = restored.candidate.outer
-        self._taken_anyway += not restored.passed
-        for source, why in restored.tried:
-            log.info("source refused", source=source, reason=why)
-        log.info(
-            "weights restored",
-            source=restored.source.name,
-            step=assigned.step,
-            source_step=restored.source.step,
-        )
-        return restored.source.name, None if restored.verdict is None else restored.verdict.kl
-
-    def _base(self, stage: Stage) -> BaseWeights:
-        """Return a reader of the weights that training began with. Before anything is restored."""
-        if self._model.terms.lora.r > 0:
-            return base_adapter(stage.runtime)
-        return base_stage(self._model.directory, stage.runtime.spec)
-
-    def attach(self, assigned: wire.Assigned, worker: StageWorker) -> None:
-        """The stage has its weights; `worker` has not begun."""
-        assert self.peer is not None
-        self.peer.attach(worker, assigned.step)
-
-    def progress(self) -> int:
-        """Return a number that grows while weights arrive or the disk is written: such a stage is
-        not stuck."""
-        writing = int(time.monotonic()) if self._store.busy else 0
-        return writing + (self.peer.channel.progress if self.peer is not None else 0)
-
-    def facts(self, step: int) -> dict[str, int]:
-        """Return fields of StageStatus: checkpoint_step, checkpoint_age_steps, and `more`."""
-        kept = self.peer.sharing.kept if self.peer is not None else {}
-        if kept:
-            newest = max(kept.values())
-            ages = {"checkpoint_step": newest, "checkpoint_age_steps": max(0, step - newest)}
-        elif self.peer is not None and self.peer.channel.streams:
-            ages = {"checkpoint_age_steps": step}  # the loss of this stage would cost all steps
-        else:
-            ages = {}
-        return {**ages, **self._more(step)}
-
-    def refused(self) -> dict[str, int]:
-        """Return counts of `wire.STATE_REFUSALS`."""
-        counts = Counter(self.peer.channel.refused if self.peer is not None else {})
-        if self._taken_anyway:
-            counts["gate"] = self._taken_anyway
-        return dict(counts)
-
-    def fault(self) -> tuple[int, str] | None:
-        """Return the stage that sent garbage on a state stream, and the reason."""
-        return self.peer.channel.fault if self.peer is not None else None
-
-    def forget(self) -> None:
-        """The weights in memory are not a stage any more: never write them."""
-        if self._recorder is not None:
-            self._recorder.unwritten = None
-
-    def close(self) -> None:
-        """Write the last step of the stage and stop: the trainer ends."""
-        if self._recorder is not None:
-            self._recorder.write_last()
-            self._recorder = None
-        self._store.close()
-
-
-def kept_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
-    """Return the stages whose checkpoints the holder of `stage` keeps, its own first."""
-    if settings.keep_policy:
-        return (stage, *(other for other in range(stages) if other != stage))
-    return (stage, *ring(stage, stages))
-
-
-def ring(stage: int, stages: int) -> tuple[int, ...]:
-    """Return both neighbours of `stage` on the ring of all stages, each once."""
-    return tuple(
-        dict.fromkeys(n for n in ((stage - 1) % stages, (stage + 1) % stages) if n != stage)
-    )
-
-
-def checkpoint_interval(layouts: Iterable[Layout]) -> int:
-    """Return the steps between two own checkpoints: the least power of two at which the largest
-    stage writes at most STEP_BYTES per step.
-
-    All stages of a crew count, so all members write after the same steps, and a crew that ends
-    everywhere at once finds one step on all disks.
-    """
-    largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
-    return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
 
 
 # Restore one stage: each source in turn, through the gate, until one passes. Stages that are
@@ -513,7 +277,6 @@ async def restore(
     peer: StatePeer,
     *,
     step: int,
-    run: Run,
     base: BaseWeights | None,
     notify: Callable[[str], None] = lambda source: None,
 ) -> Restored:
@@ -531,7 +294,7 @@ async def restore(
     probes = await _newest_probes(peer, holds, step)
     tried: list[tuple[SourceName, str]] = []
     fallback: tuple[Source, Candidate, Verdict] | None = None
-    for source in _sources(stage, holds, step, run, base, tried):
+    for source in _sources(stage, holds, step, base is not None):
         notify(source.name)
         candidate: Candidate | None = None
         try:
@@ -569,46 +332,23 @@ async def restore(
 
 
 def _sources(
-    stage: LocalStage,
-    holds: Mapping[int, Holds],
-    step: int,
-    run: Run,
-    base: BaseWeights | None,
-    tried: list[tuple[SourceName, str]],
+    stage: LocalStage, holds: Mapping[int, Holds], step: int, has_base: bool
 ) -> list[Source]:
-    """Return the sources of this stage, the best first; append those that are ruled out to
-    `tried`."""
-    spec, settings = stage.spec, stage.settings
+    """Return the sources of this stage, the best first."""
     copies = [
         Source("neighbour", held.checkpoint, holder)
         for holder, held in holds.items()
         if held.checkpoint is not None
     ]
-    if (own := stage.stored(spec.index)) is not None:
+    if (own := stage.stored(stage.spec.index)) is not None:
         current = own.own and step - 1 <= own.step <= step
         copies.append(Source("checkpoint" if own.own else "neighbour", own.step, None, current))
     age = lambda copy: abs(step - (copy.step or 0))
     copies.sort(key=lambda copy: (not copy.current, age(copy), copy.holder is not None))
-    found = copies
-    if settings.mode != "copies" and not settings.keeps_copies(spec):
-        found = [copy for copy in copies if copy.current]
-        try:
-            _check_synthesis(spec, holds, run)
-            found.append(Source(settings.mode))
-        except Refused as error:
-            tried.append((settings.mode, str(error)))
-    return [*found, *([Source("base")] if base is not None else [])]
-
-
-def _check_synthesis(spec: StageSpec, holds: Mapping[int, Holds], run: Run) -> None:
-    """Raise Refused if the stage cannot be made of its neighbours now."""
-    at_end = spec.has_embedding or spec.has_head
-    check("copy" if at_end else "checkfree", spec, run)
-    for near in (spec.index - 1, spec.index + 1):
-        if 0 <= near < spec.stages and (near not in holds or holds[near].phase != "ready"):
-            raise Refused(f"neighbour stage {near} is lost too")
-    if at_end and all(held.ends is None for held in holds.values()):
-        raise Refused("no member keeps a copy of this end's embedding or head")
+    mode = stage.settings.mode
+    if mode != "copies" and not stage.settings.keeps_copies(stage.spec):
+        copies = [*(copy for copy in copies if copy.current), Source(mode)]
+    return [*copies, Source("base")] if has_base else copies
 
 
 async def _put_in_place(
@@ -627,16 +367,30 @@ async def _put_in_place(
 async def _load(
     peer: StatePeer, source: Source, holds: Mapping[int, Holds], base: BaseWeights | None
 ) -> Candidate:
-    stage, spec, settings = peer.stage, peer.stage.spec, peer.stage.settings
-    fresh = LrScale(warmup=settings.warmup_steps)
+    stage, spec = peer.stage, peer.stage.spec
     if source.name in ("checkpoint", "neighbour"):
         if source.holder is None:
             return await peer.channel.compute(stage.read_checkpoint)
-        state = await peer.fetch.state(source.holder, "checkpoint", spec.index)
-        return Candidate(state, LrScale() if state.counts else fresh)
+        return stage.warming_up(await peer.fetch.state(source.holder, "checkpoint", spec.index))
     if source.name == "base":
         assert base is not None
-        return Candidate(StageState(0, await peer.channel.compute(base)), fresh)
+        return stage.warming_up(StageState(0, await peer.channel.compute(base)))
+    made = await _synthesise(peer, holds)
+    return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
+
+
+async def _synthesise(peer: StatePeer, holds: Mapping[int, Holds]) -> dict[str, torch.Tensor]:
+    """Make the stage of its neighbours. Raises Refused if they cannot give it now."""
+    spec = peer.stage.spec
+    for near in (spec.index - 1, spec.index + 1):
+        if 0 <= near < spec.stages and (near not in holds or holds[near].phase != "ready"):
+            raise Refused(f"neighbour stage {near} is lost too")
+    ends = None
+    if end_names(spec):
+        holders = [(held.ends, near) for near, held in holds.items() if held.ends is not None]
+        if not holders:
+            raise Refused("no member keeps a copy of this end's embedding or head")
+        ends = (await peer.fetch.state(max(holders)[1], "ends", spec.index)).weights
 
     async def neighbour(stage: int) -> Neighbour:
         layers = await peer.fetch.state(stage, "layers", stage)
@@ -644,16 +398,7 @@ async def _load(
 
     before = None if spec.has_embedding else await neighbour(spec.index - 1)
     after = None if spec.has_head else await neighbour(spec.index + 1)
-    method: Method = "checkfree"
-    ends = None
-    if before is None or after is None:
-        _, holder = max((held.ends, near) for near, held in holds.items() if held.ends is not None)
-        method, ends = "copy", (await peer.fetch.state(holder, "ends", spec.index)).weights
-    run = Run(swapped=settings.mode == "checkfree+")
-    made = await peer.channel.compute(
-        lambda: synthesise(method, spec, before, after, run, ends=ends)
-    )
-    return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
+    return await peer.channel.compute(lambda: synthesise(spec, before, after, ends=ends))
 
 
 async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]) -> Candidate:
@@ -826,23 +571,18 @@ def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: Activation
     return pack_logprobs(logprobs.numpy())
 
 
-# Synthesis of a stage without a copy: CheckFree, CheckFree+ (arXiv 2506.15461 §3) and two
-# baselines.
+# Synthesis of a stage without a copy: CheckFree and CheckFree+ (arXiv 2506.15461 §3).
 #
-#     checkfree   W_i ← (ω_{i−1} W_{i−1} + ω_{i+1} W_{i+1}) / (ω_{i−1} + ω_{i+1}),  ω_j = ‖∇W_j‖²,
-#                 then lr_i ← 1.1 lr_i   (algorithm 1)
-#     copy        first ← second, last ← last but one; embedding, norm and head from
-#                 neighbours' copies (CheckFree+)
-#     uniform     checkfree with ω_{i−1} = ω_{i+1}
-#     identity    the residual branches end in zero: the stage passes its input on
+#     inner stage   W_i ← (ω_{i−1} W_{i−1} + ω_{i+1} W_{i+1}) / (ω_{i−1} + ω_{i+1}),  ω_j = ‖∇W_j‖²,
+#                   then lr_i ← 1.1 lr_i   (algorithm 1)
+#     an end        first ← second, last ← last but one; embedding, norm and head from
+#                   neighbours' copies (CheckFree+)
 #
 # ω is the squared norm of the last raw gradient. The authors' code takes it after clipping to a
 # common norm, which makes both weights equal as soon as both clip.
 
-Method = Literal["checkfree", "copy", "uniform", "identity"]
 LEARNING_RATE_FACTOR: Final = 1.1
 """Algorithm 1, line 4; once, not for each recovery."""
-BRANCH_ENDS: Final = ("self_attn.o_proj.", "mlp.down_proj.")
 
 
 @dataclass(frozen=True)
@@ -856,11 +596,9 @@ class Neighbour:
 
 
 def synthesise(
-    method: Method,
     spec: StageSpec,
     before: Neighbour | None,
     after: Neighbour | None,
-    run: Run,
     *,
     ends: Tensors | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -872,21 +610,14 @@ def synthesise(
         ends: True copies of the embedding, or of norm and head, by local name.
 
     Raises:
-        Refused: The method would harm this stage of this run.
+        Refused: A neighbour or the true copy is missing.
         Incompatible: The neighbours' layers are not this stage's.
     """
-    check(method, spec, run)
-    if method == "copy":
-        source = after if spec.has_embedding else before
-        state = {name: tensor.clone() for name, tensor in layers_of(source, spec).items()}
-    elif method == "identity":
-        source = before if before is not None else after
-        state = {
-            name: torch.zeros_like(t) if any(end in name for end in BRANCH_ENDS) else t.clone()
-            for name, t in layers_of(source, spec).items()
-        }
+    if spec.has_embedding or spec.has_head:
+        layers = layers_of(after if spec.has_embedding else before, spec)
+        state = {name: tensor.clone() for name, tensor in layers.items()}
     else:
-        state = average(before, after, spec, uniform=method == "uniform")
+        state = average(before, after, spec)
     for name in end_names(spec):
         if ends is None or name not in ends:
             raise Refused(f"{name} can only be restored from a true copy, and none is left")
@@ -895,21 +626,19 @@ def synthesise(
 
 
 def average(
-    before: Neighbour | None, after: Neighbour | None, spec: StageSpec, uniform: bool
+    before: Neighbour | None, after: Neighbour | None, spec: StageSpec
 ) -> dict[str, torch.Tensor]:
     """Return the average of algorithm 1, line 3, computed in float64. Two zero gradients weigh
     alike."""
     left, right = layers_of(before, spec), layers_of(after, spec)
     assert before is not None
     assert after is not None
-    weights = (1.0, 1.0) if uniform else (before.squared_norm, after.squared_norm)
+    weights = (before.squared_norm, after.squared_norm)
     if left.keys() != right.keys() or any(left[n].shape != right[n].shape for n in left):
         raise Incompatible("the neighbours' layers are not alike")
     if not all(math.isfinite(w) and w >= 0 for w in weights):
         raise Incompatible(f"squared gradient norms of {weights[0]} and {weights[1]}")
-    if sum(weights) == 0:
-        weights = (1.0, 1.0)
-    share = weights[0] / sum(weights)
+    share = weights[0] / sum(weights) if sum(weights) else 0.5
     return {
         n: (share * left[n].double() + (1.0 - share) * right[n].double()).to(left[n].dtype)
         for n in left
@@ -937,33 +666,215 @@ def layers_of(neighbour: Neighbour | None, spec: StageSpec) -> dict[str, torch.T
 def end_names(spec: StageSpec) -> list[str]:
     """Return the local names of the tensors that an end stage has beside its layers."""
     names = ["model.embed_tokens.weight"] if spec.has_embedding else []
-    tied_here = spec.tied and spec.stages == 1
-    return names + (
-        ["model.norm.weight"] + ([] if tied_here else ["lm_head.weight"]) if spec.has_head else []
-    )
+    if spec.has_head:
+        tied_here = spec.tied and spec.stages == 1
+        names += ["model.norm.weight"] if tied_here else ["model.norm.weight", "lm_head.weight"]
+    return names
 
 
-def check(method: Method, spec: StageSpec, run: Run) -> None:
-    """Raise Refused if `method` would harm this stage of this run."""
-    at_end = spec.has_embedding or spec.has_head
-    if run.adapter:
-        raise Refused(
-            "an adapter is not averaged with another layer's: the untrained adapter is closer"
+# The trainer's view of recovery, across crews.
+
+
+class StageRecovery:
+    """Keeps this node's checkpoints and restores its stage.
+
+    Args:
+        directory: The trainer's.
+        averaging: Returns the averaging of the stage that is held now.
+        more: Returns other fields of `facts` for a step of the crew.
+        connect: Opens a state stream to each other stage; raises PeerError.
+        owner: `trainer.state.owner` of the policy, for exports.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: RecoverySettings,
+        model: CrewModel,
+        averaging: Callable[[], StageAveraging | None] = lambda: None,
+        more: Callable[[int], dict[str, int]] = lambda step: {},
+        *,
+        connect: Callable[[wire.Assigned], Awaitable[dict[int, trio.abc.Stream]]],
+        owner: str,
+    ) -> None:
+        self.outer: Tensors = {}
+        """State of averaging that came with the own checkpoint; empty from any other source."""
+        self.peer: StatePeer | None = None
+        """Our end of the state streams, while there is a crew."""
+        self._directory = directory / CHECKPOINTS
+        self._store = CheckpointStore(self._directory)
+        self._settings = settings
+        self._model = model
+        self._averaging = averaging
+        self._more = more
+        self._connect = connect
+        self._owner = owner
+        self._layouts: tuple[Layout, ...] = ()
+        self._arrivals: dict[int, Arrival] = {}
+        self._recorder: Recorder | None = None
+        self._taken_anyway = 0
+
+    def copies(self) -> tuple[wire.Copy, ...]:
+        """Return the newest checkpoints on this node's disk. In a thread."""
+        coming = self._store.coming  # read before the files, since it may become one meanwhile
+        found = {about.path: about for about in find_checkpoints(self._directory)}
+        if coming is not None:
+            found[coming.path] = coming
+        newest = sorted(found.values(), key=lambda about: -about.step)[: wire.COPIES - 1]
+        return tuple(
+            wire.Copy(
+                lineage=bytes.fromhex(about.identity.lineage),
+                first=about.identity.block(about.stage)[0],
+                last=about.identity.block(about.stage)[1],
+                step=about.step,
+                where="disk" if about.own else "neighbour",
+            )
+            for about in newest
         )
-    if method in ("checkfree", "uniform") and at_end:
-        raise Refused(
-            f"{method} needs a neighbour on both sides, and stage {spec.index} of {spec.stages}"
-            " has one"
+
+    def prepare(self, assigned: wire.Assigned) -> None:
+        """Open what this node has on disk for the assigned stage. In a thread."""
+        self._recorder = None  # it holds a checkpoint of the stage before
+        self._store.flush()
+        model = self._model
+        lora = lora_settings(model.policy) if model.terms.lora.r else None
+        specs = wire.stage_specs(model.config, assigned.layers)
+        layouts = stage_layouts(model.config, specs, lora, model.terms.frozen_a)
+        identity = CheckpointIdentity(assigned.lineage.hex(), assigned.layers, self._owner)
+        if layouts != self._layouts:
+            self._arrivals.clear()
+        self._layouts = layouts
+        kept = kept_stages(assigned.stage, len(specs), self._settings)
+        self._store.begin(identity, kept)
+
+    def built(self, stage: Stage) -> None:
+        """A stage with the base model's weights is in memory."""
+        averaging = self._averaging()
+        self.outer = {}
+        self._recorder = Recorder(
+            stage.runtime.spec,
+            self._settings,
+            self._layouts,
+            self._store,
+            averaging.tensors if averaging is not None else dict,
         )
-    if method == "copy" and not at_end:
-        raise Refused(
-            f"copy is for the first and the last stage, and stage {spec.index} of {spec.stages}"
-            " is neither"
+        stage.observers.append(self._recorder)
+
+    @contextlib.asynccontextmanager
+    async def open(self, assigned: wire.Assigned, stage: Stage) -> AsyncIterator[None]:
+        """Ask and answer the other members while the context is open. Raises PeerError."""
+        assert self._recorder is not None
+        averaging = self._averaging()
+        streams = await self._connect(assigned)
+        try:
+            local = LocalStage(
+                stage.runtime,
+                self._model.limits(),
+                self._layouts,
+                self._model.terms.codec,
+                self._recorder,
+                self._store,
+                base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
+                arrivals=self._arrivals,
+            )
+            place = Place(assigned.crew[: wire.CREW_BYTES], assigned.stage, assigned.step)
+            fence = Fence(place, len(assigned.layers))
+            self.peer = peer = StatePeer(local, fence, streams, stage.meter)
+            async with trio.open_nursery() as nursery:
+                await nursery.start(peer.run)
+                if averaging is not None:
+                    averaging.probe.open(peer)
+                yield
+                nursery.cancel_scope.cancel()
+        finally:
+            self.peer = self._recorder.sharing = None
+            if averaging is not None:
+                averaging.probe.close()
+            with trio.CancelScope(shield=True):
+                for stream in streams.values():
+                    await trio.aclose_forcefully(stream)
+
+    async def restore(
+        self, stage: Stage, assigned: wire.Assigned, notify: Notify
+    ) -> tuple[str, float | None]:
+        """Fill `stage` and return (source, KL of the gate).
+
+        Raises:
+            Refused: No source is left.
+            PeerError: A member that is needed is gone.
+        """
+        assert self.peer is not None
+        restored = await restore(
+            self.peer,
+            step=assigned.step,
+            base=self._base(stage),
+            notify=lambda source: notify("loading", source),
         )
-    if method == "copy" and not run.swapped:
-        raise Refused(
-            "copy needs a run trained with swapped stages; without that the copy costs 3 nats"
+        self._arrivals.pop(assigned.stage, None)
+        restored.install(stage.worker)
+        self.outer = restored.candidate.outer
+        self._taken_anyway += not restored.passed
+        for source, why in restored.tried:
+            log.info("source refused", source=source, reason=why)
+        log.info(
+            "weights restored",
+            source=restored.source.name,
+            step=assigned.step,
+            source_step=restored.source.step,
         )
+        return restored.source.name, None if restored.verdict is None else restored.verdict.kl
+
+    def _base(self, stage: Stage) -> BaseWeights:
+        """Return a reader of the weights that training began with. Before anything is restored."""
+        if self._model.terms.lora.r > 0:
+            return base_adapter(stage.runtime)
+        return base_stage(self._model.directory, stage.runtime.spec)
+
+    def attach(self, assigned: wire.Assigned, worker: StageWorker) -> None:
+        """The stage has its weights; `worker` has not begun."""
+        assert self.peer is not None
+        self.peer.attach(worker, assigned.step)
+
+    def progress(self) -> int:
+        """Return a number that grows while weights arrive or the disk is written: such a stage is
+        not stuck."""
+        writing = int(time.monotonic()) if self._store.busy else 0
+        return writing + (self.peer.channel.progress if self.peer is not None else 0)
+
+    def facts(self, step: int) -> dict[str, int]:
+        """Return fields of StageStatus: checkpoint_step, checkpoint_age_steps, and `more`."""
+        kept = self.peer.sharing.kept if self.peer is not None else {}
+        if kept:
+            newest = max(kept.values())
+            ages = {"checkpoint_step": newest, "checkpoint_age_steps": max(0, step - newest)}
+        elif self.peer is not None and self.peer.channel.streams:
+            ages = {"checkpoint_age_steps": step}  # the loss of this stage would cost all steps
+        else:
+            ages = {}
+        return {**ages, **self._more(step)}
+
+    def refused(self) -> dict[str, int]:
+        """Return counts of `wire.STATE_REFUSALS`."""
+        counts = Counter(self.peer.channel.refused if self.peer is not None else {})
+        if self._taken_anyway:
+            counts["gate"] = self._taken_anyway
+        return dict(counts)
+
+    def fault(self) -> tuple[int, str] | None:
+        """Return the stage that sent garbage on a state stream, and the reason."""
+        return self.peer.channel.fault if self.peer is not None else None
+
+    def forget(self) -> None:
+        """The weights in memory are not a stage any more: never write them."""
+        if self._recorder is not None:
+            self._recorder.unwritten = None
+
+    def close(self) -> None:
+        """Write the last step of the stage and stop: the trainer ends."""
+        if self._recorder is not None:
+            self._recorder.write_last()
+            self._recorder = None
+        self._store.close()
 
 
 # A stage's training state in host memory, as bytes, and back:
@@ -999,9 +910,16 @@ def layout_of(model: torch.nn.Module) -> Layout:
 
 
 def stage_layouts(
-    config: PretrainedConfig, specs: Sequence[StageSpec], lora: LoraConfig | None = None
+    config: PretrainedConfig,
+    specs: Sequence[StageSpec],
+    lora: LoraConfig | None = None,
+    frozen_a: bool = False,
 ) -> tuple[Layout, ...]:
-    """Return the layout of what is trained in each stage, from shapes only."""
+    """Return the layout of what is trained in each stage, from shapes only.
+
+    Args:
+        frozen_a: Every node derives the adapter's A, which is not trained.
+    """
     layouts = []
     for spec in specs:
         with torch.device("meta"):
@@ -1011,7 +929,8 @@ def stage_layouts(
             cut_ends(model, spec)
             model.tie_weights()
             model = model if lora is None else adapt(model, lora)
-        layouts.append(layout_of(model))
+        layout = layout_of(model)
+        layouts.append(tuple(t for t in layout if not (frozen_a and A_MARK in t.name)))
     return tuple(layouts)
 
 
@@ -1152,6 +1071,38 @@ def as_tensor(body: bytearray) -> torch.Tensor:
 # keep is deleted once this crew has taken as many steps as are in it.
 
 
+CHECKPOINTS: Final = "stages"
+"""Directory of checkpoints below the trainer's."""
+STEP_BYTES: Final = 2 * 10**9
+"""Mean bytes that own checkpoints may write per step: 1.4 TB a day at a step in two minutes. A disk
+is made for about 600 TB."""
+
+
+def kept_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
+    """Return the stages whose checkpoints the holder of `stage` keeps, its own first."""
+    if settings.keep_policy:
+        return (stage, *(other for other in range(stages) if other != stage))
+    return (stage, *ring(stage, stages))
+
+
+def ring(stage: int, stages: int) -> tuple[int, ...]:
+    """Return both neighbours of `stage` on the ring of all stages, each once."""
+    return tuple(
+        dict.fromkeys(n for n in ((stage - 1) % stages, (stage + 1) % stages) if n != stage)
+    )
+
+
+def checkpoint_interval(layouts: Iterable[Layout]) -> int:
+    """Return the steps between two own checkpoints: the least power of two at which the largest
+    stage writes at most STEP_BYTES per step.
+
+    All stages of a crew count, so all members write after the same steps, and a crew that ends
+    everywhere at once finds one step on all disks.
+    """
+    largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
+    return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
+
+
 @dataclass(frozen=True)
 class CheckpointIdentity:
     """What the checkpoints of one crew belong to."""
@@ -1208,8 +1159,6 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.coming: CheckpointAbout | None = None
         """Own checkpoint that is being written."""
-        self.skipped = 0
-        """Own checkpoints that were not written because the disk was busy with an earlier one."""
         self.error: str | None = None
         """Why the last write of the own stage failed."""
         self._directory = directory
@@ -1228,10 +1177,6 @@ class CheckpointStore:
             self._kept = {
                 path: _read_about(self._directory / path) for path in map(identity.path, stages)
             }
-
-    def find(self) -> list[CheckpointAbout]:
-        """Return what can be read, of every lineage."""
-        return find_checkpoints(self._directory)
 
     def about(self, stage: int) -> CheckpointAbout | None:
         """Return the metadata of the checkpoint of `stage`; None if there is none."""
@@ -1295,7 +1240,6 @@ class CheckpointStore:
     def write_soon(self, checkpoint: Checkpoint) -> bool:
         """Write the own stage in the background. Return False if the disk is busy."""
         if self.busy:
-            self.skipped += 1
             return False
         self.coming = checkpoint.about
         self._writing = self._thread.submit(self._write_own, checkpoint)
@@ -1349,35 +1293,37 @@ def find_checkpoints(directory: Path) -> list[CheckpointAbout]:
 
 def read_checkpoint(directory: Path, path: Path) -> Checkpoint:
     """Read one file of a store's directory. Raises StateError if it is missing or damaged."""
-    try:
-        with held(directory / path) as name, safe_open(name, "pt", device="cpu") as file:
-            about = _decode_about(file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise StateError(f"{directory / path} is damaged: {error}") from None
-    body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
-    if about.path != path or root_of(body.numpy().data).hex() != about.root:
-        raise StateError(f"{directory / path} is damaged: another hash")
+    with _opened(directory / path) as (about, file):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
+        if about.path != path or root_of(body.numpy().data).hex() != about.root:
+            raise ValueError("another hash")
     return Checkpoint(about, body, tensors)
 
 
 def _read_about(path: Path) -> CheckpointAbout | None:
     """Return a file's metadata; None if it is missing or damaged."""
+    if not path.exists():
+        return None
+    try:
+        with _opened(path) as (about, _):
+            return about
+    except StateError as error:
+        log.warning("checkpoint not readable", error=str(error))
+        return None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[CheckpointAbout, safe_open]]:
+    """Open a checkpoint. Raises StateError if it is missing or damaged."""
     try:
         with held(path) as name, safe_open(name, "pt", device="cpu") as file:
-            return _decode_about(file.metadata())
-    except FileNotFoundError:
-        return None
+            about = msgspec.json.decode(file.metadata()["about"], type=CheckpointAbout)
+            if not 0 <= about.stage < len(about.identity.layers):
+                raise ValueError("no such stage")
+            yield about, file
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        log.warning("checkpoint not readable", path=str(path), error=str(error))
-        return None
-
-
-def _decode_about(metadata: Mapping[str, str]) -> CheckpointAbout:
-    about = msgspec.json.decode(metadata["about"], type=CheckpointAbout)
-    if not 0 <= about.stage < len(about.identity.layers):
-        raise ValueError("no such stage")
-    return about
+        raise StateError(f"{path} is damaged: {error}") from None
 
 
 # The recorder observes one worker: it remembers the last committed micro-batches and copies the
@@ -1395,15 +1341,6 @@ class Edge:
     """`MicroBatch`."""
     body: bytes
     """Activations in the crew's codec; empty at stage 0."""
-
-
-@dataclass
-class PendingMicroBatch:
-    """A micro-batch of the step that is under way."""
-
-    about: bytes
-    body: bytes
-    logprobs: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -1451,25 +1388,31 @@ class Recorder(Observer):
         self._outer = outer
         self._every = checkpoint_interval(layouts)
         self._announced = 0
-        self._pending: dict[int, PendingMicroBatch] = {}
+        self._pending: dict[int, tuple[bytes, bytes]] = {}
+        """Description and body of the last micro-batches of the step that is under way."""
+        self._logprobs: dict[int, bytes] = {}
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
-        if self._routes.of(micro_batch) == self._routes.of(0):
-            self._pending[micro_batch] = PendingMicroBatch(about, body)
-            # a step may have a thousand micro-batches, and only the last are remembered
-            size = lambda: sum(len(seen.body) for seen in self._pending.values())
-            while len(self._pending) > self.settings.probes or (
-                len(self._pending) > 1 and size() > self.settings.edge_bytes
-            ):
-                del self._pending[next(iter(self._pending))]
+        if self._routes.of(micro_batch) != self._routes.of(0):
+            return
+        self._pending[micro_batch] = about, body
+        # a step may have a thousand micro-batches, and only the last are remembered
+        size = lambda: sum(len(body) for _, body in self._pending.values())
+        while len(self._pending) > self.settings.probes or (
+            len(self._pending) > 1 and size() > self.settings.edge_bytes
+        ):
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            self._logprobs.pop(oldest, None)
 
     def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
         if micro_batch in self._pending:
-            self._pending[micro_batch].logprobs = pack_logprobs(logprobs.numpy())
+            self._logprobs[micro_batch] = pack_logprobs(logprobs.numpy())
 
     def dropped(self) -> None:
         self._pending.clear()
+        self._logprobs.clear()
 
     def committed(self, worker: StageWorker) -> None:
         self.copy = None
@@ -1493,12 +1436,12 @@ class Recorder(Observer):
             self.sharing.announce("probes", self.probes[-1].step)
 
     def _remember(self, step: int) -> None:
-        for number, seen in sorted(self._pending.items()):
-            rows = strict.decode(seen.about, MicroBatch).rows
-            if seen.logprobs:
-                self.probes.append(Probe(number, step, rows, seen.about, seen.logprobs))
-            self.edges.append(Edge(number, step, rows, seen.about, seen.body))
-        self._pending.clear()
+        for number, (about, body) in sorted(self._pending.items()):
+            rows = strict.decode(about, MicroBatch).rows
+            if number in self._logprobs:
+                self.probes.append(Probe(number, step, rows, about, self._logprobs[number]))
+            self.edges.append(Edge(number, step, rows, about, body))
+        self.dropped()
         del self.probes[: -self.settings.probes]
         while sum(len(edge.body) for edge in self.edges) > self.settings.edge_bytes:
             self.edges.popleft()
@@ -1586,10 +1529,8 @@ class LocalStage:
     """
 
     runtime: StageRuntime
-    spec: StageSpec
     limits: FrameLimits
     layouts: Sequence[Layout]
-    settings: RecoverySettings
     codec: ActivationCodec
     recorder: Recorder
     store: CheckpointStore | None = None
@@ -1599,6 +1540,14 @@ class LocalStage:
     restored: StageState | None = None
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     _encoding: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def spec(self) -> StageSpec:
+        return self.recorder.spec
+
+    @property
+    def settings(self) -> RecoverySettings:
+        return self.recorder.settings
 
     def stored(self, stage: int) -> CheckpointAbout | None:
         """Return the metadata of the checkpoint of `stage` on this disk."""
@@ -1611,8 +1560,7 @@ class LocalStage:
         about, layout = found.about, self.layouts[self.spec.index]
         state = decode_state(found.body, layout, about.form, about.step, about.squared_norm)
         if not about.own:
-            warmup = 0 if state.counts else self.settings.warmup_steps
-            return Candidate(state, LrScale(warmup=warmup))
+            return self.warming_up(state)
         outer = {
             name.removeprefix("outer."): tensor
             for name, tensor in found.more.items()
@@ -1621,6 +1569,10 @@ class LocalStage:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
             raise StateError("the state of averaging in our checkpoint is not finite")
         return Candidate(state, about.lr_scale, outer, found.more.get("rng"))
+
+    def warming_up(self, state: StageState) -> Candidate:
+        """Return a candidate whose learning rate warms up if its optimizer is new."""
+        return Candidate(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
 
     def spec_of(self, stage: int) -> StageSpec:
         """Return a spec that says which end `stage` is; its layers do not matter."""
@@ -1801,10 +1753,9 @@ class Fetcher:
         return found
 
     async def state(self, holder: int, what: Part, of: int) -> StageState:
-        """Return stage `of`, or a part of it, as `holder` has it. Waits for a tied embedding of a
-        stage that is being restored."""
-        ask = lambda: self.body(holder, what, of)
-        have, body = await (self._patiently(holder, ask) if what == "tied" else ask())
+        """Return stage `of`, or a part of it, as `holder` has it. Waits for a stage that is being
+        restored."""
+        have, body = await self._patiently(holder, lambda: self.body(holder, what, of))
         layout, form = self._stage.shape(what, of)
         decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
         with self._channel.counting(holder):
@@ -1903,22 +1854,16 @@ class Server:
         """Answer one request. A failure is counted and answered."""
         lack: wire.LackReason | None = "failed"
         try:
-            if isinstance(message, wire.Ask):
-                await self._channel.send(stage, self._holds(stage, message.request))
-                lack = None
-            else:
-                lack = await self._give(stage, message, body)
-        except BadMessage as error:
-            self._channel.refuse(stage, error)
+            with self._channel.failing(), self._channel.counting(stage):
+                if isinstance(message, wire.Ask):
+                    await self._channel.send(stage, self._holds(stage, message.request))
+                    lack = None
+                else:
+                    lack = await self._give(stage, message, body)
+        except BadMessage:
             lack = "refused"
         except PeerError:
             return  # the stage is gone
-        except (StateError, Unavailable, OSError, ValueError):
-            self._channel.refused["failed"] += 1
-        except (RuntimeError, MemoryError) as error:
-            if not is_device_error(error):
-                raise
-            self._channel.refused["failed"] += 1
         finally:
             self._serving[stage] -= 1
         if lack is not None:
@@ -1940,11 +1885,11 @@ class Server:
         self, stage: int, asked: wire.Want | wire.Run, body: bytes
     ) -> wire.LackReason | None:
         """Send a body; return a reason where there is none to send."""
-        what: wire.What = asked.what if isinstance(asked, wire.Want) else "output"
+        want = asked if isinstance(asked, wire.Want) else None
+        what: wire.What = "output" if want is None else want.what
         phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
-        if what in ("layers", "tied", "copy") and phase != "ready":
-            return "loading"
-        if what == "output" and phase in ("starting", "restoring"):
+        runs = phase in ("candidate", "ready")
+        if (what in ("layers", "tied", "copy") and phase != "ready") or (want is None and not runs):
             return "loading"
         found = await self._find(stage, asked, body)
         if found is None:
@@ -1956,11 +1901,10 @@ class Server:
         have = Have(
             channel.place, asked.request, what, found.step, len(data), root, found.squared_norm
         )
-        resumed = isinstance(asked, wire.Want) and asked.root == root
-        at = asked.at if isinstance(asked, wire.Want) and resumed else 0
+        at = want.at if want is not None and want.root == root else 0
         if at >= len(data):
             raise BadMessage("bounds", f"byte {at} of {len(data)}")
-        to_keep = what == "checkpoint" and isinstance(asked, wire.Want) and asked.of == own
+        to_keep = want is not None and (want.what, want.of) == ("checkpoint", own)
         await channel.send_body(stage, have, data, at, background=to_keep)
         return None
 
@@ -2057,15 +2001,10 @@ class Sharing:
     async def _share(self) -> None:
         worker, recorder = self._stage.worker, self._stage.recorder
         assert worker is not None
-        try:
+        with self._channel.failing():
             async with worker.optimizer.moving:  # never in the middle of a step
                 await self._channel.compute(partial(recorder.share, worker))
-        except (RuntimeError, MemoryError) as error:
-            if not is_device_error(error):
-                raise
-            self._channel.refused["failed"] += 1
-            return
-        if recorder.shared is not None:
+            assert recorder.shared is not None
             self.announce("checkpoint", recorder.shared.step)
 
     def made(self, stage: int, made: wire.Made) -> None:
@@ -2361,6 +2300,18 @@ class Channel:
         except BadMessage as error:
             self.refuse(stage, error)
             raise
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Count what this node's disk or device cannot do."""
+        try:
+            yield
+        except (StateError, Unavailable, OSError, ValueError):
+            self.refused["failed"] += 1
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            self.refused["failed"] += 1
 
     def refuse(self, stage: int, error: BadMessage) -> None:
         """Count what `stage` sent and should not have."""

@@ -1549,7 +1549,7 @@ disk or device could not do what was asked; `repeated`, one body too often; `gat
 restored from a source that failed the gate, because no source passed."""
 ROOT_BYTES: Final = 32
 Form = Literal["exact", "small", "plain"]
-"""exact: float32 with AdamW's moments and counts. small: bfloat16 weights. plain: float32 weights."""
+"""exact: float32 with AdamW's moments and counts. small: bfloat16, and plain: float32, without."""
 StatePhase = Literal["starting", "restoring", "candidate", "ready"]
 """starting: not known yet whether the stage has its weights. restoring: it has none. candidate: its
 weights are being judged, and it runs micro-batches with them. ready: its weights are in order."""

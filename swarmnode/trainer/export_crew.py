@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
-from swarmnode.averaging.lora import A_MARK
 from swarmnode.errors import BadMessage, StateError, Unavailable
 from swarmnode.stages.recovery import (
     CHECKPOINTS,
@@ -88,11 +87,7 @@ def read_stages(
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)
-    layouts = stage_layouts(hf, specs, adapter)
-    if shared_a:
-        layouts = tuple(
-            tuple(tensor for tensor in layout if A_MARK not in tensor.name) for layout in layouts
-        )
+    layouts = stage_layouts(hf, specs, adapter, shared_a)
     for spec, layout in zip(specs, layouts, strict=True):
         path = crew.about.path(spec.index)
         found = read_checkpoint(crew.directory, path)

@@ -206,7 +206,7 @@ def test_checkfree_is_that_of_recovery(document):
         before = recovery.Neighbour({"model.layers.0.x": left}, a)
         after = recovery.Neighbour({"model.layers.0.x": right}, b)
         spec = recovery.StageSpec(1, 3, 1, 2, False)
-        ours = recovery.average(before, after, spec, uniform=False)["model.layers.0.x"]
+        ours = recovery.average(before, after, spec)["model.layers.0.x"]
         got = document["checkfree"]((left.tolist(), a), (right.tolist(), b))
         assert got == pytest.approx(ours.tolist())
 

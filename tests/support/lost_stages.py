@@ -27,7 +27,6 @@ from swarmnode.stages.recovery import (
     Recorder,
     RecoverySettings,
     Restored,
-    Run,
     StatePeer,
     kept_stages,
     restore,
@@ -61,7 +60,6 @@ class Fleet:
     directory: Path
     crew_settings: CrewSettings
     settings: RecoverySettings
-    run: Run = field(default_factory=Run)
     keepers: Collection[int] = ()
     """Stages whose nodes keep the whole policy."""
     owner: str = ""
@@ -151,10 +149,8 @@ class Fleet:
             fence = Fence(Place(CREW, i, self.step), count)
             local = LocalStage(
                 station.runtime,
-                station.spec,
                 self.limits,
                 self.layouts,
-                station.watch.settings,
                 self.crew_settings.codec,
                 station.watch,
                 station.store,
@@ -215,7 +211,6 @@ class Fleet:
             self.restored[stage] = await restore(
                 self.peers[stage],
                 step=self.step,
-                run=self.run,
                 base=station.base,
                 notify=lambda source: self.told.append((stage, source)),
             )

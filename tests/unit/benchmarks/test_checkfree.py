@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import checkfree, recoveries, repeated
 from benchmarks.checkfree import failure_table, single_tables
@@ -21,6 +22,8 @@ from benchmarks.failures import (
 )
 from benchmarks.forks import METHODS, Size, compare, follow, fork, grow
 from benchmarks.staged import STAGES, VOCABULARY, WINDOW, Corpus, Staged, build, encode
+from swarmnode.stages.model import StageRuntime
+from tests.support.split_models import split_model
 
 SIZE = Size(rate=4e-3, marks=(0, 3))
 TRUNK = 52
@@ -293,3 +296,22 @@ def test_a_low_rate_has_a_longer_run_and_its_own_target(monkeypatch):
             "5 %/h": 600,
             "16 %/h": 200,
         }
+
+
+def test_identity_passes_on_what_it_gets_and_can_still_learn():
+    shape = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    spec, stage = split_model(LlamaForCausalLM(shape), [1, 1, 1, 1])[2]
+    stage.load_state_dict(recoveries.pass_on(stage.state_dict()))
+    x = torch.randn(1, 5, 32)
+    y = StageRuntime(spec, stage).run(x, torch.ones(1, 5, dtype=torch.long), torch.arange(5)[None])
+    assert torch.equal(y, x)
+    (y * torch.randn_like(y)).sum().backward()
+    # unlike a stage of zeros
+    assert float(stage.model.layers[0].mlp.down_proj.weight.grad.abs().sum()) > 0

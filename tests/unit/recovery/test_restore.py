@@ -12,7 +12,6 @@ from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.recovery import (
     CHECKPOINTS,
     RecoverySettings,
-    Run,
     base_adapter,
     host_copy,
     trained,
@@ -35,7 +34,6 @@ def fleet(models, tmp_path):
         kind="llama",
         settings=None,
         crew=SETTINGS,
-        run=None,
         model=None,
         name="crew",
         **keys,
@@ -54,7 +52,6 @@ def fleet(models, tmp_path):
             tmp_path / name,
             crew,
             chosen,
-            run or Run(),
             **keys,
         )
         made.append(one)
@@ -274,7 +271,7 @@ async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = lambda: get_peft_model(copy.deepcopy(models["llama"]), lora)
-    mine = fleet(model=adapted(), run=Run(adapter=True), name="adapter")
+    mine = fleet(model=adapted(), name="adapter")
     await train(mine, 3)
     before = mine.weights()
     # the base weights under the adapter are on every node
@@ -286,7 +283,6 @@ async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(
         assert apart(mine.weights(), before) == 0
     alone = fleet(
         model=adapted(),
-        run=Run(adapter=True),
         name="untrained",
         settings={"checkpoint_every": 1000},
     )
@@ -335,7 +331,7 @@ async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
 @pytest.mark.parametrize("lost", [0, 1, 3])
 async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
     crew = CrewSettings(b"b" * 32, "float32", swapped=True)
-    mine = fleet(settings={"mode": "checkfree+"}, crew=crew, run=Run(swapped=True))
+    mine = fleet(settings={"mode": "checkfree+"}, crew=crew)
     await train(mine, 3)
     ends = mine.weights()
     near = {0: 1, 3: 2}.get(lost)

@@ -2,6 +2,7 @@
 and in the end its stream, never more."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,10 +58,8 @@ class Member:
         self.recorder = Recorder(spec, settings, self.layouts, self.store)
         self.stage = LocalStage(
             self.runtimes[1],
-            spec,
             LIMITS,
             self.layouts,
-            settings,
             "float32",
             self.recorder,
             self.store,
@@ -213,6 +212,34 @@ async def test_bodies_that_nobody_asked_for_and_messages_of_another_crew_do_noth
     with trio.move_on_after(0):
         await member.ends[0].receive_some(1)
         pytest.fail("something was asked for")
+
+
+async def test_a_request_that_was_cancelled_or_answered_blocks_no_other(member):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(member.peer.fetch.probes, 0)
+        want = await member.answer(0)
+        nursery.cancel_scope.cancel()
+    await member.give(0, want.request, "probes", b"\x90")
+    body = member.body(0)
+    for step in (9, 10):
+        want = await member.offer(0, step=step)
+        await member.give(0, want.request, "checkpoint", body, step=step)
+        assert isinstance(await member.answer(0), wire.Kept)
+        await member.give(0, want.request, "checkpoint", body)  # again, unasked
+    assert not member.peer.channel.refused
+    assert member.store.about(0).step == 10
+
+
+async def test_small_messages_overtake_a_body(member):
+    member.work()
+    await member.answer(0)
+    recorder = member.recorder
+    recorder.shared = replace(recorder.shared, body=bytearray(8 * wire.CHUNK_BYTES))
+    await member.send(0, member.want(0, "checkpoint", 1))
+    await member.answer(0)
+    member.peer.channel.post(0, wire.Kept(member.place(1), 0, 2))
+    kinds = [type(await member.answer(0)) for _ in range(5)]
+    assert wire.Kept in kinds, "before the eight chunks have been sent"
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, bytes(4), b"\0\0\0\1\x80"])

@@ -11,7 +11,7 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import StageRuntime
 from swarmnode.stages.pipeline import CrewSettings
-from swarmnode.stages.recovery import RecoverySettings, Run
+from swarmnode.stages.recovery import RecoverySettings
 from swarmnode.stages.wire import FrameLimits
 from tests.support.crew import open_crew
 from tests.support.lost_stages import Fleet, quiet, rows_of
@@ -87,7 +87,6 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
         tmp_path / "crew",
         settings_of(name),
         paper,
-        Run(swapped=True),
     )
     try:
         async with mine.up() as crew:

@@ -53,10 +53,8 @@ class One:
         recorder = Recorder(runtime.spec, settings)
         stage = LocalStage(
             runtime,
-            runtime.spec,
             model.limits(),
             layouts,
-            settings,
             "float32",
             recorder,
             base=tensors_of(model.directory),

@@ -65,10 +65,8 @@ class Node:
         recovery._store.flush()
         local = LocalStage(
             runtime,
-            runtime.spec,
             None,
             recovery._layouts,
-            recovery._settings,
             "float32",
             recovery._recorder,
             recovery._store,
