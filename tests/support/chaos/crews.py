@@ -200,7 +200,7 @@ def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
     """Do `fault` to a running crew, and wait for its next step."""
     seen = until(lambda: crew.at(1), crew.story, WHOLE_SECONDS)
     former, kills = seen[0][1]["id"], not fault.seconds
-    peers = {stage: _peer(node) for stage, (node, _) in seen.items()}
+    peers = {stage: peer_of(node) for stage, (node, _) in seen.items()}
     victims = [seen[stage][0] for stage in fault.stages]
     sizes = {node.name: node.log_file.stat().st_size for node in crew.nodes}
     steps = {stage: view["step"] for stage, (_, view) in seen.items()}
@@ -223,7 +223,7 @@ def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
     except AssertionError as error:
         return Outcome(fault, None, (str(error),))
     seconds = time.monotonic() - began
-    logs = {node: _since(node, sizes[node.name]) for node in crew.nodes}
+    logs = {node: log_since(node, sizes[node.name]) for node in crew.nodes}
     problems = [
         f"{node.name} continued at step {line['step']}, and {least} was there"
         for node, lines in logs.items()
@@ -236,7 +236,7 @@ def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
         problems += [
             f"the log of {node.name} names no member that was killed"
             for node in survivors
-            if not any(_names(line, named) for line in logs[node])
+            if not any(names_one(line, named) for line in logs[node])
         ]
     return Outcome(fault, seconds, tuple(problems))
 
@@ -285,11 +285,11 @@ def _stop(family: Sequence[psutil.Process], seconds: float) -> None:
                 process.send_signal(signal.SIGCONT)
 
 
-def _peer(node: DemoNode) -> str:
+def peer_of(node: DemoNode) -> str:
     return identity.load_or_create(node.directory / "identity.key").peer_id
 
 
-def _since(node: DemoNode, size: int) -> list[dict[str, Any]]:
+def log_since(node: DemoNode, size: int) -> list[dict[str, Any]]:
     with open(node.log_file, "rb") as file:
         file.seek(size)
         return _records(file.read().decode(errors="replace"))
@@ -303,7 +303,7 @@ def _records(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _names(line: dict[str, Any], peers: Sequence[str]) -> bool:
+def names_one(line: dict[str, Any], peers: Sequence[str]) -> bool:
     """Whether it is the line of a crew's end, and names one of `peers`."""
     event = str(line.get("event", ""))
     return event.startswith("crew ended") and any(peer in event for peer in peers)
