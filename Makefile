@@ -74,6 +74,7 @@ sim: $(VENV)/.test
 
 chaos: $(VENV)/.test
 	$(BIN)/python -m tests.support.chaos --count $(or $(CHAOS_COUNT),5)
+	$(BIN)/python -m tests.support.chaos.crews --long
 
 soak: $(VENV)/.test
 	$(BIN)/python -m benchmarks.soak $(SOAK)

@@ -774,7 +774,7 @@ def _printable(text: str) -> str:
 #
 #     the newest step without lost blocks, if no offer is more than one step newer    at once
 #     an older step without lost blocks                                               exact_seconds
-#     a step with lost blocks, as few as possible, at most half                       exact_seconds
+#     a step with as few lost blocks as possible, and some copy of at least half      exact_seconds
 #     the base, although steps were taken                                             lost_seconds
 
 CONSIDERED: Final = 16
@@ -925,7 +925,8 @@ def _continue(
         if (spare := pick(block, able)) is None:
             return None
         chosen[block] = spare
-    if len(blocks) > MEMBERS or 2 * len(lost) > len(blocks):
+    copied = {block for _, block in +held}
+    if len(blocks) > MEMBERS or 2 * len({*lost} - copied) > len(blocks):
         return None  # a mixture of mostly base weights is worse than the base
     if len(blocks) == 1 and chosen[blocks[0]] != me:
         return None  # a node that would hold all layers alone needs nobody's proposal
