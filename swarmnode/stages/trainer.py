@@ -688,7 +688,8 @@ class StageRunner:
 
     def _handle_failure(self, session: StageSession, failure: StageFailure) -> None:
         if failure.kind == "peer":
-            self._report_fault(session, None, failure.reason)
+            # nobody's deadline: the own stage as the cause ends the crew without a strike
+            self._report_fault(session, session.assigned.stage, failure.reason)
             return
         if failure.kind != "source":
             self._replace_stage(None)  # what is in memory is neither offered nor saved
