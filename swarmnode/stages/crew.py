@@ -830,7 +830,7 @@ def _printable(text: str) -> str:
 #
 #     the newest exact step, if no offer is more than one step newer    at once
 #     an older exact step                                               after exact_seconds
-#     a step with lost blocks, as few as possible, at most half         after exact_seconds
+#     a step with lost blocks, as few as possible, and copies of half   after exact_seconds
 #     the base, although steps were taken                               after lost_seconds
 
 CONSIDERED: Final = 8
@@ -962,8 +962,8 @@ def _continue(
     for step in sorted(considered, reverse=True):
         blocks = _blocks(step, copies, len(cost.layers))
         placed = _place(me, step, blocks, copies, able, cost, distances)
-        if placed is None or 2 * len(placed[1]) > len(blocks):
-            continue  # too little is left to continue from
+        if placed is None:
+            continue
         holders, lost = placed
         if len(blocks) == 1 and holders[0] != me:
             continue  # a node that would hold all layers alone needs nobody's proposal
@@ -1018,7 +1018,7 @@ def _place(
 ) -> tuple[tuple[str, ...], tuple[Block, ...]] | None:
     """Return a holder for each block, and the blocks that are lost: a peer that has a block keeps
     it, the other blocks go to the spares that fit, first to those with an older copy of it. None
-    where a block has no holder."""
+    where a block has no holder, or where nobody has any copy of more than half of the blocks."""
     sizes = [last - first for first, last in blocks]
     needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
     exact: dict[Block, dict[str, int]] = {block: {} for block in blocks}
@@ -1044,6 +1044,9 @@ def _place(
                 free, key=lambda peer: (peer != me, choices[peer], free[peer], worth[peer])
             )
     lost = tuple(block for block in blocks if block not in chosen)
+    copied = {block for _, block in older}
+    if 2 * sum(block not in copied for block in lost) > len(blocks):
+        return None  # too little is left to continue from
     for block in sorted(lost, key=lambda block: -needs[block]):
         spares = [
             peer

@@ -545,7 +545,7 @@ async def restore(
                 stage.phase = "ready"
                 return Restored(source, verdict, True, tuple(tried), candidate)
             assert verdict is not None
-            reason = f"KL {verdict.kl:.3g}, NLL +{verdict.nll_rise:.3g} nats per token"
+            reason = f"KL {verdict.kl:.3g}, NLL {verdict.nll_rise:+.3g} nats per token"
             if fallback is None and verdict.finite:
                 fallback = source, candidate, verdict
         tried.append((source.name, reason))

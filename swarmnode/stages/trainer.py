@@ -640,7 +640,8 @@ class StageRunner:
 
     def _handle_failure(self, session: StageSession, kind: FailureKind, reason: str) -> None:
         if kind == "peer":
-            self._report_fault(session, None, reason)
+            # nobody's deadline: the own stage as the cause ends the crew without a strike
+            self._report_fault(session, session.assigned.stage, reason)
             return
         if kind != "source":
             self._replace_stage(None)  # what is in memory is neither offered nor saved

@@ -56,7 +56,7 @@ def train(directory, model, losses=()):
     """(step, weights) after STEPS. Each loss is made good as it says. Steps are so far apart that
     both neighbours have each snapshot before the next: what is kept for later is fetched at a
     quarter of a line."""
-    for attempt in range(5):
+    for attempt in range(8):
         nodes = like_nodes(
             directory / str(attempt),
             model,

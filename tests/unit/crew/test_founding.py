@@ -107,6 +107,14 @@ def test_any_two_of_four_continue_with_spares():
         assert all(members(found)[stage] == name for stage, name in kept.items())
 
 
+def test_more_than_half_of_the_disks_may_be_lost_if_neighbours_have_copies():
+    untrained = {"b": offer(), "c": offer(), "d": offer()}
+    assert plan({"a": offer(copy(0, 9)), **untrained}, 99.0) is None
+    kept = offer(copy(0, 9), *(copy(stage, 5, "neighbour") for stage in (1, 3)))
+    found = plan({"a": kept, **untrained}, 10.0)
+    assert (found.record.step, len(found.lost)) == (9, 3)
+
+
 def test_crew_cut_off_for_long_brings_everything_back():
     """150 seconds without network lost 340 steps once."""
     offers = four(340, 340, 340, 340)

@@ -333,7 +333,7 @@ def test_a_lost_peer_ends_the_crew_and_the_next_one_tries_again(node, where):
     one = node(build, recovery)
     one.runner.receive(assigned_to(step=5))
     one.until(lambda: one.faults)
-    assert one.faults == [StageFault(CREW, None, "stage 1 is gone")]
+    assert one.faults == [StageFault(CREW, 0, "stage 1 is gone")], "a stage strikes nobody for it"
     assert not one.runner.active
     stage, recovery.error = one.runner.stage, None
     assert stage is not None
