@@ -65,7 +65,6 @@ from swarmnode.stages.wire import (
     RefusalReason,
     Route,
     Routes,
-    StagePart,
     arriving,
     is_device_error,
     read_frame,
@@ -201,7 +200,7 @@ class StageWorker:
         return sum((counter.copy() for counter in counts), Counter())
 
     def ready(self) -> int:
-        """Pieces of work that could be done now. From any thread."""
+        """Return the number of pieces of work that could be done now. From any thread."""
         return self.micro_batches.ready()
 
     async def run(self) -> None:
@@ -232,7 +231,7 @@ class StageWorker:
             self.links.inbox.wake()
 
     async def _work(self) -> bool:
-        """Do one waiting piece of work whose result has room. False without one."""
+        """Do one waiting piece of work whose result has room. Return False without one."""
         if self._held and not self.links.full(self.index + 1):
             await self._handle(self._held.popleft())
         elif self.tied.sends:
@@ -258,8 +257,8 @@ class StageWorker:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
 
     def _passes_on(self, frame: Frame) -> bool:
-        """Whether its result is a score or a token for the next stage: no gradient and no step
-        waits for it."""
+        """Return True if its result is a score or a token for the next stage: no gradient and no
+        step waits for it."""
         asks = isinstance(frame, (wire.Prefill, wire.Decode)) or (
             isinstance(frame, wire.Forward) and frame.purpose == "score"
         )
@@ -578,16 +577,9 @@ class Head(StageWorker):
         """
         self._batch = BatchState()
         pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
+        draw = rng.getrandbits
         waves = [
-            Wave(
-                [prompts[i] for i in piece],
-                each,
-                max_tokens,
-                temperature,
-                top_p,
-                rng.getrandbits(63),
-                ends,
-            )
+            Wave([prompts[i] for i in piece], each, max_tokens, temperature, top_p, draw(63), ends)
             for piece, each in pieces
         ]
         later, open_now = list(reversed(waves)), self.open_waves
@@ -727,7 +719,9 @@ class Head(StageWorker):
             try:
                 self._broadcast(wire.ProposeStep(self.place, batch.attempt, tuple(sorted(pieces))))
                 for number, piece in pieces.items():
-                    self._submit(number, "learn", _described(piece, cfg, normalizer))
+                    texts = [(row.prompt_ids, row.completion_ids) for row in piece]
+                    loss = describe_loss(piece, cfg, normalizer)
+                    self._submit(number, "learn", describe(texts, cfg.temperature, loss))
                 await self._until(lambda: len(batch.norms) == self.stages)
             finally:
                 if batch.failed is not None or len(batch.norms) < self.stages:
@@ -872,18 +866,10 @@ class Head(StageWorker):
         self._changed.set()
 
 
-def _described(piece: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> MicroBatch:
-    return describe(
-        [(row.prompt_ids, row.completion_ids) for row in piece],
-        cfg.temperature,
-        describe_loss(piece, cfg, normalizer),
-    )
-
-
 def _half(
     batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]] | None:
-    """The micro-batches where the largest has half the tokens; None when it is one row, which
+    """Return micro-batches with half the tokens of the largest; None when that is one row, which
     cannot be halved."""
     largest = max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0)
     return (
@@ -907,23 +893,18 @@ class Wave:
     seed: int
     ends: frozenset[int]
     """Token ids that end a completion."""
-    ids: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    """Unfinished completions, ascending. All have equally many tokens."""
     lost: int = 0
     """How often a stage had lost its caches."""
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations
-        self.ids, self.logprobs, self.live = (
-            [[] for _ in range(total)],
-            [[] for _ in range(total)],
-            list(range(total)),
-        )
+        self.ids: list[list[int]] = [[] for _ in range(total)]
+        self.logprobs: list[list[float]] = [[] for _ in range(total)]
+        self.live = list(range(total))
+        """Unfinished completions, ascending. All have equally many tokens."""
 
     def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """One more token for each of `live`. Raises ValueError when there are not as many."""
+        """Append one token to each of `live`. Raises ValueError when there are not as many."""
         for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
             self.ids[name].append(token)
             self.logprobs[name].append(logprob)
@@ -934,12 +915,12 @@ class Wave:
         ]
 
     def latest(self) -> list[int]:
-        """(live,) the tokens that the next step runs."""
+        """Return the tokens (live,) that the next step runs."""
         return [self.ids[name][-1] for name in self.live]
 
     def questions(self) -> Questions:
-        """Description with which it begins, or begins again from its tokens: then every completion
-        is a prompt of its own."""
+        """Return the description with which the wave begins. When it begins again from its tokens,
+        every completion is a prompt of its own."""
         position = len(self.ids[self.live[0]])
         so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
         prompts = so_far if position else self.prompts
@@ -1067,7 +1048,7 @@ class Schedule:
         return "forward", micro_batch
 
     def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
-        """Pieces of work that `next` would return. From any thread."""
+        """Return the number of pieces of work that `next` would return. From any thread."""
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
     def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
@@ -1123,7 +1104,7 @@ class MicroBatches:
         self.routes = Routes(worker.stages, worker.settings.swapped)
 
     def take_early(self) -> list[Arrival]:
-        """Forwards that came before the proposal, to be handled again now."""
+        """Return the forwards that came before the proposal, to be handled again now."""
         early, self._early = self._early, []
         return early
 
@@ -1172,7 +1153,7 @@ class MicroBatches:
         return self.schedule.next(self._blocked)
 
     def ready(self) -> int:
-        """Pieces of work that could be done now. From any thread."""
+        """Return the number of pieces of work that could be done now. From any thread."""
         return self.schedule.ready(self._blocked)
 
     def _blocked(self, key: tuple[int, int]) -> bool:
@@ -1191,18 +1172,18 @@ class MicroBatches:
         refuse = lambda reason: worker.links.send(0, wire.Failed(worker.place, micro_batch, reason))
         with worker.refusing(refuse):
             if kind == "forward":
-                self._pass_on(
-                    micro_batch,
-                    kept,
-                    "learn",
-                    await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x, part)),
-                )
+                y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x, part))
+                self._pass_on(micro_batch, kept, "learn", y)
                 return
             if kind == "learn":
                 sums: list[float] = []
                 gradient = await worker.compute(lambda: self._learn(micro_batch, kept, sums))
             else:
-                gradient = await worker.compute(lambda: self._backward(kept, part))
+                entering = kept.gradient
+                assert entering is not None, "see `Schedule`"
+                gradient = await worker.compute(
+                    lambda: worker.runtime.backward(kept.batch, kept.x, entering, part)
+                )
             del self.kept[micro_batch, hop]
             if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == worker.index):
                 worker.participant.accumulated(micro_batch)
@@ -1213,10 +1194,6 @@ class MicroBatches:
                 codec = gradient_codec(worker.settings.codec)
                 frame = wire.Backward(worker.place, micro_batch, codec, kept.work.rows)
                 worker.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
-
-    def _backward(self, kept: Kept, part: StagePart) -> torch.Tensor | None:
-        assert kept.gradient is not None
-        return self._worker.runtime.backward(kept.batch, kept.x, kept.gradient, part)
 
     def _learn(self, micro_batch: int, kept: Kept, sums: list[float]) -> torch.Tensor | None:
         worker = self._worker
@@ -1237,12 +1214,8 @@ class MicroBatches:
     async def _score(self, micro_batch: int, kept: Kept) -> None:
         worker = self._worker
         if not worker.runtime.spec.has_head:
-            self._pass_on(
-                micro_batch,
-                kept,
-                "score",
-                await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x)),
-            )
+            y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x))
+            self._pass_on(micro_batch, kept, "score", y)
             return
         scores = await worker.compute(
             lambda: worker.runtime.score(kept.batch, kept.x, kept.work.temperature)

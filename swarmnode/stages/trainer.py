@@ -119,7 +119,6 @@ from swarmnode.stages.pipeline import (
     Links,
     Observer,
     StageWorker,
-    StepResult,
     Wave,
     gradient_codec,
 )
@@ -889,6 +888,7 @@ class StageRunner:
 
 
 FailureKind = Literal["memory", "device", "source", "peer"]
+"""From the most to the least serious."""
 
 
 def _failure_of(raised: Exception) -> tuple[FailureKind, str] | None:
@@ -897,20 +897,20 @@ def _failure_of(raised: Exception) -> tuple[FailureKind, str] | None:
     if not all(isinstance(error, SwarmNodeError) or is_device_error(error) for error in errors):
         return None
     found: dict[FailureKind, str] = {}
+    kind: FailureKind
     for error in errors:
+        reason = str(error)
         if is_oom(error) or (error.__cause__ is not None and is_oom(error.__cause__)):
-            kind, reason = (
-                "memory",
-                (str(error) if isinstance(error, DeviceError) else "out of memory"),
-            )
+            kind, reason = "memory", reason if isinstance(error, DeviceError) else "out of memory"
         elif isinstance(error, PeerError):
-            kind, reason = "peer", str(error)
+            kind = "peer"
         elif isinstance(error, DeviceError):
-            kind, reason = "device", str(error)
+            kind = "device"
         elif isinstance(error, SwarmNodeError):
-            kind, reason = "source", str(error)
+            kind = "source"
         else:
-            kind, reason = "device", f"the device: {str(error).strip().partition(chr(10))[0]}"
+            line, _, _ = reason.strip().partition("\n")
+            kind, reason = "device", f"the device: {line}"
         found.setdefault(kind, reason)
     return next((kind, found[kind]) for kind in get_args(FailureKind) if kind in found)
 
@@ -1032,19 +1032,15 @@ class CrewPolicy:
                 f" a crew computes {room} at a time: set training.max_completion_length lower, or"
                 " leave the question out of the dataset"
             )
-        seed, s = int(torch.randint(2**62, (1,), generator=rng)), sampling
-        began = time.monotonic()
-        waves = self._ask(
-            lambda head: head.generate(
-                encoded,
-                s.num_generations,
-                s.max_tokens,
-                s.temperature,
-                s.top_p,
-                self.text.eos_ids,
-                random.Random(seed),
+        s, draw = sampling, random.Random(int(torch.randint(2**62, (1,), generator=rng)))
+        ends, began, waves = self.text.eos_ids, time.monotonic(), None
+        while waves is None:
+            waves = self._call(
+                self._head(),
+                lambda head: head.generate(
+                    encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
+                ),
             )
-        )
         tokens = max(len(ids) for wave in waves for ids in wave.ids)
         self._advise((time.monotonic() - began) / tokens)
         size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
@@ -1074,24 +1070,19 @@ class CrewPolicy:
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         lengths = [len(p) + len(c) for p, c in rows]
-
-        async def work(head: Head) -> list[Scored]:
-            memory = self._memory
+        scored: list[Scored] | None = None if rows else []
+        while scored is None:
+            head, memory = self._head(), self._memory
             tokens = _micro_batch_tokens(memory, lengths, head.stages)
             largest = memory.cut(lengths, tokens=tokens)
+            work = lambda head, tokens=tokens: head.score(rows, temperature, tokens)
             try:
-                return await head.score(rows, temperature, tokens)
+                scored = self._call(head, work, largest)
             except CannotScore as error:
-                if error.too_much and not error.divisible:
+                if not error.divisible:
                     raise DeviceError(f"a row of {max(lengths)} tokens: {error}") from None
-                if error.too_much:
-                    memory.ran_out(largest)
-                raise
-            except PeerTimeout:  # a slow stage answers sooner with less
-                memory.shrink(largest)
-                raise
-
-        return self._ask(work) if rows else []
+                memory.ran_out(largest)
+        return scored
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
         """Take one step, as `Updater.update`. How far own and peers' gradients agree is not
@@ -1128,28 +1119,19 @@ class CrewPolicy:
         divisor, rate = normalizer(rows, cfg, without), cfg.learning_rate if rate is None else rate
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in learn]
         groups = [row.group for row in learn]
-        before: int | None = None
-        tokens = 0
-
-        async def work(head: Head) -> StepResult | None:
-            nonlocal before, tokens
-            step = head.participant.step
-            if before is not None and step > before:
-                return None  # the crew that failed had taken this step
-            before = step
-            tokens = self._update_tokens(lengths, groups, head.stages)
-            sized = cfg.model_copy(update={"per_device_train_tokens": tokens})
-            try:
-                return await head.update(learn, sized, divisor, rate)
-            except PeerTimeout:  # a slow stage answers sooner with less
-                self._memory.shrink(self._memory.cut(lengths, groups, tokens))
-                raise
-
+        before = math.inf
         while True:
-            result = self._ask(work)
-            if result is None:
+            head = self._head()
+            step = head.participant.step
+            if step > before:  # the crew that failed had taken this step
                 return UpdateStatistics(stepped=True)
+            before, tokens = step, self._update_tokens(lengths, groups, head.stages)
             largest = self._memory.cut(lengths, groups, tokens)
+            sized = cfg.model_copy(update={"per_device_train_tokens": tokens})
+            work = lambda head, sized=sized: head.update(learn, sized, divisor, rate)
+            result = self._call(head, work, largest)
+            if result is None:
+                continue
             if result.refused is None:
                 self._memory.passed(largest)
                 return UpdateStatistics(
@@ -1179,18 +1161,28 @@ class CrewPolicy:
 
     # ---- the present head ------------------------------------------------------------------------
 
-    def _ask(self, work: Callable[[Head], Awaitable[T]]) -> T:
-        """Return the result of `work` from the first head for which it succeeds.
+    def _call(self, head: Head, work: Callable[[Head], Awaitable[T]], largest: int = 0) -> T | None:
+        """Return the result of `work(head)`, or None if it failed and is to be called again.
 
-        After a failure that ends the crew it waits for the next one. A refusal ends a crew only
-        when a stage repeats it, see `Head`. Raises EngineGone.
+        The next head may be of another crew: a failure ends the crew, a refusal only when a stage
+        repeats it, see `Head`.
+
+        Args:
+            largest: padded tokens of the largest micro-batch; after a timeout there are fewer.
+
+        Raises:
+            CannotScore: it is too much for a stage's device.
+            EngineGone: the crew's thread has ended.
         """
-        while True:
-            head = self._head()
-            try:
-                return self._runner.ask(head, work)
-            except PeerError as error:
-                log.warning("call to the crew failed", error=str(error))
+        try:
+            return self._runner.ask(head, work)
+        except PeerError as error:
+            log.warning("call to the crew failed", error=str(error))
+            if isinstance(error, CannotScore) and error.too_much:
+                raise
+            if isinstance(error, PeerTimeout) and largest:
+                self._memory.shrink(largest)
+            return None
 
     def _step(self) -> int:
         """Return the steps that the crew has taken."""
