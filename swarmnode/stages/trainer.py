@@ -1032,15 +1032,14 @@ class CrewPolicy:
                 f" a crew computes {room} at a time: set training.max_completion_length lower, or"
                 " leave the question out of the dataset"
             )
-        s, draw = sampling, random.Random(int(torch.randint(2**62, (1,), generator=rng)))
+        seed, s = int(torch.randint(2**62, (1,), generator=rng)), sampling
         ends, began, waves = self.text.eos_ids, time.monotonic(), None
         while waves is None:
-            waves = self._call(
-                self._head(),
-                lambda head: head.generate(
-                    encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
-                ),
+            draw = random.Random(seed)  # the next crew draws the same tokens
+            work = lambda head, draw=draw: head.generate(
+                encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
             )
+            waves = self._call(self._head(), work)
         tokens = max(len(ids) for wave in waves for ids in wave.ids)
         self._advise((time.monotonic() - began) / tokens)
         size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
