@@ -65,7 +65,6 @@ from swarmnode.stages.wire import (
     RefusalReason,
     Route,
     Routes,
-    StagePart,
     arriving,
     is_device_error,
     read_frame,
@@ -115,9 +114,10 @@ class CrewSettings:
     learning_rate: float = math.inf
     """No stage of this node takes a step with a higher learning rate."""
 
-    @property
-    def gradient_codec(self) -> ActivationCodec:
-        return "float32" if self.codec == "float32" else "bfloat16"
+
+def gradient_codec(codec: ActivationCodec) -> ActivationCodec:
+    """Return the codec of gradients in a crew whose activations are in `codec`."""
+    return "float32" if codec == "float32" else "bfloat16"
 
 
 class Observer:
@@ -147,67 +147,6 @@ class Observer:
         """No step will contain what was received since the last one."""
 
 
-@dataclass
-class StageContext:
-    """State that all parts of a worker share."""
-
-    runtime: StageRuntime
-    links: Links
-    fence: Fence
-    settings: CrewSettings
-    compute: Compute
-    participant: Participant
-    observers: list[Observer] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-    """Refusals and garbage, by reason."""
-
-    @property
-    def index(self) -> int:
-        return self.runtime.spec.index
-
-    @property
-    def stages(self) -> int:
-        return self.runtime.spec.stages
-
-    @property
-    def place(self) -> Place:
-        p = self.fence.place
-        return Place(p.crew, p.stage, self.participant.step)
-
-    @property
-    def fingerprint(self) -> bytes:
-        """32 bytes: of the policy that all stages together hold at this step."""
-        return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
-
-    def activations(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
-        """(rows, hidden) on the device. Raises BadMessage, also for a codec that is not the
-        crew's."""
-        if codec != self.settings.codec:
-            raise BadMessage("schema", f"activations in {codec}, not in {self.settings.codec}")
-        return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
-
-    @contextlib.contextmanager
-    def refusing(self, refuse: Callable[[RefusalReason], None]) -> Iterator[None]:
-        """Around work: call `refuse` with the reason when this stage cannot do it, though what
-        arrived is correct. Other errors pass."""
-        try:
-            yield
-        except BadMessage as error:
-            if error.reason != "session":
-                raise
-            self._count("session", refuse)
-        except ValueError:  # `encode`: our own numbers are not finite
-            self._count("not_finite", refuse)
-        except (RuntimeError, MemoryError) as error:
-            if not is_device_error(error):
-                raise
-            self._count(DEVICE_REASON, refuse)
-
-    def _count(self, reason: RefusalReason, refuse: Callable[[RefusalReason], None]) -> None:
-        self.refused[reason] += 1
-        refuse(reason)
-
-
 class StageWorker:
     """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
 
@@ -227,14 +166,17 @@ class StageWorker:
         compute: Compute = in_thread,
         optimizer: StageOptimizer | None = None,
     ) -> None:
-        self.runtime, self.links = runtime, links
+        self.runtime, self.links, self.fence = runtime, links, fence
+        self.settings, self.compute = settings, compute
         self.index, self.stages = runtime.spec.index, runtime.spec.stages
         self.participant = Participant(fence.place.step)
-        self.context = StageContext(runtime, links, fence, settings, compute, self.participant)
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
-        self.micro_batches = MicroBatches(self.context)
-        self.waves = Decoding(self.context)
-        self.tied = TiedEmbedding(self.context)
+        self.observers: list[Observer] = []
+        self.refused: Counter[str] = Counter()
+        """Refusals and garbage, by reason."""
+        self.micro_batches = MicroBatches(self)
+        self.waves = Decoding(self)
+        self.tied = TiedEmbedding(self)
         self.fault: tuple[int | None, str] | None = None
         """(stage that caused it or None for unknown, reason): this crew cannot continue. The first
         one; after it the worker handles nothing."""
@@ -243,16 +185,22 @@ class StageWorker:
 
     @property
     def place(self) -> Place:
-        return self.context.place
+        p = self.fence.place
+        return Place(p.crew, p.stage, self.participant.step)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes: of the policy that all stages together hold at this step."""
+        return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
 
     @property
     def dropped(self) -> Counter[str]:
         """Frames without effect, by reason. From any thread."""
-        counts = (self.context.fence.dropped, self.links.refused, self.context.refused)
+        counts = (self.fence.dropped, self.links.refused, self.refused)
         return sum((counter.copy() for counter in counts), Counter())
 
     def ready(self) -> int:
-        """Pieces of work that could be done now. From any thread."""
+        """Return the number of pieces of work that could be done now. From any thread."""
         return self.micro_batches.ready()
 
     async def run(self) -> None:
@@ -283,15 +231,15 @@ class StageWorker:
             self.links.inbox.wake()
 
     async def _work(self) -> bool:
-        """Do one waiting piece of work whose result has room. False without one."""
+        """Do one waiting piece of work whose result has room. Return False without one."""
         if self._held and not self.links.full(self.index + 1):
             await self._handle(self._held.popleft())
         elif self.tied.sends:
-            with self.context.refusing(self._refuse_step):
+            with self.refusing(self._refuse_step):
                 self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
             await self.micro_batches.do(work)
-            with self.context.refusing(self._refuse_step):
+            with self.refusing(self._refuse_step):
                 self._prepare()
         else:
             return False
@@ -309,8 +257,8 @@ class StageWorker:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
 
     def _passes_on(self, frame: Frame) -> bool:
-        """Whether its result is a score or a token for the next stage: no gradient and no step
-        waits for it."""
+        """Return True if its result is a score or a token for the next stage: no gradient and no
+        step waits for it."""
         asks = isinstance(frame, (wire.Prefill, wire.Decode)) or (
             isinstance(frame, wire.Forward) and frame.purpose == "score"
         )
@@ -321,18 +269,39 @@ class StageWorker:
         frame, sender = arrival.frame, arrival.sender
         assert frame is not None
         step = None if isinstance(frame, wire.Control) else self.participant.step
-        if self.context.fence.check(frame.place, sender, step):
+        if self.fence.check(frame.place, sender, step):
             return
         try:
             if not sends(frame, sender, self.index, self.stages, self.micro_batches.routes):
                 raise BadMessage("bounds", f"stage {sender} sends no {type(frame).__name__} here")
-            with self.context.refusing(lambda reason: self._refuse(frame, reason)):
+            with self.refusing(lambda reason: self._refuse(frame, reason)):
                 await self.handle(sender, frame, arrival.body)
         except BadMessage as error:
             self._garbage(sender, error)
 
+    @contextlib.contextmanager
+    def refusing(self, refuse: Callable[[RefusalReason], None]) -> Iterator[None]:
+        """Around work: call `refuse` with the reason when this stage cannot do it, though what
+        arrived is correct. Other errors pass."""
+        try:
+            yield
+        except BadMessage as error:
+            if error.reason != "session":
+                raise
+            reason: RefusalReason = "session"
+        except ValueError:  # `encode`: our own numbers are not finite
+            reason = "not_finite"
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            reason = DEVICE_REASON
+        else:
+            return
+        self.refused[reason] += 1
+        refuse(reason)
+
     def _garbage(self, sender: int, error: BadMessage) -> None:
-        self.context.refused[error.reason] += 1
+        self.refused[error.reason] += 1
         self.set_fault(sender, f"garbage: {error}")
 
     def _refuse(self, frame: Frame, reason: RefusalReason) -> None:
@@ -420,25 +389,32 @@ class StageWorker:
         """
         with trio.CancelScope(shield=True):  # around computing only
             try:
-                await self.context.compute(lambda: self._step(clip, learning_rate))
-                for observer in self.context.observers:
+                await self.compute(lambda: self._step(clip, learning_rate))
+                for observer in self.observers:
                     observer.stepped()
             finally:
                 self._drop_all()
 
     def _step(self, clip: float, learning_rate: float) -> None:
         if not self.optimizer.step(clip, learning_rate):
-            self.context.refused["bounds"] += 1
-        for observer in self.context.observers:
+            self.refused["bounds"] += 1
+        for observer in self.observers:
             try:
                 observer.committed(self)
             except (RuntimeError, MemoryError) as error:
                 if not is_device_error(error):
                     raise
-                self.context.refused[DEVICE_REASON] += 1
+                self.refused[DEVICE_REASON] += 1
                 log.warning(
                     "%s after step %d: %s", type(observer).__name__, self.participant.step, error
                 )
+
+    def activations(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
+        """(rows, hidden) on the device. Raises BadMessage, also for a codec that is not the
+        crew's."""
+        if codec != self.settings.codec:
+            raise BadMessage("schema", f"activations in {codec}, not in {self.settings.codec}")
+        return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
 
     def _drop_all(self) -> None:
         """Drop the step, and caches of weights that have moved."""
@@ -452,7 +428,7 @@ class StageWorker:
         self.participant.clear()
         self.micro_batches.clear()
         self.tied.clear()
-        for observer in self.context.observers:
+        for observer in self.observers:
             observer.dropped()
 
 
@@ -483,6 +459,7 @@ SCORES_PER_STAGE: Final = 2
 """Micro-batches that are scored at a time: one is computed, one is on its way."""
 REFUSALS: Final = 3
 """Calls in a row that one stage refuses, or times that one wave is lost, before the crew ends."""
+SILENCE_FACTOR: Final = 4
 TOO_MUCH: Final = DEVICE_REASON
 """Reason of a stage whose device cannot do a piece of work: smaller micro-batches may fit."""
 
@@ -556,9 +533,17 @@ class Head(StageWorker):
         step_seconds: float = math.inf,
     ) -> None:
         super().__init__(runtime, links, fence, settings, compute, optimizer)
-        self.waiting = Waiting(seconds, step_seconds, lambda: links.inbox.idle_since)
-        self._numbers = Numbers()
-        self.generation = Generation(self.context, self._numbers)
+        self.open_waves: dict[bytes, Wave] = {}
+        self._seconds, self._call_seconds = seconds, step_seconds
+        self._longest = 0.0
+        """Longest time between two arrivals in a call."""
+        self._began = self._last = -math.inf
+        """The beginning of the call, and its last arrival; -inf between two calls."""
+        self._over: str | None = None
+        """Why the crew is over."""
+        self._changed = trio.Event()
+        self._number = self._parity = 0
+        """Of the newest micro-batch or wave; no number is used twice."""
         self._batch = BatchState()
         self._attempt = 0
         self._refusals: Counter[int] = Counter()
@@ -567,7 +552,7 @@ class Head(StageWorker):
     @property
     def usable(self) -> bool:
         """Whether the crew can still work."""
-        return self.waiting.gone is None
+        return self._over is None
 
     async def generate(
         self,
@@ -592,31 +577,66 @@ class Head(StageWorker):
         """
         self._batch = BatchState()
         pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
+        draw = rng.getrandbits
         waves = [
-            Wave(
-                self._numbers.session(),
-                [prompts[i] for i in piece],
-                each,
-                max_tokens,
-                temperature,
-                top_p,
-                rng.getrandbits(63),
-                ends,
-            )
+            Wave([prompts[i] for i in piece], each, max_tokens, temperature, top_p, draw(63), ends)
             for piece, each in pieces
         ]
-        later, open_now = list(reversed(waves)), self.generation.open
+        later, open_now = list(reversed(waves)), self.open_waves
         try:
             with self._call():
                 while later or open_now:
                     while later and len(open_now) < self.stages:
-                        self.generation.begin(later.pop())
+                        self._begin(later.pop())
                     before = len(open_now)
-                    await self.waiting.until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
+                    await self._until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
         finally:
             for session in list(open_now):
-                self.generation.end(session)
+                self._end_wave(session)
         return waves
+
+    def _begin(self, wave: Wave) -> None:
+        """Begin a wave, or begin it again from its token ids."""
+        questions, codec = wave.questions(), self.settings.codec
+        about = strict.encode(questions)
+        session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
+        self.open_waves[session] = wave
+        rows = sum(questions.lengths)
+        frame = wire.Prefill(self.place, session, self.fingerprint, codec, rows, len(about))
+        self.links.send(0, frame, about)
+
+    def _take_tokens(self, frame: wire.Tokens, body: bytes) -> None:
+        """Take the next token of each completion and ask for the one after it."""
+        wave = self.open_waves.get(frame.session)
+        if wave is None:
+            return
+        if frame.rows != len(wave.live):
+            raise BadMessage("shape", "not a token for each completion that is left")
+        wave.took(*read_tokens(body, frame.rows, self.links.limits))
+        if not wave.live:
+            self._end_wave(frame.session)
+            return
+        codec, rows = self.settings.codec, len(wave.live)
+        step = wire.Decode(self.place, frame.session, self.fingerprint, codec, rows)
+        self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
+
+    def _lost_wave(self, stage: int, frame: wire.Lost) -> None:
+        wave = self.open_waves.get(frame.session)
+        if wave is None:
+            return
+        self._end_wave(frame.session)
+        wave.lost += 1
+        if wave.lost >= REFUSALS:
+            self.set_fault(stage, f"lost a wave {REFUSALS} times: {frame.reason}")
+        self._begin(wave)
+
+    def _end_wave(self, session: bytes) -> None:
+        self.open_waves.pop(session, None)
+        self._broadcast(wire.Drop(self.place, session))
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
 
     async def score(
         self,
@@ -639,7 +659,7 @@ class Head(StageWorker):
         """
         lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
         pieces = {
-            self._numbers.next(): piece
+            self._next_number(): piece
             for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))
         }
         tokens_of = {
@@ -650,15 +670,11 @@ class Head(StageWorker):
         with self._call():
             for begun, (number, piece) in enumerate(pieces.items()):
                 room = begun - SCORES_PER_STAGE * self.stages
-                await self.waiting.until(
-                    lambda room=room: len(batch.scores) > room or batch.failed is not None  # type: ignore[misc]
-                )
+                await self._until(lambda room=room: len(batch.scores) > room)  # type: ignore[misc]
                 if batch.failed is not None:
                     break
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
-            await self.waiting.until(
-                lambda: len(batch.scores) == len(pieces) or batch.failed is not None
-            )
+            await self._until(lambda: len(batch.scores) == len(pieces))
         if batch.failed is not None:
             raise CannotScore(batch.failed, batch.divisible)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
@@ -690,7 +706,7 @@ class Head(StageWorker):
         cuts = micro_batches(lengths, tokens, groups)
         if len(cuts) > wire.MICRO_BATCHES:
             raise ValueError(f"{len(cuts)} micro-batches in one step, at most {wire.MICRO_BATCHES}")
-        pieces = {self._numbers.next_alternating(): [rows[i] for i in piece] for piece in cuts}
+        pieces = {self._next_alternating(): [rows[i] for i in piece] for piece in cuts}
         tokens_of = {
             number: sum(len(row.completion_ids) for row in piece)
             for number, piece in pieces.items()
@@ -703,10 +719,10 @@ class Head(StageWorker):
             try:
                 self._broadcast(wire.ProposeStep(self.place, batch.attempt, tuple(sorted(pieces))))
                 for number, piece in pieces.items():
-                    self._submit(number, "learn", _described(piece, cfg, normalizer))
-                await self.waiting.until(
-                    lambda: len(batch.norms) == self.stages or batch.failed is not None
-                )
+                    texts = [(row.prompt_ids, row.completion_ids) for row in piece]
+                    loss = describe_loss(piece, cfg, normalizer)
+                    self._submit(number, "learn", describe(texts, cfg.temperature, loss))
+                await self._until(lambda: len(batch.norms) == self.stages)
             finally:
                 if batch.failed is not None or len(batch.norms) < self.stages:
                     self._broadcast(wire.Abort(self.place, batch.attempt))
@@ -722,7 +738,7 @@ class Head(StageWorker):
             clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             rate = float(learning_rate * factor)
             self._broadcast(wire.Commit(self.place, batch.attempt, norm, clip, rate))
-            await self.waiting.until(lambda: len(batch.done) == self.stages)
+            await self._until(lambda: len(batch.done) == self.stages)
         self._refusals.clear()
         return StepResult(
             loss=sum(one.loss for one in sums),
@@ -733,8 +749,16 @@ class Head(StageWorker):
             rate_factor=factor,
         )
 
+    def _next_alternating(self) -> int:
+        """Return an even and an odd number in turn, across steps: every other micro-batch of a
+        swapped run is swapped."""
+        self._parity ^= 1
+        while self._next_number() % 2 != self._parity:
+            pass
+        return self._number
+
     def _submit(self, number: int, purpose: wire.Purpose, work: MicroBatch) -> None:
-        about, codec = strict.encode(work), self.context.settings.codec
+        about, codec = strict.encode(work), self.settings.codec
         frame = wire.Forward(self.place, number, purpose, codec, work.rows, len(about))
         self.links.send(0, frame, about)
 
@@ -745,24 +769,51 @@ class Head(StageWorker):
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Around one call of the training loop: an expired deadline ends the crew."""
-        self.waiting.begin()
+        self._began = self._last = trio.current_time()
         try:
             yield
         except PeerTimeout as error:
             self.set_fault(None, str(error))
             raise
         finally:
-            self.waiting.end()
+            self._last = -math.inf
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Wait until `true()`, or until a stage refuses the call.
+
+        Silence counts from the last arrival, or from when the own stage began to wait.
+
+        Raises:
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired.
+        """
+        while self._batch.failed is None and not true():
+            if self._over is not None:
+                raise PeerError(self._over)
+            silence = max(self._seconds, SILENCE_FACTOR * self._longest)
+            call_ends = self._began + self._call_seconds
+            self._changed = trio.Event()
+            with trio.move_on_at(min(self._last + silence, call_ends)) as scope:
+                await self._changed.wait()
+            if not scope.cancelled_caught:
+                continue
+            now = trio.current_time()
+            if now >= call_ends:
+                raise PeerTimeout(f"a call took longer than {self._call_seconds:.0f} s")
+            self._last = max(self._last, min(self.links.inbox.idle_since, now))
+            if now >= self._last + silence:
+                raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
-        self.waiting.arrived()
-        batch = self._batch
+        now, batch = trio.current_time(), self._batch
+        if self._last > -math.inf:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
         match frame:
             case wire.Tokens():
-                self.generation.take(frame, body)
+                self._take_tokens(frame, body)
             case wire.Lost():
-                if self.generation.lost(frame.session) >= REFUSALS:
-                    self.set_fault(sender, f"lost a wave {REFUSALS} times: {frame.reason}")
+                self._lost_wave(sender, frame)
             case wire.Learnt() | wire.Scores() | wire.Failed() if (
                 frame.micro_batch not in batch.tokens
             ):
@@ -787,13 +838,13 @@ class Head(StageWorker):
                 batch.done.add(sender)
             case _:
                 await super().handle(sender, frame, body)
-        self.waiting.wake()
+        self._changed.set()
 
     def _refused(self, stage: int, reason: RefusalReason) -> None:
         """A stage refuses the present call. It is counted once per call, and not where the caller
-        tries again with smaller micro-batches."""
+        tries again with smaller micro-batches. Without effect once all stages have acknowledged."""
         batch = self._batch
-        if batch.failed is not None:
+        if batch.failed is not None or len(batch.norms) == self.stages:
             return
         batch.failed = reason
         if reason == TOO_MUCH and batch.divisible:
@@ -811,87 +862,19 @@ class Head(StageWorker):
         self._end(f"stage {stage} is gone: {reason}")
 
     def _end(self, why: str) -> None:
-        self.waiting.gone = self.waiting.gone or why
-        self.waiting.wake()
-
-
-def _described(piece: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> MicroBatch:
-    return describe(
-        [(row.prompt_ids, row.completion_ids) for row in piece],
-        cfg.temperature,
-        describe_loss(piece, cfg, normalizer),
-    )
+        self._over = self._over or why
+        self._changed.set()
 
 
 def _half(
     batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]] | None:
-    """The micro-batches where the largest has half the tokens; None when it is one row, which
+    """Return micro-batches with half the tokens of the largest; None when that is one row, which
     cannot be halved."""
     largest = max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0)
     return (
         micro_batches(lengths, largest // 2, groups) if largest > max(lengths, default=0) else None
     )
-
-
-class Waiting:
-    """Deadlines of one call at a time.
-
-    Args:
-        seconds: without an arrival.
-        call_seconds: of the whole call.
-        idle_since: since when the own stage waits; infinite while it computes. Silence counts from
-            there.
-    """
-
-    LONGEST_FACTOR: Final = 4
-
-    def __init__(
-        self, seconds: float, call_seconds: float, idle_since: Callable[[], float]
-    ) -> None:
-        self.seconds = seconds
-        self.call_seconds = call_seconds
-        self.gone: str | None = None
-        """Why the crew is over."""
-        self.longest = 0.0
-        """Longest time between two arrivals in a call."""
-        self._idle_since = idle_since
-        self._wake = trio.Event()
-        self._last = self._began = -math.inf
-
-    def begin(self) -> None:
-        self._last = self._began = trio.current_time()
-
-    def end(self) -> None:
-        self._last = -math.inf
-
-    def arrived(self) -> None:
-        now = trio.current_time()
-        if self._last > -math.inf:
-            self.longest = max(self.longest, now - self._last)
-        self._last = now
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until `true()`. Raises PeerError when the crew is over, PeerTimeout."""
-        while not true():
-            if self.gone is not None:
-                raise PeerError(self.gone)
-            silence = max(self.seconds, self.LONGEST_FACTOR * self.longest)
-            call_ends = self._began + self.call_seconds
-            self._wake = trio.Event()
-            with trio.move_on_at(min(self._last + silence, call_ends)) as scope:
-                await self._wake.wait()
-            if not scope.cancelled_caught:
-                continue
-            now = trio.current_time()
-            if now >= call_ends:
-                raise PeerTimeout(f"a call took longer than {self.call_seconds:.0f} s")
-            self._last = max(self._last, min(self._idle_since(), now))
-            if now >= self._last + silence:
-                raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
 
 
 # Generation as the head sees it: token ids of waves, which no lost cache can take away.
@@ -902,7 +885,6 @@ class Wave:
     """`num_generations` completions for each prompt; completion i belongs to prompt
     i // num_generations."""
 
-    session: bytes
     prompts: list[list[int]]
     num_generations: int
     max_tokens: int
@@ -911,22 +893,18 @@ class Wave:
     seed: int
     ends: frozenset[int]
     """Token ids that end a completion."""
-    ids: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    """Unfinished completions, ascending. All have equally many tokens."""
-    begun_again: int = 0
+    lost: int = 0
+    """How often a stage had lost its caches."""
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations
-        self.ids, self.logprobs, self.live = (
-            [[] for _ in range(total)],
-            [[] for _ in range(total)],
-            list(range(total)),
-        )
+        self.ids: list[list[int]] = [[] for _ in range(total)]
+        self.logprobs: list[list[float]] = [[] for _ in range(total)]
+        self.live = list(range(total))
+        """Unfinished completions, ascending. All have equally many tokens."""
 
     def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """One more token for each of `live`. Raises ValueError when there are not as many."""
+        """Append one token to each of `live`. Raises ValueError when there are not as many."""
         for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
             self.ids[name].append(token)
             self.logprobs[name].append(logprob)
@@ -937,12 +915,12 @@ class Wave:
         ]
 
     def latest(self) -> list[int]:
-        """(live,) the tokens that the next step runs."""
+        """Return the tokens (live,) that the next step runs."""
         return [self.ids[name][-1] for name in self.live]
 
     def questions(self) -> Questions:
-        """Description with which it begins, or begins again from its tokens: then every completion
-        is a prompt of its own."""
+        """Return the description with which the wave begins. When it begins again from its tokens,
+        every completion is a prompt of its own."""
         position = len(self.ids[self.live[0]])
         so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
         prompts = so_far if position else self.prompts
@@ -999,86 +977,6 @@ def cut(
             out.append(([index], num_generations))
             longest = len(prompt)
     return out
-
-
-class Numbers:
-    """Numbers of micro-batches and names of waves, never used twice by one head."""
-
-    def __init__(self) -> None:
-        self._last = self._parity = 0
-
-    def next(self) -> int:
-        self._last += 1
-        return self._last
-
-    def next_alternating(self) -> int:
-        """Even and odd in turn, across steps: every other micro-batch of a swapped run is
-        swapped."""
-        self._parity += 1
-        while self.next() % 2 != self._parity % 2:
-            pass
-        return self._last
-
-    def session(self) -> bytes:
-        return self.next().to_bytes(wire.SESSION_BYTES, "big")
-
-
-class Generation:
-    """The head's side of generation: one token per wave and round."""
-
-    def __init__(self, context: StageContext, numbers: Numbers) -> None:
-        self.open: dict[bytes, Wave] = {}
-        self._context = context
-        self._numbers = numbers
-
-    def begin(self, wave: Wave) -> None:
-        at, questions = self._context, wave.questions()
-        about = strict.encode(questions)
-        self.open[wave.session] = wave
-        frame = wire.Prefill(
-            at.place,
-            wave.session,
-            at.fingerprint,
-            at.settings.codec,
-            sum(questions.lengths),
-            len(about),
-        )
-        at.links.send(0, frame, about)
-
-    def take(self, frame: wire.Tokens, body: bytes) -> None:
-        """Take the next token of each completion and ask for the one after it. Raises
-        BadMessage."""
-        at, wave = self._context, self.open.get(frame.session)
-        if wave is None:
-            return
-        if frame.rows != len(wave.live):
-            raise BadMessage("shape", "not a token for each completion that is left")
-        wave.took(*read_tokens(body, frame.rows, at.links.limits))
-        if not wave.live:
-            self.end(frame.session)
-            return
-        step = wire.Decode(
-            at.place, wave.session, at.fingerprint, at.settings.codec, len(wave.live)
-        )
-        at.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
-
-    def lost(self, session: bytes) -> int:
-        """Begin a lost wave again from token ids, under another name. Return how often it was
-        lost."""
-        wave = self.open.get(session)
-        if wave is None:
-            return 0
-        self.end(session)
-        wave.begun_again += 1
-        wave.session = self._numbers.session()
-        self.begin(wave)
-        return wave.begun_again
-
-    def end(self, session: bytes) -> None:
-        self.open.pop(session, None)
-        at = self._context
-        for stage in range(at.stages):
-            at.links.send(stage, wire.Drop(at.place, session))
 
 
 # 1F1B (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the room: a stage goes backward
@@ -1150,7 +1048,7 @@ class Schedule:
         return "forward", micro_batch
 
     def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
-        """Pieces of work that `next` would return. From any thread."""
+        """Return the number of pieces of work that `next` would return. From any thread."""
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
     def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
@@ -1193,157 +1091,154 @@ class MicroBatches:
         Refused: swapped stages with fewer than four stages, or with an adapter.
     """
 
-    def __init__(self, context: StageContext) -> None:
-        if context.settings.swapped and hasattr(context.runtime.model, "peft_config"):
+    def __init__(self, worker: StageWorker) -> None:
+        if worker.settings.swapped and hasattr(worker.runtime.model, "peft_config"):
             raise Refused(
                 "swapped stages are for whole weights, and only an adapter is trained here"
             )
-        self.schedule = Schedule(context.index, context.stages)
+        self.schedule = Schedule(worker.index, worker.stages)
         self.kept: dict[tuple[int, int], Kept] = {}
         self._early: list[Arrival] = []
         """Forwards that came before their proposal, which takes another stream."""
-        self._context = context
-        self.routes = Routes(context.stages, context.settings.swapped)
+        self._worker = worker
+        self.routes = Routes(worker.stages, worker.settings.swapped)
 
     def take_early(self) -> list[Arrival]:
-        """Forwards that came before the proposal, to be handled again now."""
+        """Return the forwards that came before the proposal, to be handled again now."""
         early, self._early = self._early, []
         return early
 
     async def forward(self, sender: int, frame: wire.Forward, body: bytes) -> None:
         """Schedule it, or score it at once. Raises BadMessage, ValueError."""
-        at = self._context
+        worker = self._worker
         about = body[: frame.about]
         waiting = sum(kept.x is not None for kept in self.kept.values()) + len(self._early)
-        if sender != at.index and waiting >= KEPT:
+        if sender != worker.index and waiting >= KEPT:
             raise BadMessage("bounds", "more micro-batches than are ever in flight")
-        if frame.purpose == "learn" and not at.participant.may_accumulate(frame.micro_batch):
-            if frame.micro_batch > at.participant.newest:
+        if frame.purpose == "learn" and not worker.participant.may_accumulate(frame.micro_batch):
+            if frame.micro_batch > worker.participant.newest:
                 self._early.append(Arrival(sender, frame, body))
             return  # otherwise of an attempt that has ended
-        work = read_micro_batch(about, frame.rows, at.links.limits, frame.purpose)
+        work = read_micro_batch(about, frame.rows, worker.links.limits, frame.purpose)
         route = self.routes.of(frame.micro_batch, frame.purpose)
-        hop = arriving(route, sender, at.index)
+        hop = arriving(route, sender, worker.index)
         assert hop is not None, "see `sends`"
-        x = None if hop == 0 else at.activations(body[frame.about :], frame.rows, frame.codec)
-        kept = Kept(route, hop, work, about, batch_of(work, at.runtime.device), x)
+        x = None if hop == 0 else worker.activations(body[frame.about :], frame.rows, frame.codec)
+        kept = Kept(route, hop, work, about, batch_of(work, worker.runtime.device), x)
         if frame.purpose == "score":
             await self._score(frame.micro_batch, kept)
         elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(kept)):
             self.kept[frame.micro_batch, hop] = kept
-            for observer in at.observers:
+            for observer in worker.observers:
                 observer.received(frame.micro_batch, about, sender, body[frame.about :])
 
     def backward(self, sender: int, frame: wire.Backward, body: bytes) -> None:
         """Take the gradient of activations that this stage sent. Raises BadMessage."""
-        at = self._context
-        hop = returning(self.routes.of(frame.micro_batch), sender, at.index)
+        worker = self._worker
+        hop = returning(self.routes.of(frame.micro_batch), sender, worker.index)
         assert hop is not None, "see `sends`"
         kept = self.kept.get((frame.micro_batch, hop))
         if kept is None:
             return  # of an attempt that has ended
         if kept.work.rows != frame.rows:
             raise BadMessage("shape", f"a gradient of {frame.rows} rows for {kept.work.rows}")
-        if frame.codec != at.settings.gradient_codec:
+        if frame.codec != gradient_codec(worker.settings.codec):
             raise BadMessage("schema", f"a gradient in {frame.codec}")
-        gradient = decode(body, frame.rows, at.runtime.hidden_size, frame.codec)
+        gradient = decode(body, frame.rows, worker.runtime.hidden_size, frame.codec)
         if self.schedule.backward_arrived((frame.micro_batch, hop)):
-            kept.gradient = gradient.to(at.runtime.device)
+            kept.gradient = gradient.to(worker.runtime.device)
 
     def next(self) -> Work | None:
         """Return the next work to `do` whose result has room."""
         return self.schedule.next(self._blocked)
 
     def ready(self) -> int:
-        """Pieces of work that could be done now. From any thread."""
+        """Return the number of pieces of work that could be done now. From any thread."""
         return self.schedule.ready(self._blocked)
 
     def _blocked(self, key: tuple[int, int]) -> bool:
         kept = self.kept.get(key)
-        return kept is not None and self._context.links.full(kept.route[kept.hop + 1].stage)
+        return kept is not None and self._worker.links.full(kept.route[kept.hop + 1].stage)
 
     def _limit(self, kept: Kept) -> Limit:
         if kept.hop == len(kept.route) - 1:
             return "learn"
-        return "free" if self._context.settings.swapped and kept.hop > 0 else "counted"
+        return "free" if self._worker.settings.swapped and kept.hop > 0 else "counted"
 
     async def do(self, work: Work) -> None:
         kind, (micro_batch, hop) = work
-        at, kept = self._context, self.kept[micro_batch, hop]
+        worker, kept = self._worker, self.kept[micro_batch, hop]
         part = kept.route[hop].part
-        refuse = lambda reason: at.links.send(0, wire.Failed(at.place, micro_batch, reason))
-        with at.refusing(refuse):
+        refuse = lambda reason: worker.links.send(0, wire.Failed(worker.place, micro_batch, reason))
+        with worker.refusing(refuse):
             if kind == "forward":
-                self._pass_on(
-                    micro_batch,
-                    kept,
-                    "learn",
-                    await at.compute(lambda: at.runtime.forward(kept.batch, kept.x, part)),
-                )
+                y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x, part))
+                self._pass_on(micro_batch, kept, "learn", y)
                 return
             if kind == "learn":
                 sums: list[float] = []
-                gradient = await at.compute(lambda: self._learn(micro_batch, kept, sums))
+                gradient = await worker.compute(lambda: self._learn(micro_batch, kept, sums))
             else:
-                gradient = await at.compute(lambda: self._backward(kept, part))
+                entering = kept.gradient
+                assert entering is not None, "see `Schedule`"
+                gradient = await worker.compute(
+                    lambda: worker.runtime.backward(kept.batch, kept.x, entering, part)
+                )
             del self.kept[micro_batch, hop]
-            if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == at.index):
-                at.participant.accumulated(micro_batch)
+            if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == worker.index):
+                worker.participant.accumulated(micro_batch)
             if kind == "learn":  # before the acknowledgement
-                at.links.send(0, wire.Learnt(at.place, micro_batch, *sums))
+                worker.links.send(0, wire.Learnt(worker.place, micro_batch, *sums))
             if hop > 0:
                 assert gradient is not None
-                codec = at.settings.gradient_codec
-                frame = wire.Backward(at.place, micro_batch, codec, kept.work.rows)
-                at.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
-
-    def _backward(self, kept: Kept, part: StagePart) -> torch.Tensor | None:
-        assert kept.gradient is not None
-        return self._context.runtime.backward(kept.batch, kept.x, kept.gradient, part)
+                codec = gradient_codec(worker.settings.codec)
+                frame = wire.Backward(worker.place, micro_batch, codec, kept.work.rows)
+                worker.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
 
     def _learn(self, micro_batch: int, kept: Kept, sums: list[float]) -> torch.Tensor | None:
-        at = self._context
+        worker = self._worker
 
         def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
             sums.extend(parts)
-            for observer in at.observers:
+            for observer in worker.observers:
                 observer.learnt(
                     micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu()
                 )
             return value
 
-        return at.runtime.learn(
+        return worker.runtime.learn(
             kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part
         )
 
     async def _score(self, micro_batch: int, kept: Kept) -> None:
-        at = self._context
-        if not at.runtime.spec.has_head:
-            self._pass_on(
-                micro_batch,
-                kept,
-                "score",
-                await at.compute(lambda: at.runtime.forward(kept.batch, kept.x)),
-            )
+        worker = self._worker
+        if not worker.runtime.spec.has_head:
+            y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x))
+            self._pass_on(micro_batch, kept, "score", y)
             return
-        scores = await at.compute(
-            lambda: at.runtime.score(kept.batch, kept.x, kept.work.temperature)
+        scores = await worker.compute(
+            lambda: worker.runtime.score(kept.batch, kept.x, kept.work.temperature)
         )
         mask = kept.batch.completion_mask
         body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
-        at.links.send(0, wire.Scores(at.place, micro_batch, int(mask.sum())), body)
+        worker.links.send(0, wire.Scores(worker.place, micro_batch, int(mask.sum())), body)
 
     def _pass_on(
         self, micro_batch: int, kept: Kept, purpose: wire.Purpose, y: torch.Tensor
     ) -> None:
-        at = self._context
+        worker = self._worker
         frame = wire.Forward(
-            at.place, micro_batch, purpose, at.settings.codec, kept.work.rows, len(kept.about)
+            worker.place,
+            micro_batch,
+            purpose,
+            worker.settings.codec,
+            kept.work.rows,
+            len(kept.about),
         )
-        body, receiver = encode(y, at.settings.codec), kept.route[kept.hop + 1].stage
-        at.links.send(receiver, frame, kept.about + body)
-        for observer in at.observers if purpose == "learn" else ():
+        body, receiver = encode(y, worker.settings.codec), kept.route[kept.hop + 1].stage
+        worker.links.send(receiver, frame, kept.about + body)
+        for observer in worker.observers if purpose == "learn" else ():
             observer.sent(micro_batch, receiver, body)
 
     def clear(self) -> None:
@@ -1355,26 +1250,32 @@ class Decoding:
     """A stage's part in generation: open waves, a prefill, then one token at a time. The last stage
     samples."""
 
-    def __init__(self, context: StageContext) -> None:
-        self._context = context
+    def __init__(self, worker: StageWorker) -> None:
+        self._worker = worker
         self._waves: dict[bytes, Questions] = {}
         self._drawn: dict[bytes, int] = {}
         """Session → tokens of each completion so far."""
 
     async def prefill(self, frame: wire.Prefill, body: bytes) -> None:
         """Raises BadMessage, ValueError."""
-        at, runtime = self._context, self._context.runtime
+        worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
-        questions = read_questions(about, frame.rows, at.links.limits)
-        if frame.fingerprint != at.fingerprint:
+        questions = read_questions(about, frame.rows, worker.links.limits)
+        if frame.fingerprint != worker.fingerprint:
             raise BadMessage("fingerprint", "a wave of another policy")
-        if frame.session not in self._waves and len(self._waves) >= at.links.limits.sessions:
+        if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
             raise BadMessage("bounds", "more waves than are ever open")
-        x = None if at.index == 0 else at.activations(body[frame.about :], frame.rows, frame.codec)
+        x = (
+            None
+            if worker.index == 0
+            else worker.activations(body[frame.about :], frame.rows, frame.codec)
+        )
         prompts = prompts_of(questions, runtime.device)
         self._waves[frame.session] = questions
         self._drawn[frame.session] = questions.position
-        y = await at.compute(lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x))
+        y = await worker.compute(
+            lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x)
+        )
         if runtime.spec.has_head:
             self._draw(
                 frame.session,
@@ -1383,13 +1284,18 @@ class Decoding:
             )
             return
         passed = wire.Prefill(
-            at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows, frame.about
+            worker.place,
+            frame.session,
+            frame.fingerprint,
+            worker.settings.codec,
+            frame.rows,
+            frame.about,
         )
-        at.links.send(at.index + 1, passed, about + encode(y, at.settings.codec))
+        worker.links.send(worker.index + 1, passed, about + encode(y, worker.settings.codec))
 
     async def decode(self, frame: wire.Decode, body: bytes) -> None:
         """Raises BadMessage, ValueError."""
-        at, runtime = self._context, self._context.runtime
+        worker, runtime = self._worker, self._worker.runtime
         names = unpack_ids(body[: 4 * frame.rows]).tolist()
         rest = body[4 * frame.rows :]
         wave = self._waves.get(frame.session)
@@ -1398,16 +1304,18 @@ class Decoding:
         if self._drawn[frame.session] + 1 >= wave.max_tokens:
             raise BadMessage("rows", "the wave has all its tokens")
         ids = lambda: torch.tensor(unpack_ids(rest), device=runtime.device).long()
-        x = ids() if at.index == 0 else at.activations(rest, frame.rows, frame.codec)
-        y = await at.compute(lambda: runtime.decode(frame.session, frame.fingerprint, names, x))
+        x = ids() if worker.index == 0 else worker.activations(rest, frame.rows, frame.codec)
+        y = await worker.compute(lambda: runtime.decode(frame.session, frame.fingerprint, names, x))
         self._drawn[frame.session] += 1
         if runtime.spec.has_head:
             self._draw(frame.session, names, y)
             return
         passed = wire.Decode(
-            at.place, frame.session, frame.fingerprint, at.settings.codec, frame.rows
+            worker.place, frame.session, frame.fingerprint, worker.settings.codec, frame.rows
         )
-        at.links.send(at.index + 1, passed, body[: 4 * frame.rows] + encode(y, at.settings.codec))
+        worker.links.send(
+            worker.index + 1, passed, body[: 4 * frame.rows] + encode(y, worker.settings.codec)
+        )
 
     def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
         """Last stage: draw a token for each of `names` from logits (n, V). The draw of a completion
@@ -1421,17 +1329,17 @@ class Decoding:
         every[names] = logits
         token, logprob = sample(every, wave.temperature, wave.top_p, generator)
         body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
-        self._context.links.send(0, wire.Tokens(self._context.place, session, len(names)), body)
+        self._worker.links.send(0, wire.Tokens(self._worker.place, session, len(names)), body)
 
     def forget(self, session: bytes) -> None:
         self._waves.pop(session, None)
         self._drawn.pop(session, None)
-        self._context.runtime.sessions.drop(session)
+        self._worker.runtime.sessions.drop(session)
 
     def clear(self) -> None:
         self._waves.clear()
         self._drawn.clear()
-        self._context.runtime.sessions.clear()
+        self._worker.runtime.sessions.clear()
 
 
 class TiedEmbedding:
@@ -1440,8 +1348,8 @@ class TiedEmbedding:
     For one attempt at a time.
     """
 
-    def __init__(self, context: StageContext) -> None:
-        self._context = context
+    def __init__(self, worker: StageWorker) -> None:
+        self._worker = worker
         self._theirs: torch.Tensor | None = None
         """The other half, as far as it has arrived."""
         self._rows = 0
@@ -1453,12 +1361,12 @@ class TiedEmbedding:
 
     @property
     def other_end(self) -> int:
-        return self._context.stages - 1 if self._context.index == 0 else 0
+        return self._worker.stages - 1 if self._worker.index == 0 else 0
 
     @property
     def sends(self) -> bool:
         """Whether a part of the own half is left to send and has room."""
-        return self._left is not None and not self._context.links.full(self.other_end)
+        return self._left is not None and not self._worker.links.full(self.other_end)
 
     def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
         """Send the own half, part by part, while there is room.
@@ -1475,15 +1383,17 @@ class TiedEmbedding:
         assert self._left is not None
         attempt, gradient, first = self._left
         self._left = None
-        at = self._context
-        part = gradient[first : first + at.links.limits.tokens].float()
+        worker = self._worker
+        part = gradient[first : first + worker.links.limits.tokens].float()
         body, after = encode(part, "float32"), first + len(part)
-        at.links.send(self.other_end, wire.Embedding(at.place, attempt, first, len(part)), body)
+        worker.links.send(
+            self.other_end, wire.Embedding(worker.place, attempt, first, len(part)), body
+        )
         self._left = (attempt, gradient, after) if after < len(gradient) else None
 
     def take_part(self, frame: wire.Embedding, body: bytes) -> None:
         """Take the next rows of the other half. Raises BadMessage."""
-        shared = self._context.runtime.embedding()
+        shared = self._worker.runtime.embedding()
         assert shared is not None
         if frame.first != self._rows:
             raise BadMessage("bounds", f"row {frame.first} of an embedding after {self._rows}")
@@ -1491,7 +1401,7 @@ class TiedEmbedding:
             self._theirs = torch.zeros(shared.shape)
         self._rows += frame.rows
         self._theirs[frame.first : self._rows] = decode(
-            body, frame.rows, self._context.runtime.hidden_size, "float32"
+            body, frame.rows, self._worker.runtime.hidden_size, "float32"
         )
 
     def add(self, shared: torch.nn.Parameter) -> bool:
@@ -1551,13 +1461,19 @@ class Inbox:
         self._arrivals: deque[Arrival] = deque()
         self._frames = self._bytes = 0
         """From other stages."""
+        self._paused = False
         self._woken = trio.Event()
-        self._handled = trio.Event()
+        self._room = trio.Event()
+
+    def pause(self, paused: bool) -> None:
+        """Read no frames from the streams while `paused`: the crew is suspended."""
+        self._paused = paused
+        self._wake_readers()
 
     async def room(self) -> None:
         """Wait until another frame may be read."""
-        while self._frames >= INBOX or self._bytes >= INBOX_BYTES:
-            await self._handled.wait()
+        while self._paused or self._frames >= INBOX or self._bytes >= INBOX_BYTES:
+            await self._room.wait()
 
     def put(self, arrival: Arrival) -> None:
         self._count(arrival, 1)
@@ -1569,8 +1485,7 @@ class Inbox:
             return None
         arrival = self._arrivals.popleft()
         self._count(arrival, -1)
-        self._handled.set()
-        self._handled = trio.Event()
+        self._wake_readers()
         return arrival
 
     def wake(self) -> None:
@@ -1584,6 +1499,10 @@ class Inbox:
         finally:
             self.idle_since = math.inf
         self._woken = trio.Event()
+
+    def _wake_readers(self) -> None:
+        self._room.set()
+        self._room = trio.Event()
 
     def _count(self, arrival: Arrival, sign: int) -> None:
         if arrival.sender != self._own:
@@ -1611,9 +1530,6 @@ class Links:
         self.frames_received = 0
         self.refused: Counter[str] = Counter()
         """Streams that had to end, by reason: of FRAME_REASONS, or `unread`."""
-        self._unread: set[int] = set()
-        """Neighbours whose queue was full of frames."""
-        self._nursery: trio.Nursery | None = None
 
     def full(self, stage: int) -> bool:
         """Return True if no new work for `stage` may begin. False for a stream that has ended: its
@@ -1632,29 +1548,15 @@ class Links:
         try:
             self._out[stage][0].send_nowait(data)
         except trio.WouldBlock:
-            self.refused["unread"] += 1
-            self._give_up(stage)
+            self._end(stage, "unread")
         else:
             self.queued[stage] += len(data)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
             for peer, stream in self._streams.items():
                 nursery.start_soon(self._read, peer, stream)
                 nursery.start_soon(self._write, peer, stream)
-
-    def _give_up(self, peer: int) -> None:
-        """End a stream rather than drop one of its frames."""
-        self._unread.add(peer)
-        self._no_more(peer)
-        if self._nursery is not None:
-            self._nursery.start_soon(trio.aclose_forcefully, self._streams[peer])
-
-    def _no_more(self, peer: int) -> None:
-        """Count the stream as ended, so that no work waits for room on it."""
-        self.queued.pop(peer, None)
-        self.inbox.wake()
 
     async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
         reason = "closed"
@@ -1668,9 +1570,15 @@ class Links:
                 self.inbox.put(Arrival(peer, *got))
         except BadMessage as error:
             reason = error.reason
-            self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            reason = "unread" if peer in self._unread else "closed"
+            pass
+        self._end(peer, reason)
+
+    def _end(self, peer: int, reason: str) -> None:
+        """Report that the stream to `peer` has ended. Nothing waits for room on it any more."""
+        self.queued.pop(peer, None)
+        if reason != "closed":
+            self.refused[reason] += 1
         self.inbox.put(Arrival(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
@@ -1686,4 +1594,4 @@ class Links:
                     if was_full and not self.full(peer):
                         self.inbox.wake()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._no_more(peer)
+            self._end(peer, "closed")

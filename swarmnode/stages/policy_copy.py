@@ -29,7 +29,7 @@ import trio
 
 from swarmnode.averaging.codecs import bfloat16_bits, bfloat16_values, to_bytes
 from swarmnode.averaging.lora import A_SEED, freeze_a
-from swarmnode.config import TrainingConfig
+from swarmnode.config import Config
 from swarmnode.errors import BadMessage, DeviceError, PeerError, StateError, Unavailable
 from swarmnode.link.client import Link
 from swarmnode.policy.generate import GroupSample, Sampling
@@ -40,12 +40,13 @@ from swarmnode.policy.quantised import MOST, Int8Matrix, build_quantised, quanti
 from swarmnode.policy.text import PolicyText
 from swarmnode.stages.model import adapt, tensors_of
 from swarmnode.stages.wire import StageSpec, is_device_error, stage_specs
+from swarmnode.swarm.manifest import members_choose
+from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import state
 from swarmnode.trainer.loop import HEAD, Identity, skip_used_numbers
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
-from swarmnode.trainer.state import Counters
 from swarmnode.weights.layout import Layout, TensorSpec, elements
 
 if TYPE_CHECKING:
@@ -210,35 +211,27 @@ class MemberSampler:
     """Sampling beside a stage: a member with a copy publishes a share of each step's groups, as any
     node does.
 
-    Args:
-        questions: makes the questions for counters, which continue where this node's last ones
-            ended, as a head's or here.
+    Its questions continue where this node's last ones ended, as a head's or here.
 
     Raises:
         StateError: the saved counters are another model's.
     """
 
     def __init__(
-        self,
-        engine: MemberPolicy,
-        training: TrainingConfig,
-        questions: Callable[[Counters], Questions],
-        identity: Callable[[Counters], Identity],
-        link: Link,
-        scorer: Scorer,
-        trainer: Path,
+        self, engine: MemberPolicy, config: Config, link: Link, scorer: Scorer, trainer: Path
     ) -> None:
         self.lineage = engine.lineage
+        training, names = config.training, config.task.names
         self._engine = engine
         self._rng = engine.random_generator(training.seed)
         self._directory = trainer / HEAD
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._counters = engine.restore(self._directory, self._rng)
         skip_used_numbers(self._counters, trainer)
-        self._identity = identity(self._counters)
-        self._sampler = Sampler(
-            training, questions(self._counters), engine, scorer, self._rng, self._counters
-        )
+        self._identity = Identity(link, self._counters, config.swarm.id)
+        choose = members_choose(stored(config.node.data_dir), names, training.options)
+        questions = Questions(names, self._counters, choose, "curriculum" in training.options)
+        self._sampler = Sampler(training, questions, engine, scorer, self._rng, self._counters)
         self._link = link
         self._groups = training.groups_per_step
         self._sampled_step = -1
@@ -306,14 +299,10 @@ def encode_copy(
     deflate = zlib.compressobj(DEFLATE_LEVEL)
     out = []
     for tensor in layout:
-        before, scales = _base_bytes(base(spec.whole(tensor.name)))
+        before, scales = _bytes(base(spec.whole(tensor.name)), None)
         now, _ = _bytes(weights[tensor.name], scales)
         out.append(deflate.compress(np.bitwise_xor(now, before).tobytes()))
     return b"".join([*out, deflate.flush()])
-
-
-def _base_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.Tensor | None]:
-    return _bytes(tensor, None)
 
 
 def _bytes(
@@ -341,15 +330,10 @@ def decode_copy(
     for tensor, piece in zip(layout, pieces, strict=True):
         name = spec.whole(tensor.name)
         if base is None:
-            found[name] = (
-                _finite(
-                    bfloat16_values(torch.from_numpy(np.frombuffer(piece, "<i2").copy())).view(
-                        tensor.shape
-                    )
-                ),
-            )
+            bits = torch.from_numpy(np.frombuffer(piece, "<i2").copy())
+            found[name] = (_finite(bfloat16_values(bits).view(tensor.shape)),)
             continue
-        raw = np.bitwise_xor(np.frombuffer(piece, np.uint8), _base_bytes(base(name))[0])
+        raw = np.bitwise_xor(np.frombuffer(piece, np.uint8), _bytes(base(name), None)[0])
         if len(tensor.shape) != 2:
             found[name] = (_finite(torch.from_numpy(raw.view("<f4").copy()).view(tensor.shape)),)
             continue

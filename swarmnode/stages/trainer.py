@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 import structlog
@@ -119,8 +119,8 @@ from swarmnode.stages.pipeline import (
     Links,
     Observer,
     StageWorker,
-    StepResult,
     Wave,
+    gradient_codec,
 )
 from swarmnode.stages.policy_copy import MemberSampler, WholeCopy
 from swarmnode.stages.recovery import (
@@ -156,15 +156,14 @@ from swarmnode.stages.wire import (
     stage_memory,
     stage_specs,
 )
-from swarmnode.swarm.manifest import check_model, members_choose
+from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import EngineStatistics, adapter_shape
 from swarmnode.trainer.judge import Scored
-from swarmnode.trainer.loop import HEAD, Identity, Loop, Pauses, Trainer
-from swarmnode.trainer.questions import Questions
+from swarmnode.trainer.loop import HEAD, Loop, Pauses, Trainer
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, normalizer, trained
 from swarmnode.trainer.weights import Replica
@@ -231,7 +230,7 @@ class CrewTrainer:
                 self._model,
                 lambda: self._averaging,
                 lambda step: self.copy.facts(step) if self.copy is not None else {},
-                connect=lambda assigned: connect_all(assigned, "state", Gate()),
+                connect=lambda assigned: connect_all(assigned, "state"),
                 owner=self._model.owner,
             )
             stack.callback(self._recovery.close)
@@ -350,18 +349,7 @@ class CrewTrainer:
                 0.0,
                 copy=self.copy,
             )
-            choose = members_choose(stored(c.node.data_dir), c.task.names, c.training.options)
-            self._sampler = MemberSampler(
-                engine,
-                c.training,
-                lambda counters: Questions(
-                    c.task.names, counters, choose, "curriculum" in c.training.options
-                ),
-                lambda counters: Identity(self._link, counters, c.swarm.id),
-                self._link,
-                scorer,
-                self._directory,
-            )
+            self._sampler = MemberSampler(engine, c, self._link, scorer, self._directory)
         self._sampler.sample(stage.step, len(stage.layers))
 
     # ---- the stage -------------------------------------------------------------------------------
@@ -431,7 +419,7 @@ class CrewTrainer:
             policy_version=stage.step if stage is not None else 0,
             tokens_per_text_byte=text.tokens_per_text_byte,
             pid=os.getpid(),
-            replica=averaging.facts() if averaging is not None else None,
+            replica=averaging.facts(False) if averaging is not None else None,
         )
 
     def _active_averaging(self) -> StageAveraging | None:
@@ -461,45 +449,6 @@ CONNECT_SECONDS = 10.0
 RETRY_SECONDS = 0.1
 
 
-class Gate:
-    """A gate that is open or shut; open at first."""
-
-    def __init__(self) -> None:
-        self._opened = trio.Event()
-        self._opened.set()
-
-    def shut(self) -> None:
-        if self._opened.is_set():
-            self._opened = trio.Event()
-
-    def open(self) -> None:
-        self._opened.set()
-
-    async def wait(self) -> None:
-        await self._opened.wait()
-
-
-class GatedStream(trio.abc.Stream):
-    """A stream that is read only while the gate is open."""
-
-    def __init__(self, inner: trio.abc.Stream, gate: Gate) -> None:
-        self._inner = inner
-        self._gate = gate
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        await self._gate.wait()
-        return bytes(await self._inner.receive_some(max_bytes))
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        await self._inner.send_all(data)
-
-    async def wait_send_all_might_not_block(self) -> None:
-        await self._inner.wait_send_all_might_not_block()
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
 async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream:
     """Open a stream to the trainer of `stage`, which need not be there yet.
 
@@ -525,13 +474,13 @@ async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream
     raise PeerError("the network process takes no streams for stages")
 
 
-async def connect_all(assigned: Assigned, kind: Kind, gate: Gate) -> dict[int, trio.abc.Stream]:
+async def connect_all(assigned: Assigned, kind: Kind) -> dict[int, trio.abc.Stream]:
     """Open a stream to every other stage. Raises PeerError."""
     streams: dict[int, trio.abc.Stream] = {}
     try:
         for stage in range(len(assigned.members)):
             if stage != assigned.stage:
-                streams[stage] = GatedStream(await connect(assigned, stage, kind), gate)
+                streams[stage] = await connect(assigned, stage, kind)
     except BaseException:
         await close_all(streams)
         raise
@@ -569,9 +518,10 @@ class StageSession:
     faulted: bool = False
     """A fault was reported. The crew ends soon."""
     resumed: bool = False
+    """All stages are active, and the crew is not suspended."""
+    suspended: bool = False
     source_seconds: float | None = None
     gate_kl: float | None = None
-    gate: Gate = field(default_factory=Gate)
     since: float = field(default_factory=time.monotonic)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     call: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -643,7 +593,7 @@ class StageRunner:
             session.call.cancel()
         # outside the handler: the exception's frames hold the stage's memory
         if failure is not None:
-            self._handle_failure(session, failure)
+            self._handle_failure(session, *failure)
         log.info("stage session ended", crew=session.assigned.crew.hex()[:16], phase=session.phase)
 
     async def _load_and_work(self, session: StageSession) -> None:
@@ -676,29 +626,30 @@ class StageRunner:
                 seconds=round(session.source_seconds, 2),
             )
             # connect
-            streams = await connect_all(assigned, "frames", session.gate)
+            streams = await connect_all(assigned, "frames")
             try:
                 # work
                 worker = stage.begin(assigned, streams)
+                worker.links.inbox.pause(session.suspended)
                 self._recovery.attach(assigned, worker)
                 self._update(session, "active", session.source)
                 await worker.run()
             finally:
                 await close_all(streams)
 
-    def _handle_failure(self, session: StageSession, failure: StageFailure) -> None:
-        if failure.kind == "peer":
+    def _handle_failure(self, session: StageSession, kind: FailureKind, reason: str) -> None:
+        if kind == "peer":
             # nobody's deadline: the own stage as the cause ends the crew without a strike
-            self._report_fault(session, session.assigned.stage, failure.reason)
+            self._report_fault(session, session.assigned.stage, reason)
             return
-        if failure.kind != "source":
+        if kind != "source":
             self._replace_stage(None)  # what is in memory is neither offered nor saved
             self._recovery.forget()
             free_memory()
-        if failure.kind == "memory":
+        if kind == "memory":
             self._lacked(session.assigned)
-        log.error("stage failed", reason=failure.reason)
-        session.reason = failure.reason[:128]
+        log.error("stage failed", reason=reason)
+        session.reason = reason[:128]
         self._update(session, "failed", session.source)
 
     def _replace_stage(self, stage: Stage | None) -> None:
@@ -737,18 +688,13 @@ class StageRunner:
 
         Raises the error that ended the thread, if there was one.
         """
-        found: T | None = None
-
-        def look() -> bool:
-            nonlocal found
-            found = what()
-            return bool(found) or self._error is not None
-
         with self._changed:
-            self._changed.wait_for(look, min(seconds, threading.TIMEOUT_MAX))
+            found = self._changed.wait_for(
+                lambda: self._error or what(), min(seconds, threading.TIMEOUT_MAX)
+            )
         if self._error is not None:
             raise self._error
-        return found or None
+        return cast("T | None", found) or None
 
     def ask(self, head: Head, work: Callable[[Head], Awaitable[T]]) -> T:
         """Return `await work(head)`, run in the crew's thread.
@@ -879,18 +825,21 @@ class StageRunner:
                 nursery.start_soon(self.run_stage, self._session)
             case wire.Suspended() if session is not None:
                 log.info("suspended", reason=message.reason)
-                session.gate.shut()
-                session.resumed = False
+                self._suspend(session, True)
             case wire.Resumed() if session is not None and message.crew == session.assigned.crew:
                 log.info("resumed")
-                session.gate.open()
-                session.resumed = True
+                self._suspend(session, False)
             case wire.Released():
                 log.info("released", reason=message.reason)
                 await self._end_session()
                 self._session = None
                 await trio.to_thread.run_sync(self._offer, self.stage)
         self._send_status()
+
+    def _suspend(self, session: StageSession, suspended: bool) -> None:
+        session.resumed, session.suspended = not suspended, suspended
+        if self.stage is not None and session.active:
+            self.stage.worker.links.inbox.pause(suspended)
 
     async def _end_session(self) -> None:
         """End everything of the present crew; weights and optimizer stay."""
@@ -938,33 +887,32 @@ class StageRunner:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class StageFailure:
-    """Why a stage session ended."""
-
-    kind: Literal["memory", "device", "peer", "source"]
-    reason: str
+FailureKind = Literal["memory", "device", "source", "peer"]
+"""From the most to the least serious."""
 
 
-def _failure_of(raised: Exception) -> StageFailure | None:
-    """Return the most serious failure in `raised`; None if it contains a defect of ours."""
+def _failure_of(raised: Exception) -> tuple[FailureKind, str] | None:
+    """Return (kind, reason) of the most serious error in `raised`; None for a defect of ours."""
     errors = _leaves(raised)
     if not all(isinstance(error, SwarmNodeError) or is_device_error(error) for error in errors):
         return None
+    found: dict[FailureKind, str] = {}
+    kind: FailureKind
     for error in errors:
+        reason = str(error)
         if is_oom(error) or (error.__cause__ is not None and is_oom(error.__cause__)):
-            known = isinstance(error, DeviceError)
-            return StageFailure("memory", str(error) if known else "out of memory")
-    for error in errors:
-        if isinstance(error, DeviceError):
-            return StageFailure("device", str(error))
-        if not isinstance(error, SwarmNodeError):
-            line = str(error).strip().partition("\n")[0]
-            return StageFailure("device", f"the device: {line}")
-    for error in errors:
-        if not isinstance(error, PeerError):
-            return StageFailure("source", str(error))
-    return StageFailure("peer", str(errors[0]))
+            kind, reason = "memory", reason if isinstance(error, DeviceError) else "out of memory"
+        elif isinstance(error, PeerError):
+            kind = "peer"
+        elif isinstance(error, DeviceError):
+            kind = "device"
+        elif isinstance(error, SwarmNodeError):
+            kind = "source"
+        else:
+            line, _, _ = reason.strip().partition("\n")
+            kind, reason = "device", f"the device: {line}"
+        found.setdefault(kind, reason)
+    return next((kind, found[kind]) for kind in get_args(FailureKind) if kind in found)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -1085,42 +1033,27 @@ class CrewPolicy:
                 " leave the question out of the dataset"
             )
         seed, s = int(torch.randint(2**62, (1,), generator=rng)), sampling
-        began = time.monotonic()
-        waves = self._ask(
-            lambda head: head.generate(
-                encoded,
-                s.num_generations,
-                s.max_tokens,
-                s.temperature,
-                s.top_p,
-                self.text.eos_ids,
-                random.Random(seed),
+        ends, began, waves = self.text.eos_ids, time.monotonic(), None
+        while waves is None:
+            draw = random.Random(seed)  # the next crew draws the same tokens
+            work = lambda head, draw=draw: head.generate(
+                encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
             )
-        )
+            waves = self._call(self._head(), work)
         tokens = max(len(ids) for wave in waves for ids in wave.ids)
         self._advise((time.monotonic() - began) / tokens)
-        groups: list[GroupSample] = []
-        for group in (group for wave in waves for group in self._groups(wave)):
-            if groups and len(groups[-1].completions) < s.num_generations:
-                groups[-1].completions.extend(group.completions)  # a group in several waves
-            else:
-                groups.append(group)
-        return groups
-
-    def _groups(self, wave: Wave) -> list[GroupSample]:
-        def sampled(i: int) -> Sampled:
-            ids = wave.ids[i]
-            return Sampled(
-                ids,
-                wave.logprobs[i],
-                self.text.decode(ids),
-                "eos" if ids[-1] in wave.ends else "length",
-            )
-
-        size = wave.num_generations
+        size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
         return [
-            GroupSample(prompt, [sampled(q * size + k) for k in range(size)])
-            for q, prompt in enumerate(wave.prompts)
+            GroupSample(prompt, samples[size * q : size * (q + 1)])
+            for q, prompt in enumerate(encoded)
+        ]
+
+    def _completions(self, wave: Wave) -> list[Sampled]:
+        return [
+            Sampled(
+                ids, logprobs, self.text.decode(ids), "eos" if ids[-1] in wave.ends else "length"
+            )
+            for ids, logprobs in zip(wave.ids, wave.logprobs, strict=True)
         ]
 
     def _advise(self, token_seconds: float) -> None:
@@ -1136,24 +1069,19 @@ class CrewPolicy:
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         lengths = [len(p) + len(c) for p, c in rows]
-
-        async def work(head: Head) -> list[Scored]:
-            memory = self._memory
+        scored: list[Scored] | None = None if rows else []
+        while scored is None:
+            head, memory = self._head(), self._memory
             tokens = _micro_batch_tokens(memory, lengths, head.stages)
             largest = memory.cut(lengths, tokens=tokens)
+            work = lambda head, tokens=tokens: head.score(rows, temperature, tokens)
             try:
-                return await head.score(rows, temperature, tokens)
+                scored = self._call(head, work, largest)
             except CannotScore as error:
-                if error.too_much and not error.divisible:
+                if not error.divisible:
                     raise DeviceError(f"a row of {max(lengths)} tokens: {error}") from None
-                if error.too_much:
-                    memory.ran_out(largest)
-                raise
-            except PeerTimeout:  # a slow stage answers sooner with less
-                memory.shrink(largest)
-                raise
-
-        return self._ask(work) if rows else []
+                memory.ran_out(largest)
+        return scored
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
         """Take one step, as `Updater.update`. How far own and peers' gradients agree is not
@@ -1190,28 +1118,19 @@ class CrewPolicy:
         divisor, rate = normalizer(rows, cfg, without), cfg.learning_rate if rate is None else rate
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in learn]
         groups = [row.group for row in learn]
-        before: int | None = None
-        tokens = 0
-
-        async def work(head: Head) -> StepResult | None:
-            nonlocal before, tokens
-            step = head.participant.step
-            if before is not None and step > before:
-                return None  # the crew that failed had taken this step
-            before = step
-            tokens = self._update_tokens(lengths, groups, head.stages)
-            sized = cfg.model_copy(update={"per_device_train_tokens": tokens})
-            try:
-                return await head.update(learn, sized, divisor, rate)
-            except PeerTimeout:  # a slow stage answers sooner with less
-                self._memory.shrink(self._memory.cut(lengths, groups, tokens))
-                raise
-
+        before = math.inf
         while True:
-            result = self._ask(work)
-            if result is None:
+            head = self._head()
+            step = head.participant.step
+            if step > before:  # the crew that failed had taken this step
                 return UpdateStatistics(stepped=True)
+            before, tokens = step, self._update_tokens(lengths, groups, head.stages)
             largest = self._memory.cut(lengths, groups, tokens)
+            sized = cfg.model_copy(update={"per_device_train_tokens": tokens})
+            work = lambda head, sized=sized: head.update(learn, sized, divisor, rate)
+            result = self._call(head, work, largest)
+            if result is None:
+                continue
             if result.refused is None:
                 self._memory.passed(largest)
                 return UpdateStatistics(
@@ -1241,18 +1160,28 @@ class CrewPolicy:
 
     # ---- the present head ------------------------------------------------------------------------
 
-    def _ask(self, work: Callable[[Head], Awaitable[T]]) -> T:
-        """Return the result of `work` from the first head for which it succeeds.
+    def _call(self, head: Head, work: Callable[[Head], Awaitable[T]], largest: int = 0) -> T | None:
+        """Return the result of `work(head)`, or None if it failed and is to be called again.
 
-        After a failure that ends the crew it waits for the next one. A refusal ends a crew only
-        when a stage repeats it, see `Head`. Raises EngineGone.
+        The next head may be of another crew: a failure ends the crew, a refusal only when a stage
+        repeats it, see `Head`.
+
+        Args:
+            largest: padded tokens of the largest micro-batch; after a timeout there are fewer.
+
+        Raises:
+            CannotScore: it is too much for a stage's device.
+            EngineGone: the crew's thread has ended.
         """
-        while True:
-            head = self._head()
-            try:
-                return self._runner.ask(head, work)
-            except PeerError as error:
-                log.warning("call to the crew failed", error=str(error))
+        try:
+            return self._runner.ask(head, work)
+        except PeerError as error:
+            log.warning("call to the crew failed", error=str(error))
+            if isinstance(error, CannotScore) and error.too_much:
+                raise
+            if isinstance(error, PeerTimeout) and largest:
+                self._memory.shrink(largest)
+            return None
 
     def _step(self) -> int:
         """Return the steps that the crew has taken."""
@@ -1297,7 +1226,7 @@ class CrewPolicy:
 
     def facts(self, fresh: bool) -> local.ReplicaFacts | None:
         averaging = self._averaging()
-        return averaging.facts() if averaging is not None else None
+        return averaging.facts(False) if averaging is not None else None
 
     def averaging(self) -> WeightsReport | None:
         averaging = self._averaging()
@@ -1472,7 +1401,7 @@ class Stage:
             if self.index == 0
             else StageWorker(*common)
         )
-        worker.context.observers = self.observers
+        worker.observers = self.observers
         return worker
 
     def progress(self) -> int:
@@ -1502,7 +1431,7 @@ class Stage:
 CLOCKS = "clocks"
 
 
-class StageAveraging(Observer):
+class StageAveraging(Replica, Observer):
     """Averaging of a stage with other crews and whole nodes.
 
     Create it while the stage has the base weights: payloads are differences to them.
@@ -1523,17 +1452,14 @@ class StageAveraging(Observer):
         averages: Callable[[], bool] = lambda: True,
     ) -> None:
         self.probe = CrewProbe()
-        self._counters = Counters()
         self._connected = connected
         self._averages = averages
-        self._send = send
         self._since = time.monotonic()
-        self._replica = Replica(
-            AveragedTensors(
-                averaged(stage), cfg.fragments, stage.optimizer.lock, sum(stage.layers)
-            ),
+        tensors, layers = averaged(stage), sum(stage.layers)
+        super().__init__(
+            AveragedTensors(tensors, cfg.fragments, stage.optimizer.lock, layers),
             cfg,
-            self._counters,
+            Counters(),
             data_dir,
             send=send,
             probe=self.probe,
@@ -1550,11 +1476,11 @@ class StageAveraging(Observer):
         Raises:
             StateError: `outer` belongs to another stage.
         """
-        tensors = dict(outer)
+        tensors, counters = dict(outer), self._parts.counters
         clocks = tensors.pop(CLOCKS, None)
-        self._replica.restore(tensors)
-        self._counters.outer_clocks = [] if clocks is None else clocks.tolist()
-        self._replica.set_counters(self._counters)  # sets their number to that of the fragments
+        self.restore(tensors)
+        counters.outer_clocks = [] if clocks is None else clocks.tolist()
+        self.set_counters(counters)  # sets their number to that of the fragments
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a restart needs: `phi.<name>`, `delta.<name>`, float32, and CLOCKS.
@@ -1562,24 +1488,24 @@ class StageAveraging(Observer):
         The tensors never change afterwards. Call it between two steps, in the thread that takes
         them.
         """
-        tensors = {n: t for n, t in self._replica.tensors().items() if not n.startswith(UNDO)}
-        return {**tensors, CLOCKS: torch.tensor(self._counters.outer_clocks)}
+        tensors = {n: t for n, t in super().tensors().items() if not n.startswith(UNDO)}
+        return {**tensors, CLOCKS: torch.tensor(self._parts.counters.outer_clocks)}
 
     def committed(self, worker: StageWorker) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
-        self._counters.step, self.probe.step_seconds = worker.participant.step, seconds
+        self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds
         if self._averages():  # not after the last step of a suspended crew
-            self._replica.between_steps(self._connected(), seconds, stepped=True)
-            self._replica.keep()  # only the head sees rewards
+            self.between_steps(self._connected(), seconds, stepped=True)
+            self.keep()  # only the head sees rewards
 
     def receive(self, message: local.ToTrainer) -> None:
         """Handle a message of the network process, in the link's thread."""
         if not isinstance(message, local.AdoptState):
-            self._replica.receive(message)
+            super().receive(message)
         elif message.path:
             # one stage of another crew among stages of ours is not a policy
-            clocks = list(self._counters.outer_clocks)
+            clocks = list(self._parts.counters.outer_clocks)
             self._send(local.StateAdopted(message.peer, "local", clocks))
 
     def refuse(self, message: local.ToTrainer) -> None:
@@ -1590,19 +1516,10 @@ class StageAveraging(Observer):
         """
         if isinstance(message, local.TakeSnapshot | local.ApplyPayload):
             fragment = message.fragment
-            step = self._counters.outer_clocks[fragment]
+            step = self._parts.counters.outer_clocks[fragment]
             self._send(local.ExchangeEnded(message.session, fragment, "", "local", False, step))
         elif isinstance(message, local.WriteState):
             self._send(local.StateWritten("", 0, []))
-
-    def facts(self) -> local.ReplicaFacts:
-        return self._replica.facts(False)
-
-    def report(self) -> WeightsReport:
-        return self._replica.report()
-
-    def close(self) -> None:
-        self._replica.close()
 
 
 def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
@@ -1661,11 +1578,11 @@ class CrewProbe:
         if peer is None or token is None:
             return False
         known = _newest(peer)
-        rewarded = sum(len(_better(peer, edge)) for edge in known) >= LEAST_PROBE
+        rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
         judged, count = list[tuple[Edge, list[int]]](), 0
         for edge in reversed(known):
             if count < PROBE_SEQUENCES:  # more take minutes of a home's line at 7 B
-                judged.append((edge, (_better if rewarded else _all)(peer, edge)))
+                judged.append((edge, _completions(peer, edge, better=rewarded)))
                 count += len(judged[-1][1])
         if count < LEAST_PROBE:
             return False
@@ -1722,14 +1639,13 @@ def _newest(peer: StatePeer) -> list[Edge]:
     return list(peer.stage.recorder.edges)[-PROBE_MICRO_BATCHES:]
 
 
-def _better(peer: StatePeer, edge: Edge) -> list[int]:
-    """Return the completions of `edge` whose advantage is above zero."""
-    loss = work_of(edge, peer.stage.limits).loss
+def _completions(peer: StatePeer, edge: Edge, better: bool) -> list[int]:
+    """Return the completions of `edge`; only those with an advantage above zero if `better`."""
+    work = work_of(edge, peer.stage.limits)
+    if not better:
+        return list(range(len(work.completion_lengths)))
+    loss = work.loss
     return [] if loss is None else (unpack_logprobs(loss.advantages) > 0).nonzero()[0].tolist()
-
-
-def _all(peer: StatePeer, edge: Edge) -> list[int]:
-    return list(range(len(work_of(edge, peer.stage.limits).completion_lengths)))
 
 
 async def _logprobs(
@@ -1808,10 +1724,6 @@ class CrewTerms:
     frozen_a: bool
     """Adapters have one A everywhere, see `averaging.lora.shares_a`."""
     learning_rate: float
-
-    @property
-    def gradient_codec(self) -> ActivationCodec:
-        return "float32" if self.codec == "float32" else "bfloat16"
 
     def hash(self, identity: bytes) -> bytes:
         """Return 32 bytes. identity: fingerprint of architecture and base weights."""
@@ -1942,8 +1854,7 @@ def open_model(
         opened = stored(config.node.data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
-        cost = cost_of(config.training, cfg.lora, config.weights, hf, placement)
-        cost = with_transfers(cost, config.training, int(hf.hidden_size), terms)
+        cost = cost_of(config, hf, placement)
         memory = stage_room(config, hf, placement, cost)
         offering = Offering(
             terms.hash(text.fingerprint),
@@ -1980,31 +1891,35 @@ def is_untrained(directory: Path) -> bool:
 
 def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
     """Raise Refused for settings that only a whole policy supports."""
-    longest = training.max_completion_length + PROMPT_TOKENS
-    rows = training.groups_per_step * training.num_generations
-    remedies = []
-    if training.beta > 0:
-        remedies.append(
+    answer = training.max_completion_length
+    longest, rows = answer + PROMPT_TOKENS, training.groups_per_step * training.num_generations
+    for unsupported, remedy in (
+        (
+            training.beta > 0,
             "a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to"
-            " 0, or"
-        )
-    if longest > TOKENS:
-        remedies.append(
-            f"a crew computes {TOKENS} tokens at a time, and an answer may have"
-            f" {training.max_completion_length}: set training.max_completion_length to"
-            f" {TOKENS - 1024} or lower, or"
-        )
-    elif rows > MICRO_BATCHES * (TOKENS // longest):
-        remedies.append(
-            f"a step of {rows} answers of {training.max_completion_length} tokens is more than"
-            f" {MICRO_BATCHES} micro-batches of {TOKENS}: set training.groups_per_step lower, or"
-        )
-    if policy.quantization != "none":
-        remedies.append("stages are not quantised: set policy.quantization to none, or")
-    if policy.optim != "adamw":
-        remedies.append("stages keep Adam's moments in 32 bits: set policy.optim to adamw, or")
-    if remedies:
-        raise Refused(f"{remedies[0]} set stages.mode to off")
+            " 0",
+        ),
+        (
+            longest > TOKENS,
+            f"a crew computes {TOKENS} tokens at a time, and an answer may have {answer}: set"
+            f" training.max_completion_length to {TOKENS - 1024} or lower",
+        ),
+        (
+            rows > MICRO_BATCHES * (TOKENS // longest),
+            f"a step of {rows} answers of {answer} tokens is more than {MICRO_BATCHES}"
+            f" micro-batches of {TOKENS}: set training.groups_per_step lower",
+        ),
+        (
+            policy.quantization != "none",
+            "stages are not quantised: set policy.quantization to none",
+        ),
+        (
+            policy.optim != "adamw",
+            "stages keep Adam's moments in 32 bits: set policy.optim to adamw",
+        ),
+    ):
+        if unsupported:
+            raise Refused(f"{remedy}, or set stages.mode to off")
 
 
 # Memory: what a stage needs and what this node has.
@@ -2020,8 +1935,7 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
     if stages.mode == "always":
         check_split(hf)
         return False
-    room = capacity(stages.capacity, placement)
-    need = whole_bytes(policy, hf, placement)
+    room, need = capacity(config, placement), whole_bytes(policy, hf, placement)
     if stages.mode == "off" or room is None or need <= room:
         return True
     if (
@@ -2039,18 +1953,18 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
         check_split(hf)
     except ConfigError as error:
         raise DeviceError(f"{reason}, and {error}") from None
-    layer = smallest_stage(cost_of(config.training, policy.lora, config.weights, hf, placement))
+    layer = smallest_stage(cost_of(config, hf, placement))
     if layer > room:
         raise DeviceError(f"{reason}, and one layer alone needs {layer / 2**30:.1f} GiB")
     return False
 
 
-def capacity(limit: int, placement: Placement) -> int | None:
-    """Return the bytes for a policy or stage; None if unknown. limit: 0 means no limit."""
-    measured = free_bytes(placement.device)
-    if not limit:
-        return measured
-    return limit if measured is None else min(limit, measured)
+def capacity(config: Config, placement: Placement) -> int | None:
+    """Return the bytes for a policy or stage; None if unknown."""
+    limit, measured = config.stages.capacity, free_bytes(placement.device)
+    if not limit or measured is None:
+        return limit or measured
+    return min(limit, measured)
 
 
 def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement) -> int:
@@ -2066,9 +1980,9 @@ def stage_room(
 
     Raises DeviceError if that is less than one layer.
     """
-    room = capacity(config.stages.capacity, placement)
+    room = capacity(config, placement)
     memory = float(room if room is not None else whole_bytes(config.policy, hf, placement))
-    memory = within_host_memory(memory, config.policy.lora, config.weights, placement)
+    memory = within_host_memory(memory, config, placement)
     if config.stages.policy_copy not in ("memory", "both"):
         return memory
     copy, layer = HEADROOM * copy_memory(config, hf), smallest_stage(cost)
@@ -2081,15 +1995,13 @@ def stage_room(
     return memory - copy
 
 
-def within_host_memory(
-    memory: float, adapter: LoraSettings, weights: WeightsConfig, placement: Placement
-) -> float:
+def within_host_memory(memory: float, config: Config, placement: Placement) -> float:
     """Return `memory` bytes of the device, or less if the machine's own memory has no room for what
     is saved and averaged of a stage of that size."""
     free = free_bytes(torch.device("cpu"))
-    if adapter.r or free is None or placement.device.type == "cpu":
+    if config.policy.lora.r or free is None or placement.device.type == "cpu":
         return memory
-    return min(memory, free * TRAINED_BYTES / kept_bytes(weights))
+    return min(memory, free * TRAINED_BYTES / kept_bytes(config.weights))
 
 
 def kept_bytes(weights: WeightsConfig) -> int:
@@ -2110,64 +2022,45 @@ def copy_memory(config: Config, hf: PretrainedConfig) -> float:
     return parameters + adapter + sum(layer.memory for layer in caches.layers)
 
 
-def cost_of(
-    cfg: TrainingConfig,
-    adapter: LoraSettings,
-    weights: WeightsConfig,
-    hf: PretrainedConfig,
-    placement: Placement,
-) -> ModelCost:
+def cost_of(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
     """Return what the parts of the model cost in training; on a CPU also to save and average.
 
     Activations are those of the smallest possible micro-batch, the longest row alone: the head
     halves larger ones that do not fit. Layers keep their input and are recomputed one by one, see
-    `StageRuntime`.
+    `StageRuntime`. The bytes between two stages are those of a full micro-batch.
     """
-    lora, kind, shape = adapter.r > 0, placement.device.type, Shape.of_config(hf.to_dict())
-    beside = kept_bytes(weights) if kind == "cpu" else 0
+    cfg, rank, kind = config.training, config.policy.lora.r, placement.device.type
+    shape, tokens = Shape.of_config(hf.to_dict()), min(cfg.per_device_train_tokens, TOKENS)
+    beside = kept_bytes(config.weights) if kind == "cpu" else 0
     cost = model_cost(
         hf,
-        batch_tokens=min(cfg.per_device_train_tokens, TOKENS),
+        batch_tokens=tokens,
         cached_tokens=cached_tokens(cfg),
-        weight_bytes=placement.dtype.itemsize if lora else 4,
-        trained_bytes=0 if lora else TRAINED_BYTES - 4 + beside,
+        weight_bytes=placement.dtype.itemsize if rank else 4,
+        trained_bytes=0 if rank else TRAINED_BYTES - 4 + beside,
     )
-    dtype = str(placement.dtype).removeprefix("torch.")
-    method = Method(kind, dtype, adapter.r, checkpointing=True)
+    method = Method(kind, str(placement.dtype).removeprefix("torch."), rank, checkpointing=True)
     longest = PROMPT_TOKENS + cfg.max_completion_length
     state = 4.0 * shape.hidden * longest  # hidden states from one stage to the next
     gradients = ITEM_BYTES[method.dtype] * (2 * shape.hidden + 3 * shape.intermediate)
     layer = (layer_bytes(shape, method) + gradients) * longest
     # the gradient of a trained embedding or head exists twice while it is added
-    table = 0.0 if lora else 4.0 * shape.vocabulary * shape.hidden
-    tokens = min(longest, logits_tokens(shape.vocabulary, kind))
-    head = 4.0 * shape.vocabulary * LOGITS_COPIES * tokens + table
+    table = 0.0 if rank else 4.0 * shape.vocabulary * shape.hidden
+    at_once = min(longest, logits_tokens(shape.vocabulary, kind))
+    head = 4.0 * shape.vocabulary * LOGITS_COPIES * at_once + table
     # embedding and head are not computed at the same time as a layer
     more = lambda part, size: replace(part, memory=part.memory + max(0.0, size))
+    batches = max(1.0, sampled_tokens(cfg) / tokens)
+    codecs = (config.stages.codec, gradient_codec(config.stages.codec))
     return replace(
         cost,
         stage=layer + WAVES * state,
         embedding=more(cost.embedding, table - layer),
         layers=tuple(more(part, state) for part in cost.layers),
         head=more(cost.head, head - layer),
-    )
-
-
-def with_transfers(
-    cost: ModelCost, cfg: TrainingConfig, hidden: int, terms: CrewTerms
-) -> ModelCost:
-    """Return `cost` with the bytes of a micro-batch and the crossings of all stages per
-    micro-batch."""
-    tokens = min(cfg.per_device_train_tokens, TOKENS)
-    batches = max(1.0, sampled_tokens(cfg) / tokens)
-    forward = activation_bytes(terms.codec, tokens, hidden)
-    backward = activation_bytes(terms.gradient_codec, tokens, hidden)
-    crossings = cfg.max_completion_length + CROSSINGS_OF_AN_UPDATE
-    return replace(
-        cost,
-        batch_bytes=float(forward + backward),
+        batch_bytes=float(sum(activation_bytes(codec, tokens, shape.hidden) for codec in codecs)),
         batches=batches,
-        crossings=crossings / batches,
+        crossings=(cfg.max_completion_length + CROSSINGS_OF_AN_UPDATE) / batches,
     )
 
 

@@ -9,7 +9,6 @@ from swarmnode.config import Config
 from swarmnode.stages.trainer import (
     CrewModel,
     CrewTerms,
-    Gate,
     Stage,
     StageAveraging,
     StageRecovery,
@@ -41,6 +40,6 @@ def recovery_of(config: Config, model: CrewModel, directory, averaging=lambda: N
         recovery_settings(config.stages),
         model,
         averaging,
-        connect=lambda assigned: connect_all(assigned, "state", Gate()),
+        connect=lambda assigned: connect_all(assigned, "state"),
         owner=model.owner,
     )

@@ -201,7 +201,7 @@ class Fleet:
             member.optimizer = old.optimizer
         elif station.spec.index in self.restored:
             self.restored[station.spec.index].install(member)
-        member.context.observers = [station.watch]
+        member.observers = [station.watch]
         station.member = member
         peer.attach(member, self.step)
 

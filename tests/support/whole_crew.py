@@ -134,13 +134,7 @@ def like_nodes(
     `seed`, and so much room that only one split of `model` can be made, whatever speeds are
     measured. Not started; `is_like` says whether it came so."""
     config = Config.model_validate(whole_settings(model, 0, members, **sections))
-    cost = cost_of(
-        config.training,
-        config.policy.lora,
-        config.weights,
-        AutoConfig.from_pretrained(model),
-        probe(config.policy),
-    )
+    cost = cost_of(config, AutoConfig.from_pretrained(model), probe(config.policy))
     layers = [len(cost.layers) // members] * members
     keys = [
         Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest())

@@ -195,7 +195,7 @@ async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path,
         between = []
         holder.averaging.begin()
         monkeypatch.setattr(
-            holder.averaging._replica,
+            holder.averaging,
             "between_steps",
             lambda *args, **kinds: between.append(holder.steps),
         )

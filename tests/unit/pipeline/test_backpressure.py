@@ -260,7 +260,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             await free.wait()
             return await inline(work)
 
-        crew.members[2].context.compute = slow
+        crew.members[2].compute = slow
         got = []
 
         async def score():

@@ -168,7 +168,7 @@ async def test_as_many_waves_as_stages_are_in_flight(models):
             async def watch():
                 nonlocal most
                 while True:
-                    most = max(most, len(crew.head.generation.open))
+                    most = max(most, len(crew.head.open_waves))
                     await trio.lowlevel.checkpoint()
 
             nursery.start_soon(watch)
@@ -193,7 +193,7 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
 
         body.runtime.decode = forgetful
         waves = await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
-        assert sum(wave.begun_again for wave in waves) >= 2
+        assert sum(wave.lost for wave in waves) >= 2
         assert texts(waves) == undisturbed
 
 
@@ -253,7 +253,7 @@ async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(
         with fails(member.runtime, method, error):
             assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused == "device"
             assert await all_dropped(crew)
-        assert member.context.refused["device"] >= 1
+        assert member.refused["device"] >= 1
         assert torch.equal(weights(crew), start)
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
@@ -328,11 +328,11 @@ async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(
         async with crew_of(models["llama"], [2, 2]) as crew:
             member, no_room, after = crew.members[1], NoRoom(), Counts()
             no_room.error = error
-            member.context.observers = [no_room, after] if disturbed else [after]
+            member.observers = [no_room, after] if disturbed else [after]
             for _ in range(2):
                 assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
                 assert all(p.grad is None for p in member.runtime.parameters())
-            assert (after.steps, member.context.refused["device"]) == (2, 2 * disturbed)
+            assert (after.steps, member.refused["device"]) == (2, 2 * disturbed)
             ends.append(weights(crew))
     assert torch.equal(*ends)
 
@@ -348,7 +348,7 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
             assert [group["lr"] for group in member.optimizer.adam.param_groups] == [
                 pytest.approx(taken)
             ]
-            assert member.context.refused == refused
+            assert member.refused == refused
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -168,7 +168,7 @@ async def test_a_stage_that_answers_just_before_each_deadline_costs_one_call(
             await trio.sleep(late)
             return work()
 
-        crew.members[2].context.compute = drips
+        crew.members[2].compute = drips
         with pytest.raises(PeerTimeout):
             await call(crew.head, rows)
         assert crew.head.fault == (None, "a call took longer than 120 s")
@@ -192,14 +192,14 @@ async def test_a_deadline_grows_to_four_times_the_longest_silence_that_was_measu
 ):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
-        compute = crew.members[1].context.compute
+        compute = crew.members[1].compute
         for longest in (0.9 * SECONDS, 3 * SECONDS):
 
             async def slow(work, longest=longest):
                 await trio.sleep(longest)
                 return await compute(work)
 
-            crew.members[1].context.compute = slow
+            crew.members[1].compute = slow
             assert (await learn(crew.head, rows[:1])).refused is None
         assert crew.head.usable
 
@@ -212,7 +212,7 @@ async def test_a_head_whose_own_device_computes_blames_nobody(models, policy, au
             await trio.sleep(3 * SECONDS)
             return work()
 
-        crew.head.context.compute = slow
+        crew.head.compute = slow
         assert (await learn(crew.head, rows[:1])).refused is None
         await sample(crew.head, rows)
         assert crew.head.fault is None
@@ -410,7 +410,7 @@ async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_
             result = await call(crew.head, rows)
         assert call is sample or result.refused is None
         if call is sample:
-            assert all(wave.begun_again == 0 for wave in result)
+            assert all(wave.lost == 0 for wave in result)
         assert all(member.fault is None for member in crew.members)
 
 
@@ -447,18 +447,18 @@ async def test_a_call_that_is_cancelled_leaves_the_crew_able_to_work(
 ):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
-        compute = crew.members[1].context.compute
+        compute = crew.members[1].compute
 
         async def slow(work):
             await trio.sleep(10)
             return work()
 
         for call in (learn, score, sample):
-            crew.members[1].context.compute = slow
+            crew.members[1].compute = slow
             with trio.move_on_after(5) as scope:
                 await call(crew.head, rows)
             assert scope.cancelled_caught
-            crew.members[1].context.compute = compute
+            crew.members[1].compute = compute
             await trio.sleep(60)
         assert (await learn(crew.head, rows)).refused is None
         assert all(member.fault is None for member in crew.members)
@@ -561,8 +561,8 @@ async def test_tokens_that_do_not_belong_to_a_wave_name_the_last_stage(models, p
     for rows, ids in ((1, [0]), (2, [60, 61])):  # there are two completions; there is no id 61
         async with four(models, policy) as (crew, _):
             head, last = crew.head, crew.members[3]
-            wave = pipeline.Wave(b"w" * 16, [[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
-            head.generation.open[b"w" * 16] = wave
+            wave = pipeline.Wave([[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
+            head.open_waves[b"w" * 16] = wave
             body = pack_ids(ids) + bytes(4 * rows)
             last.links.send(0, wire.Tokens(last.place, b"w" * 16, rows), body)
             await quiet()

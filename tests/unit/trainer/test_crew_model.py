@@ -253,17 +253,17 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
     monkeypatch.setattr("swarmnode.stages.model.needs_checkpointing", lambda *given: True)
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
-    training, placement = (
-        TrainingConfig(max_completion_length=700),
-        probe(PolicyConfig(device="cpu")),
+    config = Config(
+        policy=PolicyConfig(device="cpu", lora=LoraSettings(r=rank)),
+        training=TrainingConfig(max_completion_length=700),
     )
-    weights, cut = WeightsConfig(), (2, 2)
-    cost = cost_of(training, LoraSettings(r=rank), weights, shape, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(weights)
+    placement, cut = probe(config.policy), (2, 2)
+    cost = cost_of(config, shape, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(config.weights)
     kept = model_cost(
         shape,
         batch_tokens=1,
-        cached_tokens=cached_tokens(training),
+        cached_tokens=cached_tokens(config.training),
         weight_bytes=4,
         trained_bytes=trained,
     )
@@ -300,17 +300,13 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
         Placement(torch.device("cuda:0"), torch.float32, ""),
     )
     weights_of = lambda placement, weights: (
-        cost_of(TrainingConfig(), LoraSettings(r=0), weights, shape, placement).layers[0].memory
+        cost_of(Config(weights=weights), shape, placement).layers[0].memory
     )
     parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
     monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
-    assert within_host_memory(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
-        "a billion weights, which 30 GB keep"
-    )
-    assert (
-        within_host_memory(80e9, LoraSettings(r=16), averaged, gpu)
-        == within_host_memory(80e9, LoraSettings(r=0), averaged, cpu)
-        == 80e9
-    )
+    whole = Config(weights=averaged)
+    adapter = Config(weights=averaged, policy=PolicyConfig(lora=LoraSettings(r=16)))
+    assert within_host_memory(80e9, whole, gpu) == 16e9, "a billion weights, which 30 GB keep"
+    assert within_host_memory(80e9, adapter, gpu) == within_host_memory(80e9, whole, cpu) == 80e9

@@ -42,6 +42,8 @@ class Worker:
 
     def __init__(self, ends=trio.sleep_forever):
         self.ends = ends
+        self.paused = []
+        self.links = SimpleNamespace(inbox=SimpleNamespace(pause=self.paused.append))
 
     async def run(self):
         await self.ends()
@@ -153,7 +155,7 @@ class Node:
 
 @pytest.fixture
 def node(monkeypatch):
-    async def nobody(assigned, kind, gate):
+    async def nobody(assigned, kind):
         return {}
 
     monkeypatch.setattr(trainer, "connect_all", nobody)
@@ -221,6 +223,7 @@ def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(n
         one.runner.run_soon(done.set)
         assert done.wait(10)
         assert one.runner.averages == averages
+    assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
 
 
 def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node):

@@ -13,14 +13,10 @@ from swarmnode.errors import DeviceError, PeerError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages import trainer
-from swarmnode.stages.trainer import (
-    Gate,
-    GatedStream,
-    Stage,
-    StageRunner,
-    connect,
-)
-from swarmnode.stages.wire import Assigned, Offering, Released, Resumed
+from swarmnode.stages.pipeline import Links
+from swarmnode.stages.trainer import Stage, StageRunner, connect
+from swarmnode.stages.wire import Assigned, Done, FrameLimits, Offering, Place, Released, Resumed
+from swarmnode.wire import headed
 from tests.support.crew_models import opened, recovery_of
 from tests.support.lost_stages import rows_of
 
@@ -234,19 +230,19 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
         assert isinstance(crew.offering, Offering)
 
 
-async def test_nothing_is_read_while_the_gate_is_shut(autojump_clock):
+async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):
     ours, theirs = trio.testing.memory_stream_pair()
-    gate = Gate()
-    stream = GatedStream(ours, gate)
-    await theirs.send_all(b"before")
-    assert await stream.receive_some() == b"before"
-    gate.shut()
-    await theirs.send_all(b"after")
-    with trio.move_on_after(5) as waited:
-        await stream.receive_some()
-    assert waited.cancelled_caught
-    gate.open()
-    assert await stream.receive_some() == b"after"
+    links = Links(0, {1: ours}, FrameLimits(hidden=32, vocab=61, tokens=24))
+    links.inbox.pause(True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(links.run)
+        await theirs.send_all(headed.pack(Done(Place(b"c" * 16, 1, 0), 1)))
+        await trio.sleep(5)
+        assert links.frames_received == 0
+        links.inbox.pause(False)
+        await trio.sleep(5)
+        assert links.inbox.take().frame.attempt == 1
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_network_process_that_is_away_is_an_error_within_its_bound(

@@ -4,6 +4,7 @@ its crews train."""
 import pytest
 
 from swarmnode.config import Config
+from swarmnode.stages.pipeline import gradient_codec
 from swarmnode.swarm.manifest import AGREED
 from tests.support.crew_models import terms_of
 
@@ -50,8 +51,5 @@ def test_a_swarm_agrees_on_how_its_crews_train():
 
 
 def test_gradients_are_rounded_to_bfloat16_at_most():
-    codecs = {
-        codec: terms_of(Config.model_validate({"stages": {"codec": codec}})).gradient_codec
-        for codec in ("float32", "bfloat16", "int8")
-    }
+    codecs = {codec: gradient_codec(codec) for codec in ("float32", "bfloat16", "int8")}
     assert codecs == {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16"}
