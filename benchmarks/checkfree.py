@@ -46,26 +46,26 @@ from swarmnode.config import LoraSettings
 
 FULL = Size()
 QUICK = Size(trunk_steps=100, steps=100, tuned_steps=60, repeated=60, marks=(0, 10), quick=True)
-FINER = ("exact, Adam fresh", "shadow in bfloat16 without Adam, 20 steps old")
+FINER = ("exact, Adam fresh", "checkpoint in bfloat16 without Adam, 20 steps old")
 """Measured at the inner stage only."""
-QUICK_ARMS = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
+QUICK_ARMS = ("checkpoint every 10", "neighbours' checkpoints every 20", "CheckFree", "CheckFree+")
 PARTS = ("single", "failures", "repeated")
 CAP = 2.0
 """Iterations of (b) at most, in units of those to the target without failures."""
 TUNED = (
-    "exact, with Adam (R0)",
-    "shadow, 20 steps old (R2)",
-    "shadow, 50 steps old (R2)",
-    "base weights (R3)",
-    "CheckFree (R4)",
+    "exact, with Adam",
+    "checkpoint, 20 steps old",
+    "checkpoint, 50 steps old",
+    "base weights",
+    "CheckFree",
     "identity",
 )
 ADAPTER = {
-    "exact, with Adam (R0)": "exact, with Adam (R0)",
-    "shadow, 20 steps old (R2)": "shadow, 20 steps old (R2)",
-    "shadow, 50 steps old (R2)": "shadow, 50 steps old (R2)",
-    "base weights (R3)": "base without its adapter (R3)",
-    "CheckFree (R4)": "neighbours' adapters averaged (forced)",
+    "exact, with Adam": "exact, with Adam",
+    "checkpoint, 20 steps old": "checkpoint, 20 steps old",
+    "checkpoint, 50 steps old": "checkpoint, 50 steps old",
+    "base weights": "base without its adapter",
+    "CheckFree": "neighbours' adapters averaged (forced)",
 }
 """Method → what it is for an adapter."""
 
@@ -115,8 +115,8 @@ def single(seed: int, size: Size) -> list[dict[str, Any]]:
             Staged(build(seed), size.rate, swapped=True), text, seed, 0, size.trunk_steps
         )
         average, copies = (
-            {"CheckFree (R4)": METHODS["CheckFree (R4)"]},
-            {"copy (CheckFree+, R5)": ways.synthesis("copy")},
+            {"CheckFree": METHODS["CheckFree"]},
+            {"copy (CheckFree+)": ways.synthesis("copy")},
         )
         part(
             "trained with swapped order",

@@ -3,10 +3,9 @@ benchmarks.crew`
 
 Four real nodes on this machine (supervisor, network process and trainer each) hold the embedded
 policy, made eight layers deep, as four stages. Then, again and again: kill -9 of the trainer of one
-stage, each in turn; the same with its own journal gone, so that it comes back from a neighbour's
-snapshot (R2) and not from the own disk (R0); of two neighbours' trainers at once; of everything
-that a node runs, which is started again at once, as systemd would. (Base, CheckFree:
-`benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten times a second: seconds
+stage, each in turn; the same with its own checkpoint gone, so that it comes back from a
+neighbour's; of two neighbours' trainers at once; of everything that a node runs, which is started
+again at once, as systemd would. (Base, CheckFree: `benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten times a second: seconds
 from the kill to the next step that every stage has taken, the steps that were taken and are gone,
 and the source that brought the stage back.
 

@@ -5,8 +5,8 @@ Four whole nodes hold the embedded policy, eight layers deep, as four stages. Th
 50 Mbit/s each way (tbf at both ends of it), and everything that is sent to a node arrives so many
 milliseconds later, and so do its answers (`swarmnode.demo.distance.join`). Measured from outside,
 ten times a second: seconds between steps that every stage has taken; then, stage after stage, the
-trainer is killed -9 with its own journal gone, so that its state comes over the lines: seconds from
-the kill to the next step, and of these from its assignment to its weights being there
+trainer is killed -9 with its own checkpoint gone, so that its state comes over the lines: seconds
+from the kill to the next step, and of these from its assignment to its weights being there
 (`source_seconds`).
 
 This policy's state is small. What a 7 B policy would take is computed below it, from the product's

@@ -48,13 +48,13 @@ class Size:
 
 
 METHODS: dict[str, Recovery] = {
-    "exact, with Adam (R0)": ways.exact,
+    "exact, with Adam": ways.exact,
     "exact, Adam fresh": ways.exact_fresh,
-    "shadow, 20 steps old (R2)": ways.shadow(20),
-    "shadow, 50 steps old (R2)": ways.shadow(50),
-    "shadow in bfloat16 without Adam, 20 steps old": ways.shadow(20, moments=False),
-    "base weights (R3)": ways.base,
-    "CheckFree (R4)": ways.synthesis("checkfree"),
+    "checkpoint, 20 steps old": ways.checkpoint(20),
+    "checkpoint, 50 steps old": ways.checkpoint(50),
+    "checkpoint in bfloat16 without Adam, 20 steps old": ways.checkpoint(20, moments=False),
+    "base weights": ways.base,
+    "CheckFree": ways.synthesis("checkfree"),
     "uniform average": ways.synthesis("uniform"),
     "identity": ways.synthesis("identity"),
     "copy of a neighbour": ways.with_true_ends(ways.copied),
@@ -81,18 +81,18 @@ def grow(
 ) -> Trunk:
     """Trains `steps` steps from batch `first` on. `base`: what was published before; None:
     half-way's weights."""
-    shadows: dict[int, list[StageCopy]] = {}
+    checkpoints: dict[int, list[StageCopy]] = {}
     everything = lambda: [staged.copy_of(i) for i in range(STAGES)]
     for i in range(steps):
         staged.step(corpus.batch(seed, first + i))
         left = steps - 1 - i
         if left in AGES:
-            shadows[left] = everything()
+            checkpoints[left] = everything()
         if base is None and i + 1 == steps // 2:
             base = everything()
     assert base is not None
     probes = [corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.probes), steps)]
-    return Trunk(staged, staged.checkpoint(), History(everything(), shadows, base, probes))
+    return Trunk(staged, staged.checkpoint(), History(everything(), checkpoints, base, probes))
 
 
 def fork(trunk: Trunk, lost: tuple[int, ...], recovery: Recovery) -> None:

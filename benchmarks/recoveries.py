@@ -31,7 +31,7 @@ class History:
     """What others kept before the loss."""
 
     now: list[StageCopy]
-    shadows: dict[int, list[StageCopy]]
+    checkpoints: dict[int, list[StageCopy]]
     """Steps of age → every stage then."""
     base: list[StageCopy]
     """Every stage of what was published last."""
@@ -63,14 +63,14 @@ def exact_fresh(
     return Recovered(history.now[stage].without_moments())
 
 
-def shadow(age: int, moments: bool = True) -> Recovery:
+def checkpoint(age: int, moments: bool = True) -> Recovery:
     """As the product keeps it: float32 with Adam's moments up to `exact_bytes`, bfloat16 without
     above."""
 
     def recover(
         staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
     ) -> Recovered:
-        kept = history.shadows[age][stage]
+        kept = history.checkpoints[age][stage]
         return Recovered(kept if moments else kept.without_moments(torch.bfloat16))
 
     return recover
