@@ -5,9 +5,9 @@ Four real nodes on this machine (supervisor, network process and trainer each) h
 policy, made eight layers deep, as four stages. Then, again and again: kill -9 of the trainer of one
 stage, each in turn; the same with its own checkpoint gone, so that it comes back from a
 neighbour's; of two neighbours' trainers at once; of everything that a node runs, which is started
-again at once, as systemd would. (Base, CheckFree: `benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten times a second: seconds
-from the kill to the next step that every stage has taken, the steps that were taken and are gone,
-and the source that brought the stage back.
+again at once, as systemd would. (Base, CheckFree: `benchmarks.recovery`, `benchmarks.checkfree`.)
+Measured from outside, ten times a second: seconds from the kill to the next step that every stage
+has taken, the steps that were taken and are gone, and the source that brought the stage back.
 
 The same nodes before the first kill, and one node that holds the same policy whole, say what the
 split costs.
