@@ -22,7 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import trio
@@ -357,11 +357,19 @@ def seven_billion() -> list[list[str]]:
     ]
 
 
-def run(milliseconds: Sequence[int], steps: int, losses: int, copies: bool = False) -> list[Apart]:
+def run(
+    milliseconds: Sequence[int],
+    steps: int,
+    losses: int,
+    copies: bool = False,
+    out: Path | None = None,
+) -> list[Apart]:
     """Measure and print. Raises SystemExit where there can be no namespaces."""
     if why := missing():
         raise SystemExit(why)
     found = [measure_at(one, steps, losses, copies) for one in milliseconds]
+    if out is not None:
+        report.write_json(out, [asdict(one) for one in found])
     print(report.heading(f"crew: at a distance, {RATE // 1000} Mbit/s per node"))
     print(report.table(HEADERS, rows(found)))
     print()
