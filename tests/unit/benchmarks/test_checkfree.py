@@ -65,8 +65,8 @@ def test_what_is_not_lost_has_no_gap_to_the_control(trunk, corpus):
 
 @pytest.mark.parametrize("lost", [(3,), (0,), (7,), (3, 4)])
 def test_exact_recovery_costs_nothing_and_random_does(trunk, corpus, lost):
-    rows = rows_of(trunk, corpus, lost, "exact, with Adam (R0)", "random")
-    exact, random = rows["exact, with Adam (R0)"], rows["random"]
+    rows = rows_of(trunk, corpus, lost, "exact, with Adam", "random")
+    exact, random = rows["exact, with Adam"], rows["random"]
     assert exact["jump"] == exact["kl"] == exact["nll_rise"] == 0.0
     assert exact["gap"] == {3: 0.0}
     assert exact["gate"]
@@ -81,7 +81,7 @@ def test_a_fresh_optimizer_is_the_only_thing_lost(trunk, corpus):
 
 
 def test_what_a_method_cannot_do_is_said_and_not_counted(trunk, corpus):
-    rows = [*rows_of(trunk, corpus, (3, 4), "CheckFree (R4)", "identity").values()]
+    rows = [*rows_of(trunk, corpus, (3, 4), "CheckFree", "identity").values()]
     assert "neighbour is lost too" in rows[0]["refused"]
     assert "jump" not in rows[0]
     shown = single_tables(
@@ -101,7 +101,7 @@ def test_a_lost_stage_is_gone(trunk, corpus):
 
 
 def test_the_paper_raises_the_learning_rate_of_the_stage_it_made(trunk):
-    fork(trunk, (3,), METHODS["CheckFree (R4)"])
+    fork(trunk, (3,), METHODS["CheckFree"])
     assert trunk.staged.factors == [1.0, 1.0, 1.0, 1.1, 1.0, 1.0, 1.0, 1.0]
     trunk.staged.roll_back(trunk.checkpoint)
     assert trunk.staged.factors == [1.0] * STAGES
@@ -129,12 +129,12 @@ def test_failures_hit_every_arm_alike_and_one_stage_at_a_time():
 def test_without_a_failure_in_it_every_plain_arm_is_the_control(corpus):
     control, _ = survive(NO_FAILURE, SIZE, corpus, 0, {}, 10, None)
     for arm in ARMS:
-        if arm.name in ("checkpoint every 10", "shadows every 20", "CheckFree"):
+        if arm.name in ("checkpoint every 10", "neighbours' checkpoints every 20", "CheckFree"):
             assert survive(arm, SIZE, corpus, 0, {}, 10, None)[0]["curve"] == control["curve"]
 
 
 @pytest.mark.parametrize(
-    "arm", [Arm("checkpoints", checkpoint=20), Arm("shadows", shadow=20), ARMS[4]]
+    "arm", [Arm("checkpoints", checkpoint=20), Arm("neighbours", neighbours=20), ARMS[4]]
 )
 def test_what_came_before_the_first_failure_need_not_be_trained_again(corpus, arm):
     failures = {24: 3, 27: 3}
@@ -159,13 +159,22 @@ def test_arms_meet_the_failures_that_are_theirs(corpus):
         arm
         for arm in ARMS
         if arm.name
-        in ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+", "random")
+        in (
+            "checkpoint every 10",
+            "neighbours' checkpoints every 20",
+            "CheckFree",
+            "CheckFree+",
+            "random",
+        )
     ):
         run, _ = survive(arm, SIZE, corpus, 0, failures, 10, None)
         counted[arm.name] = run["failures"]
         assert math.isfinite(run["curve"][-1])
     assert (
-        counted["checkpoint every 10"] == counted["shadows every 20"] == counted["CheckFree+"] == 3
+        counted["checkpoint every 10"]
+        == counted["neighbours' checkpoints every 20"]
+        == counted["CheckFree+"]
+        == 3
     )
     assert counted["CheckFree"] == counted["random"] == 1
 
