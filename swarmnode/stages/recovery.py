@@ -171,9 +171,6 @@ class RecoverySettings:
 class Run:
     """What decides whether a crew may restore its stages as the papers do."""
 
-    swapped: bool = False
-    """Half of the micro-batches run in `swapped_order` from the start, so the second and the last
-    stage but one have learnt the ends' job."""
     pretrained: bool = False
     """Training began with a published base."""
     adapter: bool = False

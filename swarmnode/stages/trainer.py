@@ -1767,10 +1767,6 @@ class CrewModel:
     terms: CrewTerms
 
     @property
-    def run(self) -> Run:
-        return run_of(self.terms, self.pretrained)
-
-    @property
     def owner(self) -> str:
         return state.owner(self.text.fingerprint, self.terms.lora.r, self.terms.frozen_a)
 
@@ -1831,7 +1827,8 @@ def open_model(
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_split(hf)
         pretrained = not is_untrained(directory)
-        check_paper(terms.recovery, config.stages.stages, run_of(terms, pretrained))
+        run = Run(pretrained=pretrained, adapter=terms.lora.r > 0)
+        check_paper(terms.recovery, config.stages.stages, run)
         tokenizer = offline(
             cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         )
@@ -1866,11 +1863,6 @@ def open_model(
             f" {placement.reason}"
         )
         yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)
-
-
-def run_of(terms: CrewTerms, pretrained: bool) -> Run:
-    swapped, adapter = terms.recovery == "checkfree+", terms.lora.r > 0
-    return Run(swapped=swapped, pretrained=pretrained, adapter=adapter)
 
 
 def is_untrained(directory: Path) -> bool:

@@ -192,10 +192,11 @@ def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.
     whole: dict[str, torch.Tensor] = {}
     found = [read_checkpoint(path.parent.parent, Path(*path.parts[-2:])) for path in files]
     abouts = [checkpoint.about for checkpoint in found]
+    layers = abouts[0].identity.layers
     assert len({(about.identity, about.step) for about in abouts}) == 1
-    assert sorted(about.stage for about in abouts) == list(range(len(abouts[0].identity.layers)))
+    assert sorted(about.stage for about in abouts) == list(range(len(layers)))
     config = AutoConfig.from_pretrained(model)
-    specs = stage_specs(config, abouts[0].identity.layers)
+    specs = stage_specs(config, layers)
     layouts = stage_layouts(config, specs)
     for checkpoint, about in zip(found, abouts, strict=True):
         layout = layouts[about.stage]
