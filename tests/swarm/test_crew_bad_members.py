@@ -81,7 +81,8 @@ def test_the_crew_continues_without_a_member_that_misbehaves(crew, what, stage, 
         node.bad_file.write_text(what)
     try:
         after = until(lambda: crew.at(step + 1, former), crew.story, BOUND_SECONDS)
-        assert node not in [one for one, _ in after.values()], crew.story()
+        if what != "stops":  # that trainer is ended, and the one that starts may be back in time
+            assert node not in [one for one, _ in after.values()], crew.story()
         lines = [line for one in others for line in log_since(one, sizes[one.name])]
         continued = [line["step"] for line in lines if line.get("event") == "assigned"]
         assert min(continued) >= step, "no step was lost"
