@@ -54,7 +54,7 @@ class Holder:
     def connect(self):
         self.averaging.begin()
         self.service.set_policy(
-            self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash
+            self.averaging.facts(False), self.model.text.fingerprint, self.model.text.tokenizer_hash
         )
 
     def step(self, size=0.001):
