@@ -159,7 +159,7 @@ class Record:
         """Share of own groups that carry a signal, per step."""
         self.held_out: list[dict[str, float]] = []
 
-    def sampled(self, rewards: Sequence[Sequence[float]], tokens: int) -> None:
+    def sampled(self, rewards: Sequence[list[float]], tokens: int) -> None:
         """Take the own groups of a step."""
         self.tokens.append(tokens)
         self.reward.append(fmean(map(fmean, rewards)))
