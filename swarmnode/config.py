@@ -228,8 +228,8 @@ class DatasetConfig(Section):
     difficulty: str | None = None
     """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
     verifier: str = "exact"
-    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your
-    own, `module:function`."""
+    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, majority (which needs no
+    right answers), or a reward function of your own, `module:function`."""
     extract: str = "auto"
     """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is
     marked, else what suits the verifier."""

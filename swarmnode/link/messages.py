@@ -152,6 +152,9 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     scorer_restarts_total: int = 0
     reward_by_task: dict[str, float] = {}
     """Mean reward of own completions by task, of the last step that asked it."""
+    top_answer_share: float | None = None
+    """Share of the latest majorities that chose the most frequent answer; None without a verifier
+    `majority`."""
     signals: dict[str, float] = {}
     """The share of groups with a signal that is expected, by task and difficulty; empty where both
     follow from a question's number."""

@@ -114,6 +114,7 @@ def example_at(t: float) -> NodeSnapshot:
         tokens_per_second=212.0,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
         external_scale=1.0,
+        top_answer_share=0.1,
         device="cpu",
         dtype="float32",
         device_memory_bytes=312 * 2**20,
