@@ -321,7 +321,7 @@ class TrainingConfig(Section):
     the faster one, found by measuring, or lockstep for answers of at most 32 tokens), `tis` (the
     default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or `sequence_icepop` (what corrects
     own completions for the policy that sampled them, by token or by sequence), `curriculum` (ask
-    where a signal is likely, by own groups and peers'; a swarm founded with it lets members
+    where a signal is likely, by own groups; a swarm founded with it lets members
     choose), `train_once` (no group of an earlier step is trained on again)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""

@@ -158,9 +158,8 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     signals: dict[str, float] = {}
     """The share of groups with a signal that is expected, by task and difficulty; empty where both
     follow from a question's number."""
-    evidence: dict[str, tuple[float, float]] = {}
-    """What a curriculum's expectations rest on, by the names of `signals`: groups of its own, and
-    what peers' groups count of such."""
+    evidence: dict[str, float] = {}
+    """Own groups that a curriculum's expectations rest on, by the names of `signals`."""
     reward_errors: dict[str, int] = {}
     """Completions whose reward failed, by task, since the process started."""
     last_reward_error: str = ""

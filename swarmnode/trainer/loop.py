@@ -279,7 +279,6 @@ class Loop:
 
         self._reporter.enter("training")
         judgement = self._external.exchange(experience.messages, self._counters.policy_version)
-        self._questions.take_hints(judgement)
         training = self._training
         rate = learning_rate(training, self._counters.step)
         fresh = [*experience.trained, *judgement.accepted]
