@@ -1,5 +1,5 @@
-"""`benchmarks.sapo --curriculum`: which question next, chosen by what own groups say of each task at
-each difficulty.
+"""`benchmarks.sapo --curriculum`: which question next, chosen by what own groups say of each task
+at each difficulty.
 
 Every task has four difficulties: what the start policies were shown, a little harder, and twice
 questions too hard for them. Four nodes sample four groups in a round; those that share have room
