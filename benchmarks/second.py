@@ -125,7 +125,7 @@ STUDIES: dict[str, Study] = {
 
 def run(name: str, seed: int, size: Size, scorer: Scorer, policies: Sequence[Policy]) -> Any:
     """Run one arm with one seed and return its row. policies: of the arm's members."""
-    study, started = STUDIES[name], time.process_time()
+    study, started, merged = STUDIES[name], time.process_time(), None
     if study.trl:
         nodes = [run_trl(policies[0], seed, size, scorer)]
     else:
@@ -135,6 +135,7 @@ def run(name: str, seed: int, size: Size, scorer: Scorer, policies: Sequence[Pol
             {**swarm.records[node.index].as_dict(), "judged": dict(node.outcomes)}
             for node in swarm.reported
         ]
+        merged = merged_reward([node.policy for node in swarm.reported], size, scorer)
     honest = [member.name for member in study.members if not member.hostile]
     return {
         "arm": name,
@@ -142,9 +143,31 @@ def run(name: str, seed: int, size: Size, scorer: Scorer, policies: Sequence[Pol
         "size": asdict(size),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
+        "merged": merged,
         "cpu_seconds": round(time.process_time() - started),
         "nodes": [{"policy": p, **node} for p, node in zip(honest, nodes, strict=True)],
     }
+
+
+@torch.no_grad()
+def merged_reward(policies: Sequence[Policy], size: Size, scorer: Scorer) -> float | None:
+    """Return the held-out reward of the mean of all policies' weights, merged once at the end; None
+    where there is one policy, or where they have different weights.
+
+    Source: A Single Merging Suffices (arXiv 2507.06542).
+    """
+    first, *others = policies
+    shapes = [[p.shape for p in policy.trainable_parameters()] for policy in policies]
+    if not others or any(shape != shapes[0] for shape in shapes):
+        return None
+    merged = first.clone()
+    for parameters in zip(
+        merged.trainable_parameters(), *(p.trainable_parameters() for p in others), strict=True
+    ):
+        parameters[0].copy_(torch.stack(parameters).mean(0))
+    record = Record()
+    record.examined(merged, Exam(scorer, size), 0)
+    return record.held_out[-1]["reward"]
 
 
 class Record:
@@ -435,7 +458,6 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each arm and kind of policy in it: mean ± s.d. over seeds; a seed's value is the
     mean of its nodes."""
     budget = min((n["held_out"][-1]["tokens"] for r in rows for n in r["nodes"]), default=0)
-    goal = GOAL
     lines = []
     for arm in STUDIES:
         runs = [row for row in rows if row["arm"] == arm]
@@ -458,7 +480,8 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     column(mean_reward),
                     column(lambda n: n["held_out"][-1]["tokens"] / 1e3, 1),
                     column(lambda n: at(n, "tokens", budget)),
-                    column(lambda n: (found := tokens_until(n, goal)) and found / 1e3, 1),
+                    column(lambda n: (found := tokens_until(n, GOAL)) and found / 1e3, 1),
+                    spread([run["merged"] for run in runs if run["merged"] is not None], 3),
                     column(lambda n: 100 * n["held_out"][-1]["marked"], 1),
                 ]
             )
@@ -471,13 +494,14 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
         "mean on the way",
         "own tokens, thousands",
         f"held-out at {budget / 1e3:.0f} thousand own tokens",
-        f"thousand own tokens until {goal:.2f}",
+        f"thousand own tokens until {GOAL:.2f}",
+        "held-out, all merged once",
         "answers with the mark, %",
     ]
     return table(headers, lines)
 
 
-GOAL = 0.5
+GOAL = 0.4
 """Held-out reward at which own tokens are compared."""
 
 

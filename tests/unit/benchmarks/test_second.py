@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import second, start_policy
 from benchmarks.second import MARK, STUDIES, SecondSwarm, Size
@@ -96,6 +97,19 @@ def test_each_honest_node_has_a_record_and_a_finished_run_is_found(start, tmp_pa
     (found,) = second.finished(file, SIZE)
     assert second.finished(file, replace(SIZE, steps=3)) == []
     assert "LoRA with full" in second.show([found])
+
+
+def test_policies_of_equal_weights_merge_to_the_same(start):
+    _, scorer = start
+    one, other = policies(start, "two nodes")
+    record = second.Record()
+    record.examined(one, second.Exam(scorer, SIZE), 0)
+    assert second.merged_reward([one, other], SIZE, scorer) == record.held_out[0]["reward"]
+    adapted, _ = policies(start, "LoRA with full")
+    assert second.merged_reward([one, adapted], SIZE, scorer) is None
+    with torch.no_grad():
+        other.trainable_parameters()[0].zero_()
+    assert second.merged_reward([one, other], SIZE, scorer) < record.held_out[0]["reward"]
 
 
 def test_tokens_until_a_reward_are_between_measurements():
