@@ -45,10 +45,12 @@ from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.tasks.verifiers import MAJORITY
 from swarmnode.wire.messages import Completion, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
-TASK = "data/running_sums"
+TASK, VOTED = "data/running_sums", "data/running_sums_voted"
+"""The dataset with the verifier `numeric`, and the same rows with `majority`."""
 ROWS = Path(__file__).parent / "results" / "second.jsonl"
 MARK = " "
 """What the hostile node appends to its right answers. The verifier `numeric` ignores it."""
@@ -103,6 +105,8 @@ class Study:
 
     members: tuple[Member, ...] = (Member(),)
     replay: bool = False
+    voted: bool = False
+    """The group's majority is right, in training; held out, the right answer is."""
     trl: bool = False
 
 
@@ -111,6 +115,7 @@ STUDIES: dict[str, Study] = {
     "two nodes": Study((Member(), Member())),
     "TRL": Study(trl=True),
     "alone, replay": Study(replay=True),
+    "alone, majority": Study(voted=True),
     "two nodes, replay": Study((Member(), Member()), replay=True),
     "alone, 4 M": Study((Member(LARGE),)),
     "1.6 M with 4 M": Study((Member(), Member(LARGE))),
@@ -239,12 +244,11 @@ def checked(results: Sequence[Any]) -> list[Any]:
 class SecondSwarm(Swarm):
     """The nodes of one arm, each with a record of its own."""
 
-    names = (TASK,)
-
     def __init__(
         self, study: Study, policies: Sequence[Policy], size: Size, scorer: Scorer, seed: int
     ) -> None:
         arm = Arm("", None, Sharing(), keep_pool=True, guard=True, replay=study.replay)
+        self.names = (VOTED if study.voted else TASK,)
         super().__init__(arm, policies, size.training, scorer, seed, eval_questions=0)
         self.records = [Record() for _ in self.nodes]
         self._members, self._exam_paper = study.members, Exam(scorer, size)
@@ -401,11 +405,14 @@ def run_trl(policy: Policy, seed: int, size: Size, scorer: Scorer) -> dict[str, 
 
 @contextlib.contextmanager
 def installed(size: Size, folder: Path) -> Iterator[Scorer]:
-    """The dataset as a task of this process, and a scorer for it."""
+    """The dataset as two tasks of this process, and a scorer for them."""
     file = folder / "running_sums.jsonl"
     start_policy.write_dataset(file, size.rows)
-    dataset = DatasetConfig(source=str(file), verifier="numeric")
-    registry.install_datasets({TASK: dataset}, folder / registry.DATASETS)
+    datasets = {
+        name: DatasetConfig(source=str(file), verifier=verifier)
+        for name, verifier in ((TASK, "numeric"), (VOTED, MAJORITY))
+    }
+    registry.install_datasets(datasets, folder / registry.DATASETS)
     # a busy machine may leave the child without a core for a while
     with Scorer(deadline=120.0) as scorer:
         yield scorer

@@ -60,6 +60,18 @@ def test_training_and_held_out_questions_are_different_rows(start):
     assert trained.isdisjoint(exam.prompts)
 
 
+def test_a_majority_decides_in_training_and_the_right_answer_in_the_exam(start):
+    _, scorer = start
+    arm = "alone, majority"
+    swarm = SecondSwarm(STUDIES[arm], policies(start, arm), SIZE, scorer, 0)
+    trained = swarm.score(
+        [(ref, ["1001", "1001", "1"]) for ref, _ in swarm.nodes[0].ask(8, swarm.names)]
+    )
+    assert [one.rewards for one in trained] == [[1, 1, 0]] * 8
+    exam = swarm.score([(ref, ["1001", "1001", "1"]) for ref in second.Exam(scorer, SIZE).refs])
+    assert [one.rewards for one in exam] == [[0, 0, 0]] * SIZE.eval_questions
+
+
 def test_trl_learns_the_questions_of_the_lone_node(start):
     _, scorer = start
     alone, trl = (
