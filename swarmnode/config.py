@@ -228,8 +228,8 @@ class DatasetConfig(Section):
     difficulty: str | None = None
     """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
     verifier: str = "exact"
-    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your
-    own, `module:function`."""
+    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, majority (which needs no
+    right answers), or a reward function of your own, `module:function`."""
     extract: str = "auto"
     """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is
     marked, else what suits the verifier."""
@@ -321,7 +321,7 @@ class TrainingConfig(Section):
     the faster one, found by measuring, or lockstep for answers of at most 32 tokens), `tis` (the
     default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or `sequence_icepop` (what corrects
     own completions for the policy that sampled them, by token or by sequence), `curriculum` (ask
-    where a signal is likely, by own groups and peers'; a swarm founded with it lets members
+    where a signal is likely, by own groups; a swarm founded with it lets members
     choose), `train_once` (no group of an earlier step is trained on again)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""

@@ -206,7 +206,7 @@ NODE: dict[str, list[Panel]] = {
         ),
         p("Micro-batch", (gauge("swarmnode_micro_batch_tokens"), "{{part}}")),
     ],
-    "Accelerator and reference policy": [
+    "Accelerator, reference policy and majority": [
         p(
             "Most memory of the device",
             gauge("swarmnode_device_memory_bytes"),
@@ -214,6 +214,13 @@ NODE: dict[str, list[Panel]] = {
             width=12,
         ),
         p("KL divergence", gauge("swarmnode_kl"), width=12),
+        p(
+            "Majorities for one answer",
+            gauge("swarmnode_top_answer_share"),
+            unit="percentunit",
+            top=1,
+            width=12,
+        ),
     ],
     "Stage": [
         p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="state", width=4),
@@ -772,8 +779,9 @@ BOARDS = {
     ),
 }
 COLLAPSED = {
-    "Accelerator and reference policy": (
-        "only with an accelerator; the KL divergence only with training.beta above 0"
+    "Accelerator, reference policy and majority": (
+        "only with an accelerator; the KL divergence only with training.beta above 0; majorities"
+        " only with the verifier majority"
     ),
     "Stage": "only for a node in a crew",
     "Weights": "only with weights.rule on",

@@ -33,6 +33,8 @@ DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
 REJECTED_LEAST = 20
 
+COLLAPSED_SHARE = 0.9
+"""Share of majorities with one answer above which the operator is told."""
 NOT_FINITE_STEPS = 5
 STEPS_WITHOUT_UPDATE = 20
 """Steps in a row after which the operator is told that the policy does not change."""
@@ -225,6 +227,11 @@ def troubles(s: NodeSnapshot) -> list[str]:
             else s.scorer.last_reward_error
         )
         found.append(f"a reward failed {failed} times, each counted as 0; the last: {last}")
+    if report is not None and (report.top_answer_share or 0.0) > COLLAPSED_SHARE:
+        found.append(
+            f"{report.top_answer_share:.0%} of the majorities chose one and the same answer: stop,"
+            " and go back to a state before that"
+        )
     if report is not None and report.external_scale < 0.5:
         found.append("peers' groups disagree with what helps this node; fewer are used")
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:

@@ -611,6 +611,13 @@ UTILITY = (
         " 0.4; below 0 for long, peers' groups pull elsewhere.",
     ),
     Metric(
+        "swarmnode_top_answer_share",
+        "gauge",
+        "trainer.report.top_answer_share",
+        "Share of the latest majorities, of the verifier `majority`, that chose the most frequent"
+        " answer, 0 to 1. Near 1 the policy answers all questions alike.",
+    ),
+    Metric(
         "swarmnode_external_scale",
         "gauge",
         "trainer.report.external_scale",

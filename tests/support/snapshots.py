@@ -114,6 +114,7 @@ def example_at(t: float) -> NodeSnapshot:
         tokens_per_second=212.0,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
         external_scale=1.0,
+        top_answer_share=0.1,
         device="cpu",
         dtype="float32",
         device_memory_bytes=312 * 2**20,
@@ -127,7 +128,7 @@ def example_at(t: float) -> NodeSnapshot:
             "rg/lcm": 0.05 + 0.3 * learnt,
         },
         signals={"rg/chain_sum 0": 0.7 - 0.4 * learnt, "rg/chain_sum 1": 0.2 + 0.5 * learnt},
-        evidence={"rg/chain_sum 0": (9.5, 1.5), "rg/chain_sum 1": (2.25, 0.5)},
+        evidence={"rg/chain_sum 0": 9.5, "rg/chain_sum 1": 2.25},
         drops={
             "update": DropCounts(steps, {"no_signal": 2, "not_finite": 1}),
             "question": DropCounts(steps * 4, {}),

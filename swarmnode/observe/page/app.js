@@ -453,10 +453,10 @@ function weights(s) {
 function questions(s) {
   const { signals = {}, evidence = {} } = s.trainer.report || {};
   const buckets = Object.entries(evidence).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
-  put(byId("questions").tBodies[0], ...buckets.map(([bucket, [own, peers]]) => {
+  put(byId("questions").tBodies[0], ...buckets.map(([bucket, own]) => {
     const cut = bucket.lastIndexOf(" ");
     return node("tr", {}, cell("Task", node("code", {}, bucket.slice(0, cut)), ""), cell("Difficulty", bucket.slice(cut + 1)),
-      cell("With a signal", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)), cell("From peers", fixed(1)(peers)));
+      cell("With a signal", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)));
   }));
   byId("questions-card").hidden = !buckets.length;
 }

@@ -262,6 +262,13 @@ def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> N
     ]
 
 
+def test_a_majority_that_chose_one_answer_is_said() -> None:
+    for share, said in ((0.9, []), (0.95, ["95% of the majorities"])):
+        report = replace(example().trainer.report, top_answer_share=share)
+        s = replace(example(), trainer=replace(example().trainer, report=report))
+        assert [trouble[:21] for trouble in troubles(s)] == said
+
+
 def test_why_the_trainer_is_not_there_is_said() -> None:
     s = example()
     supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
