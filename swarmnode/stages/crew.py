@@ -1,18 +1,20 @@
-"""One node's part in crews: `advance(state, event, now, means) → (state, actions)`. No clock, I/O
-or torch.
+"""Membership of one node in crews: `advance(state, event, now, means) → (state, actions)`. A pure
+function: no clock, no I/O, no torch.
 
     FREE ── propose or accept ──▶ FORMING ── every member sent a heartbeat ──▶ PREPARING
       ▲                                                                            │ all active
       └── a member left, was silent, lost a stream or missed a deadline ─── RUNNING ⇄ PAUSED
 
-Free nodes send offers: memory, speed, the layers and steps that they hold. Each plans the crew that
-is possible with these offers. The member with the newest step proposes first, the next member
-`turn_seconds` later. A member accepts on its authenticated connection and proves it by heartbeats
-with the crew's id. A lost member, a lost stream or an expired deadline ends the crew for all its
-members. They keep their state in memory and are free again.
+A free node is in no crew. Free nodes send offers: memory, speed, and the layers and steps that they
+hold. Each node plans a crew from these offers. The member with the newest step proposes its plan
+first, the next member `turn_seconds` later. A member accepts on its authenticated connection and
+proves it by heartbeats with the crew's id. The crew is founded when every member has sent one. A
+lost member, a lost stream or an expired deadline ends the crew for all its members. They keep their
+state in memory and are free again.
 
-A peer that misses a deadline or sends garbage gets a strike. Plans exclude it for a while, unless
-no crew is possible without it. Each node counts strikes from its own observation only.
+A peer that misses a deadline or sends garbage gets a strike. A struck peer is excluded from plans
+for a while, unless no crew is possible without it. Each node counts strikes from its own
+observation only.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ class Peer(msgspec.Struct, frozen=True):
     offer: Offer | None = None
     offered_at: float = LONG_AGO
     seconds: float | None = None
-    """One-way time of a message: half of the fastest answer."""
+    """Estimated one-way time of a message: half of the fastest round trip, raised slowly by slower
+    ones."""
     strikes: int = 0
     struck_until: float = LONG_AGO
     steps: int = 0
@@ -104,10 +107,10 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class MemberState(msgspec.Struct, frozen=True):
-    """Another member of our crew."""
+    """Another member of this node's crew."""
 
     heard_at: float
-    """Its last heartbeat, or answer to ours."""
+    """When its last heartbeat, or answer to a heartbeat, arrived."""
     moved_at: float
     """When its phase or progress last changed."""
     status: Status = Status()
@@ -122,15 +125,16 @@ class Crew(msgspec.Struct, frozen=True):
     record: Record
     id: bytes
     stage: int
-    """Held by this node."""
+    """The stage that this node holds."""
     proposer: str
     since: float
+    """When this node became a member."""
     waited: float
     """Seconds that this node was free before."""
     step_seconds: float
     """Deadline of a step."""
     members: Mapping[str, MemberState]
-    """Without this node."""
+    """The other members."""
     own: Status = Status()
     phase: Phase = Phase.FORMING
     stepped_at: float = 0.0
@@ -154,11 +158,12 @@ class State(msgspec.Struct, frozen=True):
     peers: Mapping[str, Peer] = {}
     crew: Crew | None = None
     free_since: float = math.inf
-    """The start of the time without a crew, less the time in crews that took no step."""
+    """When this node started to wait for a crew. A crew that took no step does not restart the
+    wait, and the time in it does not count."""
     new_offer_at: float = 0.0
     """When an offer that changes plans last came."""
     plan_since: float = math.inf
-    """The moment since which this node has always had a crew to propose; infinite without one."""
+    """Since when this node has had a plan without a break; infinite without a plan."""
     retry_at: float = 0.0
     lapses: int = 0
     """Own proposals in a row that failed."""
@@ -166,7 +171,7 @@ class State(msgspec.Struct, frozen=True):
     beat_at: float = LONG_AGO
     last_tick: float | None = None
     lag: float = 1.0
-    """How many times longer than planned our ticks take; multiplies our timeouts."""
+    """Measured interval between ticks ÷ planned interval, at least 1. Multiplies all timeouts."""
     stood_since: float | None = None
     """When the last running crew paused or ended; None while one runs."""
     recovery_seconds: float | None = None
@@ -194,20 +199,24 @@ LAG_DECAY: Final = 0.7
 RETRY_SECONDS: Final = 1.0
 """Wait after the first failed proposal; doubles up to 16 times this."""
 SLOWER_THAN_PLANNED: Final = 10.0
+"""The deadline of a step is at least this multiple of its planned time."""
 SLOWER_THAN_MEASURED: Final = 4.0
+"""It is also at least this multiple of the median measured time, which counts up to the deadline
+from the plan."""
 STEP_TIMES: Final = 20
-"""Measured steps whose median counts."""
+"""Number of last steps in that median."""
 HEAD_DEADLINES: Final = 3.0
-"""Step deadlines without a step after which the head itself has failed."""
+"""After this many step deadlines without a step, the other members count the head as failed."""
 SECONDS_DECAY: Final = 1 / 32
-"""Weight of a slower answer than the fastest in a peer's distance."""
+"""Weight of a slower round trip in the estimate of `Peer.seconds`."""
 LONGEST_STRIKE_SECONDS: Final = 3600.0
 MOST_STRIKES: Final = 32
 CLEARING_STEPS: Final = 10
 """Committed steps together that clear a peer's strikes."""
 FAILURES: Final = 5
-"""Crews in a row that a peer refused or ended before their first step: a strike. A node that runs
-out of memory whenever it loads its stage would block its crew without bound."""
+"""A peer gets a strike when it has refused or ended this many crews in a row before their first
+step. Otherwise a node that runs out of memory whenever it loads its stage would block its crew
+without bound."""
 
 
 class _Transition:
@@ -275,13 +284,14 @@ class _Transition:
         return self.state.peers.get(peer, Peer())
 
     def _is_member(self, peer: str, crew: bytes | None = None) -> bool:
-        """Return True if `peer` is another member of our crew, and `crew` is the crew's id."""
+        """Return True if `peer` is another member of this node's crew. A given `crew` must be the
+        crew's id."""
         ours = self.state.crew
         return ours is not None and peer in ours.members and crew in (None, ours.id)
 
     def _has_room(self, peer: str) -> bool:
-        """Return True if `peer` is known, or may be: beyond `most_peers` a peer that is neither
-        connected nor struck is forgotten."""
+        """Return True if this node may store `peer`. When it stores `most_peers`, forget one that
+        is neither connected nor excluded."""
         peers = self.state.peers
         if peer in peers or len(peers) < self.settings.most_peers:
             return True
@@ -312,13 +322,15 @@ class _Transition:
         return Offer(offering.model, capacity.memory, capacity.speed, hop, offering.copies)
 
     def _hop_seconds(self) -> float:
-        """Return the seconds of one micro-batch on our line and to the usual peer."""
+        """Return the seconds in which one micro-batch leaves this node's line and reaches the usual
+        peer."""
         offering = self.state.offering
         line = offering.cost.batch_bytes / self.means.uplink() if offering is not None else 0.0
         return min(MOST_SECONDS, line + usual_seconds(self.state))
 
     def _send_offers(self) -> None:
-        """Send our offer to all connected peers; its withdrawal once."""
+        """Send this node's offer to all connected peers. Without an offer, send its withdrawal
+        once."""
         offers = self._offers_itself
         if offers or self.state.offered_at != LONG_AGO:
             self._set(offered_at=self.now if offers else LONG_AGO)
@@ -370,8 +382,8 @@ class _Transition:
         return {self.state.me: self._own_offer(), **trusted}
 
     def _usable_offers(self) -> dict[str, Offer]:
-        """Return the offers to plan with: struck peers only where no crew is possible without
-        them, first those whose strike ends soonest."""
+        """Return the offers to plan with. Excluded peers are among them only while no crew is
+        possible without them; the one whose exclusion ends soonest is admitted first."""
         offers = self._offers()
         struck = [peer for peer in offers if self._is_struck(peer)]
         struck.sort(key=lambda peer: self._peer(peer).struck_until)
@@ -380,8 +392,8 @@ class _Transition:
         return {peer: offer for peer, offer in offers.items() if peer not in struck}
 
     def _is_possible_without(self, peers: Collection[str], offers: Mapping[str, Offer]) -> bool:
-        """Return True if a crew without `peers` is possible, sooner or later: one that starts from
-        the base only where no steps would be discarded."""
+        """Return True if a crew without `peers` is possible now or after a wait. A crew that starts
+        from the base counts only if no offer has steps, which it would discard."""
         plan = self._plan({p: offer for p, offer in offers.items() if p not in peers}, math.inf)
         stepped = any(newest(offer.copies) for offer in offers.values())
         return plan is not None and (plan.record.step > 0 or not stepped)
@@ -400,7 +412,7 @@ class _Transition:
         self._note(
             "proposed",
             f"step {record.step}, {len(record.members)} stages"
-            + (f", nobody has layers {lost}" if lost else ""),
+            + (f", no exact copy of layers {lost}" if lost else ""),
         )
         self._form(self.state.me, record)
         for peer in peers_of(record):
@@ -414,7 +426,7 @@ class _Transition:
             return wire.Accept(crew)
         why = self._why_not(proposer, record)
         if why is not None:
-            self._note("refused", f"a crew of {proposer}: {why}")
+            self._note("refused", f"refused the proposal of {proposer}: {why}")
             return wire.Refuse(why, crew)
         self._form(proposer, record)
         self._send_heartbeats()
@@ -550,7 +562,7 @@ class _Transition:
         if member.suspected:
             self._note("refuted", peer)
         if member.status.phase == "active" and status.phase == "loading":
-            status = member.status  # each message has its own stream: sent before, received later
+            status = member.status  # an older message that was overtaken: each has its own stream
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         member = MemberState(
             heard_at=self.now,
@@ -726,8 +738,11 @@ class _Transition:
         self._end(reason, peer)
 
     def _miss_step(self, crew: Crew, reason: str) -> None:
-        """Strike for an expired deadline of a step: the head strikes the members that report work
-        in hand, all where none does; the other members strike the head."""
+        """Strike for an expired deadline of a step, and end the crew.
+
+        The head strikes the members that report work in hand, or all if no member does. Other
+        members strike the head.
+        """
         peers = [peers_of(crew.record)[0]]
         if crew.stage == 0:
             loaded = [peer for peer, member in crew.members.items() if member.status.load > 0]
@@ -786,8 +801,9 @@ SPREAD: Final = 8.0
 """A claimed speed counts as at most this many times the median, and as at least its inverse."""
 SLOW_LINE: Final = 4.0
 USUAL_SECONDS: Final = 0.01
-"""A node gets a smaller block for its line if a transfer takes SLOW_LINE times the median, or times
-this. All others are planned alike: crews with the same blocks can average."""
+"""The plan considers a node's line only if a transfer on it takes more than
+`SLOW_LINE × max(USUAL_SECONDS, median)`. All other lines count as equal, so that crews get the same
+blocks and can average."""
 
 Block = tuple[int, int]
 """(first, last) layer, the last one not included."""
@@ -850,7 +866,7 @@ def plan_crew(
         return best
     if waited < settings.lost_seconds:
         if own is not None or plans:
-            return None  # soon there is something better than the base
+            return None  # a crew that keeps trained steps may become possible
         able = {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
     return _begin(me, able, cost, settings.stages, distances)
 
@@ -929,15 +945,17 @@ def _continue(
     if len(blocks) > MEMBERS or 2 * len({*lost} - copied) > len(blocks):
         return None  # a mixture of mostly base weights is worse than the base
     if len(blocks) == 1 and chosen[blocks[0]] != me:
-        return None  # a node that would hold all layers alone needs nobody's proposal
+        return None  # only a node itself may propose a crew of itself alone
     members = tuple(Member(chosen[block], block[1] - block[0]) for block in blocks)
     return CrewPlan(Record(lineage, able[me].model, step, members, bytes(NONCE_BYTES)), lost)
 
 
 def _cut(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> list[Block]:
-    """Cut the model as it was cut: of the blocks that start at a layer, take the one that most
-    peers hold exactly. Layers of which nobody has a copy are cut into blocks of at most the
-    largest known size."""
+    """Cut the model into blocks as the former crew did.
+
+    Of the blocks that start at a layer, take the one that most peers hold exactly. Layers without
+    any copy are cut into blocks of at most the largest known size.
+    """
     exact_holders = {(peer, copy.layers) for peer, copy in copies if is_exact(copy, step)}
     exact = Counter(block for _, block in exact_holders)
     known = Counter(block for _, block in {(peer, copy.layers) for peer, copy in copies})
@@ -959,8 +977,8 @@ def _begin(
     stages: int,
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
-    """Plan a crew that starts from the base, with this node in it: of the nearest nodes, or of the
-    largest where those cannot hold the model."""
+    """Plan a crew that starts from the base and contains this node. It has the nearest nodes, or
+    those with the most memory if the nearest cannot hold the model."""
     near = {peer: 0.0 if peer == me else rough(distances.get(peer, 0.0)) for peer in able}
     size = {peer: able[peer].memory * able[peer].speed for peer in able}
     for peers in (
@@ -975,7 +993,7 @@ def _begin(
             )
             for peer, speed, hop in zip(peers, speeds, hops, strict=True)
         )
-        # other nodes' distances are not known; from each other they count as from us
+        # distances between two other nodes are unknown: take the larger of both to this node
         apart = tuple(tuple(max(near[a], near[b]) * (a != b) for b in peers) for a in peers)
         plan = make_plan(cost, capacities, apart, stages)
         if plan is not None:
@@ -987,7 +1005,7 @@ def _begin(
 
 
 def rough(seconds: float) -> float:
-    """Round a distance to a power of two: a new measurement changes no plan."""
+    """Round a distance to a power of two, so that small differences do not change the plan."""
     return 0.0 if seconds < LEAST_SECONDS else 2.0 ** round(math.log2(min(seconds, MOST_SECONDS)))
 
 
@@ -1004,7 +1022,7 @@ class LayerPlan:
     layers: tuple[int, ...]
     """Layers of each stage."""
     seconds: float
-    """Seconds of a micro-batch: in the slowest stage, and on all its ways through the stages."""
+    """Seconds of a micro-batch in the slowest stage, and of all its crossings of the pipeline."""
 
 
 @lru_cache(maxsize=64)
@@ -1014,10 +1032,10 @@ def make_plan(
     apart: tuple[tuple[float, ...], ...],
     stages: int = 0,
 ) -> LayerPlan | None:
-    """Plan the fastest crew of the first one, two, … of `members`; the smaller crew where the
-    larger one is no faster. None where no crew can hold the model.
+    """Plan the fastest crew of the first n of `members`, for any n.
 
-    A further stage makes the slowest stage faster and the way through all stages longer.
+    A further stage makes the slowest stage faster and the path through all stages longer. Of two
+    equally fast crews the smaller one is taken. None if no crew can hold the model.
 
     Args:
         apart: one-way seconds between each two members.
@@ -1025,8 +1043,8 @@ def make_plan(
     """
     best: LayerPlan | None = None
     for count in range(stages or 1, min(stages or len(members), len(members)) + 1):
-        # from the first member always to the nearest; or the largest at both ends, which also hold
-        # embedding and head
+        # two orders: from the first member on, always the nearest one next; or the two members with
+        # the most memory at the ends, which also hold embedding and head
         nearest, left = [0], set(range(1, count))
         while left:
             nearest.append(min(left, key=lambda index: (apart[nearest[-1]][index], index)))
@@ -1099,8 +1117,8 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     offers: int = 0
     """Other nodes that offer to hold a stage."""
     standing_seconds: float | None = None
-    """Seconds since a crew of ours last ran; 0 while it does, or where none ever did. None outside
-    a crew."""
+    """Seconds since a crew of this node last ran; 0 while one runs, or if none ever did. None
+    outside a crew."""
     recovery_seconds: float | None = None
     """From the end or pause of the last running crew to one that runs."""
     peer_seconds: float = 0.0
