@@ -9,10 +9,10 @@ crew's scheduler; a crew of one stage runs the same code without a stream.
 
 Each failure has one of three outcomes:
 
-    refusal   the own device cannot compute a piece of work: the head drops the step, or begins the
-              wave again, and the crew continues
-    fault     a stage sends garbage, refuses three times in a row, or a deadline expires: the crew
-              ends, and the weights stay as they were before the step
+    refusal   a stage's device cannot compute a piece of work: the head aborts the step, or restarts
+              the wave, and the crew continues
+    fault     a stage sends garbage or refuses three times in a row, or a deadline expires: the crew
+              ends. A step without a commit leaves the weights as they were
     gone      a stream ends: the crew ends
 """
 
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 
 class Compute(Protocol):
-    """Where a piece of work is computed: beside the event loop, in it, or measured."""
+    """Runs a piece of work: in a thread, in the event loop, or with a measurement."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -109,8 +109,8 @@ class CrewSettings:
     """32 bytes: fingerprint of the policy that training began with."""
     codec: ActivationCodec = "bfloat16"
     swapped: bool = False
-    """CheckFree+: half of the micro-batches of a step with the first two and the last two stages
-    exchanged."""
+    """CheckFree+: half of the micro-batches of a step visit the first two stages, and the last two,
+    in exchanged order."""
     learning_rate: float = math.inf
     """No stage of this node takes a step with a higher learning rate."""
 
@@ -137,8 +137,8 @@ class Observer:
         """Last stage: log-probabilities (tokens,) of the micro-batch before the step."""
 
     def committed(self, worker: StageWorker) -> None:
-        """The step is taken; `worker.participant.step` counts it. Called where the worker computes.
-        A device error here is counted and logged, and nothing else."""
+        """The step is taken, and `worker.participant.step` counts it. Called in the thread in which
+        the worker computes. A device error raised here is only counted and logged."""
 
     def stepped(self) -> None:
         """Called after `committed`, in the worker's task."""
@@ -178,10 +178,10 @@ class StageWorker:
         self.waves = Decoding(self)
         self.tied = TiedEmbedding(self)
         self.fault: tuple[int | None, str] | None = None
-        """(stage that caused it or None for unknown, reason): this crew cannot continue. The first
-        one; after it the worker handles nothing."""
+        """Why this crew cannot continue: (stage that caused it or None for unknown, reason). The
+        first fault stays; after it the worker handles nothing."""
         self._held: deque[Arrival] = deque()
-        """Forwards to score and steps of waves that wait for room on the next link."""
+        """Frames to score or to generate that wait until the next link is not full."""
 
     @property
     def place(self) -> Place:
@@ -214,8 +214,8 @@ class StageWorker:
             self._drop_all()
 
     async def _serve(self) -> None:
-        """Frames first: a gradient that has arrived goes before the next forward. Arrivals are
-        always taken; see `Links`."""
+        """Handle frames before work, so that a gradient that has arrived goes before the next
+        forward. Frames are handled even while links are full; see `Links`."""
         while self.fault is None:
             await trio.lowlevel.checkpoint()
             if (arrival := self.links.inbox.take()) is not None:
@@ -257,15 +257,15 @@ class StageWorker:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
 
     def _passes_on(self, frame: Frame) -> bool:
-        """Return True if its result is a score or a token for the next stage: no gradient and no
-        step waits for it."""
+        """Return True if the frame makes this stage send scoring or generation work to the next
+        stage. Such a frame may wait, since no gradient and no commit depends on it."""
         asks = isinstance(frame, (wire.Prefill, wire.Decode)) or (
             isinstance(frame, wire.Forward) and frame.purpose == "score"
         )
         return asks and not self.runtime.spec.has_head
 
     async def _handle(self, arrival: Arrival) -> None:
-        """Handle a frame. Drop one of an earlier step; garbage is the sender's fault."""
+        """Handle a frame, or drop it if the fence says so. Garbage is the sender's fault."""
         frame, sender = arrival.frame, arrival.sender
         assert frame is not None
         step = None if isinstance(frame, wire.Control) else self.participant.step
@@ -281,8 +281,8 @@ class StageWorker:
 
     @contextlib.contextmanager
     def refusing(self, refuse: Callable[[RefusalReason], None]) -> Iterator[None]:
-        """Around work: call `refuse` with the reason when this stage cannot do it, though what
-        arrived is correct. Other errors pass."""
+        """Call `refuse` with the reason if this stage cannot do the work inside, although the frame
+        is correct. Other errors are raised."""
         try:
             yield
         except BadMessage as error:
@@ -317,8 +317,8 @@ class StageWorker:
         self.links.send(0, wire.Acknowledge(self.place, self.participant.attempt, reason, 0.0))
 
     def gone(self, stage: int, reason: str) -> None:
-        """The stream of another stage ended. The network process ends the crew; only garbage is a
-        fault."""
+        """Handle the end of the stream to another stage. It is a fault only if the stage sent
+        garbage; in any case the network process ends the crew."""
         if reason in STREAM_FAULTS:
             self.set_fault(stage, f"its stream had to end: {reason}")
 
@@ -362,8 +362,8 @@ class StageWorker:
     # Taking a step.
 
     def _prepare(self) -> None:
-        """After a piece of work: once all gradients are here, exchange a tied embedding's and
-        acknowledge."""
+        """Acknowledge the step if the gradients of all its micro-batches are there. A tied
+        embedding's gradient is exchanged first."""
         if not self.participant.complete or self.tied.begun:
             return
         if (shared := self.runtime.embedding()) is not None:
@@ -382,7 +382,7 @@ class StageWorker:
         self.links.send(0, wire.Acknowledge(self.place, participant.attempt, None, squared_norm))
 
     async def _take(self, clip: float, learning_rate: float) -> None:
-        """Take the step that `participant` has just counted. It is never cancelled half-way.
+        """Take the step that `participant` has just counted. A cancelled worker finishes it first.
 
         Raises:
             DeviceError: the device failed half-way, so the weights are undefined.
@@ -417,12 +417,12 @@ class StageWorker:
         return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
 
     def _drop_all(self) -> None:
-        """Drop the step, and caches of weights that have moved."""
+        """Drop the step, and the generation caches, which belong to the weights before it."""
         self._drop_step()
         self.waves.clear()
 
     def _drop_step(self) -> None:
-        """Drop the gradients and inputs of a step that was taken, or is not."""
+        """Drop the gradients and inputs of a step that was taken or aborted."""
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.participant.clear()
@@ -456,10 +456,11 @@ def sends(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) ->
 # The head.
 
 SCORES_PER_STAGE: Final = 2
-"""Micro-batches that are scored at a time: one is computed, one is on its way."""
+"""Micro-batches per stage that are under way in `score`: one is computed, one is in transit."""
 REFUSALS: Final = 3
-"""Calls in a row that one stage refuses, or times that one wave is lost, before the crew ends."""
+"""The crew ends when one stage refuses this many calls in a row, or one wave is lost this often."""
 SILENCE_FACTOR: Final = 4
+"""A call fails after this multiple of the longest time between two arrivals, see `Head`."""
 TOO_MUCH: Final = DEVICE_REASON
 """Reason of a stage whose device cannot do a piece of work: smaller micro-batches may fit."""
 
@@ -502,8 +503,8 @@ class BatchState:
 
 
 class CannotScore(PeerError):
-    """Raised when a stage refuses to score. `too_much`: its device cannot; `divisible`: with fewer
-    tokens at a time it may be able to."""
+    """Raised when a stage refuses to score. `too_much`: its device cannot compute so many tokens;
+    `divisible`: smaller micro-batches are possible."""
 
     def __init__(self, reason: RefusalReason, divisible: bool) -> None:
         super().__init__(f"the crew cannot score: {reason}")
@@ -543,7 +544,8 @@ class Head(StageWorker):
         """Why the crew is over."""
         self._changed = trio.Event()
         self._number = self._parity = 0
-        """Of the newest micro-batch or wave; no number is used twice."""
+        """Number of the newest micro-batch or wave, which is never used twice; and its parity for
+        `update`."""
         self._batch = BatchState()
         self._attempt = 0
         self._refusals: Counter[int] = Counter()
@@ -596,7 +598,7 @@ class Head(StageWorker):
         return waves
 
     def _begin(self, wave: Wave) -> None:
-        """Begin a wave, or begin it again from its token ids."""
+        """Start a wave, or restart it from the token ids that were drawn before."""
         questions, codec = wave.questions(), self.settings.codec
         about = strict.encode(questions)
         session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
@@ -750,8 +752,8 @@ class Head(StageWorker):
         )
 
     def _next_alternating(self) -> int:
-        """Return an even and an odd number in turn, across steps: every other micro-batch of a
-        swapped run is swapped."""
+        """Return alternately an odd and an even number, also across steps. In a swapped crew, odd
+        micro-batches take the swapped route."""
         self._parity ^= 1
         while self._next_number() % 2 != self._parity:
             pass
@@ -841,8 +843,11 @@ class Head(StageWorker):
         self._changed.set()
 
     def _refused(self, stage: int, reason: RefusalReason) -> None:
-        """A stage refuses the present call. It is counted once per call, and not where the caller
-        tries again with smaller micro-batches. Without effect once all stages have acknowledged."""
+        """Record that `stage` refused the current call.
+
+        A stage's refusal counts once per call, and not at all if the caller can retry with smaller
+        micro-batches. It is ignored once all stages have acknowledged.
+        """
         batch = self._batch
         if batch.failed is not None or len(batch.norms) == self.stages:
             return
@@ -877,7 +882,8 @@ def _half(
     )
 
 
-# Generation as the head sees it: token ids of waves, which no lost cache can take away.
+# The head's record of generation: the token ids of each wave. From them a wave restarts when a
+# stage has lost its caches.
 
 
 @dataclass
@@ -894,7 +900,7 @@ class Wave:
     ends: frozenset[int]
     """Token ids that end a completion."""
     lost: int = 0
-    """How often a stage had lost its caches."""
+    """How often this wave was lost and restarted."""
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations
@@ -919,8 +925,8 @@ class Wave:
         return [self.ids[name][-1] for name in self.live]
 
     def questions(self) -> Questions:
-        """Return the description with which the wave begins. When it begins again from its tokens,
-        every completion is a prompt of its own."""
+        """Return the description that starts the wave. In a restart, every completion so far is
+        part of a prompt of its own."""
         position = len(self.ids[self.live[0]])
         so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
         prompts = so_far if position else self.prompts
@@ -979,24 +985,26 @@ def cut(
     return out
 
 
-# 1F1B (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the room: a stage goes backward
-# whenever it can, and forward only while fewer than 2 × (stages − its index) of its micro-batches
-# wait for their gradient. A line takes as long as the computation, so with the paper's room a stage
-# would wait for gradients in flight. In a swapped run only the head limits, because limits at both
-# ends would deadlock.
+# 1F1B (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the paper's limit of micro-batches in
+# flight. A stage runs a backward whenever it can. It runs a forward only while fewer than
+# 2 × (stages − its index) of its micro-batches wait for their gradient. Transfers between homes
+# take about as long as the computation, so with the paper's limit a stage would idle until
+# gradients arrive. In a swapped crew only stage 0 has the limit: limits at both ends would
+# deadlock.
 
 Visit = tuple[int, int]
 """(micro-batch, which hop of its route)."""
 Work = tuple[Literal["forward", "backward", "learn"], Visit]
 """`learn` is the last stage's forward, loss and backward in one."""
 Limit = Literal["counted", "free", "learn"]
-"""Whether a forward waits for room. `learn` needs none."""
+"""How the limit of micro-batches in flight applies to a forward. `counted`: it waits and counts;
+`free`: neither; `learn`: the last stage's, which never waits for a gradient."""
 
 ROOM: Final = 2
-"""Times the room that 1F1B needs on a line without latency."""
+"""Multiple of the paper's limit of micro-batches in flight."""
 MOST_FORWARDS: Final = 32
-"""Bound on that room: the next stage also counts leftovers of an aborted attempt
-(`limits.STAGE_WAITING`)."""
+"""Upper bound on that limit. The next stage bounds the micro-batches that it stores, leftovers of
+an aborted attempt included (`limits.STAGE_WAITING`)."""
 
 
 class Schedule:
@@ -1066,13 +1074,14 @@ class Schedule:
 
 
 KEPT = limits.STAGE_WAITING
-"""Micro-batches of others that are kept at a time, with leftovers of an aborted attempt. A schedule
-has at most 32 in flight, or as many as there are stages."""
+"""Most micro-batches from other stages that are stored at a time, leftovers of an aborted attempt
+included. A schedule has at most `max(32, stages)` in flight."""
 
 
 @dataclass
 class Kept:
-    """A micro-batch that waits for its gradient: its input, and nothing of its graph."""
+    """A micro-batch that waits for its gradient. Only its input is stored: the backward computes
+    the forward again."""
 
     route: Route
     hop: int
@@ -1093,9 +1102,7 @@ class MicroBatches:
 
     def __init__(self, worker: StageWorker) -> None:
         if worker.settings.swapped and hasattr(worker.runtime.model, "peft_config"):
-            raise Refused(
-                "swapped stages are for whole weights, and only an adapter is trained here"
-            )
+            raise Refused("swapped stages cannot train an adapter: set stages.recovery to copies")
         self.schedule = Schedule(worker.index, worker.stages)
         self.kept: dict[tuple[int, int], Kept] = {}
         self._early: list[Arrival] = []
@@ -1343,21 +1350,22 @@ class Decoding:
 
 
 class TiedEmbedding:
-    """A tied embedding's gradient: each end has one half and sends it to the other, exactly.
+    """Exchange of a tied embedding's gradient, for one attempt at a time.
 
-    For one attempt at a time.
+    The gradient is the sum of a term from the first stage and a term from the last. Each sends its
+    term to the other in float32.
     """
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
         self._theirs: torch.Tensor | None = None
-        """The other half, as far as it has arrived."""
+        """The other end's term, as far as it has arrived."""
         self._rows = 0
         """Rows of it that have arrived."""
         self._left: tuple[int, torch.Tensor, int] | None = None
-        """(attempt, own half, next row to send)."""
+        """(attempt, own term, next row to send)."""
         self.begun = False
-        """Whether the own half is being sent, or was."""
+        """Whether sending the own term has started."""
 
     @property
     def other_end(self) -> int:
@@ -1365,11 +1373,11 @@ class TiedEmbedding:
 
     @property
     def sends(self) -> bool:
-        """Whether a part of the own half is left to send and has room."""
+        """Whether a part of the own term is left to send and the link is not full."""
         return self._left is not None and not self._worker.links.full(self.other_end)
 
     def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
-        """Send the own half, part by part, while there is room.
+        """Start to send the own term, one part at a time.
 
         Raises:
             ValueError: the gradient is not finite.
@@ -1392,7 +1400,7 @@ class TiedEmbedding:
         self._left = (attempt, gradient, after) if after < len(gradient) else None
 
     def take_part(self, frame: wire.Embedding, body: bytes) -> None:
-        """Take the next rows of the other half. Raises BadMessage."""
+        """Take the next rows of the other end's term. Raises BadMessage."""
         shared = self._worker.runtime.embedding()
         assert shared is not None
         if frame.first != self._rows:
@@ -1405,7 +1413,8 @@ class TiedEmbedding:
         )
 
     def add(self, shared: torch.nn.Parameter) -> bool:
-        """Add the other half to the own gradient. False until all of it has arrived."""
+        """Add the other end's term to the own gradient. Return False until all of it has
+        arrived."""
         if not self.begun or self._theirs is None or self._rows < len(shared):
             return False
         theirs = self._theirs.to(shared.device, shared.dtype)
@@ -1420,24 +1429,24 @@ class TiedEmbedding:
 
 # Frames over streams: one duplex stream to each other stage.
 #
-# `send` never waits: frames queue, and one task per neighbour writes. While a link is `full`, no
-# forward, score or wave begins over it, and no part of an embedding is sent; gradients, tokens and
-# the commit always pass. So two stages never wait for each other. Streams are not read while too
-# many of their frames wait to be handled.
+# A link is the stream to one other stage and its queue. `send` never waits: it queues the frame,
+# and one task per link writes. While a link is `full`, no forward, score or wave starts over it,
+# and no part of an embedding is sent. Gradients, tokens and the commit are always queued, so two
+# stages never wait for each other. Streams are not read while too many frames wait.
 
 INBOX: Final = 64
-"""Frames of other stages that wait to be handled."""
+"""Most frames of other stages that wait to be handled."""
 INBOX_BYTES: Final = 64 * 2**20
-"""Bytes of their bodies. One frame of each neighbour may exceed it."""
+"""Most bytes of their bodies, plus one frame of each other stage."""
 OUTBOX: Final = 4096
-"""Frames queued for one neighbour: far more than a crew has in flight. A neighbour that lets it
-fill up loses its stream."""
+"""Most frames queued for one stage, far more than a crew has in flight. The stream to a stage whose
+queue is full is closed."""
 OUTBOX_BYTES: Final = 64 * 2**20
-"""Bytes queued for one neighbour from which its link is full. A frame that was begun before, and
-gradients of micro-batches in flight, may exceed it."""
+"""A link is full while at least this many bytes are queued. Frames that are always queued may
+exceed it."""
 STREAM_FAULTS: Final = frozenset({*wire.FRAME_REASONS, "unread"} - {"truncated"})
-"""Reasons for which a stream ends that are its neighbour's fault. A process that dies in the middle
-of a frame leaves it truncated."""
+"""Reasons of a stream's end that are the other stage's fault. `truncated` is none: a process that
+dies in the middle of a frame leaves it so."""
 
 
 @dataclass(frozen=True)
@@ -1451,12 +1460,15 @@ class Arrival:
 
 
 class Inbox:
-    """Arrivals that the worker has not handled yet, in order. own: the own stage, whose frames are
-    not counted."""
+    """Arrivals that the worker has not handled yet, in order.
+
+    Args:
+        own: this node's stage, whose frames do not count towards the limits.
+    """
 
     def __init__(self, own: int) -> None:
         self.idle_since = math.inf
-        """Since when the worker waits; infinite while it works."""
+        """When the worker started to wait; infinite while it works."""
         self._own = own
         self._arrivals: deque[Arrival] = deque()
         self._frames = self._bytes = 0
@@ -1532,13 +1544,13 @@ class Links:
         """Streams that had to end, by reason: of FRAME_REASONS, or `unread`."""
 
     def full(self, stage: int) -> bool:
-        """Return True if no new work for `stage` may begin. False for a stream that has ended: its
-        end is an arrival."""
+        """Return True if no new work for `stage` may start. False for a stream that has ended,
+        which the inbox reports."""
         return self.queued.get(stage, 0) >= OUTBOX_BYTES
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
-        """Queue a frame. Without effect on a stream that has ended; a neighbour whose queue has too
-        many frames loses its stream."""
+        """Queue a frame. A frame for a stream that has ended is discarded. If the queue has too
+        many frames, the stream is closed."""
         if stage == self.stage:
             self.inbox.put(Arrival(stage, frame, body))
             return
