@@ -1,15 +1,18 @@
-"""Checkpoints of stages, and how a lost stage comes back. Torch.
+"""Checkpoints of stages, and how a stage is restored from them. Torch.
 
-Sources, in order; the first that passes the gate is taken:
+The holders of the stages before and after a stage (its neighbours, on a ring) store a checkpoint of
+it every `checkpoint_every` steps. Sources of a restored stage, in order; the first that passes the
+gate is taken:
 
-    own checkpoint          of the crew's step or the one before
-    copies of any age       own or a neighbour's checkpoint, the newest first; neighbours keep one
-                            every `checkpoint_every` steps
-    base                    the weights that training began with; with LoRA the untrained adapter
+    current own checkpoint    of the crew's step or the one before
+    any checkpoint            on this node or another member, the nearest in step first
+    base                      the base model; with LoRA an untrained adapter
 
-`checkfree` and `checkfree+` make the stage of its neighbours, in place of a copy.
+With `checkfree` and `checkfree+` the average of both neighbouring stages takes the place of any
+checkpoint that is not current.
 
-The gate runs the last committed micro-batches again through all stages and bounds the KL.
+The gate runs the last committed micro-batches again through all stages and bounds the KL divergence
+from the policy before.
 
 The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
 CheckFree, and `StageRecovery` is what the trainer calls. Then follow a stage's state as bytes,
@@ -134,10 +137,10 @@ class RecoverySettings:
     checkpoint_every: int = 20
     """Committed steps between two checkpoints on the neighbours' disks."""
     keep_policy: bool = False
-    """This node keeps a checkpoint of every stage, not of its ring neighbours' alone."""
+    """This node stores checkpoints of all stages, not only of its ring neighbours."""
     mode: RecoveryMode = "copies"
-    """`checkfree` makes inner stages of their neighbours, and the ends still come from checkpoints.
-    `checkfree+` makes all stages of their neighbours and trains in swapped order."""
+    """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
+    checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
     probes: int = 8
     """Committed micro-batches that are remembered for the gate."""
     gate_kl: float = 0.02
@@ -145,8 +148,8 @@ class RecoverySettings:
     gate_nll: float = 0.05
     """Nats per token."""
     copy_factor: float = 10.0
-    """An old copy of the stage itself has this multiple of both bounds: it lacks some steps, and
-    every other source lacks all."""
+    """Factor of both bounds for an old checkpoint. It lacks some steps, so it differs more; the
+    base lacks all of them."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises."""
     exact_bytes: int = 256 * 1024 * 1024
@@ -213,9 +216,9 @@ def check_paper(mode: RecoveryMode, stages: int, run: Run) -> None:
         )
 
 
-# Restore one stage: each source in turn, through the gate, until one passes. Stages that are
-# restored at the same time answer each other's micro-batches with the candidate that they have in
-# place, so each is judged once all of them have one.
+# Restore one stage: load each source in turn and judge it, until one passes. A source that is
+# loaded is the candidate. Stages that are restored at the same time run each other's micro-batches
+# with their candidates, so a verdict waits until all of them have one.
 
 ASK_SECONDS: Final = 10.0
 RETRY_SECONDS: Final = (0.25, 5.0)
@@ -226,13 +229,13 @@ BaseWeights = Callable[[], Tensors]
 
 @dataclass(frozen=True)
 class Source:
-    """One way to get the stage back."""
+    """A source from which the stage can be restored."""
 
     name: SourceName
     step: int | None = None
-    """Committed steps in it; None where it is no copy."""
+    """Committed steps in a checkpoint; None for other sources."""
     holder: int | None = None
-    """Stage that has it; None for this machine."""
+    """Stage whose holder has it; None for this machine."""
     current: bool = False
     """An own checkpoint of the crew's step or the one before: the gate asks for finite numbers
     only. The probes are older than the last step, so even the exact stage differs from them."""
@@ -240,12 +243,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage as a source gave it."""
+    """The state of a stage that was loaded from a source."""
 
     state: StageState
     lr_scale: LrScale
     outer: Tensors = field(default_factory=dict)
-    """State of averaging, of the same moment."""
+    """State of averaging at the same step."""
     rng: torch.Tensor | None = None
 
 
@@ -279,10 +282,10 @@ async def restore(
 ) -> Restored:
     """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
 
-    Where no source passes the gate, the newest finite copy is taken.
+    If no source passes the gate, the first one with finite results is taken.
 
     Raises:
-        Refused: No source is left, with every source's reason.
+        Refused: No source can be used; the message has each source's reason.
         PeerError: A stage that is needed for judging is gone.
     """
     stage = peer.stage
@@ -322,7 +325,9 @@ async def restore(
     if fallback is None:
         raise Refused(f"no source is left for this stage: {reasons}")
     source, candidate, verdict = fallback
-    log.warning("no source passed the gate", taken=source.name, reason=reasons)
+    log.warning(
+        "no source passed the gate, taking the first finite one", taken=source.name, reason=reasons
+    )
     await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
     stage.phase, stage.restored = "ready", candidate.state
     return Restored(source, verdict, False, tuple(tried), candidate)
@@ -399,8 +404,8 @@ async def _synthesise(peer: StatePeer, holds: Mapping[int, Holds]) -> dict[str, 
 
 
 async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]) -> Candidate:
-    """Return the candidate with the other end's embedding and its moments: a tied embedding is one
-    tensor with one optimizer. If both ends are lost, it is that of stage 0."""
+    """Return the candidate with the other end's embedding and moments: both ends must have the same
+    tied embedding. If both ends are lost, they use that of stage 0."""
     stage, spec = peer.stage, peer.stage.spec
     other = spec.stages - 1 if spec.has_embedding else 0
     if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
@@ -421,7 +426,8 @@ async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]
 
 
 async def _newest_probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
-    """Return the probes of the newest committed step that a member has, the tail first."""
+    """Return the probes of the newest committed step, from the last stage if it has them, else from
+    any member."""
     own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
     found = {own: peer.stage.recorder.probes}
     for holder, there in holds.items():
@@ -453,13 +459,14 @@ def base_adapter(runtime: StageRuntime) -> BaseWeights:
 #     r = log π_new(token) − log π_old(token)     over tokens that were trained on
 #     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
 #
-# π_old is the tail's output before the step of that micro-batch. Only the newest step's micro-
-# batches count: later learning would look like damage. A damaged policy earns equal rewards
-# everywhere, so training cannot repair it.
+# π_old is the last stage's output before the step that trained on the micro-batch. Only the newest
+# step's micro-batches count: what was learnt after an older one would look like damage. A damaged
+# policy earns equal rewards for all answers, so training cannot repair it.
 
 LEAST_PROBES, PROBE_ROWS = 2, 2048
-"""Probes, and rows of them, that are enough: r of a restored stage has a spread of hundredths, so
-its mean square is known to a tenth. More would take minutes of a home's line at 7 B."""
+"""Enough probes, and enough rows in them. r of a restored stage has a standard deviation of some
+hundredths, so 2,048 rows give its mean square to a tenth. More rows would take minutes on a home
+line at 7 B."""
 
 
 @dataclass(frozen=True)
@@ -478,8 +485,8 @@ class Verdict:
 def passes(source: Source, verdict: Verdict | None, settings: RecoverySettings) -> bool:
     """Return True if the gate lets a stage from `source` train.
 
-    Without a probe every source passes. In the papers' modes and for a current own checkpoint the
-    numbers have to be finite. Otherwise both bounds hold, `copy_factor` wider for an old copy.
+    Without a probe every source passes. In the CheckFree modes, and for a current own checkpoint,
+    finite numbers are enough. Otherwise both bounds apply, times `copy_factor` for a checkpoint.
     """
     if verdict is None:
         return True
@@ -584,7 +591,7 @@ LEARNING_RATE_FACTOR: Final = 1.1
 
 @dataclass(frozen=True)
 class Neighbour:
-    """What a stage next to the lost one gives."""
+    """The layers of a stage next to the lost one, and their last gradient norm."""
 
     layers: Mapping[str, torch.Tensor]
     """Its layers' tensors by their local names, `model.layers.0.…`; others are ignored."""
@@ -617,7 +624,7 @@ def synthesise(
         state = average(before, after, spec)
     for name in end_names(spec):
         if ends is None or name not in ends:
-            raise Refused(f"{name} can only be restored from a true copy, and none is left")
+            raise Refused(f"{name} is in one stage only: it needs a true copy, and none is left")
         state[name] = ends[name].clone()
     return state
 
@@ -695,9 +702,9 @@ class StageRecovery:
         owner: str,
     ) -> None:
         self.outer: Tensors = {}
-        """State of averaging that came with the own checkpoint; empty from any other source."""
+        """State of averaging from the own checkpoint; empty after any other source."""
         self.peer: StatePeer | None = None
-        """Our end of the state streams, while there is a crew."""
+        """This node's end of the state streams, while there is a crew."""
         self._directory = directory / CHECKPOINTS
         self._store = CheckpointStore(self._directory)
         self._settings = settings
@@ -759,7 +766,8 @@ class StageRecovery:
 
     @contextlib.asynccontextmanager
     async def open(self, assigned: wire.Assigned, stage: Stage) -> AsyncIterator[None]:
-        """Ask and answer the other members while the context is open. Raises PeerError."""
+        """Open the state streams, over which this node requests and serves checkpoints, and close
+        them with the context. Raises PeerError."""
         assert self._recorder is not None
         averaging = self._averaging()
         streams = await self._connect(assigned)
@@ -1258,7 +1266,9 @@ class CheckpointStore:
             self.error = None
         except OSError as error:
             if str(error) != self.error:  # once, not after each step
-                log.warning("own checkpoint not written", error=str(error))
+                log.warning(
+                    "own checkpoint not written, a restart would lose steps", error=str(error)
+                )
             self.error = str(error)
         finally:
             self.coming = None
@@ -1306,7 +1316,7 @@ def _read_about(path: Path) -> CheckpointAbout | None:
         with _opened(path) as (about, _):
             return about
     except StateError as error:
-        log.warning("checkpoint not readable", error=str(error))
+        log.warning("ignoring a damaged checkpoint", error=str(error))
         return None
 
 
@@ -1323,8 +1333,8 @@ def _opened(path: Path) -> Iterator[tuple[CheckpointAbout, safe_open]]:
         raise StateError(f"{path} is damaged: {error}") from None
 
 
-# The recorder observes one worker: it remembers the last committed micro-batches and copies the
-# stage between two steps.
+# The recorder observes one worker. It stores the last committed micro-batches, as probes for the
+# gate and as edges for the probe of an average, and copies the stage between two steps.
 
 
 @dataclass(frozen=True)
@@ -1350,9 +1360,9 @@ class SharedCheckpoint:
 
 
 class Recorder(Observer):
-    """Observer of one worker; without a store it only remembers.
+    """Observer of one worker. Without a store it records micro-batches but no checkpoints.
 
-    Swapped micro-batches are not remembered: they do not run as the policy does.
+    Swapped micro-batches are not recorded: they pass the layers in another order than the policy.
 
     Args:
         outer: Returns the state of averaging, whose tensors never change.
@@ -1369,7 +1379,7 @@ class Recorder(Observer):
         self.spec = spec
         self.settings = settings
         self.probes: list[Probe] = []
-        """Oldest first: own ones at the tail, the tail's elsewhere."""
+        """Oldest first. The last stage records them, its neighbours have copies."""
         self.edges: deque[Edge] = deque(maxlen=settings.probes)
         self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
         """checkfree+: end stage → (step, true copies of its embedding, or norm and head)."""
@@ -1646,10 +1656,11 @@ class LocalStage:
 
 # The exchange between trainers: one duplex stream to each other member, with a reader and a writer.
 #
-# `StatePeer` is one member. `Fetcher` asks, `Server` answers, `Sharing` follows what other members
-# announce, and `Channel` has the streams. Answers go to the coroutine that asked. Messages and
-# chunks of several bodies take turns. A request fails when nothing arrives for `seconds`. Refused
-# input is counted; after MISBEHAVED refusals the stream closes, and a closed stream ends the crew.
+# `StatePeer` is this member. `Fetcher` sends requests, `Server` answers them, `Sharing` announces
+# and fetches new checkpoints, and `Channel` has the streams. A body is what a request returns, in
+# chunks. Chunks of several bodies take turns. A request fails when nothing arrives for `seconds`.
+# Invalid input is counted. After MISBEHAVED invalid messages of a stage its stream is closed, and a
+# closed stream ends the crew.
 
 SERVED_AT_ONCE: Final = 5
 """Requests of one peer."""
@@ -1657,12 +1668,12 @@ SERVED_PER_STEP: Final = 64
 """Bodies of one kind for one peer between two steps. A stage that is restored asks for a few."""
 MISBEHAVED: Final = 16
 BACKGROUND_PAUSE: Final = (7.0, 30.0)
-"""After a chunk of a checkpoint to keep, the sender pauses for this multiple of the time that the
-chunk took, at most so many seconds: two neighbours together take a quarter of a line."""
+"""(factor, seconds): after each chunk of a checkpoint for a neighbour's disk, the sender pauses for
+`min(factor × duration of the chunk, seconds)`. Two neighbours together take a quarter of a line."""
 WRITE_BYTES: Final = 2 * CHUNK_BYTES
-"""Bytes that a stream must take within `seconds`."""
+"""A stream must accept this many bytes within `seconds`."""
 NO_FAULT: Final = ("closed", "truncated", "does not read", "the crew is over")
-"""Ends of a stream for which nobody gets a strike."""
+"""Reasons of a stream's end for which no stage gets a strike."""
 
 Incoming = tuple[wire.AnyStateMessage, bytes]
 Handler = Callable[[int, wire.AnyStateMessage, bytes], None]
@@ -1715,8 +1726,8 @@ class Fetcher:
         self._stage = stage
 
     async def ask(self) -> dict[int, Holds]:
-        """Return what every stage that answers has of ours, once all of them know whether they have
-        their weights."""
+        """Return what each stage that answers has stored of this stage. Repeat the query, for at
+        most ASK_SECONDS, while a stage does not yet know whether it must be restored."""
         found: dict[int, Holds] = {}
 
         async def one(stage: int) -> None:
@@ -1765,8 +1776,8 @@ class Fetcher:
             return self._stage.read_probes(body)
 
     async def copy(self, spec: StageSpec) -> tuple[int, int, Parts]:
-        """Return (bytes that came, step, weights) of a stage as it is now. Ours takes the same way
-        without a stream, and raises as `LocalStage.copy` does."""
+        """Return (bytes received, step, weights) of a stage as it is now. The own stage is encoded
+        and decoded likewise, without a stream; it raises as `LocalStage.copy` does."""
         layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
         body: bytes | bytearray
         if spec.index == self._stage.spec.index:
@@ -1965,12 +1976,15 @@ class Server:
 
 
 class Sharing:
-    """What members keep of each other: a stage announces a new body, and its keepers fetch it, one
-    of each stage and kind at a time. A body that is superseded meanwhile is skipped."""
+    """Storage of each other's checkpoints, ends and probes.
+
+    A stage announces a new body. The members that store it fetch one body of each stage and kind at
+    a time, and skip a body that is superseded meanwhile.
+    """
 
     def __init__(self, channel: Channel, stage: LocalStage, fetch: Fetcher) -> None:
         self.kept: dict[int, int] = {}
-        """Stage → committed steps in our checkpoint on its disk."""
+        """Stage → committed steps in this stage's checkpoint on the disk of its holder."""
         self._channel = channel
         self._stage = stage
         self._fetch = fetch

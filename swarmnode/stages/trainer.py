@@ -1,6 +1,6 @@
 """The trainer of a node that holds one stage of a policy.
 
-    CrewTrainer     main thread     leads the training loop while this node is the crew's head
+    CrewTrainer     main thread     runs the training loop while this node is the crew's head
     StageRunner     crew's thread   holds the assigned stage, one crew after another
     CrewPolicy      main thread     the engine of the head's loop
     StageRecovery   crew's thread   checkpoints and restoration
@@ -281,12 +281,17 @@ class CrewTrainer:
                     self._sample(scorer)
                 except EngineGone as gone:
                     log.info(
-                        "not the head any more" if lineage else "not sampling", reason=str(gone)
+                        "stopped leading the crew" if lineage else "stopped sampling from the copy",
+                        reason=str(gone),
                     )
                 except (LocalError, OSError) as error:
                     if lineage is not None or self.copy is None:
                         raise
-                    log.warning("sampling from the copy failed, the stage stays", error=str(error))
+                    log.warning(
+                        "sampling from the policy copy failed, disabled until restart; the stage"
+                        " continues",
+                        error=str(error),
+                    )
                     self.copy.release()
                     self.copy = self._sampler = self._engine = None
 
@@ -390,7 +395,7 @@ class CrewTrainer:
             self._offering = msgspec.structs.replace(
                 offering, capacity=replace(offering.capacity, memory=memory)
             )
-            log.warning("offering less memory", gib=round(memory / 2**30, 2))
+            log.warning("stage did not fit, offering less memory", gib=round(memory / 2**30, 2))
 
     # ---- the link --------------------------------------------------------------------------------
 
@@ -471,7 +476,7 @@ async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream
             finally:
                 if directory is not None:
                     os.close(directory)
-    raise PeerError("the network process takes no streams for stages")
+    raise PeerError("the network process did not accept a stream to another stage in time")
 
 
 async def connect_all(assigned: Assigned, kind: Kind) -> dict[int, trio.abc.Stream]:
@@ -639,7 +644,7 @@ class StageRunner:
 
     def _handle_failure(self, session: StageSession, kind: FailureKind, reason: str) -> None:
         if kind == "peer":
-            # nobody's deadline: the own stage as the cause ends the crew without a strike
+            # with the own stage as the cause, the crew ends without a strike for any member
             self._report_fault(session, session.assigned.stage, reason)
             return
         if kind != "source":
@@ -931,11 +936,11 @@ FIRST_TOKENS = 1024
 """Padded tokens of the first micro-batches in a crew whose speed is not known. 16,384 tokens can
 take a CPU stage many times the head's deadline."""
 PIECES = 8
-"""Micro-batches for each stage, if there are tokens enough: finer steps leave stages less idle."""
+"""A step is cut into this many micro-batches per stage: with more of them stages idle less."""
 LEAST_TOKENS = 1024
-"""A step is not cut finer for that: a device would have little to do at a time."""
+"""But a micro-batch is allowed at least this many tokens: a device is slow with smaller ones."""
 SLOW_TOKEN = 0.1
-"""Seconds of a token through all stages above which the operator is told what would be faster."""
+"""If a token takes more seconds through all stages, a warning recommends sampling from a copy."""
 
 
 class CrewPolicy:
@@ -1079,7 +1084,10 @@ class CrewPolicy:
                 scored = self._call(head, work, largest)
             except CannotScore as error:
                 if not error.divisible:
-                    raise DeviceError(f"a row of {max(lengths)} tokens: {error}") from None
+                    raise DeviceError(
+                        f"a row of {max(lengths)} tokens is too large for a stage's device, set"
+                        f" training.max_completion_length lower: {error}"
+                    ) from None
                 memory.ran_out(largest)
         return scored
 
@@ -1210,7 +1218,10 @@ class CrewPolicy:
             if self._runner.leads() == self.lineage:
                 late = time.monotonic() + limit
             elif time.monotonic() > late:
-                raise PeerTimeout(f"there was no crew for {limit:.0f} s")
+                raise PeerTimeout(
+                    f"there was no crew for {limit:.0f} s: see `swarmnode status` and the log"
+                    " for the missing stages"
+                )
 
     # ---- between steps ---------------------------------------------------------------------------
 
@@ -1351,9 +1362,9 @@ class Stage:
     def follow(self, assigned: Assigned) -> bool:
         """Continue at the crew's step if these weights are of it or of the step before.
 
-        A stage that is one step behind counts as if it had taken the step: the others have, and
-        one update of one stage is worth less than everybody's return to an older step. Call it
-        when the last worker has stopped.
+        A stage that is one step behind counts as if it had taken the step. Losing one update of
+        one stage costs less than returning all stages to an older step. Call it when the last
+        worker has stopped.
 
         Returns:
             Whether the weights serve the crew. If not, the stage is to be restored.
@@ -1629,7 +1640,7 @@ async def _judge(
     except (PeerError, ValueError, RuntimeError, MemoryError) as error:
         if not isinstance(error, PeerError | ValueError) and not is_device_error(error):
             raise
-        log.info("no verdict on an average", error=str(error))
+        log.info("probe of an average failed, rejecting the average", error=str(error))
     finally:
         answer(losses)
 
@@ -1752,7 +1763,7 @@ def crew_terms(config: Config) -> CrewTerms:
 
 @dataclass(frozen=True)
 class CrewModel:
-    """A model's directory and everything about the model that fits any node."""
+    """A model's directory, and what this node knows of the model before it holds a stage."""
 
     directory: Path
     config: PretrainedConfig
@@ -1859,7 +1870,7 @@ def open_model(
             cost,
         )
         report(
-            f"{cfg.model} in stages: {offering.capacity.memory / 2**30:.2f} GiB of it here;"
+            f"{cfg.model} in stages: at most {offering.capacity.memory / 2**30:.2f} GiB here;"
             f" {placement.reason}"
         )
         yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)

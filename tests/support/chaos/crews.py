@@ -1,13 +1,12 @@
-"""A crew of four real nodes on loopback under faults drawn from a seed, and what must hold after
-each of them.
+"""Faults, drawn from a seed, for a crew of four real nodes on loopback, and four conditions.
 
     python -m tests.support.chaos.crews --seed 17          the short schedule again
     python -m tests.support.chaos.crews --seed 17 --long   every fault
 
-running    the crew takes further steps within WHOLE_SECONDS
-kept       it continues at no older step than memories and own checkpoints cover
-named      a survivor's log names a member that was killed, and the reason
-learnt     at the end, held-out reward is no lower than before the first fault
+running    after each fault the crew takes a further step within WHOLE_SECONDS
+kept       it continues from no older step than the survivors' memories and the own checkpoints have
+named      after a kill, the log of every survivor names a member that was killed
+learnt     at the end, held-out reward is at most FALL lower than before the first fault
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Fault:
 class Outcome:
     fault: Fault
     seconds: float | None
-    """From the kill, or the end of what lasted, to the next committed step; None: never."""
+    """From the end of the fault to the next committed step; None if there was none in time."""
     problems: tuple[str, ...] = ()
 
 
@@ -149,7 +148,7 @@ class ChaosCrew(WholeCrew):
             cable.close()
 
     def curve(self) -> dict[int, float]:
-        """Held-out reward by step, of whoever led."""
+        """Return the held-out reward by step, from the logs of all nodes: any may have led."""
         found: dict[int, float] = {}
         for node in self.nodes:
             for path in (node.directory / "log").glob("steps.jsonl*"):
