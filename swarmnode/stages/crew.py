@@ -993,7 +993,7 @@ def _begin(
             )
             for peer, speed, hop in zip(peers, speeds, hops, strict=True)
         )
-        # distances between two other nodes are unknown: take the larger of both to this node
+        # other nodes' distances are not known; from each other they count as from us
         apart = tuple(tuple(max(near[a], near[b]) * (a != b) for b in peers) for a in peers)
         plan = make_plan(cost, capacities, apart, stages)
         if plan is not None:
@@ -1005,7 +1005,7 @@ def _begin(
 
 
 def rough(seconds: float) -> float:
-    """Round a distance to a power of two, so that small differences do not change the plan."""
+    """Round a distance to a power of two: a new measurement changes no plan."""
     return 0.0 if seconds < LEAST_SECONDS else 2.0 ** round(math.log2(min(seconds, MOST_SECONDS)))
 
 

@@ -1,6 +1,6 @@
 """The trainer of a node that holds one stage of a policy.
 
-    CrewTrainer     main thread     runs the training loop while this node is the crew's head
+    CrewTrainer     main thread     leads the training loop while this node is the crew's head
     StageRunner     crew's thread   holds the assigned stage, one crew after another
     CrewPolicy      main thread     the engine of the head's loop
     StageRecovery   crew's thread   checkpoints and restoration
