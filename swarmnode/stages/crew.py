@@ -446,7 +446,7 @@ class _Transition:
             return "room"
         if not all(peer == state.me or self.means.trusts(peer) for peer in peers):
             return "trust"
-        if self._waited < discard_seconds(offering.copies, record, self.settings):
+        if self._waited < keep_seconds(offering.copies, record, self.settings):
             return "newer"
         struck = [peer for peer in peers if self._is_struck(peer)]
         if struck and self._is_possible_without(struck, self._offers()):
@@ -855,7 +855,7 @@ def plan_crew(
         at = plan.record
         ahead = any(lineage == at.lineage and step > at.step + 1 for lineage, step in peers_at)
         seconds = settings.exact_seconds if plan.lost or ahead else 0.0
-        return max(seconds, discard_seconds(able[me].copies, at, settings))
+        return max(seconds, keep_seconds(able[me].copies, at, settings))
 
     def rank(plan: CrewPlan) -> tuple[bool, int, int, bytes]:
         is_ours = own is not None and own.lineage == plan.record.lineage
@@ -884,7 +884,7 @@ def newest(copies: Collection[Copy]) -> Copy | None:
     return max(filter(is_own, copies), key=lambda copy: copy.step, default=None)
 
 
-def discard_seconds(copies: Collection[Copy], record: Record, settings: Settings) -> float:
+def keep_seconds(copies: Collection[Copy], record: Record, settings: Settings) -> float:
     """Return how long a node without a crew keeps `copies` rather than join `record`."""
     own = newest(copies)
     if own is None:

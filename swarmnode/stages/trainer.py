@@ -878,7 +878,8 @@ class StageRunner:
         """Tell the network process, once, that this crew cannot continue."""
         if not session.faulted:
             session.faulted = True
-            log.warning("crew cannot continue", stage=stage, reason=reason)
+            blamed = "unknown" if stage is None else stage
+            log.warning("crew cannot continue", stage=blamed, reason=reason)
             self._send(StageFault(session.assigned.crew, stage, reason[:128]))
 
     def _send_status(self) -> None:

@@ -149,7 +149,7 @@ def test_a_node_keeps_its_steps_as_long_as_swarmnode_does(document):
                 given = [as_dict(copy) for copy in copies]
                 settings = Settings(lost_seconds=600.0)
                 got = document["keep_seconds"](given, {"lineage": lineage, "step": step})
-                assert got == crew.discard_seconds(copies, record, settings)
+                assert got == crew.keep_seconds(copies, record, settings)
                 seconds.add(got)
                 assert document["is_exact"](given[0], step) == crew.is_exact(copies[0], step)
     assert seconds == {0.0, 12.0, 600.0}
