@@ -222,13 +222,19 @@ def test_large_stages_are_written_every_few_steps():
     assert checkpoint_interval([]) == 1
 
 
+def copies_peak(checkpoint_every):
+    """Bytes for each weight, in a process of its own: a former measurement leaves memory that the
+    next one takes."""
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    case = json.dumps([{"checkpoint_every": checkpoint_every}])
+    done = subprocess.run(
+        command, input=case, capture_output=True, text=True, check=True, timeout=120
+    )
+    return json.loads(done.stdout)[0]
+
+
 def test_a_small_copy_beside_an_own_checkpoint_takes_two_bytes_of_each_weight():
     """The disk stands still: 12 bytes of each weight are on their way to it."""
-    cases = [{"checkpoint_every": 100}, {"checkpoint_every": 1}]
-    command = [sys.executable, "-m", "tests.support.peak_memory"]
-    done = subprocess.run(
-        command, input=json.dumps(cases), capture_output=True, text=True, check=True, timeout=120
-    )
-    alone, both = json.loads(done.stdout)
+    alone, both = map(copies_peak, (100, 1))
     assert 11.0 < alone < 13.5
     assert 1.5 < both - alone < 3.5
