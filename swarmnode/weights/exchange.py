@@ -98,9 +98,9 @@ PEER_SHARE: Final = 0.4
 between two outer steps. An honest peer proposes to each of n candidates once in n gaps. With 0.6,
 two nodes would refuse each other every second time."""
 TURN_GAPS: Final = 1.5
-"""A peer whose last swap with this node began within so many gaps is asked after the others. If it
-were not, two of three nodes in step would swap with each other for as long as their edge ranks
-first, and the third with nobody."""
+"""A peer is asked after the others if its last swap with this node began less than this many gaps
+ago. Otherwise, two of three nodes that train in step would always choose each other while their
+edge ranks first, and the third node would never be averaged."""
 SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0

@@ -648,7 +648,7 @@ async def test_a_trickling_proposer_cannot_hold_a_node(autojump_clock):
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_of_three_nodes_in_step_none_is_left_out(seed, autojump_clock):
-    """Two of them have an edge that ranks first at both ends, here in all rounds."""
+    """In all rounds, one edge ranks first for both of its nodes."""
     rounds, seconds = 12, 4
     kinds = {"a": Party, "b": Party, "c": Party}
     async with swarm(kinds, seed=seed, every=seconds) as parties:
